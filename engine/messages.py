@@ -1,0 +1,108 @@
+"""Every message between a front (API server or offline LLM) and the engine core, in both directions.
+
+msgspec encodes them as tagged arrays; nothing here can carry code. A front owns the text, the core owns the
+tokens: no string of the conversation crosses.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from penstock.executor.protocol import ModelInfo, Sampling, TokenLogprobs
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
+    """Run one sequence. A request with n choices is n of these."""
+
+    request_id: str
+    tokens: bytes  # int32 little-endian, inside the vocabulary, not empty, shorter than max_model_len
+    sampling: Sampling
+    max_tokens: int  # the front has cut it to what the context allows
+    priority: int = 0  # smaller runs first
+    cache_salt: str | None = None
+    adapter: str | None = None
+    pooling: Literal["last", "mean"] | None = None
+    skip_prefix_cache: bool = False
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
+    request_ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache", array_like=True):
+    pass
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
+    """Stop at once. A drain is the front's: it stops submitting and waits."""
+
+
+ToCore = Submit | Abort | ResetPrefixCache | Shutdown
+
+
+class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """News of one sequence. The one with a `finish_reason` is its last, and there is always exactly one."""
+
+    request_id: str
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None  # the stop id that ended it
+    error: str | None = None
+    num_cached_tokens: int | None = None  # with the first tokens
+    logprobs: list[TokenLogprobs] | None = None  # one per token
+    prompt_logprobs: list[TokenLogprobs] | None = None  # for prompt positions 1 …, with the first tokens
+    embedding: bytes | None = None
+    queued_s: float | None = None  # with the first tokens: from arrival in the core to the first step
+    num_preemptions: int = 0
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges as of now and counters since the core started."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_used_blocks: int = 0  # held by requests; cached but free blocks do not count
+    num_cached_blocks: int = 0
+    prefix_queries: int = 0  # tokens looked up
+    prefix_hits: int = 0  # tokens found
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    step_s: float = 0.0  # total time of all steps
+
+
+class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
+    outputs: list[Output]
+    stats: Stats
+    step_tokens: int = 0  # positions computed by the step these come from
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+    """A line about a stage of the start."""
+
+    line: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+    info: ModelInfo
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):
+    """Once a second from a thread of its own. `overdue_s` > 0: the running step is beyond its deadline."""
+
+    num_steps: int
+    step_age_s: float
+    overdue_s: float
+
+
+class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
+    """The core cannot start or cannot go on; its last message."""
+
+    error: str
+
+
+FromCore = Outputs | Progress | Ready | Heartbeat | Dead

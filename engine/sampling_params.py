@@ -1,0 +1,148 @@
+"""What a user may ask about sampling, and the checks that make it safe to run.
+
+Every limit lives here, so the server, the offline API and the router answer the same way: `check` raises
+`InvalidRequest` naming the field, the value and the limit. The engine core trusts what passed.
+"""
+
+import math
+import secrets
+from collections.abc import Iterable
+
+import msgspec
+
+from penstock.executor.protocol import Sampling
+
+MAX_N = 128  # choices of one request; each is a sequence of its own
+MAX_LOGPROBS = 20  # like OpenAI's top_logprobs
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 1024  # characters; the detokenizer holds this much text back
+MAX_LISTED_IDS = 4096  # per list of token ids or biases; each becomes work in every step
+MAX_LOGIT_BIAS = 100.0
+
+
+class InvalidRequest(ValueError):
+    """The user's request cannot be run. `field` is the name the user wrote."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to sample a completion. The names and defaults are those of vLLM."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: as many as the context allows
+    min_tokens: int = 0
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    banned_token_ids: list[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    @property
+    def stop_strings(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    def check(self, vocab_size: int, max_logprobs: int = MAX_LOGPROBS) -> None:
+        """Raise InvalidRequest for the first field that cannot be run on a model with this vocabulary."""
+        _integer("n", self.n, 1, MAX_N)
+        _number("temperature", self.temperature, 0.0, 2.0)
+        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _integer("top_k", self.top_k, -1, None)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, None)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise InvalidRequest("stop", f"{len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
+        for text in self.stop_strings:
+            if not 1 <= len(text) <= MAX_STOP_LENGTH:
+                raise InvalidRequest(
+                    "stop", f"a string of {len(text)} characters; 1 to {MAX_STOP_LENGTH} are allowed"
+                )
+        if self.stop_strings and not self.detokenize:
+            raise InvalidRequest("stop", "stop strings need detokenize=True")
+        for field in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+            _token_ids(field, getattr(self, field) or (), vocab_size)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids", "the list is empty; leave it out to allow every token")
+        if self.logit_bias:
+            _token_ids("logit_bias", self.logit_bias, vocab_size)
+            for bias in self.logit_bias.values():
+                _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self, field) is not None:
+                _integer(field, getattr(self, field), 0, max_logprobs)
+
+    def sampling(self, eos_ids: Iterable[int], index: int = 0) -> Sampling:
+        """The executor's view, for choice `index` of `n`. An absent seed is drawn here, once."""
+        seed = secrets.randbits(64) if self.seed is None else (self.seed + index) % 2**64
+        stop_ids = set(self.stop_token_ids or ()) | (set() if self.ignore_eos else set(eos_ids))
+        return Sampling(
+            temperature=0.0 if self.temperature < 1e-5 else self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=seed,
+            logit_bias=tuple(sorted((self.logit_bias or {}).items())),
+            allowed_ids=tuple(self.allowed_token_ids or ()),
+            banned_ids=tuple(self.banned_token_ids or ()),
+            min_tokens=self.min_tokens,
+            stop_ids=tuple(sorted(stop_ids)),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+def _integer(field: str, value: int, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest(field, f"{type(value).__name__} given; an integer is expected")
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequest(field, f"{_short(value)} is out of range; it must be {limit}")
+
+
+def _number(field: str, value: float, low: float, high: float, open_low: bool = False) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise InvalidRequest(field, f"{type(value).__name__} given; a number is expected")
+    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
+        span = f"above {low:g} and at most {high:g}" if open_low else f"from {low:g} to {high:g}"
+        raise InvalidRequest(field, f"{_short(value)} is out of range; it must be {span}")
+
+
+def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
+    ids = list(ids)
+    if len(ids) > MAX_LISTED_IDS:
+        raise InvalidRequest(field, f"{len(ids)} entries; at most {MAX_LISTED_IDS} are allowed")
+    for token in ids:
+        _integer(field, token, 0, vocab_size - 1)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}…"

@@ -1,0 +1,174 @@
+"""The executor seam: plain data that the engine hands to whatever computes, and what comes back.
+
+The engine decides *which positions of which requests* a step computes; an executor turns that into
+tensors. Nothing here knows torch. Executors run steps strictly in the order of `submit`, so a block
+freed after step N was submitted may be handed out again in step N+1 without waiting for N.
+
+Executors keep one row of state per *slot* (0 … max_num_seqs-1): the token history, the block table and
+the sampling state. A step only says what changed. A token sampled by step N lands in the executor's own
+history, so step N+1 can be built, and submitted, before the host has learned what N sampled.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+ExecutorKind = Literal["auto", "uniproc", "multiproc", "ray", "oracle"]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request picks its tokens. Already validated: ids are inside the vocabulary, numbers in range."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0  # 64 bits, always set; with the position it determines the draw, whatever else is in the batch
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()  # empty: all
+    banned_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # `stop_ids` cannot be sampled before this many tokens were
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None  # None: none; N: the sampled token and the N most likely; -1: the whole vocabulary
+    prompt_logprobs: int | None = None
+
+
+class Admission(msgspec.Struct, frozen=True, kw_only=True):
+    """A request takes a slot: everything the executor must know about it before its first row.
+
+    A request that was preempted comes back as a new admission whose `tokens` include what it has sampled
+    so far. Whatever the slot held before is forgotten.
+    """
+
+    slot: int
+    request_id: int
+    tokens: bytes  # int32 little-endian: the prompt, then what was sampled before a preemption
+    num_prompt: int
+    sampling: Sampling
+    pooling: Literal["last", "mean"] | None = None  # an embedding instead of tokens
+    adapter: str | None = None
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """One request's share of a step: compute positions [start, start + count) of the request in `slot`.
+
+    `blocks` replaces the slot's block table from index `first_block` on. Keys and values of positions below
+    `write_from` are in their blocks already (a full prefix hit recomputes its last token for the logits
+    alone) and must not be written again: another request may own those blocks too.
+    """
+
+    slot: int
+    start: int
+    count: int
+    sample: bool  # the logits of the last position yield the token at start + count
+    first_block: int = 0
+    blocks: tuple[int, ...] = ()
+    write_from: int = 0
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One forward pass. Within it, every key and value is written before any is read, layer by layer, so a
+    later row may read a block that an earlier row of the same step fills. A step without rows is legal."""
+
+    step_id: int
+    admissions: list[Admission]
+    rows: list[Row]
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+    """Log-probabilities at one position, of the raw distribution (before temperature and penalties)."""
+
+    ids: tuple[int, ...]  # the chosen token first, then the most likely ones in order
+    values: tuple[float, ...]
+    rank: int  # of the chosen token; 1 is the most likely
+
+
+class StepResult(msgspec.Struct, frozen=True):
+    """What a step produced; the lists and indices go by the step's `rows`."""
+
+    step_id: int
+    tokens: list[int]  # per row: the sampled token, or -1 where the row did not sample
+    logprobs: dict[int, TokenLogprobs] = {}
+    # Row → the log-probabilities of the tokens at positions start + 1 … start + count, as far as they are prompt.
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    embeddings: dict[int, bytes] = {}  # row → float32 little-endian, on the row that completes the prompt
+    errors: dict[int, str] = {}  # a failure that is one row's own; its request ends, the others go on
+    elapsed_s: float = 0.0
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine needs to know about the loaded model and the memory it was given."""
+
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int  # block 0 is never handed out: padding and skipped writes go there
+    block_bytes: int
+    fingerprint: bytes  # digest of the weights' content and of whatever else changes the numbers
+    max_in_flight: int  # steps that may be submitted before the first is collected
+    memory: dict[str, int] = {}  # what the bytes went to, in the order to print
+
+
+class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an executor is asked to run. `model` is a local folder or a .gguf file: names are resolved before."""
+
+    model: str = ""
+    kind: ExecutorKind = "auto"
+    dtype: DType = "auto"
+    device: Device = "auto"
+    load_format: LoadFormat = "auto"
+    max_model_len: int | None = None  # None: what the model allows and the memory holds
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_bytes: int | None = None  # None: a share of the free memory
+    gpu_memory_utilization: float = 0.9
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    seed: int = 0
+    hf_overrides: dict[str, Any] = {}
+
+
+class Executor(Protocol):
+    """Runs steps in order. At most `info.max_in_flight` may be submitted and not yet collected."""
+
+    info: ModelInfo
+
+    def submit(self, step: Step) -> None: ...
+
+    def collect(self) -> StepResult:
+        """The result of the oldest submitted step; waits for it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class ExecutorError(Exception):
+    """The executor cannot start or cannot go on; the message says why and what to do."""
+
+
+def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lambda line: None) -> Executor:
+    """Load the model and allocate its memory. `progress` gets a line for every stage that may take a while."""
+    kind = config.kind
+    if kind == "auto":
+        kind = "uniproc"
+    if kind == "oracle":
+        from penstock.executor.oracle import OracleExecutor
+
+        return OracleExecutor(config)
+    if kind == "uniproc":
+        from penstock.executor.uniproc import UniprocExecutor
+
+        return UniprocExecutor(config, progress)
+    raise ExecutorError(f"executor: {kind!r} is not available; choose 'auto' or 'uniproc'")
