@@ -1,0 +1,55 @@
+"""Builds every C source of this folder into one extension, `penstock._csrc` (cffi API mode, stable ABI).
+
+A subject is `<name>.c` plus `<name>.cdef.h`: plain declarations, without preprocessor lines, that the C file
+includes and that cffi parses, so the two cannot drift apart. Dropping such a pair in here is all it takes.
+Nothing is compiled for the machine that builds: faster instructions go into functions with their own
+`__attribute__((target(...)))`, chosen at run time. `python csrc/build.py` builds in place, setup.py into the wheel.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from cffi import FFI
+
+FOLDER = Path(__file__).resolve().parent
+MODULE = "penstock._csrc"
+
+
+def describe(source_root: str) -> FFI:
+    """The extension. setuptools wants sources relative to setup.py, an in-place build wants them absolute."""
+    cdefs = sorted(FOLDER.glob("*.cdef.h"))
+    ffi = FFI()
+    for cdef in cdefs:
+        ffi.cdef(cdef.read_text())
+    includes = ["<stddef.h>", "<stdint.h>", *(f'"{cdef.name}"' for cdef in cdefs)]
+    ffi.set_source(
+        MODULE,
+        "\n".join(f"#include {name}" for name in includes),
+        sources=[os.path.join(source_root, source.name) for source in sorted(FOLDER.glob("*.c"))],
+        depends=[os.path.join(source_root, header.name) for header in sorted(FOLDER.glob("*.h"))],
+        include_dirs=[source_root],
+        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        py_limited_api=True,
+        extra_compile_args=["-O3", "-std=c11", "-Wall", "-Wextra", "-Wno-unused-parameter", "-fvisibility=hidden"],
+        libraries=["m"],
+    )
+    return ffi
+
+
+def build_in_place() -> Path:
+    """Compile into src/penstock. The file is swapped in by rename: a running process keeps the one it has mapped."""
+    package = FOLDER.parent / "src" / "penstock"
+    with tempfile.TemporaryDirectory() as scratch:
+        built = Path(describe(str(FOLDER)).compile(tmpdir=scratch))
+        fresh = package / (built.name + f".{os.getpid()}")
+        shutil.copy(built, fresh)
+    return fresh.replace(package / built.name)
+
+
+if __name__ == "__main__":
+    print(f"built {build_in_place()}", file=sys.stderr)
+else:
+    ffibuilder = describe(os.path.relpath(FOLDER))  # setup.py: cffi_modules=["csrc/build.py:ffibuilder"]
