@@ -13,7 +13,7 @@ static void store_big_endian(uint8_t *p, uint64_t value, int num_bytes) {
     for (int i = 0; i < num_bytes; i++) p[i] = (uint8_t)(value >> 8 * (num_bytes - 1 - i));
 }
 
-/* out = SHA-256(key, tokens). `out` may be `key`'s successor in one array; they never overlap. */
+/* out = SHA-256(key, tokens) */
 static void hash_block(sha256_compress *compress, const uint8_t *key, const uint8_t *tokens, size_t num_bytes,
                        uint8_t *out) {
     uint32_t state[8];
@@ -51,17 +51,6 @@ void penstock_block_keys(const uint8_t *root, const uint8_t *tokens, size_t num_
 }
 
 int penstock_has_sha_instructions(void) { return sha256_compress_fastest() != sha256_compress_portable; }
-
-size_t penstock_first_negative(const uint8_t *tokens, size_t num_tokens) {
-    size_t i = 0;
-    for (; i + 64 <= num_tokens; i += 64) { /* no early exit inside: the compiler makes vectors of it */
-        uint8_t any = 0;
-        for (size_t j = 0; j < 256; j += 4) any |= tokens[4 * i + j + 3];
-        if (any & 0x80) break;
-    }
-    while (i < num_tokens && !(tokens[4 * i + 3] & 0x80)) i++;
-    return i;
-}
 
 static const uint64_t v1_spread = 0x9e3779b9;
 

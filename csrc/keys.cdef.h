@@ -7,9 +7,6 @@ void penstock_block_keys(const uint8_t *root, const uint8_t *tokens, size_t num_
 /* 1 if the CPU's SHA instructions are in use. */
 int penstock_has_sha_instructions(void);
 
-/* The position of the first id at or above 2^31, or `num_tokens`: where a signed 32-bit id was negative. */
-size_t penstock_first_negative(const uint8_t *tokens, size_t num_tokens);
-
 /* The 64-bit v1 chain over all `num_tokens`, the last block may be short. NULL: no salt, no LoRA. */
 void penstock_block_keys_v1(const uint8_t *tokens, size_t num_tokens, size_t block_size, const uint64_t *salt_id,
                             const uint64_t *lora_id, uint64_t *out);
