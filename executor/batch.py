@@ -1,0 +1,27 @@
+"""One forward pass as tensors: what a model and its kernels are told about the tokens they compute.
+
+The runner makes it from a `Step`; it is immutable and passed down `forward`, so no layer looks anything up in
+a global. A batch is flat: T tokens of R rows, one row per request, prefill and decode mixed. Rows with a
+single token come first, so a kernel may treat them as one rectangle.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    tokens: torch.Tensor  # [T] int32
+    positions: torch.Tensor  # [T] int32, inside the request
+    # [T] int64: block * block_size + offset where the token's key and value go. Skipped writes go to block 0.
+    kv_slots: torch.Tensor
+    query_starts: torch.Tensor  # [R + 1] int32: row r's tokens are query_starts[r] … query_starts[r + 1] - 1
+    context_lens: torch.Tensor  # [R] int32: positions the row's last token may see, itself included
+    block_tables: torch.Tensor  # [R, blocks of the longest context] int32; past a row's context: any valid block
+    wanted: torch.Tensor | None  # [W] int64: tokens whose hidden state is asked for; None means all T
+    num_single_rows: int  # how many of the first rows have one token
+    query_lens: tuple[int, ...]  # of the rows after those
+    query_contexts: tuple[int, ...]  # context_lens of the rows after those
+    max_context_len: int
+    max_single_context: int  # the longest context among the single-token rows; 0 without any
