@@ -1,0 +1,34 @@
+"""The operations a model is built from, behind one set of signatures: plain torch, C for CPU, Triton for CUDA.
+
+A model receives an `Ops` when it is built and calls nothing else that is not a plain tensor operation.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Norm weights are float32 whatever the dtype of x. q, k and v may be views of one merged projection."""
+
+    # (x [T, H], weight [H], eps) -> y [T, H]
+    rms_norm: Callable[..., torch.Tensor]
+    # (x, residual, weight, eps) -> (rms_norm(x + residual), x + residual)
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    # (q [T, Hq, D], k [T, Hkv, D], v, cos [P, rot / 2] float32, sin, positions [T], k_pages, v_pages, kv_slots [T],
+    #  q_weight=None, k_weight=None, eps=0.0) -> q [T, Hq, D]; k and v go into the pages. rot = 0: no rotation.
+    rope_and_store: Callable[..., torch.Tensor]
+    # (q [T, Hq, D], k_pages [pages, PAGE, Hkv * D], v_pages, batch, scale, window=None) -> [T, Hq, D]
+    paged_attention: Callable[..., torch.Tensor]
+    # (gate_up [T, 2 I]) -> activation(gate) * up [T, I]
+    silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
+
+
+def select_ops(device: torch.device) -> Ops:
+    """The fastest set there is for a device."""
+    from penstock.executor.kernels import torch_ops
+
+    return torch_ops.OPS

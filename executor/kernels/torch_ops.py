@@ -1,0 +1,159 @@
+"""Every kernel in plain torch: the oracle that the C and Triton versions are tested against, and their fallback.
+
+Arithmetic is float32 inside each operation and rounded once at its end, whatever the tensors' dtype.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels import Ops
+
+# Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
+GATHER_ELEMENTS = 2**23
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def rope_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    kv_slots: torch.Tensor,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """Normalize q and k per head if weights are given, rotate them, write k and v into their pages; returns q."""
+    if q_weight is not None:
+        q = rms_norm(q, q_weight, eps)
+    if k_weight is not None:
+        k = rms_norm(k, k_weight, eps)
+    cos = cos.index_select(0, positions).unsqueeze(1)  # [T, 1, rot / 2]
+    sin = sin.index_select(0, positions).unsqueeze(1)
+    page = k_pages.shape[1]
+    blocks, offsets = kv_slots // page, kv_slots % page
+    k_pages[blocks, offsets] = _rotate(k, cos, sin).flatten(1)
+    v_pages[blocks, offsets] = v.flatten(1)
+    return _rotate(q, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs (i, i + rot / 2) of the first rot dimensions; the rest passes through."""
+    half = cos.shape[-1]
+    if half == 0:
+        return x
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    first, second = first.float(), second.float()
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((rotated[0].to(x.dtype), rotated[1].to(x.dtype), rest), dim=-1)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Causal attention of every token over its row's pages; with a window, over the last `window` positions."""
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _attend_single(q, k_pages, v_pages, batch, scale, window, out)
+    first = batch.num_single_rows  # of tokens and of rows alike: each of these rows has one token
+    for index, (count, context) in enumerate(zip(batch.query_lens, batch.query_contexts, strict=True)):
+        table = batch.block_tables[batch.num_single_rows + index]
+        _attend_row(q[first : first + count], k_pages, v_pages, table, context, scale, window, out[first:])
+        first += count
+    return out
+
+
+def _attend_single(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """The rows with one token, a rectangle at a time, padded to the longest context."""
+    page, width = k_pages.shape[1:]
+    num_blocks = -(-batch.max_single_context // page)
+    group = max(1, GATHER_ELEMENTS // max(1, num_blocks * page * width))
+    for start in range(0, batch.num_single_rows, group):
+        rows = slice(start, min(start + group, batch.num_single_rows))
+        tables = batch.block_tables[rows, :num_blocks]
+        contexts = batch.context_lens[rows, None]
+        seen = torch.arange(num_blocks * page, device=q.device)
+        mask = seen < contexts  # [rows, positions]
+        if window is not None:
+            mask &= seen >= contexts - window
+        keys = _gather(k_pages, tables, q)
+        # What lies past the context may be anything, even NaN, which a weight of zero would not hide.
+        values = _gather(v_pages, tables, q).masked_fill_(~mask[:, None, :, None], 0)
+        grouped = q[rows].unflatten(1, (keys.shape[1], -1))  # [rows, Hkv, Hq / Hkv, D]: no key is read twice
+        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None], scale=scale)
+        out[rows] = attended.flatten(1, 2)
+
+
+def _attend_row(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    table: torch.Tensor,
+    context: int,
+    scale: float,
+    window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """A row of several tokens, the last of `context` positions; its queries are folded with the head group."""
+    count, num_heads, dim = q.shape
+    blocks = table[None, : -(-context // k_pages.shape[1])]
+    keys = _gather(k_pages, blocks, q)[:, :, :context]
+    values = _gather(v_pages, blocks, q)[:, :, :context]
+    seen = torch.arange(context, device=q.device)
+    position = torch.arange(context - count, context, device=q.device)[:, None]
+    mask = seen <= position
+    if window is not None:
+        mask &= seen > position - window
+    group = num_heads // keys.shape[1]
+    folded = q.view(count, -1, group, dim).permute(1, 2, 0, 3).reshape(1, -1, group * count, dim)
+    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask.repeat(group, 1), scale=scale)
+    out[:count] = attended.view(-1, group, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
+
+
+def _gather(pages: torch.Tensor, tables: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Pages of the rows' tables, [rows, Hkv, positions, D]; the copy is the caller's."""
+    rows, num_blocks = tables.shape
+    gathered = pages.index_select(0, tables.flatten())
+    return gathered.view(rows, num_blocks * pages.shape[1], -1, q.shape[-1]).transpose(1, 2)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+OPS = Ops(rms_norm, add_rms_norm, rope_and_store, paged_attention, silu_mul, gelu_tanh_mul)
