@@ -1,0 +1,157 @@
+"""The block pool: who holds which KV block, what content it carries, and which one is evicted next.
+
+It knows block ids and keys, nothing of requests, tokens or tensors. The scheduler is its only caller, from
+one thread. Every operation costs O(1) per block and allocates nothing: the free list is a ring threaded
+through two flat lists of ints, and a key is a `bytes`, so the garbage collector tracks nothing per block.
+
+A block is *held* (ref count > 0) or *free*. A free block may still carry a key: it is cached content that a
+later request can take back until the block is handed out again.
+
+The free ring, with block 0 (never handed out) as its anchor:
+
+    0 ── next to go ───────────────────────────────────────── last to go ── 0
+         blocks without a key,   cached blocks, least recently released first;
+         last released first     of one request the end of the chain before its start
+"""
+
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """`num_blocks` counts block 0, which serves as padding in the executor and is never handed out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, num_blocks
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks - 1
+        self._refs = [0] * num_blocks
+        self._keys: list[bytes | None] = [None] * num_blocks
+        self._index: dict[bytes, int] = {}  # key → the one block that carries it
+        # All blocks start free, in order, so that a fresh pool hands out 1, 2, 3 …
+        self._next = [*range(1, num_blocks), 0]
+        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._index)
+
+    def lookup(self, keys: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest cached prefix of a chain. Takes no reference: `hold` them before allocating."""
+        blocks = []
+        get = self._index.get
+        for key in keys:
+            block = get(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these are free at the moment: holding them takes that many from the free ones."""
+        refs = self._refs
+        return sum(1 for block in blocks if refs[block] == 0)
+
+    def hold(self, blocks: Iterable[int]) -> None:
+        """Take one reference to each."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                self._unlink(block)
+            self._refs[block] += 1
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks of unknown content, each with one reference. The caller has checked `num_free`."""
+        assert count <= self.num_free, (count, self.num_free)
+        blocks = []
+        for _ in range(count):
+            block = self._next[0]
+            self._unlink(block)
+            key = self._keys[block]
+            if key is not None:
+                self._keys[block] = None
+                del self._index[key]
+            self._refs[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give back one reference to each block of a chain, in chain order.
+
+        The end of the chain is released first and therefore evicted first: without its start, the rest of a
+        chain can never be found again.
+        """
+        refs = self._refs
+        for block in reversed(blocks):
+            count = refs[block] - 1
+            assert count >= 0, block
+            refs[block] = count
+            if count == 0:
+                # Content nobody can find again goes to the front: reusing it costs no cached block.
+                self._link(block, after=0 if self._keys[block] is None else self._prev[0])
+
+    def register(self, block: int, key: bytes) -> int:
+        """Say that a held block carries this content; returns the block that stands for the key from now on.
+
+        Identical full blocks are kept once: when another block carries the key already, that one is returned
+        with a new reference, and the caller releases `block` as soon as no step writes to it any more.
+        """
+        assert self._refs[block] > 0, block
+        known = self._index.setdefault(key, block)
+        if known == block:
+            assert self._keys[block] in (None, key), block
+            self._keys[block] = key
+        else:
+            self.hold((known,))
+        return known
+
+    def forget(self) -> bool:
+        """Drop all cached content; refused (False) while any block is held."""
+        if self.num_free != self.num_usable:
+            return False
+        for block in self._index.values():
+            self._keys[block] = None
+        self._index.clear()
+        return True
+
+    def check(self) -> None:
+        """Assert every invariant; O(num_blocks)."""
+        free = []
+        block = self._next[0]
+        while block != 0:
+            assert self._prev[self._next[block]] == block and self._next[self._prev[block]] == block, block
+            assert self._refs[block] == 0, f"block {block} is free and held"
+            free.append(block)
+            assert len(free) < self.num_blocks, "the free ring has a loop"
+            block = self._next[block]
+        assert len(free) == self.num_free, (len(free), self.num_free)
+        assert self._refs[0] == 0 and self._keys[0] is None
+        held = sum(1 for count in self._refs if count > 0)
+        assert held + len(free) == self.num_usable, (held, len(free))
+        assert all(self._keys[block] == key for key, block in self._index.items())
+        assert sum(key is not None for key in self._keys) == len(self._index)
+
+    def free_order(self) -> list[int]:
+        """The free blocks, next to be handed out first."""
+        order = []
+        block = self._next[0]
+        while block != 0:
+            order.append(block)
+            block = self._next[block]
+        return order
+
+    def refs(self, block: int) -> int:
+        return self._refs[block]
+
+    def _link(self, block: int, after: int) -> None:
+        before = self._next[after]
+        self._next[after] = self._prev[before] = block
+        self._prev[block], self._next[block] = after, before
+        self.num_free += 1
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._prev[block], self._next[block]
+        self._next[before], self._prev[after] = after, before
+        self.num_free -= 1

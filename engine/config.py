@@ -1,0 +1,59 @@
+"""What the user said, split by who needs it. Frozen; unknown names are errors; nothing here looks at hardware."""
+
+from typing import Any
+
+import msgspec
+
+from penstock.executor.protocol import ExecutorConfig
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The scheduler's knobs."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    max_queued_requests: int = 4096
+    patience_s: float = 30.0  # who has waited longer goes before every priority
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model, ready to be started: paths are resolved."""
+
+    executor: ExecutorConfig
+    scheduler: SchedulerConfig
+
+
+class ConfigError(ValueError):
+    """An option cannot be used as given; the message names it."""
+
+
+def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
+    """Sort flat options (of `LLM(...)` or the command line) into the rooms' configs; None means the default."""
+    given = {name: value for name, value in options.items() if value is not None}
+    shared = ("max_num_seqs", "max_num_batched_tokens")
+    for name, low in (*((name, 1) for name in shared), ("block_size", 1), ("max_model_len", 1), ("kv_cache_bytes", 1)):
+        value = given.get(name, low)
+        if not isinstance(value, int) or value < low:
+            raise ConfigError(f"{name}: {value!r} given; an integer of at least {low} is expected")
+    if given.get("max_num_seqs", 256) > given.get("max_num_batched_tokens", 2048):
+        raise ConfigError(
+            f"max_num_batched_tokens: {given.get('max_num_batched_tokens', 2048)} is less than max_num_seqs "
+            f"({given.get('max_num_seqs', 256)}); every running request needs at least one token of each step"
+        )
+    known = {*ExecutorConfig.__struct_fields__, *SchedulerConfig.__struct_fields__} - {"model", "kind"}
+    if "executor" in given:
+        given["kind"] = given.pop("executor")
+        known.add("kind")
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{name}: there is no such option; known are {', '.join(sorted(known))}")
+    executor = {k: v for k, v in given.items() if k in ExecutorConfig.__struct_fields__}
+    scheduler = {k: v for k, v in given.items() if k in SchedulerConfig.__struct_fields__}
+    try:
+        return EngineConfig(
+            executor=msgspec.convert({**executor, "model": model_path}, ExecutorConfig),
+            scheduler=msgspec.convert(scheduler, SchedulerConfig),
+        )
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from None

@@ -1,0 +1,83 @@
+"""The engine core: the scheduler and the executor, driven step by step from one thread.
+
+It knows neither sockets nor text. The core process (engine/core_process.py) and the offline LLM
+(engine/llm.py) call it; they own the loop.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.messages import Output, Stats, Submit
+from penstock.engine.scheduler import Scheduler
+from penstock.executor.protocol import Executor, ModelInfo
+
+# A step may take this long before it counts as stuck, and this much longer for every position it computes.
+# The slowest sane machine computes a position of a large model in well under a second.
+STEP_DEADLINE_S = 60.0
+STEP_DEADLINE_PER_TOKEN_S = 0.5
+
+
+class EngineCore:
+    """Every submitted request ends in exactly one output with a finish reason, from `submit`, `abort` or `step`."""
+
+    def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
+        self.executor = executor
+        self.scheduler = Scheduler(config.scheduler, executor.info, clock)
+        self._clock = clock
+        self.last_step_tokens = 0
+        # What a heartbeat of another thread reads; each is one assignment.
+        self.num_collected = 0
+        self.step_started_s: float | None = None
+        self.step_deadline_s = STEP_DEADLINE_S
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.executor.info
+
+    def submit(self, message: Submit) -> Output | None:
+        return self.scheduler.submit(message)
+
+    def abort(self, request_id: str) -> Output | None:
+        return self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[Output]:
+        """Keep the executor's pipeline full, then take in the oldest result."""
+        scheduler = self.scheduler
+        while scheduler.num_under_way < self.info.max_in_flight:
+            step = scheduler.schedule()
+            if step is None:
+                break
+            self._expect(sum(row.count for row in step.rows))
+            self.executor.submit(step)
+        if not scheduler.num_under_way:
+            # A pool that holds the longest request alone can always admit somebody.
+            assert not scheduler.has_work(), "requests wait, and nothing runs that could make room"
+            return []
+        result = self.executor.collect()
+        self.num_collected += 1
+        self.step_started_s = self._clock() if scheduler.num_under_way > 1 else None
+        return scheduler.apply(result)
+
+    def stats(self) -> Stats:
+        return self.scheduler.stats()
+
+    def close(self) -> None:
+        self.executor.close()
+
+    def _expect(self, num_tokens: int) -> None:
+        self.last_step_tokens = num_tokens
+        self.step_deadline_s = STEP_DEADLINE_S + STEP_DEADLINE_PER_TOKEN_S * num_tokens
+        if self.step_started_s is None:
+            self.step_started_s = self._clock()
+
+
+def settle_garbage() -> None:
+    """Move what start-up made out of the collector's sight: it lives as long as the process, and scanning it
+    again and again would stall steps."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,163 @@
+"""The engine core as a process of its own, below one API server: `python -m penstock.engine.core_process`.
+
+It reads its config from standard input, talks over two ZMQ sockets in a private directory, and lives exactly
+as long as its parent: the kernel kills it when the parent dies, and a closed standard input ends it where
+the kernel does not offer that. Only the parent stops it; signals meant for the group are the parent's to act
+on, so that a drain can finish what is running.
+"""
+
+import ctypes
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.core import EngineCore, settle_garbage
+from penstock.engine.messages import (
+    Abort,
+    Dead,
+    FromCore,
+    Heartbeat,
+    Output,
+    Outputs,
+    Progress,
+    Ready,
+    ResetPrefixCache,
+    Shutdown,
+    Submit,
+    ToCore,
+)
+from penstock.executor.protocol import open_executor
+
+HEARTBEAT_S = 1.0
+IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once
+
+
+def main() -> int:
+    """Run until told to stop. The exit code is 0 only after a Shutdown."""
+    directory, parent = Path(sys.argv[1]), int(sys.argv[2])
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
+    threading.Thread(target=_watch_stdin, daemon=True).start()
+    context = zmq.Context()
+    link = Link(context, directory)
+    try:
+        core = EngineCore(config, open_executor(config.executor, lambda line: link.send(Progress(line))))
+        link.send(Ready(core.info))
+        threading.Thread(target=_beat, args=(core, context, directory), daemon=True).start()
+        settle_garbage()
+        _serve(core, link)
+        core.close()
+        return 0
+    except Exception as error:  # the top of the process: say why, then end
+        traceback.print_exc()
+        link.send(Dead(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        context.destroy(linger=2000)
+
+
+class Link:
+    """The core's two sockets: what the front sends, and what the core answers."""
+
+    def __init__(self, context: zmq.Context, directory: Path) -> None:
+        self._inbox = context.socket(zmq.PULL)
+        self._inbox.connect(f"ipc://{directory}/to_core")
+        self._outbox = sender(context, directory)
+        self._decoder = msgspec.msgpack.Decoder(ToCore)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def send(self, message: FromCore) -> None:
+        self._outbox.send(self._encoder.encode(message))
+
+    def receive(self, timeout_s: float | None) -> list[ToCore]:
+        """Everything that has arrived; waits for the first message as long as allowed (None: for ever)."""
+        messages: list[ToCore] = []
+        if timeout_s != 0.0 and not self._inbox.poll(None if timeout_s is None else int(timeout_s * 1000)):
+            return messages
+        try:
+            while True:
+                messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
+        except zmq.Again:
+            return messages
+
+
+def sender(context: zmq.Context, directory: Path) -> zmq.Socket:
+    outbox = context.socket(zmq.PUSH)
+    outbox.connect(f"ipc://{directory}/from_core")
+    return outbox
+
+
+def _serve(core: EngineCore, link: Link) -> None:
+    checked = False
+    while True:
+        working = core.has_work()
+        messages = link.receive(0.0 if working else None if checked else IDLE_CHECK_S)
+        if not working and not messages:
+            core.scheduler.check()
+            checked = True
+            continue
+        checked = False
+        outputs: list[Output] = []
+        for message in messages:
+            if isinstance(message, Submit):
+                _keep(outputs, core.submit(message))
+            elif isinstance(message, Abort):
+                for request_id in message.request_ids:
+                    _keep(outputs, core.abort(request_id))
+            elif isinstance(message, ResetPrefixCache):
+                core.scheduler.reset_prefix_cache()
+            elif isinstance(message, Shutdown):
+                return
+        if core.has_work():
+            outputs += core.step()
+        link.send(Outputs(outputs, core.stats(), core.last_step_tokens))
+
+
+def _keep(outputs: list[Output], output: Output | None) -> None:
+    if output is not None:
+        outputs.append(output)
+
+
+def _beat(core: EngineCore, context: zmq.Context, directory: Path) -> None:
+    """Say every second that the process lives and how old the running step is. A socket belongs to one thread."""
+    outbox = sender(context, directory)
+    encoder = msgspec.msgpack.Encoder()
+    try:
+        while True:
+            started = core.step_started_s
+            age = 0.0 if started is None else time.monotonic() - started
+            outbox.send(encoder.encode(Heartbeat(core.num_collected, age, max(age - core.step_deadline_s, 0.0))))
+            time.sleep(HEARTBEAT_S)
+    except zmq.ContextTerminated:
+        outbox.close(linger=0)
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        os._exit(1)
+
+
+def _watch_stdin() -> None:
+    while sys.stdin.buffer.read(4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""One sequence inside the engine core: its tokens, its blocks and how far it has come. The scheduler alone changes it."""
+
+from array import array
+
+from penstock.executor.protocol import Sampling, TokenLogprobs
+
+
+class Request:
+    """Token positions move through three marks: `num_scheduled` ≤ `num_ready` and `len(tokens)` ≤ `num_ready`.
+
+    `tokens` is what the host knows. `num_ready` counts also the tokens that steps under way are still
+    producing: the executor has them in its own history, so their positions may be scheduled already.
+    """
+
+    __slots__ = (
+        "adapter",
+        "arrival_s",
+        "blocks",
+        "finished",
+        "first_scheduled_s",
+        "keys",
+        "max_tokens",
+        "num_cached",
+        "num_pending",
+        "num_preemptions",
+        "num_prompt",
+        "num_registered",
+        "num_scheduled",
+        "num_sent_blocks",
+        "pooling",
+        "priority",
+        "prompt_logprobs",
+        "request_id",
+        "root",
+        "sampling",
+        "sequence",
+        "skip_prefix_cache",
+        "slot",
+        "started_output",
+        "stop_ids",
+        "tokens",
+        "write_from",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        tokens: array,
+        sampling: Sampling,
+        max_tokens: int,
+        root: bytes,
+        *,
+        sequence: int,
+        arrival_s: float,
+        priority: int = 0,
+        adapter: str | None = None,
+        pooling: str | None = None,
+        skip_prefix_cache: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.sequence = sequence  # order of arrival, unique
+        self.arrival_s = arrival_s
+        self.priority = priority
+        self.sampling = sampling
+        self.stop_ids = frozenset(sampling.stop_ids)
+        self.max_tokens = max_tokens
+        self.adapter = adapter
+        self.pooling = pooling
+        self.skip_prefix_cache = skip_prefix_cache
+        self.root = root  # the namespace its block keys start from
+
+        self.tokens = tokens  # array("i")
+        self.num_prompt = len(tokens)
+        self.keys: list[bytes] = []  # of the full blocks whose tokens are known
+        self.blocks: list[int] = []  # the block table
+        self.slot = -1  # -1: not running
+        self.num_scheduled = 0  # positions handed to the executor since the last admission
+        self.num_pending = 0  # tokens that steps under way will sample
+        self.num_registered = 0  # leading blocks that the pool knows by key
+        self.num_sent_blocks = 0  # leading table entries that the executor has
+        self.write_from = 0
+        self.num_cached: int | None = None  # prompt tokens found in the cache at the first admission
+        self.num_preemptions = 0
+        self.first_scheduled_s: float | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.started_output = False
+        self.finished = False
+
+    @property
+    def num_ready(self) -> int:
+        return len(self.tokens) + self.num_pending
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.num_prompt

@@ -1,0 +1,406 @@
+"""Decides what the next step computes. Pure state and integers: no tensors, no text, no I/O, no clock of its own.
+
+There is no prefill and no decode: a request has positions that are ready to be computed, and each step hands
+out as many as one token budget allows. Requests that run come first; then waiting ones are admitted, in
+order, while their whole prompt fits. Steps are planned ahead of their results: a plan assumes that every
+row under way delivers its token, and `apply` corrects what turns out otherwise (an end of sequence).
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.cache.keys import block_keys, namespace_root
+from penstock.cache.pool import BlockPool
+from penstock.engine.config import SchedulerConfig
+from penstock.engine.messages import FinishReason, Output, Stats, Submit
+from penstock.engine.request import Request
+from penstock.engine.waiting import WaitingQueue
+from penstock.executor.protocol import Admission, ModelInfo, Row, Step, StepResult
+
+
+class Plan(NamedTuple):
+    """A step under way: what `apply` needs to read its result."""
+
+    step_id: int
+    requests: list[Request]
+    rows: list[Row]
+
+
+class Scheduler:
+    """Owns every request, the block pool and the slots; changed by one thread only."""
+
+    def __init__(self, config: SchedulerConfig, info: ModelInfo, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.info = info
+        self.block_size = info.block_size
+        self.pool = BlockPool(info.num_blocks)
+        self.running: dict[Request, None] = {}  # in order of admission
+        self.waiting = WaitingQueue(config.patience_s)
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._under_way: deque[Plan] = deque()
+        self._replaced: list[int] = []  # duplicates that the step being planned may still write to
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._num_submitted = 0
+        self._num_steps = 0
+        self._prefix_queries = self._prefix_hits = 0
+        self._num_preemptions = self._prompt_tokens = self._generation_tokens = 0
+        self._step_s = 0.0
+
+    # -- requests come and go ------------------------------------------------------------------------------
+
+    def submit(self, message: Submit) -> Output | None:
+        """Queue a sequence. A refusal is its terminal output."""
+        if message.request_id in self._requests:
+            return _refusal(message, "request_id: a request with this id is running")
+        if len(self.waiting) >= self.config.max_queued_requests:
+            return _refusal(message, f"the queue is full ({self.config.max_queued_requests} requests wait)")
+        tokens = array("i")
+        tokens.frombytes(message.tokens)
+        if not 0 < len(tokens) < self.info.max_model_len + (message.pooling is not None):
+            return _refusal(message, f"prompt: {len(tokens)} tokens; 1 to {self.info.max_model_len - 1} can run")
+        root = namespace_root(model=self.info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
+        request = Request(
+            message.request_id,
+            tokens,
+            message.sampling,
+            min(message.max_tokens, self.info.max_model_len - len(tokens)),
+            root,
+            sequence=self._num_submitted,
+            arrival_s=self._clock(),
+            priority=message.priority,
+            adapter=message.adapter,
+            pooling=message.pooling,
+            # What is in the cache has no logits and no hidden states to report any more.
+            skip_prefix_cache=message.skip_prefix_cache
+            or not self.config.enable_prefix_caching
+            or message.sampling.prompt_logprobs is not None
+            or message.pooling == "mean",
+        )
+        self._extend_keys(request)
+        self._num_submitted += 1
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+        return None
+
+    def abort(self, request_id: str) -> Output | None:
+        """End a request in any state; None when it has ended already."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._finish(request, "abort")
+
+    def has_work(self) -> bool:
+        return bool(self._requests) or bool(self._under_way)
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    # -- planning ------------------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """The next step, or None when nothing can be computed before a result arrives."""
+        budget = self.config.max_num_batched_tokens
+        planned: dict[Request, Row] = {}
+        preempted = False
+        for request in list(self.running):
+            if budget == 0:
+                break
+            if request.slot < 0:  # preempted a moment ago, for an earlier one
+                continue
+            ready = request.num_ready
+            count = min(ready - request.num_scheduled, budget)
+            if count == 0 or not self._wants_more(request):
+                continue
+            end = request.num_scheduled + count
+            missing = -(-end // self.block_size) - len(request.blocks)
+            while missing > self.pool.num_free and request.slot >= 0:
+                victim = self._victim()
+                preempted = True
+                dropped = planned.pop(victim, None)
+                if dropped is not None:
+                    self._take_back(victim, dropped)
+                    budget += dropped.count
+                self._preempt(victim)
+            if request.slot < 0:
+                continue
+            if missing > 0:
+                request.blocks += self.pool.allocate(missing)
+            planned[request] = self._row(request, count, sample=end == ready)
+            budget -= count
+        for request in planned:
+            self._register(request)
+        admissions = [] if preempted else self._admit(budget, planned)
+        # Not before: an admission of this very step must not be handed a block that a row of it writes.
+        self._drop_replaced()
+        if not planned:
+            return None
+        self._num_steps += 1
+        step = Step(self._num_steps, admissions, list(planned.values()))
+        self._under_way.append(Plan(step.step_id, list(planned), step.rows))
+        return step
+
+    def _admit(self, budget: int, planned: dict[Request, Row]) -> list[Admission]:
+        admissions: list[Admission] = []
+        while budget > 0 and self._free_slots:
+            now = self._clock()
+            request = self.waiting.first(now)
+            # A preempted request whose last tokens are still being computed comes back when they are known.
+            if request is None or request.num_pending > 0:
+                break
+            if not self._claim_blocks(request):
+                break
+            self.waiting.remove(request)
+            self.running[request] = None
+            request.slot = self._free_slots.pop()
+            if request.first_scheduled_s is None:
+                request.first_scheduled_s = now
+                request.num_cached = request.num_scheduled
+                self._prompt_tokens += request.num_prompt
+            admissions.append(
+                Admission(
+                    slot=request.slot,
+                    request_id=request.sequence,
+                    tokens=request.tokens.tobytes(),
+                    num_prompt=request.num_prompt,
+                    sampling=request.sampling,
+                    pooling=request.pooling,  # type: ignore[arg-type]
+                    adapter=request.adapter,
+                )
+            )
+            count = min(len(request.tokens) - request.num_scheduled, budget)
+            end = request.num_scheduled + count
+            planned[request] = self._row(request, count, sample=end == len(request.tokens))
+            budget -= count
+            self._register(request)
+        return admissions
+
+    def _claim_blocks(self, request: Request) -> bool:
+        """Give a waiting request its cached prefix and blocks for all its tokens, or nothing.
+
+        Nothing is admitted in part: a prompt that cannot fit would sit on blocks until it is preempted. A
+        block per running request stays free, so that those do not have to preempt the newcomer at once.
+        """
+        num_tokens = len(request.tokens)
+        cached: list[int] = []
+        if not request.skip_prefix_cache:
+            cached = self.pool.lookup(request.keys)
+        missing = -(-num_tokens // self.block_size) - len(cached)
+        reserve = min(len(self.running), self.pool.num_usable // 8)
+        if missing + self.pool.num_idle(cached) + reserve > self.pool.num_free:
+            return False
+        if not request.skip_prefix_cache and request.first_scheduled_s is None:
+            self._prefix_queries += num_tokens
+            self._prefix_hits += len(cached) * self.block_size
+        self.pool.hold(cached)
+        request.blocks = cached + self.pool.allocate(missing)
+        request.num_registered = len(cached)
+        # The logits of the last token are always needed. Where all its tokens are cached, it is computed
+        # again and not stored again: the blocks belong to others too.
+        request.write_from = len(cached) * self.block_size
+        request.num_scheduled = min(request.write_from, num_tokens - 1)
+        return True
+
+    def _row(self, request: Request, count: int, sample: bool) -> Row:
+        sample = sample and request.pooling is None
+        first = request.num_sent_blocks
+        row = Row(
+            request.slot,
+            request.num_scheduled,
+            count,
+            sample,
+            first,
+            tuple(request.blocks[first:]) if first < len(request.blocks) else (),
+            request.write_from,
+        )
+        request.num_sent_blocks = len(request.blocks)
+        request.num_scheduled += count
+        if sample:
+            request.num_pending += 1
+        return row
+
+    def _take_back(self, request: Request, row: Row) -> None:
+        """A planned row is not sent after all. Its request is about to be preempted, which resets the rest."""
+        if row.sample:
+            request.num_pending -= 1
+
+    def _wants_more(self, request: Request) -> bool:
+        return request.num_outputs + request.num_pending < request.max_tokens or request.pooling is not None
+
+    # -- preemption ----------------------------------------------------------------------------------------
+
+    def _victim(self) -> Request:
+        """The running request that is cheapest to lose: of the least urgent class, the fewest positions to
+        compute again, counted once more for every time it was preempted before.
+
+        The one that came first is spared while there is another, so that something always finishes.
+        """
+        senior = min(self.running, key=lambda r: (r.priority, r.sequence))
+        others = [r for r in self.running if r is not senior] or [senior]
+        return min(
+            others, key=lambda r: (-r.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence)
+        )
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the queue. Its blocks stay cached until they are needed, so little may be lost."""
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._leave(request)
+        self.waiting.add(request)
+
+    def _leave(self, request: Request) -> None:
+        """Give up slot and blocks. Steps under way may still write to them: later ones run after those."""
+        del self.running[request]
+        self._free_slots.append(request.slot)
+        self.pool.release(request.blocks)
+        request.slot = -1
+        request.blocks = []
+        request.num_scheduled = request.num_registered = request.num_sent_blocks = 0
+
+    # -- results -------------------------------------------------------------------------------------------
+
+    def apply(self, result: StepResult) -> list[Output]:
+        """Take in the result of the oldest step under way; the news for the fronts."""
+        plan = self._under_way.popleft()
+        assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
+        self._step_s += result.elapsed_s
+        outputs = []
+        for index, (request, row, token) in enumerate(zip(plan.requests, plan.rows, result.tokens, strict=True)):
+            if row.sample:
+                request.num_pending -= 1
+            if request.finished:  # aborted, or it ended one step ago: this row was computed in vain
+                continue
+            if index in result.errors:
+                outputs.append(self._finish(request, "error", error=result.errors[index]))
+                continue
+            if index in result.prompt_logprobs:
+                request.prompt_logprobs += result.prompt_logprobs[index]
+            if index in result.embeddings:
+                outputs.append(self._finish(request, "stop", embedding=result.embeddings[index]))
+            elif row.sample:
+                logprobs = [result.logprobs[index]] if index in result.logprobs else None
+                outputs.append(self._append(request, token, logprobs))
+        self._drop_replaced()
+        return outputs
+
+    def _append(self, request: Request, token: int, logprobs: list | None) -> Output:
+        """A token has arrived: extend the request, and end it where it ends."""
+        request.tokens.append(token)
+        self._generation_tokens += 1
+        if len(request.tokens) % self.block_size == 0:
+            self._extend_keys(request)
+            if request.slot >= 0:
+                self._register(request)
+        if token in request.stop_ids and request.num_outputs >= request.sampling.min_tokens:
+            return self._finish(request, "stop", tokens=[token], logprobs=logprobs, stop_token=token)
+        if request.num_outputs >= request.max_tokens:
+            return self._finish(request, "length", tokens=[token], logprobs=logprobs)
+        return self._output(request, [token], logprobs=logprobs)
+
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        tokens: list[int] | None = None,
+        **fields: object,
+    ) -> Output:
+        """The one terminal output of a request; everything it held is free."""
+        if request.slot >= 0:
+            self._leave(request)
+        else:
+            self.waiting.remove(request)
+        request.finished = True
+        del self._requests[request.request_id]
+        return self._output(request, tokens or [], finish_reason=reason, **fields)
+
+    def _output(self, request: Request, tokens: list[int], **fields: object) -> Output:
+        if not request.started_output:
+            request.started_output = True
+            fields["num_cached_tokens"] = request.num_cached
+            fields["prompt_logprobs"] = request.prompt_logprobs or None
+            if request.first_scheduled_s is not None:
+                fields["queued_s"] = request.first_scheduled_s - request.arrival_s
+        if request.num_preemptions:
+            fields["num_preemptions"] = request.num_preemptions
+        return Output(request.request_id, tokens, **fields)  # type: ignore[arg-type]
+
+    # -- block keys ----------------------------------------------------------------------------------------
+
+    def _extend_keys(self, request: Request) -> None:
+        """Chain keys for the blocks that the known tokens fill. One call for a prompt, one block at a time later."""
+        first = len(request.keys) * self.block_size
+        full = len(request.tokens) // self.block_size * self.block_size
+        if self.config.enable_prefix_caching and full > first:
+            parent = request.keys[-1] if request.keys else request.root
+            request.keys += block_keys(memoryview(request.tokens)[first:full], self.block_size, root=parent)
+
+    def _register(self, request: Request) -> None:
+        """Tell the pool the keys of blocks whose every position has been handed to the executor.
+
+        Steps run in order, so whoever finds such a block reads it after it was written. Where the pool has
+        the same content already, the request moves over to that block and the table entry is sent again.
+        """
+        full = min(request.num_scheduled // self.block_size, len(request.keys))
+        for index in range(request.num_registered, full):
+            block = self.pool.register(request.blocks[index], request.keys[index])
+            if block != request.blocks[index]:
+                self._replaced.append(request.blocks[index])
+                request.blocks[index] = block
+                request.num_sent_blocks = min(request.num_sent_blocks, index)
+        request.num_registered = max(request.num_registered, full)
+
+    def _drop_replaced(self) -> None:
+        self.pool.release(self._replaced)
+        self._replaced.clear()
+
+    # -- looking in ----------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; refused while requests hold blocks."""
+        return self.pool.forget()
+
+    def stats(self) -> Stats:
+        return Stats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            num_blocks=self.pool.num_usable,
+            num_used_blocks=self.pool.num_usable - self.pool.num_free,
+            num_cached_blocks=self.pool.num_cached,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            num_preemptions=self._num_preemptions,
+            num_steps=self._num_steps,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            step_s=self._step_s,
+        )
+
+    def check(self) -> None:
+        """Assert every invariant across requests, slots and blocks; O(blocks + tokens)."""
+        self.pool.check()
+        assert set(self._requests.values()) == set(self.running) | set(self.waiting)
+        assert not set(self.running) & set(self.waiting)
+        slots = [r.slot for r in self.running] + self._free_slots
+        assert sorted(slots) == list(range(self.config.max_num_seqs)), "every slot is held once or free"
+        refs: dict[int, int] = {}
+        for request in self.running:
+            assert request.num_registered <= len(request.blocks)
+            assert request.num_scheduled <= request.num_ready <= len(request.blocks) * self.block_size + 1
+            for block in request.blocks:
+                refs[block] = refs.get(block, 0) + 1
+        assert not self._replaced
+        for block in range(1, self.pool.num_blocks):
+            assert self.pool.refs(block) == refs.get(block, 0), f"block {block}: references differ from owners"
+        for request in self.waiting:
+            assert request.slot == -1 and not request.blocks and request.num_scheduled == 0
+        pending: dict[Request, int] = {}
+        for plan in self._under_way:
+            for request, row in zip(plan.requests, plan.rows, strict=True):
+                pending[request] = pending.get(request, 0) + row.sample
+        for request in self._requests.values():
+            assert request.num_pending == pending.get(request, 0)
+
+
+def _refusal(message: Submit, error: str) -> Output:
+    return Output(message.request_id, [], finish_reason="error", error=error)

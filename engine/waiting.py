@@ -1,0 +1,56 @@
+"""The waiting queue: by priority, then by arrival; and nobody waits for ever.
+
+Within a priority the order is that of arrival, so a preempted request, which keeps its place of arrival,
+comes back before anything younger. A request that has waited longer than `patience_s` goes before every
+priority: a stream of urgent requests delays the others, it cannot starve them.
+"""
+
+import heapq
+from collections.abc import Iterator
+
+from penstock.engine.request import Request
+
+
+class WaitingQueue:
+    """Removal is lazy: both orders keep an entry until it surfaces, and skip it when it is no longer waiting."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._waiting: dict[Request, None] = {}
+        self._by_priority: list[tuple[int, int, Request]] = []
+        self._by_arrival: list[tuple[int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._waiting)
+
+    def add(self, request: Request) -> None:
+        self._waiting[request] = None
+        heapq.heappush(self._by_priority, (request.priority, request.sequence, request))
+        heapq.heappush(self._by_arrival, (request.sequence, request))
+
+    def first(self, now_s: float) -> Request | None:
+        """The request to admit next; it stays in the queue until removed."""
+        if not self._waiting:
+            return None
+        while self._by_arrival[0][1] not in self._waiting:
+            heapq.heappop(self._by_arrival)
+        oldest = self._by_arrival[0][1]
+        if now_s - oldest.arrival_s > self._patience_s:
+            return oldest
+        while self._by_priority[0][2] not in self._waiting:
+            heapq.heappop(self._by_priority)
+        return self._by_priority[0][2]
+
+    def remove(self, request: Request) -> None:
+        del self._waiting[request]
+        if len(self._by_arrival) > 2 * len(self._waiting) + 64:
+            self._compact()
+
+    def _compact(self) -> None:
+        self._by_priority = [(r.priority, r.sequence, r) for r in self._waiting]
+        self._by_arrival = [(r.sequence, r) for r in self._waiting]
+        heapq.heapify(self._by_priority)
+        heapq.heapify(self._by_arrival)

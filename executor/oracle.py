@@ -1,0 +1,146 @@
+"""An executor without a model: what it samples depends on every byte of KV it reads, so no cache bug can hide.
+
+The key-value entry it writes at a position is a hash of (model, adapter, token, entry at the previous
+position), read back through the block table. The token it samples is a hash of all entries of the context.
+A wrong, stale, swapped or foreign block therefore changes the output at once, and the same request gives the
+same tokens whatever else runs. It needs numpy and no torch, and keeps the protocol to the letter: it asserts
+what a real executor would silently get wrong.
+"""
+
+from collections import deque
+
+import numpy as np
+import xxhash
+
+from penstock.executor.protocol import (
+    Admission,
+    ExecutorConfig,
+    ModelInfo,
+    Row,
+    Sampling,
+    Step,
+    StepResult,
+    TokenLogprobs,
+)
+
+VOCAB_SIZE = 1000
+MAX_MODEL_LEN = 2048
+
+
+class OracleExecutor:
+    """Sizes come from the config (`kv_cache_bytes` counts 8 bytes a position, `hf_overrides` the vocabulary)."""
+
+    def __init__(self, config: ExecutorConfig, max_in_flight: int = 2) -> None:
+        max_model_len = config.max_model_len or MAX_MODEL_LEN
+        block_bytes = 8 * config.block_size
+        num_blocks = (config.kv_cache_bytes or 2**23) // block_bytes
+        vocab_size = int(config.hf_overrides.get("vocab_size", VOCAB_SIZE))
+        model = xxhash.xxh3_64_intdigest(f"oracle {vocab_size} {config.seed}".encode())
+        self.info = ModelInfo(
+            architecture="Oracle",
+            dtype="uint64",
+            device="cpu",
+            vocab_size=vocab_size,
+            hidden_size=4,
+            max_model_len=max_model_len,
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
+            fingerprint=model.to_bytes(8, "little"),
+            max_in_flight=max_in_flight,
+            memory={"KV cache": num_blocks * block_bytes},
+        )
+        self._model = model
+        self._max_num_seqs = config.max_num_seqs
+        self._max_num_batched_tokens = config.max_num_batched_tokens
+        self._kv = np.zeros((num_blocks, config.block_size), dtype=np.uint64)
+        self._slots: dict[int, _Slot] = {}
+        self._queue: deque[Step] = deque()
+        self._last_step_id = 0
+        self._written: set[tuple[int, int]] = set()
+
+    def submit(self, step: Step) -> None:
+        assert len(self._queue) < self.info.max_in_flight, "too many steps in flight"
+        assert step.step_id > self._last_step_id, "steps out of order"
+        self._last_step_id = step.step_id
+        self._queue.append(step)
+
+    def collect(self) -> StepResult:
+        step = self._queue.popleft()
+        assert sum(row.count for row in step.rows) <= self._max_num_batched_tokens
+        assert len({row.slot for row in step.rows}) == len(step.rows), "a slot twice in one step"
+        for admission in step.admissions:
+            assert 0 <= admission.slot < self._max_num_seqs
+            self._slots[admission.slot] = _Slot(admission, self._model, self.info.max_model_len)
+        self._written.clear()
+        result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {})
+        for index, row in enumerate(step.rows):
+            self._run(self._slots[row.slot], row, index, result)
+        return result
+
+    def close(self) -> None:
+        self._queue.clear()
+
+    def _run(self, slot: "_Slot", row: Row, index: int, result: StepResult) -> None:
+        end = row.start + row.count
+        slot.table = slot.table[: row.first_block] + list(row.blocks) if row.blocks else slot.table
+        assert 0 not in slot.table, "block 0 was handed out"
+        assert 0 < row.count and end <= len(slot.tokens), "a position without a token"
+        assert end <= len(slot.table) * self.info.block_size, "a position without a block"
+        self._write(slot, row)
+        if row.sample:
+            assert end == len(slot.tokens), "a token is sampled twice"
+            token = self._sample(slot, end)
+            slot.tokens.append(token)
+            result.tokens[index] = token
+            if slot.sampling.logprobs is not None:
+                result.logprobs[index] = self._logprobs(token, slot.sampling.logprobs)
+        if slot.sampling.prompt_logprobs is not None:
+            positions = range(row.start + 1, min(end + 1, slot.num_prompt))
+            wanted = slot.sampling.prompt_logprobs
+            result.prompt_logprobs[index] = [self._logprobs(slot.tokens[p], wanted) for p in positions]
+        if slot.pooling is not None and end == slot.num_prompt:
+            digest = self._context_hash(slot, end)
+            result.embeddings[index] = np.array([digest >> shift & 0xFFFF for shift in (0, 16, 32, 48)], "<f4").tobytes()
+
+    def _write(self, slot: "_Slot", row: Row) -> None:
+        size = self.info.block_size
+        previous = slot.root
+        if row.start > 0:
+            before = row.start - 1
+            previous = int(self._kv[slot.table[before // size], before % size])
+        for position in range(row.start, row.start + row.count):
+            previous = xxhash.xxh3_64_intdigest(slot.tokens[position].to_bytes(4, "little"), previous)
+            if position >= row.write_from:
+                place = slot.table[position // size], position % size
+                # A real executor writes the whole step at once: the order of two writes would be chance.
+                assert place not in self._written, f"block {place} is written twice in one step"
+                self._written.add(place)
+                self._kv[place] = previous
+
+    def _context_hash(self, slot: "_Slot", end: int) -> int:
+        return xxhash.xxh3_64_intdigest(self._kv[slot.table].reshape(-1)[:end].tobytes())
+
+    def _sample(self, slot: "_Slot", end: int) -> int:
+        seed = slot.sampling.seed if slot.sampling.temperature > 0 else 0
+        choices = slot.sampling.allowed_ids or range(self.info.vocab_size)
+        return choices[(self._context_hash(slot, end) ^ seed) % len(choices)]
+
+    def _logprobs(self, token: int, num: int) -> TokenLogprobs:
+        """Made up, but well-formed: the chosen token is the most likely one."""
+        vocab_size = self.info.vocab_size
+        ids = (token, *((token + i) % vocab_size for i in range(vocab_size if num < 0 else num)))
+        return TokenLogprobs(ids, tuple(-0.5 - max(i - 1, 0) for i in range(len(ids))), 1)
+
+
+class _Slot:
+    """What the executor keeps of the request in one slot."""
+
+    def __init__(self, admission: Admission, model: int, max_model_len: int) -> None:
+        self.tokens: list[int] = np.frombuffer(admission.tokens, dtype="<i4").tolist()
+        assert 0 < admission.num_prompt <= len(self.tokens) <= max_model_len
+        self.num_prompt = admission.num_prompt
+        self.sampling: Sampling = admission.sampling
+        self.pooling = admission.pooling
+        self.root = xxhash.xxh3_64_intdigest(f"adapter {admission.adapter}".encode(), model)
+        self.table: list[int] = []

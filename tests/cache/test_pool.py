@@ -1,0 +1,119 @@
+"""The block pool: exact orders, and invariants after every step of a random walk."""
+
+import random
+
+import pytest
+
+from penstock.cache.pool import BlockPool
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def test_a_fresh_pool_hands_out_blocks_in_order_and_never_block_0():
+    pool = BlockPool(6)
+    assert pool.allocate(3) == [1, 2, 3]
+    assert pool.free_order() == [4, 5]
+    pool.check()
+
+
+def test_allocating_more_than_is_free_is_our_own_bug():
+    pool = BlockPool(4)
+    with pytest.raises(AssertionError):
+        pool.allocate(4)
+
+
+def test_blocks_without_a_key_are_reused_first_and_the_last_released_before_the_others():
+    pool = BlockPool(6)
+    blocks = pool.allocate(5)
+    pool.register(1, key(1))
+    pool.release(blocks)
+    # 5, 4, 3, 2 were released in that order, each to the front; 1 is cached and goes last.
+    assert pool.free_order() == [2, 3, 4, 5, 1]
+
+
+def test_the_end_of_a_chain_is_evicted_before_its_start_and_old_chains_before_new_ones():
+    pool = BlockPool(8)
+    old, new = pool.allocate(3), pool.allocate(3)
+    for block in old + new:
+        pool.register(block, key(block))
+    pool.release(old)
+    pool.release(new)
+    assert pool.free_order() == [7, 3, 2, 1, 6, 5, 4]
+    assert pool.allocate(2) == [7, 3]
+    assert pool.lookup([key(1), key(2), key(3)]) == [1, 2]
+
+
+def test_a_hit_takes_blocks_out_of_the_free_ring_and_makes_them_the_latest_again():
+    pool = BlockPool(5)
+    first, second = pool.allocate(2), pool.allocate(2)
+    for block in first + second:
+        pool.register(block, key(block))
+    pool.release(first)
+    pool.release(second)
+    hit = pool.lookup([key(1), key(2), key(9)])
+    assert hit == [1, 2] and pool.num_idle(hit) == 2
+    pool.hold(hit)
+    assert pool.free_order() == [4, 3]
+    pool.release(hit)
+    assert pool.free_order() == [4, 3, 2, 1]
+    pool.check()
+
+
+def test_a_shared_block_is_freed_by_its_last_holder():
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.register(block, key(1))
+    pool.hold([block])
+    pool.release([block])
+    assert pool.num_free == 1 and pool.refs(block) == 1
+    pool.release([block])
+    assert pool.num_free == 2
+
+
+def test_identical_content_is_kept_once():
+    pool = BlockPool(4)
+    one, two = pool.allocate(2)
+    assert pool.register(one, key(7)) == one
+    assert pool.register(two, key(7)) == one
+    assert pool.refs(one) == 2 and pool.refs(two) == 1
+    pool.release([two])
+    assert pool.free_order() == [two, 3]
+    pool.check()
+
+
+def test_cached_content_is_forgotten_only_when_nobody_holds_a_block():
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.register(block, key(1))
+    assert not pool.forget() and pool.num_cached == 1
+    pool.release([block])
+    assert pool.forget() and pool.lookup([key(1)]) == []
+    pool.check()
+
+
+def test_invariants_hold_over_a_random_walk():
+    rng = random.Random(1)
+    pool = BlockPool(40)
+    held: list[list[int]] = []
+    for _ in range(4000):
+        if rng.random() < 0.5:
+            chain = rng.randrange(6)  # six chains of content compete for the pool
+            keys = [key(chain * 100 + i) for i in range(rng.randint(1, 8))]
+            hit = pool.lookup(keys)
+            if len(keys) - len(hit) + pool.num_idle(hit) <= pool.num_free:
+                pool.hold(hit)
+                blocks = hit + pool.allocate(len(keys) - len(hit))
+                for index in range(len(hit), len(keys)):
+                    known = pool.register(blocks[index], keys[index])
+                    if known != blocks[index]:
+                        pool.release([blocks[index]])
+                        blocks[index] = known
+                held.append(blocks)
+        elif held:
+            pool.release(held.pop(rng.randrange(len(held))))
+        pool.check()
+    for blocks in held:
+        pool.release(blocks)
+    assert pool.num_free == pool.num_usable
