@@ -1,0 +1,208 @@
+"""From a GGUF file's metadata to the config.json that the same model has on the hub.
+
+RoPE is written in the older spelling (`rope_theta`, `rope_scaling`), which every reader of such files knows.
+What would change the numbers and cannot be expressed is refused, never ignored.
+"""
+
+import math
+from typing import Any, NoReturn
+
+import numpy as np
+
+from penstock.executor.loading.gguf_file import GgufFile
+from penstock.executor.protocol import ExecutorError
+
+# GGUF architecture → (model_type, architectures[0]). Mistral is stored, and computed, as Llama.
+ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+}
+MAX_LAYERS = 4096
+MAX_CONTEXT = 1 << 24  # tables of this length are built from it
+MAX_SIZE = 1 << 31
+
+# Keys that change the computation in a way these architectures do not have; 0 or absent is fine.
+_UNSUPPORTED = (
+    "expert_count",
+    "logit_scale",
+    "embedding_scale",
+    "residual_scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attn_logit_softcapping",
+    "nextn_predict_layers",
+)
+
+
+def config_of(file: GgufFile) -> dict[str, Any]:
+    """The config of the model in `file`, sizes checked only against absolute limits."""
+    keys = _Keys(file)
+    architecture = keys.architecture
+    model_type, class_name = ARCHITECTURES[architecture]
+    num_heads = keys.integer("attention.head_count", MAX_SIZE)
+    hidden_size = keys.integer("embedding_length", MAX_SIZE)
+    head_dim = keys.integer("attention.key_length", MAX_SIZE, hidden_size // num_heads)
+    context = keys.integer("context_length", MAX_CONTEXT)
+    keys.refuse_unsupported(head_dim, context)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ExecutorError(f"{file.path}: tensor 'token_embd.weight': a matrix of that name is expected")
+    config: dict[str, Any] = {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.integer("feed_forward_length", MAX_SIZE),
+        "num_hidden_layers": keys.integer("block_count", MAX_LAYERS),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": keys.integer("attention.head_count_kv", MAX_SIZE, num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": context,
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_scaling": keys.rope_scaling(),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": model_type == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
+        "hidden_act": "gelu_pytorch_tanh" if architecture == "gemma3" else "silu",
+        "torch_dtype": _dtype(file),
+        **keys.token_ids(embedding.shape[0]),
+    }
+    if "rope_freqs.weight" in file.tensors:
+        config["rope_scaling"] = _llama3_scaling(file, config)
+    if architecture == "gemma3":
+        config |= _gemma3(keys, config)
+    return config
+
+
+class _Keys:
+    """Typed, bounded access to the metadata; keys are given without the architecture's prefix."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.path, self.metadata = file.path, file.metadata
+        self.architecture = self.metadata.get("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            self.fail("general.architecture", self.architecture, f"one of {', '.join(ARCHITECTURES)}")
+        if self.metadata.get("split.count", 1) not in (0, 1):
+            self.fail("split.count", self.metadata["split.count"], "1: join the parts with gguf-split --merge")
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def integer(self, key: str, limit: int, default: int | None = None) -> int:
+        value = default if self.get(key) is None else self.get(key)
+        if isinstance(value, list) and value and all(v == value[0] for v in value):
+            value = value[0]  # one number per layer, all the same
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+            self.fail(f"{self.architecture}.{key}", value, f"an integer from 1 to {limit}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = default if self.get(key) is None else self.get(key)
+        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            self.fail(f"{self.architecture}.{key}", value, "a positive number")
+        return _shortest(value)
+
+    def token_ids(self, vocab_size: int) -> dict[str, Any]:
+        """bos_token_id, and eos_token_id with every id that ends a turn or a message."""
+
+        def token(name: str) -> int | None:
+            value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+            if value is not None and (not isinstance(value, int) or not 0 <= value < vocab_size):
+                self.fail(f"tokenizer.ggml.{name}_token_id", value, f"an integer from 0 to {vocab_size - 1}")
+            return value
+
+        ends = [i for i in dict.fromkeys(token(name) for name in ("eos", "eot", "eom")) if i is not None]
+        return {"bos_token_id": token("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+
+    def rope_scaling(self) -> dict[str, Any] | None:
+        kind = self.get("rope.scaling.type")
+        if kind is None and self.get("rope.scale_linear") is not None:
+            return {"rope_type": "linear", "factor": self.number("rope.scale_linear")}
+        if kind in (None, "none"):
+            return None
+        if kind not in ("linear", "yarn"):
+            self.fail(f"{self.architecture}.rope.scaling.type", kind, "none, linear or yarn")
+        scaling: dict[str, Any] = {"rope_type": kind, "factor": self.number("rope.scaling.factor")}
+        if kind == "yarn":
+            original = self.integer("rope.scaling.original_context_length", MAX_CONTEXT)
+            scaling["original_max_position_embeddings"] = original
+        return scaling
+
+    def refuse_unsupported(self, head_dim: int, context: int) -> None:
+        for key in _UNSUPPORTED:
+            if self.get(key):
+                self.fail(f"{self.architecture}.{key}", self.get(key), "this key to be absent")
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self.integer(key, MAX_SIZE, head_dim) != head_dim:
+                self.fail(f"{self.architecture}.{key}", self.get(key), f"the head size {head_dim}")
+        window = self.get("attention.sliding_window")
+        if window and self.architecture != "gemma3" and window < context:
+            self.fail(f"{self.architecture}.attention.sliding_window", window, f"at least the context {context}")
+
+    def fail(self, key: str, value: Any, expected: str) -> NoReturn:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "…"
+        raise ExecutorError(f"{self.path}: key {key!r} is {shown}; expected {expected}")
+
+
+def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """What the other architectures do not have. Every sixth layer attends to everything, the others to a window."""
+    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
+    pattern = keys.integer("attention.sliding_window_pattern", MAX_LAYERS, 6)
+    # The 27B model alone (62 layers) scales by hidden/heads; the file does not say so.
+    scalar = config["hidden_size"] // config["num_attention_heads"] if num_layers == 62 else head_dim
+    softcap = keys.get("final_logit_softcapping")
+    return {
+        "hidden_activation": config["hidden_act"],
+        "query_pre_attn_scalar": scalar,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
+        "sliding_window": keys.integer("attention.sliding_window", MAX_CONTEXT),
+        "sliding_window_pattern": pattern,
+        "layer_types": ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)],
+        "final_logit_softcapping": keys.number("final_logit_softcapping") if softcap else None,
+    }
+
+
+def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    """Llama 3.1's RoPE scaling, which GGUF stores only as its effect: one divisor per frequency.
+
+    The largest divisor is the factor; the other parameters have had one value in every release. The divisors
+    they give must be those of the file, or the file holds a scaling that the config cannot express.
+    """
+    entry, head_dim = file.tensors["rope_freqs.weight"], config["head_dim"]
+    if entry.type.name != "F32" or entry.shape != (head_dim // 2,):
+        found = f"{entry.type.name} {entry.shape}"
+        raise ExecutorError(f"{file.path}: tensor 'rope_freqs.weight' is {found}; expected F32 {(head_dim // 2,)}")
+    stored = np.frombuffer(file.data, np.dtype("<f4"), head_dim // 2, entry.offset)
+    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
+    wavelengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
+    if not (math.isfinite(factor) and factor > 0 and np.allclose(stored, 1 / ((1 - smooth) / factor + smooth), 1e-3)):
+        raise ExecutorError(
+            f"{file.path}: tensor 'rope_freqs.weight' is not Llama 3's scaling with factor {factor:g}; "
+            f"expected low_freq_factor {low:g}, high_freq_factor {high:g}, {original} original positions"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": _shortest(factor),
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+def _dtype(file: GgufFile) -> str:
+    """The dtype that most values have; bfloat16, which all these models were trained in, when they are quantized."""
+    names = {"F32": "float32", "F16": "float16"}
+    sizes: dict[str, int] = {}
+    for entry in file.tensors.values():
+        name = names.get(entry.type.name, "bfloat16")
+        sizes[name] = sizes.get(name, 0) + math.prod(entry.shape)
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal for the same float32: 1e-05, not 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
