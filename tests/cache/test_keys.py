@@ -1,0 +1,350 @@
+"""Block keys against slow references written from the formulas, against pinned values, and against wrong input."""
+
+import gc
+import hashlib
+import os
+import random
+import struct
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock._csrc import ffi, lib
+from penstock.cache.keys import block_keys, block_keys_v1, namespace_root
+
+MASK_32, MASK_64 = 2**32 - 1, 2**64 - 1
+RNG = random.Random(20)
+
+
+def slow_block_keys(tokens: list[int], block_size: int, root: bytes) -> list[bytes]:
+    keys = []
+    for end in range(block_size, len(tokens) + 1, block_size):
+        root = hashlib.sha256(root + struct.pack(f"<{block_size}I", *tokens[end - block_size : end])).digest()
+        keys.append(root)
+    return keys
+
+
+def random_ids(count: int) -> list[int]:
+    return [RNG.choice((RNG.randrange(150_000), RNG.randrange(2**32))) for _ in range(count)]
+
+
+# -- the chain ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 7, 8, 9, 15, 16, 17, 21, 22, 23, 24, 25, 32, 33, 64, 128, 256])
+def test_keys_equal_a_hashlib_loop_at_every_length_around_a_block_boundary(block_size: int) -> None:
+    tokens, root = random_ids(4 * block_size + 1), RNG.randbytes(32)
+    for num_blocks in range(5):
+        for length in (num_blocks * block_size + delta for delta in (-1, 0, 1)):
+            if length >= 0:
+                prefix = tokens[:length]
+                assert block_keys(prefix, block_size, root=root) == slow_block_keys(prefix, block_size, root)
+
+
+def test_keys_equal_a_hashlib_loop_on_random_prompts_sizes_and_roots() -> None:
+    for _ in range(500):
+        block_size, root = RNG.randint(1, 80), RNG.randbytes(32)
+        tokens = random_ids(RNG.randint(0, 400))
+        assert block_keys(tokens, block_size, root=root) == slow_block_keys(tokens, block_size, root)
+
+
+@pytest.mark.parametrize("portable", [0, 1])
+def test_the_sha_instructions_and_the_portable_code_give_what_hashlib_gives(portable: int) -> None:
+    for block_size in range(1, 100):  # every way a message can end inside a 64-byte chunk
+        tokens, root = random_ids(3 * block_size), RNG.randbytes(32)
+        out = ffi.new("uint8_t[]", 96)
+        lib.penstock_block_keys(root, struct.pack(f"<{len(tokens)}I", *tokens), 3, block_size, portable, out)
+        assert bytes(ffi.buffer(out)) == b"".join(slow_block_keys(tokens, block_size, root))
+
+
+def test_the_sha_instructions_are_used_where_the_cpu_has_them() -> None:
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = file.read().split()
+    except OSError:
+        pytest.skip("no /proc/cpuinfo to ask")
+    assert lib.penstock_has_sha_instructions() == int("sha_ni" in flags)
+
+
+def test_a_chain_continues_from_any_block_of_it() -> None:
+    tokens, root = random_ids(160), namespace_root(salt="s")
+    whole = block_keys(tokens, 16, root=root)
+    for i in range(1, 10):
+        assert block_keys(tokens[16 * i :], 16, root=whole[i - 1]) == whole[i:]
+        assert block_keys(tokens[16 * i : 16 * i + 16], 16, root=whole[i - 1]) == [whole[i]]
+
+
+def test_a_changed_token_changes_its_block_and_every_later_one_and_no_earlier() -> None:
+    tokens = random_ids(64)
+    before = block_keys(tokens, 8)
+    for position in range(64):
+        changed = tokens.copy()
+        changed[position] ^= 1
+        after = block_keys(changed, 8)
+        block = position // 8
+        assert after[:block] == before[:block]
+        assert not set(after[block:]) & set(before)
+
+
+def test_every_form_of_tokens_gives_the_same_keys() -> None:
+    ids = [RNG.randrange(2**31) for _ in range(100)]
+    expected = slow_block_keys(ids, 16, namespace_root())
+    ints = array("i", ids)
+    raw = np.array(ids, "<i4").tobytes()
+    forms: list[Any] = [ids, tuple(ids), ints, memoryview(ints), array("q", ids), raw, bytearray(raw), memoryview(raw)]
+    forms += [np.array(ids, dtype) for dtype in ("<i4", ">i4", "u4", "i8", "u8")]
+    forms += [memoryview(array("i", [0, *ids]))[1:], np.array(ids).repeat(2)[::2], memoryview(array("q", ids))]
+    for form in forms:
+        assert block_keys(form, 16) == expected
+    small = list(range(100))
+    for form in (range(100), np.array(small, np.uint8), np.array(small, np.int16), [np.int64(i) for i in small]):
+        assert block_keys(form, 16) == slow_block_keys(small, 16, namespace_root())
+
+
+def test_no_tokens_have_no_keys() -> None:
+    for empty in ([], (), b"", array("i"), np.zeros(0, np.int64)):
+        assert block_keys(empty, 16) == []
+        assert block_keys_v1(empty, 16).tolist() == []
+
+
+def test_ids_up_to_the_last_u32_are_allowed() -> None:
+    ids = [0, 2**31 - 1, 2**31, 2**32 - 1]
+    assert block_keys(ids, 4) == block_keys(np.array(ids, np.uint32), 4) == slow_block_keys(ids, 4, namespace_root())
+
+
+@pytest.mark.parametrize("bad", [-1, -(2**31), 2**32, 2**63, 2**70])
+@pytest.mark.parametrize("position", [0, 5, 38])
+def test_an_id_outside_u32_is_refused_with_its_value_and_position(bad: int, position: int) -> None:
+    ids = random_ids(39)
+    ids[position] = bad
+    forms: list[Any] = [ids, tuple(ids)]
+    if -(2**63) <= bad < 2**63:
+        forms.append(np.array(ids, np.int64))
+    for form in forms:
+        with pytest.raises(ValueError, match=rf"tokens\[{position}\]: {bad} is outside 0 … 4294967295"):
+            block_keys(form, 16)
+
+
+def test_a_negative_int32_is_refused_in_every_form_and_in_a_partial_block_too() -> None:
+    for length, position in ((16, 3), (40, 39)):
+        ints = array("i", range(length))
+        ints[position] = -7
+        for form in (ints, memoryview(ints), ints.tobytes(), np.array(ints)):
+            with pytest.raises(ValueError, match=rf"tokens\[{position}\]: -7 is outside"):
+                block_keys(form, 16)
+
+
+@pytest.mark.parametrize(
+    "tokens", ["1234", None, 7, [1.0], [1, "2"], [None], [[1, 2]], np.ones(4), np.ones((2, 2), int)]
+)
+def test_what_is_no_sequence_of_ids_is_a_type_error(tokens: Any) -> None:
+    with pytest.raises(TypeError, match="expected"):
+        block_keys(tokens, 1)
+
+
+def test_bytes_that_are_no_whole_ids_are_refused() -> None:
+    with pytest.raises(ValueError, match="7 bytes are not a whole number of int32 ids"):
+        block_keys(b"1234567", 1)
+
+
+@pytest.mark.parametrize("keys", [block_keys, block_keys_v1])
+def test_a_wrong_block_size_is_refused_by_name(keys: Any) -> None:
+    for size in (0, -16):
+        with pytest.raises(ValueError, match=f"block_size: {size} is below 1"):
+            keys([1, 2, 3], size)
+    for size in (True, 16.0, "16", None):
+        with pytest.raises(TypeError, match="block_size"):
+            keys([1, 2, 3], size)
+
+
+def test_a_block_larger_than_any_prompt_is_never_full() -> None:
+    assert block_keys([1, 2, 3], 2**80) == []
+    assert block_keys_v1([1, 2, 3], 2**80).tolist() == slow_v1_chain([1, 2, 3], 2**80)
+
+
+def test_a_wrong_root_is_refused_by_name() -> None:
+    for root in (b"", bytes(31), bytes(33)):
+        with pytest.raises(ValueError, match=f"root: .* got {len(root)}"):
+            block_keys([1], 1, root=root)
+    for root in (None, "0" * 32, bytearray(32)):
+        with pytest.raises(TypeError, match="root"):
+            block_keys([1], 1, root=root)  # type: ignore[arg-type]
+
+
+# -- namespaces --------------------------------------------------------------------------------------------------
+
+
+def test_no_two_namespaces_share_a_root() -> None:
+    models = [b"", b"\0", b"m", b"None", bytes(32)]
+    names = [None, "", b"", "a", b"a", "None", b"\0", "1", "True", "aa", "\ud800", "a" * 256]
+    roots = [namespace_root(model=m, adapter=a, salt=s) for m in models for a in names for s in names]
+    assert len(set(roots)) == len(roots) == len(models) * len(names) ** 2
+
+
+def test_a_root_is_the_digest_of_version_kinds_lengths_and_contents() -> None:
+    fields = (
+        b"\1"
+        + (5).to_bytes(8, "little")
+        + b"model"
+        + b"\0"
+        + bytes(8)
+        + b"\2"
+        + (2).to_bytes(8, "little")
+        + "é".encode()
+    )
+    assert namespace_root(model=b"model", salt="é") == hashlib.sha256(b"penstock block keys 1" + fields).digest()
+
+
+@pytest.mark.parametrize("value", [1, True, False, 0, 1.0, ["a"], ("a",), bytearray(b"a")])
+def test_a_namespace_field_of_another_type_is_refused_by_name(value: Any) -> None:
+    for field in ("model", "adapter", "salt"):
+        with pytest.raises(TypeError, match=f"{field}: expected"):
+            namespace_root(**{field: value})
+
+
+def test_a_model_must_be_bytes() -> None:
+    for model in (None, "m"):
+        with pytest.raises(TypeError, match="model: expected bytes"):
+            namespace_root(model=model)  # type: ignore[arg-type]
+
+
+# -- what must never change ----------------------------------------------------------------------------------------
+
+PINNED = "e90e313348391d1f792a9edf818527cffe85c144238345fe0838db3e386797ee"
+PINNED_TENANT = "049f90cb2968da7f1f29fa8288cfa963f3317dddae89d1664b9d313c90aec309"
+PINNED_CHAIN = [
+    "d4a2ea9e2c44d0b658cede080b1af81eed45de2164509435c4359eb4fd2dcc3a",
+    "4c5485fe1bb27b768eec209ce7d4ade6a9d7e30f1007c982020930e0be961b8a",
+    "3810974990c36d8c14d79363760c22032afea1c230c31eec5d01cba27305222a",
+]
+PINNED_TENANT_KEY = "ed53043d396e2374f7a470b36bdb662d4096c6d8bc86ee63aac35190dfc6c472"
+
+
+def test_keys_are_those_of_every_earlier_release() -> None:
+    """Disks and peers hold keys of older processes. A change here needs a new version in the namespace."""
+    tenant = namespace_root(model=b"\1" * 32, adapter="sql", salt="tenant-1")
+    assert namespace_root().hex() == PINNED
+    assert tenant.hex() == PINNED_TENANT
+    assert [key.hex() for key in block_keys(list(range(48)), 16)] == PINNED_CHAIN
+    assert block_keys([MASK_32] * 4, 4, root=tenant)[0].hex() == PINNED_TENANT_KEY
+
+
+def test_another_process_with_another_hash_seed_gives_the_same_keys() -> None:
+    code = "from penstock.cache.keys import *; print(b''.join(block_keys(list(range(48)), 16)).hex())"
+    for seed in ("1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        answer = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert answer.stdout.strip() == "".join(PINNED_CHAIN)
+
+
+# -- the garbage collector and the GIL -------------------------------------------------------------------------------
+
+
+def test_the_garbage_collector_tracks_nothing_per_block() -> None:
+    tokens = array("i", range(39_000))
+    gc.collect()
+    before = len(gc.get_objects())
+    keys = block_keys(memoryview(tokens), 16)
+    assert len(gc.get_objects()) - before < 10  # the list itself and a few of the test's own
+    assert len(keys) == 2437 and not any(gc.is_tracked(key) for key in keys)
+    assert all(type(key) is bytes and len(key) == 32 for key in keys)
+
+
+def test_another_thread_runs_while_a_prompt_is_hashed() -> None:
+    tokens, out, ticks = bytes(64 * 500_000), ffi.new("uint8_t[]", 32 * 500_000), []
+    seen: list[int] = []
+
+    def hash_once() -> None:
+        seen.append(len(ticks))
+        lib.penstock_block_keys(bytes(32), tokens, 500_000, 16, 1, out)  # a fifth of a second
+        seen.append(len(ticks))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # no thread is made to give up the GIL: what runs meanwhile was let in by the call
+    try:
+        thread = threading.Thread(target=hash_once)
+        thread.start()
+        while thread.is_alive():
+            ticks.append(None)
+            time.sleep(0.001)
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen[1] > seen[0]
+
+
+# -- v1 --------------------------------------------------------------------------------------------------------------
+
+
+def slow_v1_block(tokens: list[int], parent: int, salt: int | None, lora: int | None) -> int:
+    def scatter_32(x: int) -> int:
+        x &= MASK_32
+        for _ in range(2):
+            x = ((x ^ x >> 16) * 0x45D9F3B) & MASK_32
+        return (x ^ x >> 16) + 0x9E3779B9 & MASK_32
+
+    def scatter_64(x: int) -> int:
+        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & MASK_64
+        x = ((x ^ x >> 27) * 0x94D049BB133111EB) & MASK_64
+        return (x ^ x >> 31) + 0x9E3779B9 & MASK_64
+
+    words = [scatter_64(salt)] if parent == 0 and salt is not None else []
+    words += map(scatter_32, tokens)
+    words += [scatter_64(lora)] if lora is not None else []
+    state = len(tokens) ^ parent * 0xBF58476D1CE4E5B9 & MASK_64
+    for word in words:
+        state ^= word + (state << 6) + (state >> 2) & MASK_64
+    return state
+
+
+def slow_v1_chain(tokens: list[int], block_size: int, salt: int | None = None, lora: int | None = None) -> list[int]:
+    hashed, keys, parent = tokens[:-1], [], 0
+    for start in range(0, len(hashed), block_size):
+        parent = slow_v1_block(hashed[start : start + block_size], parent, salt, lora)
+        keys.append(parent)
+    return keys
+
+
+def test_v1_gives_the_published_values() -> None:
+    last = [0]  # never hashed
+    assert slow_v1_block([], 0, None, None) == 0
+    assert block_keys_v1([1, 2, 3, 4, *last], 4).tolist() == [0x0003488F88096B5F]
+    assert block_keys_v1([*range(64), *last], 32).tolist() == [0xF2539ED039DA8E19, 0x0D2E1F3774B6ADBB]
+    salted = block_keys_v1([151644, 872, 198, *last], 32, salt_id=0x0123456789ABCDEF, lora_id=7)
+    assert salted.tolist() == [0x9356B1751E1BA9DB]
+    chain = block_keys_v1([i * 2654435761 % 151936 for i in range(100)], 32)
+    assert chain.dtype == np.uint64
+    assert chain.tolist() == [0x6D79796E645943A5, 0xA1307966E09EA59A, 0x76DADD0711D35738, 0xA6CD5A158FDB55C0]
+
+
+def test_v1_equals_the_formulas_on_20000_random_requests() -> None:
+    for _ in range(20_000):
+        tokens, block_size = random_ids(RNG.randint(0, 24)), RNG.randint(1, 12)
+        salt, lora = (RNG.choice((None, 0, RNG.randrange(2**64))) for _ in range(2))
+        keys = block_keys_v1(tokens, block_size, salt_id=salt, lora_id=lora)
+        assert keys.tolist() == slow_v1_chain(tokens, block_size, salt, lora)
+
+
+def test_v1_wraps_ids_at_32_bits_in_every_form() -> None:
+    ids = [-1, 2**32 + 5, 3, -(2**31), 0]
+    expected = slow_v1_chain(ids, 2)
+    assert block_keys_v1(ids, 2).tolist() == block_keys_v1(np.array(ids), 2).tolist() == expected
+    assert block_keys_v1(ids, 2).tolist() == block_keys_v1([id_ & MASK_32 for id_ in ids], 2).tolist()
+    ints = array("i", [-1, 5, 3, -(2**31), 0])
+    assert block_keys_v1(ints, 2).tolist() == block_keys_v1(ints.tobytes(), 2).tolist() == expected
+
+
+@pytest.mark.parametrize("field", ["salt_id", "lora_id"])
+def test_v1_refuses_ids_that_are_no_u64_by_name(field: str) -> None:
+    for number in (-1, 2**64):
+        with pytest.raises(ValueError, match=rf"{field}: {number} is outside 0 … 2\^64 - 1"):
+            block_keys_v1([1, 2], 1, **{field: number})
+    for value in ("1", 1.0, True):
+        with pytest.raises(TypeError, match=field):
+            block_keys_v1([1, 2], 1, **{field: value})

@@ -1,0 +1,50 @@
+"""What a wheel built from the sdist must be able to do, run by `make check` against the installed copy.
+
+Usage: smoke_installed.py FOLDER, which holds the sdist, the wheel and `site`, where the wheel was installed and
+which is first on the path. It must find nothing of the source tree.
+"""
+
+import sys
+import tarfile
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]).resolve()
+    import penstock
+    from penstock import _csrc
+    from penstock.cache.keys import block_keys
+
+    for module in (penstock, _csrc):
+        assert Path(module.__file__).is_relative_to(folder / "site"), f"{module.__file__} is not the installed copy"
+    assert (
+        block_keys(list(range(16)), 16)[0].hex() == "d4a2ea9e2c44d0b658cede080b1af81eed45de2164509435c4359eb4fd2dcc3a"
+    )
+    assert "torch" not in sys.modules
+
+    [wheel], [sdist] = folder.glob("*.whl"), folder.glob("*.tar.gz")
+    assert "-cp311-abi3-" in wheel.name, wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        in_wheel = [name for name in archive.namelist() if name.endswith(".py")]
+    with tarfile.open(sdist) as archive:
+        in_sdist = [name.partition("/src/")[2] for name in archive.getnames() if name.endswith(".py")]
+    in_sdist = [name for name in in_sdist if name]
+    in_tree = [str(path.relative_to("src")) for path in sources(Path("src/penstock"))]
+    for where, names in ("wheel", in_wheel), ("sdist", in_sdist):
+        assert Counter(names) == Counter(in_tree), f"{where} and tree differ: {set(names) ^ set(in_tree)}"
+    print(f"{wheel.name}: {len(in_wheel)} modules, each once; imports and hashes without the source tree")
+
+
+def sources(package: Path) -> list[Path]:
+    """Every module, through the symlinks (rglob does not follow them in every version of Python)."""
+    found = list(package.glob("*.py"))
+    for room in package.iterdir():
+        if room.is_dir() and room.name != "__pycache__":
+            found += room.rglob("*.py")
+    return found
+
+
+if __name__ == "__main__":
+    main()
