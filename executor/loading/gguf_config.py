@@ -81,9 +81,10 @@ class _Keys:
 
     def __init__(self, file: GgufFile) -> None:
         self.path, self.metadata = file.path, file.metadata
-        self.architecture = self.metadata.get("general.architecture")
-        if self.architecture not in ARCHITECTURES:
-            self.fail("general.architecture", self.architecture, f"one of {', '.join(ARCHITECTURES)}")
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+            self.fail("general.architecture", architecture, f"one of {', '.join(ARCHITECTURES)}")
+        self.architecture = architecture
         if self.metadata.get("split.count", 1) not in (0, 1):
             self.fail("split.count", self.metadata["split.count"], "1: join the parts with gguf-split --merge")
 
