@@ -1,0 +1,252 @@
+"""The house's rules on imports and dangerous calls, read from the syntax trees of every module.
+
+Lazy imports inside functions and imports for type checkers count like any other. What only a running process can
+show, that torch stays out of the light commands, is asked of fresh processes.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("engine", "cache", "executor", "router", "eplb")
+
+# Where imports may point, per room; a name stands for itself and everything beneath it.
+MAY_IMPORT = {
+    "engine": {"engine", "cache", "executor.protocol"},
+    "executor": {"executor", "cache", "eplb", "_csrc"},
+    "cache": {"cache", "_csrc"},
+    "eplb": {"eplb"},
+    "router": {"router", "cache.keys", "engine.text", "engine.http"},
+    "__init__": {"engine"},
+    "cli": {*ROOMS},
+}
+TORCH_LIVES_IN = {"executor"}
+TORCH_AND_CO = {"torch", "transformers", "triton", "safetensors.torch"}
+
+BANNED_CALLS = {
+    "pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open", "torch.load",
+    "yaml.load", "yaml.unsafe_load", "eval", "exec", "os.system", "os.popen",
+}  # fmt: skip
+BANNED_KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
+# The ring's pickle stays between a parent and the children it spawned.
+ALLOWED_CALLS = {("executor/ring.py", "pickle.loads"), ("executor/ring.py", "pickle.Unpickler")}
+
+# Where a package's import name is not the name it is installed by.
+DISTRIBUTIONS = {"zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+
+
+def modules() -> list[Path]:
+    """Every module of ours, by its real path: executor/protocol.py, src/penstock/cli.py."""
+    rooms = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
+    return sorted([*rooms, *(ROOT / "src/penstock").glob("*.py")])
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(ROOT).parts[0]
+    return path.stem if first == "src" else first
+
+
+def dotted(path: Path) -> str:
+    """executor/models/llama.py → executor.models.llama, a package without its `__init__`."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Full names of everything a module imports; `from a import b` yields a.b, which may be a module or a name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = ("penstock." + module).split(".")
+                parents = parents[: len(parents) - node.level + is_package]
+                base = ".".join([*parents, base] if base else parents)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+
+
+def is_within(name: str, allowed: set[str]) -> bool:
+    return any(name == entry or name.startswith(entry + ".") for entry in allowed)
+
+
+def wrong_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    room = module.split(".")[0]
+    wrong = []
+    for name in imports(ast.parse(source), module, is_package):
+        first, _, rest = name.partition(".")
+        if first == "penstock":
+            if rest and rest != "__version__" and not is_within(rest, MAY_IMPORT[room]):
+                wrong.append(name)
+        elif first in ROOMS or (room not in TORCH_LIVES_IN and is_within(name, TORCH_AND_CO)):
+            wrong.append(name)
+    return wrong
+
+
+def banned_calls(source: str) -> list[str]:
+    """Calls by their full names, also when the function was imported under another."""
+    tree = ast.parse(source)
+    renamed = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            renamed |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom):
+            renamed |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        first, dot, rest = ast.unparse(node.func).partition(".")
+        name = renamed.get(first, first) + dot + rest
+        if name in BANNED_CALLS:
+            found.append(name)
+        for keyword in node.keywords:
+            is_off = isinstance(keyword.value, ast.Constant) and keyword.value.value in (False, None)
+            if keyword.arg in BANNED_KEYWORDS and not is_off:
+                found.append(f"{name}({keyword.arg}=…)")
+    return found
+
+
+def modules_in_a_fresh_process(code: str) -> set[str]:
+    """The top-level modules that are loaded after `code` ran in a new interpreter."""
+    report = "\nimport sys; print('\\nLOADED', *{name.partition('.')[0] for name in sys.modules})"
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT / 'src')!r})\n{code}{report}"]
+    answer = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True, check=False, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    return set(answer.stdout.rpartition("\nLOADED ")[2].split())
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
+    module = room_of(path) if path.is_relative_to(ROOT / "src") else dotted(path)
+    assert wrong_imports(path.read_text(), module, path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_evaluates_and_unpickles_nothing(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    assert [call for call in banned_calls(path.read_text()) if (name, call) not in ALLOWED_CALLS] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine.core", "import torch"),
+        ("engine.core", "def lazy():\n    from torch import nn"),
+        ("engine.text.tokenizer", "import transformers.models"),
+        ("engine.core", "from penstock.executor import uniproc"),
+        ("engine.core", "from penstock.executor.protocol_two import x"),
+        ("engine.core", "from ..executor.uniproc import UniprocExecutor"),
+        ("engine.core", "import importlib\nimportlib.import_module('penstock.executor.uniproc')"),
+        ("executor.worker", "from penstock.engine.messages import Submit"),
+        ("executor.worker", "from penstock.router import index"),
+        ("cache.pool", "import penstock.executor.protocol"),
+        ("cache.pool", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock.engine import core"),
+        ("eplb.plan", "from penstock.cache import keys"),
+        ("router.app", "from penstock.engine import front"),
+        ("router.app", "from penstock.cache.pool import BlockPool"),
+        ("executor.worker", "from cache.keys import block_keys"),
+        ("router.app", "import engine"),
+    ],
+)
+def test_the_check_sees_an_import_in_the_wrong_direction(module: str, source: str) -> None:
+    assert len(wrong_imports(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine.core", "from penstock.executor.protocol import Step\nfrom penstock.cache.pool import BlockPool"),
+        ("engine.core", "from .messages import Submit\nfrom . import output"),
+        ("executor.worker", "import torch\nfrom penstock.cache import keys\nfrom penstock.eplb.plan import plan"),
+        ("router.app", "from penstock.engine.http.auth import check\nfrom penstock.cache import keys"),
+        ("cli", "from penstock.router import app\nfrom penstock.executor.uniproc import UniprocExecutor"),
+    ],
+)
+def test_the_check_lets_the_right_direction_pass(module: str, source: str) -> None:
+    assert wrong_imports(source, module) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle\npickle.loads(b'')",
+        "from pickle import loads\nloads(b'')",
+        "import pickle as p\np.Unpickler(f)",
+        "import torch as t\nt.load(f)",
+        "eval('1')",
+        "def f():\n    exec(code)",
+        "import subprocess\nsubprocess.run('ls', shell=True)",
+        "import numpy as np\nnp.load(f, allow_pickle=flag)",
+        "AutoModel.from_pretrained(m, trust_remote_code=True)",
+    ],
+)
+def test_the_check_sees_a_dangerous_call(source: str) -> None:
+    assert len(banned_calls(source)) == 1
+
+
+def test_the_check_lets_a_harmless_call_pass() -> None:
+    harmless = "model.eval()\nre.compile('x')\njson.loads('1')\nnp.load(f, allow_pickle=False)\nrun([x], shell=False)"
+    assert banned_calls(harmless) == []
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_no_package_that_pyproject_does_not_name(path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["ray"]]
+    declared = {re.split(r"[^\w-]", line)[0].lower() for line in wanted}
+    tops = {name.partition(".")[0] for name in imports(ast.parse(path.read_text()), dotted(path), False)}
+    foreign = tops - sys.stdlib_module_names - {"penstock"}
+    assert {name for name in foreign if DISTRIBUTIONS.get(name, name) not in declared} == set()
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_a_symlink_in_the_package_and_each_of_its_folders_is_a_package(room: str) -> None:
+    link = ROOT / "src/penstock" / room
+    assert link.is_symlink() and link.resolve() == ROOT / room
+    folders = {path.parent for path in (ROOT / room).rglob("*.py")}
+    assert [str(folder) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def importing(*rooms: str) -> str:
+    """Code that imports every module of these rooms."""
+    names = [dotted(path) for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
+    return "\n".join(f"import penstock.{name}" for name in names)
+
+
+LIGHT = {
+    "the package": "import penstock\ndir(penstock)\npenstock.SamplingParams",
+    "block keys": "import penstock.cache.keys",
+    "every module of engine, cache and router": importing("engine", "cache", "router"),
+    "the executor's protocol": "import penstock.executor.protocol",
+}
+COMMANDS = [["--help"], ["serve", "--help"]]
+if len(list((ROOT / "router").glob("*.py"))) > 1:  # `penstock route` comes with the router
+    COMMANDS.append(["route", "--help"])
+for words in COMMANDS:
+    LIGHT[f"penstock {' '.join(words)}"] = f"""
+from penstock.cli import main
+sys.argv[1:] = {words}
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+"""
+
+
+@pytest.mark.parametrize("what", LIGHT)
+def test_torch_and_transformers_are_not_loaded_by(what: str) -> None:
+    assert modules_in_a_fresh_process(LIGHT[what]) & {"torch", "transformers", "triton"} == set()
+
+
+def test_the_check_of_loaded_modules_sees_what_is_loaded() -> None:
+    assert {"numpy", "penstock"} <= modules_in_a_fresh_process("import penstock.cache.keys")
