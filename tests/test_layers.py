@@ -38,8 +38,13 @@ BANNED_KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
 # The ring's pickle stays between a parent and the children it spawned.
 ALLOWED_CALLS = {("executor/ring.py", "pickle.loads"), ("executor/ring.py", "pickle.Unpickler")}
 
-# Where a package's import name is not the name it is installed by.
-DISTRIBUTIONS = {"zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+# Import names whose package is called otherwise; torch brings triton where there is CUDA.
+DISTRIBUTIONS = {
+    "huggingface_hub": "huggingface-hub",
+    "prometheus_client": "prometheus-client",
+    "triton": "torch",
+    "zmq": "pyzmq",
+}
 
 
 def modules() -> list[Path]:
