@@ -1,0 +1,78 @@
+"""Where weights come from: one protocol, and the file or folder it is read from.
+
+Nothing that came with the weights is ever executed: no pickle, no Python beside the model. A folder holds
+safetensors and config.json; a .gguf file holds both.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from penstock.executor.protocol import ExecutorError
+
+MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a trillion weights has 10 MB
+
+
+class Checkpoint(Protocol):
+    """Tensors by their Hugging Face names. `read` may be called from several threads at once."""
+
+    config: dict[str, Any]  # config.json's content
+
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a folder or in a .gguf file. Weights are looked for when their names are first asked for."""
+    if path.is_dir():
+        from penstock.executor.loading.safetensors_folder import SafetensorsFolder
+
+        return SafetensorsFolder(path, read_config(path))
+    if not path.is_file():
+        raise ExecutorError(f"model: {str(path)!r} is neither a folder nor a file")
+    if path.suffix == ".gguf":
+        from penstock.executor.loading.gguf import GgufCheckpoint
+
+        return GgufCheckpoint(path)
+    raise ExecutorError(f"model: {str(path)!r} is not a .gguf file; give a folder with config.json and safetensors")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config = read_json(folder / "config.json")
+    if config.get("auto_map"):
+        raise ExecutorError(
+            f"{folder / 'config.json'}: auto_map asks to run Python code that came with the weights; that is never "
+            "done. If the architecture is one that is built in, remove auto_map from the file"
+        )
+    if config.get("quantization_config"):
+        method = (
+            config["quantization_config"].get("quant_method")
+            if isinstance(config["quantization_config"], dict)
+            else None
+        )
+        raise ExecutorError(
+            f"{folder / 'config.json'}: quantization_config: {method!r} weights are not supported; use the original "
+            "checkpoint or a GGUF file"
+        )
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of bounded size."""
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise ExecutorError(f"{path}: {size} bytes; at most {MAX_JSON_BYTES} are allowed")
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ExecutorError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ExecutorError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ExecutorError(f"{path}: a JSON object is expected, {type(value).__name__} found")
+    return value

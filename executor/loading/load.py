@@ -1,0 +1,80 @@
+"""From a path to a model ready to run: config, dtype, architecture, weights, fingerprint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.executor.kernels import select_ops
+from penstock.executor.loading.checkpoint import open_checkpoint
+from penstock.executor.loading.dummy import DummyWeights
+from penstock.executor.loading.weights import CheckpointReader, Shard, Weights
+from penstock.executor.models.fields import Fields
+from penstock.executor.models.registry import Model, Spec, find_architecture
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    architecture: str
+    spec: Spec
+    model: Model
+    dtype: torch.dtype
+    num_positions: int  # the tables' length: no position beyond can be computed
+    fingerprint: bytes
+    weight_bytes: int
+
+
+def load_model(
+    config: ExecutorConfig, device: torch.device, shard: Shard, progress: Callable[[str], None]
+) -> LoadedModel:
+    path = Path(config.model)
+    checkpoint = open_checkpoint(path)
+    settings = {**checkpoint.config, **config.hf_overrides}
+    name, architecture = find_architecture(settings)
+    spec = architecture.read_spec(Fields(settings))
+    is_gguf = path.suffix == ".gguf"
+    dtype = choose_dtype(config.dtype, "bfloat16" if is_gguf else _stored_dtype(settings), device)
+    num_positions = min(config.max_model_len or spec.max_positions, spec.max_positions)
+    progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
+    reader: CheckpointReader | None = None
+    if config.load_format == "dummy":
+        weights = Weights(DummyWeights(config.seed, dtype), dtype, device, shard, progress)
+    else:
+        reader = CheckpointReader(checkpoint, config.model)
+        weights = Weights(reader, dtype, device, shard, progress)
+    model = architecture.build(spec, weights, select_ops(device), num_positions, device)
+    if reader is not None:
+        reader.check_all_read(("lm_head.weight",) if spec.tied_head else ())
+    # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
+    fingerprint = weights.fingerprint(name, repr(spec), str(dtype))
+    return LoadedModel(name, spec, model, dtype, num_positions, fingerprint, weights.num_bytes)
+
+
+def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
+    """The asked dtype if the device computes in it; for "auto" the stored one, or the nearest that it does.
+
+    A CPU computes in bfloat16 when it has the instructions; in float16 none that is common does at speed, and
+    float16 weights run as bfloat16 there. float32 weights stay float32.
+    """
+    if device.type != "cpu":
+        return DTYPES[stored if asked == "auto" else asked]
+    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if asked == "float16":
+        raise ExecutorError("dtype: float16 is not supported on the CPU; choose bfloat16 or float32")
+    if asked != "auto":
+        return DTYPES[asked]
+    return torch.float32 if stored == "float32" or not has_bf16 else torch.bfloat16
+
+
+def _stored_dtype(settings: dict[str, Any]) -> str:
+    """What config.json says the weights are; transformers 5 calls the field `dtype`."""
+    name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    name = str(name).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ExecutorError(f"config.json: dtype: {name!r} found; one of {', '.join(DTYPES)} is expected")
+    return name

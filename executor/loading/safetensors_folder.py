@@ -1,0 +1,96 @@
+"""A model folder of the Hugging Face layout: config.json beside one safetensors file or a sharded set.
+
+The safetensors library checks a file's header (size, offsets, overlaps, truncation) before anything is read;
+its tensors are views of the mapped file, so reading is done by whoever copies them, in that thread.
+"""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from penstock.executor.loading.checkpoint import read_json
+from penstock.executor.protocol import ExecutorError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+class SafetensorsFolder:
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self.config = config
+        self._folder = folder
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        dtype = self._slice(name).get_dtype()
+        if dtype not in _FLOATS:
+            raise ExecutorError(
+                f"{self._files[name][0]}: tensor {name!r} is stored as {dtype}; "
+                f"one of {', '.join(sorted(_FLOATS))} is expected"
+            )
+        return self._files[name][1].get_tensor(name)
+
+    def _slice(self, name: str) -> Any:
+        path, file = self._files[name]
+        try:
+            return file.get_slice(name)
+        except SafetensorError as error:
+            raise ExecutorError(f"{path}: tensor {name!r}: {error}") from None
+
+    @cached_property
+    def _files(self) -> dict[str, tuple[Path, Any]]:
+        """Tensor name → its file's path and the open file."""
+        paths = self._paths()
+        files = {path: _open(path) for path in set(paths.values())}
+        if None in paths:
+            path = paths[None]
+            return {name: (path, files[path]) for name in files[path].keys()}  # noqa: SIM118 - not a dict
+        stored = {path: set(file.keys()) for path, file in files.items()}
+        for name, path in paths.items():
+            if name not in stored[path]:
+                raise ExecutorError(f"{path}: tensor {name!r} is missing; {INDEX} says it is here")
+        return {name: (path, files[path]) for name, path in paths.items()}
+
+    def _paths(self) -> dict[str | None, Path]:
+        """Tensor name → file, as the index has it; {None: file} when one file has them all."""
+        if (self._folder / SINGLE).is_file():
+            return {None: self._folder / SINGLE}
+        if (self._folder / INDEX).is_file():
+            return self._indexed_paths()
+        found = sorted(self._folder.glob("*.safetensors"))
+        if len(found) == 1:
+            return {None: found[0]}
+        pickles = sorted(path.name for pattern in _PICKLES for path in self._folder.glob(pattern))
+        if pickles:
+            raise ExecutorError(
+                f"{self._folder}: only pickled weights ({pickles[0]}), which can run code when they are loaded. "
+                "Convert them once, where you trust them: load the model with transformers and "
+                "call save_pretrained(folder), which writes safetensors"
+            )
+        raise ExecutorError(f"{self._folder}: no weights; {SINGLE} or {INDEX} is expected")
+
+    def _indexed_paths(self) -> dict[str | None, Path]:
+        index = self._folder / INDEX
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ExecutorError(f"{index}: weight_map: an object of tensor names and file names is expected")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                raise ExecutorError(f"{index}: {name!r}: {file!r} is not the name of a safetensors file beside it")
+        return {name: self._folder / file for name, file in weight_map.items()}
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ExecutorError(f"{path}: not a whole safetensors file ({error})") from None

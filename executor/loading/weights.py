@@ -1,0 +1,146 @@
+"""What a model asks for while it is built: tensors by name and shape, checked, converted, hashed, cut for a rank.
+
+A model's constructor is the only list of its tensors: what it asks for must be there in the expected shape, and
+what it did not ask for must not be there.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+import xxhash
+
+from penstock.executor.linear import Linear, make_linear
+from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.protocol import ExecutorError
+
+Layer = TypeVar("Layer")
+# Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
+# columns (then the results are summed), or none.
+Split = Literal["rows", "columns"] | None
+
+# Buffers that old versions of transformers saved; they follow from the config.
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+LOAD_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    rank: int = 0
+    world: int = 1
+
+
+class CheckpointReader:
+    """Reads tensors of an expected shape from a checkpoint and remembers which."""
+
+    def __init__(self, checkpoint: Checkpoint, where: str) -> None:
+        self._checkpoint, self._where = checkpoint, where
+        self._names = set(checkpoint.names())
+        self._read: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._names:
+            raise ExecutorError(f"{self._where}: tensor {name!r} of shape {list(shape)} is missing")
+        found = self._checkpoint.shape(name)
+        if found != shape:
+            raise ExecutorError(
+                f"{self._where}: tensor {name!r} has shape {list(found)}; config.json calls for {list(shape)}"
+            )
+        self._read.add(name)
+        return self._checkpoint.read(name)
+
+    def check_all_read(self, ignored: tuple[str, ...] = ()) -> None:
+        left = sorted(name for name in self._names - self._read if not name.endswith((*IGNORED_SUFFIXES, *ignored)))
+        if left:
+            raise ExecutorError(
+                f"{self._where}: {len(left)} tensors that the architecture does not have: "
+                f"{', '.join(map(repr, left[:5]))}{' …' if len(left) > 5 else ''}"
+            )
+
+
+class Weights:
+    """Hands out the rank's part of each tensor in the model's dtype on its device."""
+
+    def __init__(
+        self,
+        read: Callable[[str, tuple[int, ...]], torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        shard: Shard,
+        progress: Callable[[str], None],
+    ) -> None:
+        self._read, self._dtype, self._device, self._progress = read, dtype, device, progress
+        self.shard = shard
+        self.num_bytes = 0  # as stored in memory, by this rank
+        self._digests: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def tensor(self, name: str, shape: tuple[int, ...], split: Split = None) -> torch.Tensor:
+        part = self._cut(self._fetch(name, shape), split)
+        # A copy also where nothing is converted: the original may be a view of a mapped file.
+        return self._count(part.to(device=self._device, dtype=self._dtype, copy=True))
+
+    def norm(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
+        """A norm's weight, float32 as the kernels want it; `offset` is what the file leaves out."""
+        return self._count(self._fetch(name, (size,)).to(self._device, torch.float32) + offset)
+
+    def linear(
+        self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool = False, split: Split = None
+    ) -> Linear:
+        """One linear layer from one or several (their outputs side by side), by names without '.weight'."""
+        named = list(zip(names, rows, strict=True))
+        parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), split) for name, size in named]
+        weight = torch.cat([part.to(device=self._device, dtype=self._dtype) for part in parts])
+        self._count(weight)
+        if not bias:
+            return make_linear(weight)
+        bias_split: Split = "rows" if split == "rows" else None
+        biases = [self.tensor(f"{name}.bias", (size,), bias_split) for name, size in named]
+        if split == "columns" and self.shard.rank > 0:
+            return make_linear(weight)  # the sum over ranks has the bias once
+        return make_linear(weight, torch.cat(biases))
+
+    def layers(self, num_layers: int, build: Callable[[int], Layer]) -> list[Layer]:
+        """Build layers side by side, so that reading, hashing, converting and reordering overlap."""
+        built: list[Layer] = []
+        threads = min(LOAD_THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
+            for layer in pool.map(build, range(num_layers)):
+                built.append(layer)
+                if len(built) * 4 // num_layers > (len(built) - 1) * 4 // num_layers:
+                    self._progress(f"Loaded {len(built)} of {num_layers} layers")
+        return built
+
+    def fingerprint(self, *others: str) -> bytes:
+        """A digest of every tensor as it was stored, and of what else changes the numbers."""
+        total = hashlib.sha256()
+        for name in sorted(self._digests):
+            total.update(f"{len(name)}:{name}".encode() + self._digests[name])
+        for other in others:
+            total.update(f"{len(other)}:{other}".encode())
+        return total.digest()
+
+    def _fetch(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._read(name, shape).contiguous()
+        content = xxhash.xxh3_128(tensor.view(torch.uint8).numpy() if tensor.dim() else b"").digest()
+        with self._lock:
+            self._digests[name] = f"{tensor.dtype}{list(shape)}".encode() + content
+        return tensor
+
+    def _cut(self, tensor: torch.Tensor, split: Split) -> torch.Tensor:
+        if split is None:
+            return tensor
+        return tensor.tensor_split(self.shard.world, dim=0 if split == "rows" else 1)[self.shard.rank]
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            self.num_bytes += tensor.numel() * tensor.element_size()
+        return tensor

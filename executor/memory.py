@@ -1,0 +1,78 @@
+"""Where the memory goes: how many KV blocks fit, how long a request may be, and the allocation itself."""
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
+
+CPU_KV_BYTES = 4 * 2**30  # without being asked, no more than this …
+CPU_KV_SHARE = 0.25  # … and no more than this share of the free memory
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    num_blocks: int  # with block 0, which is never handed out
+    block_bytes: int
+    max_model_len: int
+
+
+def plan_kv(config: ExecutorConfig, block_bytes: int, max_positions: int, device: torch.device) -> KvPlan:
+    """The pool's size and the longest request it can hold; what was asked for is kept to the letter or refused."""
+    if config.max_model_len is not None and config.max_model_len > max_positions:
+        raise ExecutorError(
+            f"max_model_len: {config.max_model_len} given; the model's positions end at {max_positions}"
+        )
+    longest = config.max_model_len or max_positions
+    per_request = -(-longest // config.block_size)
+    if config.kv_cache_bytes is not None:
+        num_blocks = config.kv_cache_bytes // block_bytes
+        source = f"kv_cache_bytes ({config.kv_cache_bytes})"
+    else:
+        budget = _free_share(config, device)
+        num_blocks = min(budget // block_bytes, config.max_num_seqs * per_request + 1)
+        source = f"the free memory's share for the KV cache ({budget} bytes)"
+    if num_blocks < 2:
+        raise ExecutorError(f"{source} holds {num_blocks} blocks of {block_bytes} bytes; at least 2 are needed")
+    fits = (num_blocks - 1) * config.block_size
+    if config.max_model_len is not None and config.max_model_len > fits:
+        raise ExecutorError(
+            f"max_model_len: {config.max_model_len} given; {source} holds one request of {fits} tokens. "
+            "Lower max_model_len or raise kv_cache_bytes"
+        )
+    return KvPlan(num_blocks, block_bytes, min(longest, fits))
+
+
+def _free_share(config: ExecutorConfig, device: torch.device) -> int:
+    if device.type == "cpu":
+        return min(CPU_KV_BYTES, int(CPU_KV_SHARE * available_memory()))
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - int((1 - config.gpu_memory_utilization) * total))
+
+
+def available_memory() -> int:
+    """Bytes of main memory this process may still take: the machine's or its control group's, whichever is less."""
+    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(meminfo["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    limit, current = group / "memory.max", group / "memory.current"
+    if limit.is_file() and current.is_file() and limit.read_text().strip() != "max":
+        available = min(available, int(limit.read_text()) - int(current.read_text()))
+    return max(0, available)
+
+
+def allocate_kv(
+    num_blocks: int, num_layers: int, block_size: int, kv_width: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeroed [num_blocks, num_layers, 2, block_size, kv_width]: one block's keys and values of all layers lie
+    side by side, so a tier moves a block with one copy."""
+    shape = (num_blocks, num_layers, 2, block_size, kv_width)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Zero pages of the kernel's: the start costs nothing, and memory is taken as blocks are first written.
+    pages = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -1,0 +1,148 @@
+"""From a config.json to a `DecoderSpec`, one small function per family of models.
+
+A feature of the config that the decoder does not compute is refused by name, never ignored.
+"""
+
+from penstock.executor.models.fields import Fields
+from penstock.executor.models.rope import Rope, read_rope, rope_of
+from penstock.executor.models.spec import DecoderSpec, LayerSpec
+
+_SILU = ("silu", "swish")
+_GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
+
+
+def llama(fields: Fields) -> DecoderSpec:
+    fields.only("hidden_act", *_SILU, default="silu")
+    bias = fields.flag("attention_bias", False)
+    return _spec(fields, _uniform(fields), qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
+
+
+def mistral(fields: Fields) -> DecoderSpec:
+    fields.only("hidden_act", *_SILU, default="silu")
+    return _spec(fields, _uniform(fields, fields.integer_or_none("sliding_window")))
+
+
+def qwen2(fields: Fields) -> DecoderSpec:
+    fields.only("hidden_act", *_SILU, default="silu")
+    return _spec(fields, _qwen_layers(fields), qkv_bias=True)
+
+
+def qwen3(fields: Fields) -> DecoderSpec:
+    fields.only("hidden_act", *_SILU, default="silu")
+    bias = fields.flag("attention_bias", False)
+    return _spec(fields, _qwen_layers(fields), qkv_bias=bias, output_bias=bias, qk_norm=True)
+
+
+def gemma3(fields: Fields) -> DecoderSpec:
+    fields.only("hidden_activation", *_GELU_TANH, default="gelu_pytorch_tanh")
+    fields.only("final_logit_softcapping", None)
+    fields.only("attn_logit_softcapping", None)
+    fields.only("use_bidirectional_attention", False, default=False)
+    bias = fields.flag("attention_bias", False)
+    return _spec(
+        fields,
+        _gemma_layers(fields),
+        attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
+        tied_by_default=True,
+        activation="gelu_tanh",
+        qkv_bias=bias,
+        output_bias=bias,
+        qk_norm=True,
+        sandwich_norms=True,
+        norm_offset=1.0,
+        embedding_scale=fields.integer("hidden_size") ** 0.5,
+    )
+
+
+def _spec(
+    fields: Fields,
+    layers: tuple[LayerSpec, ...],
+    attention_scale: float | None = None,
+    tied_by_default: bool = False,
+    **features: object,
+) -> DecoderSpec:
+    """What all families read alike, and the checks that hold for all."""
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
+    head_dim = _head_dim(fields)
+    return DecoderSpec(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_positions=_max_positions(fields),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        layers=layers,
+        attention_scale=attention_scale or head_dim**-0.5,
+        tied_head=fields.flag("tie_word_embeddings", tied_by_default),
+        **features,
+    )
+
+
+def _head_dim(fields: Fields) -> int:
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    head_dim = fields.integer("head_dim", max(1, hidden_size // num_heads))
+    if head_dim % 2:
+        raise fields.error("head_dim", head_dim, "an even number")
+    return head_dim
+
+
+def _max_positions(fields: Fields) -> int:
+    return fields.integer("max_position_embeddings", 2048)
+
+
+def _uniform(fields: Fields, window: int | None = None) -> tuple[LayerSpec, ...]:
+    rope = read_rope(fields, _head_dim(fields), _max_positions(fields))
+    return (LayerSpec(rope, window),) * fields.integer("num_hidden_layers")
+
+
+def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
+    """Qwen slides only when told to, and then from layer `max_window_layers` on (or as `layer_types` lists)."""
+    if not fields.flag("use_sliding_window", False):
+        return _uniform(fields)
+    window = fields.integer("sliding_window", 4096)
+    full, sliding = _uniform(fields), _uniform(fields, window)
+    first_sliding = fields.integer("max_window_layers", 28)
+    return _pick(fields, full, sliding, [index >= first_sliding for index in range(len(full))])
+
+
+def _gemma_layers(fields: Fields) -> tuple[LayerSpec, ...]:
+    """Gemma slides in all but every sixth layer; sliding layers have a rotation of their own."""
+    local, overall = _gemma_ropes(fields)
+    num_layers = fields.integer("num_hidden_layers")
+    full = (LayerSpec(overall),) * num_layers
+    sliding = (LayerSpec(local, fields.integer("sliding_window", 4096)),) * num_layers
+    pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
+    return _pick(fields, full, sliding, [(index + 1) % pattern != 0 for index in range(num_layers)])
+
+
+def _gemma_ropes(fields: Fields) -> tuple[Rope, Rope]:
+    """(sliding layers, full layers). transformers 5 nests them; before, the sliding theta had its own name."""
+    nested = fields.section("rope_parameters")
+    local = overall = None
+    if nested is not None:
+        local, overall = nested.section("sliding_attention"), nested.section("full_attention")
+    overall = overall or fields.section("rope_scaling") or Fields({})
+    local = local or Fields({})
+    local_theta = local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
+    theta = overall.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
+    head_dim, max_positions = _head_dim(fields), _max_positions(fields)
+    return rope_of(local, local_theta, head_dim, max_positions), rope_of(overall, theta, head_dim, max_positions)
+
+
+def _pick(
+    fields: Fields, full: tuple[LayerSpec, ...], sliding: tuple[LayerSpec, ...], slides: list[bool]
+) -> tuple[LayerSpec, ...]:
+    """Per layer the full or the sliding kind; `layer_types` in the config wins over the family's rule."""
+    kinds = fields.texts("layer_types")
+    if kinds is not None:
+        if len(kinds) != len(full) or not set(kinds) <= {"full_attention", "sliding_attention"}:
+            raise fields.error(
+                "layer_types", kinds, f"{len(full)} times 'full_attention' or 'sliding_attention', one per layer"
+            )
+        slides = [kind == "sliding_attention" for kind in kinds]
+    return tuple(s if slide else f for f, s, slide in zip(full, sliding, slides, strict=True))

@@ -1,0 +1,96 @@
+"""Reads a model's config.json with suspicion: the file came from somewhere, and its numbers become allocations.
+
+Every getter answers a wrong type or an absurd value with the field, the value and the limit.
+"""
+
+from typing import Any
+
+from penstock.executor.protocol import ExecutorError
+
+_MISSING = object()
+_LIMITS = {
+    "vocab_size": 2**22,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+    "head_dim": 1024,
+    "max_position_embeddings": 2**27,
+    "sliding_window": 2**27,
+}
+
+
+class Fields:
+    """Typed access to a (sub-)dictionary of config.json. A field that is null counts as absent."""
+
+    def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
+        self._values = values
+        self._where = where
+
+    def integer(self, name: str, default: Any = _MISSING) -> int:
+        value = self._get(name, default)
+        limit = _LIMITS.get(name, 2**31 - 1)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+            raise self.error(name, value, f"an integer from 1 to {limit}")
+        return value
+
+    def integer_or_none(self, name: str) -> int | None:
+        return None if self._values.get(name) is None else self.integer(name)
+
+    def number(self, name: str, default: Any = _MISSING) -> float:
+        value = self._get(name, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e12:
+            raise self.error(name, value, "a positive number below 1e12")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: Any = _MISSING) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, value, "a string")
+        return value
+
+    def section(self, name: str) -> "Fields | None":
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(name, value, "an object")
+        return Fields(value, f"{self._where}: {name}")
+
+    def texts(self, name: str) -> list[str] | None:
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.error(name, value, "a list of strings")
+        return value
+
+    def __contains__(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def only(self, name: str, *allowed: object, default: object = None) -> None:
+        """Refuse a feature this implementation does not have, instead of computing something else."""
+        value = self._values.get(name)
+        value = default if value is None else value
+        if value not in allowed:
+            raise self.error(name, value, " or ".join(repr(choice) for choice in allowed))
+
+    def error(self, name: str, value: object, expected: str) -> ExecutorError:
+        shown = "nothing" if value is _MISSING else repr(value)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        return ExecutorError(f"{self._where}: {name}: {shown} found; {expected} is expected")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self._values.get(name)
+        if value is not None:
+            return value
+        if default is _MISSING:
+            raise self.error(name, _MISSING, "a value")
+        return default

@@ -1,0 +1,68 @@
+"""Which architectures there are, by the name that config.json gives, and how each is built."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels import Ops
+from penstock.executor.loading.weights import Weights
+from penstock.executor.models import families
+from penstock.executor.models.decoder import Decoder
+from penstock.executor.models.fields import Fields
+from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.protocol import ExecutorError
+
+
+class Spec(Protocol):
+    """What is asked of any model's settings before the model exists."""
+
+    vocab_size: int
+    hidden_size: int
+    max_positions: int
+    tied_head: bool
+
+
+class Model(Protocol):
+    """`kv` is [blocks, num_layers, 2, block_size, kv_width]."""
+
+    num_layers: int
+    kv_width: int
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        """Final hidden states of the tokens `batch.wanted`: [W, hidden]."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden] -> [S, vocabulary]"""
+        ...
+
+
+class Architecture(NamedTuple):
+    read_spec: Callable[[Fields], Any]
+    build: Callable[[Any, Weights, Ops, int, torch.device], Model]  # spec, weights, ops, positions, device
+
+
+def _decoder(read_spec: Callable[[Fields], DecoderSpec]) -> Architecture:
+    return Architecture(read_spec, Decoder)
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "Gemma3ForCausalLM": _decoder(families.gemma3),
+    "LlamaForCausalLM": _decoder(families.llama),
+    "MistralForCausalLM": _decoder(families.mistral),
+    "Qwen2ForCausalLM": _decoder(families.qwen2),
+    "Qwen3ForCausalLM": _decoder(families.qwen3),
+}
+
+
+def find_architecture(config: dict[str, Any]) -> tuple[str, Architecture]:
+    """The first entry of `architectures` and how to build it."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ExecutorError(
+            f"config.json: architectures: {str(names)[:200]} is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+    return name, ARCHITECTURES[name]

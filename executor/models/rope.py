@@ -1,0 +1,114 @@
+"""Rotary position embedding: the settings a config may carry, and the cos and sin tables they give.
+
+transformers 4 wrote `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters`; both are read.
+Scalings that change with the length of the running sequence are refused: keys already in the cache would be
+wrong the moment the length changed.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from penstock.executor.models.fields import Fields
+
+SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """One kind of rotation. `dim` dimensions of a head are rotated; the numbers after `kind` are the kind's own."""
+
+    dim: int
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_length: int = 0
+    low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow
+    high: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
+    amplitude: float = 1.0  # yarn multiplies cos and sin with it
+    truncate: bool = True  # yarn
+
+
+def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: float = 10000.0) -> Rope:
+    """The rotation of a model with one kind for all layers."""
+    section = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({})
+    theta = section.number("rope_theta", fields.number("rope_theta", default_theta))
+    return rope_of(section, theta, head_dim, max_positions, fields.number("partial_rotary_factor", 1.0))
+
+
+def rope_of(section: Fields, theta: float, head_dim: int, max_positions: int, partial: float = 1.0) -> Rope:
+    """The rotation that one `rope_parameters` or `rope_scaling` object describes."""
+    kind = section.text("rope_type", section.text("type", "default"))
+    if kind not in SUPPORTED:
+        raise section.error("rope_type", kind, f"one of {', '.join(SUPPORTED)}")
+    partial = section.number("partial_rotary_factor", partial)
+    dim = int(head_dim * partial)
+    if kind == "default":
+        return Rope(dim, theta)
+    factor = section.number("factor")
+    if kind == "linear":
+        return Rope(dim, theta, "linear", factor)
+    original = section.integer("original_max_position_embeddings", max_positions)
+    if kind == "llama3":
+        low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+        if low >= high:
+            raise section.error("low_freq_factor", low, f"a number below high_freq_factor ({high})")
+        return Rope(dim, theta, "llama3", factor, original, low, high)
+    return Rope(
+        dim,
+        theta,
+        "yarn",
+        factor,
+        original,
+        low=section.number("beta_slow", 1.0),
+        high=section.number("beta_fast", 32.0),
+        amplitude=_yarn_amplitude(section, factor),
+        truncate=section.flag("truncate", True),
+    )
+
+
+def _yarn_amplitude(section: Fields, factor: float) -> float:
+    if "attention_factor" in section:
+        return section.number("attention_factor")
+
+    def growth(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if "mscale" in section and "mscale_all_dim" in section:
+        return growth(section.number("mscale")) / growth(section.number("mscale_all_dim"))
+    return growth(1.0)
+
+
+def rope_tables(rope: Rope, num_positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, each [num_positions, dim / 2] float32."""
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * _frequencies(rope)
+    return (angles.cos() * rope.amplitude).to(device), (angles.sin() * rope.amplitude).to(device)
+
+
+def _frequencies(rope: Rope) -> torch.Tensor:
+    """Radians per position, [dim / 2], computed on the CPU so that every device gets the same."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
+    plain = 1.0 / (rope.theta**exponents)
+    if rope.kind == "default":
+        return plain
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        # Wavelengths the pre-training saw many times stay, those it never saw whole are stretched by `factor`.
+        turns = rope.original_length * plain / (2 * math.pi)  # of each pair within the original length
+        keep = ((turns - rope.low) / (rope.high - rope.low)).clamp(0, 1)
+    else:
+        fast, slow = _yarn_dimension(rope, rope.high), _yarn_dimension(rope, rope.low)
+        if rope.truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        fast, slow = max(fast, 0), min(slow, rope.dim - 1)
+        ramp = (torch.arange(rope.dim // 2).float() - fast) / (slow - fast if slow != fast else 0.001)
+        keep = 1 - ramp.clamp(0, 1)
+    return plain * keep + plain / rope.factor * (1 - keep)
+
+
+def _yarn_dimension(rope: Rope, turns: float) -> float:
+    """The (fractional) pair that turns this often within the original length."""
+    return rope.dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,0 +1,36 @@
+"""Embeddings: the last token's hidden state, or the mean over a prompt that may come in several chunks."""
+
+import numpy as np
+import torch
+
+from penstock.executor.protocol import Admission
+
+
+class Pooler:
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[torch.Tensor, int]] = {}  # slot → (sum over positions so far [hidden], how many)
+
+    def admit(self, admission: Admission) -> None:
+        self._sums.pop(admission.slot, None)
+
+    def last(self, hidden: torch.Tensor) -> bytes:
+        """hidden [1, hidden]"""
+        return _as_bytes(hidden[0].float())
+
+    def mean(self, admission: Admission, hidden: torch.Tensor, end: int) -> bytes | None:
+        """Add a chunk's hidden states [count, hidden]; the embedding, once the prompt is complete.
+
+        Raises ValueError if positions were skipped: a cached prefix has keys and values but no hidden states.
+        """
+        total, count = self._sums.pop(admission.slot, (torch.zeros(()), 0))
+        total, count = total.to(hidden.device) + hidden.float().sum(0), count + len(hidden)
+        if end < admission.num_prompt:
+            self._sums[admission.slot] = (total, count)
+            return None
+        if count != admission.num_prompt:
+            raise ValueError(f"mean pooling saw {count} of {admission.num_prompt} positions; it cannot use cached ones")
+        return _as_bytes(total / count)
+
+
+def _as_bytes(embedding: torch.Tensor) -> bytes:
+    return embedding.cpu().numpy().astype(np.dtype("<f4")).tobytes()

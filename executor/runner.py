@@ -1,0 +1,163 @@
+"""Turns a `Step` into tensors, runs the model and the sampler, and turns what comes out into a `StepResult`.
+
+In two halves, so that a device can be busy with one step while the host builds the next: `launch` needs
+nothing that an earlier step has still to bring to the host, `finish` waits.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from penstock.executor.batch import ForwardBatch
+from penstock.executor.layout import Layout
+from penstock.executor.models.registry import Model
+from penstock.executor.pooling import Pooler
+from penstock.executor.protocol import Step, StepResult, TokenLogprobs
+from penstock.executor.greedy import Sampler, prompt_logprobs
+from penstock.executor.slots import Slots
+
+PROMPT_LOGPROB_ROWS = 128  # logits of so many prompt positions at a time: a whole prompt's would fill the memory
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way. Row indices are the step's own."""
+
+    step: Step
+    started_s: float
+    sampled: torch.Tensor | None = None  # [S] int64
+    sampled_rows: list[int] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    embeddings: dict[int, bytes] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class ModelRunner:
+    def __init__(self, model: Model, kv: torch.Tensor, sampler: Sampler, slots: Slots, device: torch.device) -> None:
+        self._model, self._kv, self._sampler, self._slots, self._device = model, kv, sampler, slots, device
+        self._pooler = Pooler()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        launched = Launched(step, time.monotonic())
+        for admission in step.admissions:
+            tokens = self._slots.admit(admission)
+            self._pooler.admit(admission)
+            self._sampler.admit(admission.slot, admission.sampling, tokens, admission.num_prompt)
+        if step.rows:
+            self._slots.edit_blocks(step.rows)
+            self._compute(Layout(step.rows), launched)
+        return launched
+
+    def finish(self, launched: Launched) -> StepResult:
+        tokens = [-1] * len(launched.step.rows)
+        if launched.sampled is not None:
+            for row, token in zip(launched.sampled_rows, launched.sampled.tolist(), strict=True):
+                tokens[row] = token
+        return StepResult(
+            launched.step.step_id,
+            tokens,
+            launched.logprobs,
+            launched.prompt_logprobs,
+            launched.embeddings,
+            launched.errors,
+            time.monotonic() - launched.started_s,
+        )
+
+    def _compute(self, layout: Layout, launched: Launched) -> None:
+        asks = self._slots.asks_more[layout.slots].any()
+        wanted = self._wanted(layout) if asks else layout.query_starts[1:][layout.samples] - 1
+        hidden = self._model.forward(self._batch(layout, wanted), self._kv)  # [W, hidden]
+        # Where each row's last token is in `wanted`; meaningless for rows that do not sample.
+        last = np.searchsorted(wanted, layout.query_starts[1:] - 1)
+        if asks:
+            for row in np.flatnonzero(self._slots.asks_more[layout.slots]):
+                self._answer_more(layout, int(row), wanted, hidden, launched)
+        if layout.samples.any():
+            self._sample(layout, hidden if not asks else hidden[self._tensor(last[layout.samples])], launched)
+
+    def _batch(self, layout: Layout, wanted: np.ndarray) -> ForwardBatch:
+        slots, num_single = self._slots, layout.num_single_rows
+        contexts = layout.context_lens.tolist()
+        return ForwardBatch(
+            tokens=slots.tokens.view(-1)[self._tensor(layout.token_index(slots))],
+            positions=self._tensor(layout.positions, np.int32),
+            kv_slots=self._tensor(layout.kv_slots(slots)),
+            query_starts=self._tensor(layout.query_starts, np.int32),
+            context_lens=self._tensor(layout.context_lens, np.int32),
+            block_tables=self._tensor(layout.block_tables(slots), np.int32),
+            wanted=None if len(wanted) == layout.num_tokens else self._tensor(wanted),
+            num_single_rows=num_single,
+            query_lens=tuple(layout.counts[num_single:].tolist()),
+            query_contexts=tuple(contexts[num_single:]),
+            max_context_len=max(contexts),
+            max_single_context=max(contexts[:num_single], default=0),
+        )
+
+    def _wanted(self, layout: Layout) -> np.ndarray:
+        """Indices of the tokens whose hidden state somebody reads, ascending, where not only samplers do."""
+        need = np.zeros(layout.num_tokens, dtype=bool)
+        need[layout.query_starts[1:][layout.samples] - 1] = True
+        for row in np.flatnonzero(self._slots.asks_more[layout.slots]):
+            admission = self._slots.admission(int(layout.slots[row]))
+            first, end = layout.query_starts[row : row + 2]
+            if admission.sampling.prompt_logprobs is not None:
+                need[first : first + layout.prompt_targets(row, admission.num_prompt)] = True
+            if admission.pooling == "mean":
+                need[first:end] = True
+            elif admission.pooling == "last":
+                need[end - 1] = True
+        return np.flatnonzero(need)
+
+    def _answer_more(
+        self, layout: Layout, row: int, wanted: np.ndarray, hidden: torch.Tensor, launched: Launched
+    ) -> None:
+        """What one row asks for beside a sample: prompt log-probabilities, an embedding."""
+        admission = self._slots.admission(int(layout.slots[row]))
+        index, end = int(layout.order[row]), int(layout.context_lens[row])
+        first = int(np.searchsorted(wanted, layout.query_starts[row]))
+        count = int(layout.counts[row])
+        if admission.sampling.prompt_logprobs is not None:
+            targets = layout.prompt_targets(row, admission.num_prompt)
+            launched.prompt_logprobs[index] = self._prompt_logprobs(
+                admission.slot,
+                int(layout.starts[row]),
+                hidden[first : first + targets],
+                admission.sampling.prompt_logprobs,
+            )
+        if admission.pooling == "mean":
+            try:
+                embedding = self._pooler.mean(admission, hidden[first : first + count], end)
+            except ValueError as error:
+                launched.errors[index] = str(error)
+            else:
+                if embedding is not None:
+                    launched.embeddings[index] = embedding
+        elif admission.pooling == "last" and end == admission.num_prompt:
+            last = int(np.searchsorted(wanted, layout.query_starts[row + 1] - 1))
+            launched.embeddings[index] = self._pooler.last(hidden[last : last + 1])
+
+    def _prompt_logprobs(self, slot: int, start: int, hidden: torch.Tensor, num: int) -> list[TokenLogprobs]:
+        """hidden [n, hidden] of positions start … start + n - 1, which predict the prompt's next tokens."""
+        chosen = self._slots.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
+        found: list[TokenLogprobs] = []
+        for part, ids in zip(hidden.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True):
+            found += prompt_logprobs(self._model.logits(part).float(), ids, num)
+        return found
+
+    def _sample(self, layout: Layout, hidden: torch.Tensor, launched: Launched) -> None:
+        """hidden [S, hidden]; the tokens go to the table for the next step, and on their way to the host."""
+        slots, positions = layout.slots[layout.samples], layout.context_lens[layout.samples]
+        rows = layout.order[layout.samples].tolist()
+        logits = self._model.logits(hidden).float()
+        sampled, logprobs, errors = self._sampler.sample(logits, slots.tolist(), positions.tolist())
+        self._slots.tokens.view(-1)[self._tensor(slots * self._slots.width + positions)] = sampled.to(torch.int32)
+        launched.sampled, launched.sampled_rows = sampled, rows
+        launched.logprobs = {rows[index]: value for index, value in logprobs.items()}
+        launched.errors |= {rows[index]: text for index, text in errors.items()}
+
+    def _tensor(self, array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(self._device, non_blocking=True)

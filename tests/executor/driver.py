@@ -1,0 +1,111 @@
+"""Turns prompts into Steps by hand, so that executors are tested without the scheduler.
+
+A `Sequence` owns a slot and its blocks. A test decides what each step computes, and so can make chunks of any
+size, share blocks, preempt, and mix.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.executor.protocol import Admission, Executor, Row, Sampling, Step, StepResult
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass
+class Sequence:
+    slot: int
+    tokens: list[int]
+    num_prompt: int
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0  # positions whose keys and values are in the blocks
+    sampling: Sampling = GREEDY
+    pooling: str | None = None
+    unsent_blocks: int = 0  # the executor knows the first so many blocks
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.num_prompt :]
+
+
+class Driver:
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self.block_size = executor.info.block_size
+        self.free = list(range(1, executor.info.num_blocks))
+        self.results: list[StepResult] = []
+        self._step_id = 0
+        self._next_slot = 0
+        self._admissions: list[Admission] = []
+
+    def admit(self, prompt: list[int], sampling: Sampling = GREEDY, pooling: str | None = None) -> Sequence:
+        sequence = Sequence(self._next_slot, list(prompt), len(prompt), sampling=sampling, pooling=pooling)
+        self._next_slot += 1
+        self._announce(sequence)
+        return sequence
+
+    def readmit(self, sequence: Sequence, slot: int | None = None) -> None:
+        """Preempt: the blocks go back, the request comes again with what it sampled."""
+        self.free = [*self.free, *sequence.blocks]  # last in, so that others' stale contents come up soon
+        sequence.blocks, sequence.computed, sequence.unsent_blocks = [], 0, 0
+        sequence.slot = sequence.slot if slot is None else slot
+        self._announce(sequence)
+
+    def _announce(self, sequence: Sequence) -> None:
+        self._admissions.append(
+            Admission(
+                slot=sequence.slot,
+                request_id=sequence.slot,
+                tokens=np.array(sequence.tokens, dtype="<i4").tobytes(),
+                num_prompt=sequence.num_prompt,
+                sampling=sequence.sampling,
+                pooling=sequence.pooling,
+            )
+        )
+
+    def row(self, sequence: Sequence, count: int | None = None, write_from: int = 0) -> Row:
+        """The next `count` positions (None: all there are); samples when they reach the end of what is known."""
+        start = sequence.computed
+        count = len(sequence.tokens) - start if count is None else count
+        while len(sequence.blocks) * self.block_size < start + count:
+            sequence.blocks.append(self.free.pop())
+        first, sequence.unsent_blocks = sequence.unsent_blocks, len(sequence.blocks)
+        sample = start + count == len(sequence.tokens) and sequence.pooling is None
+        return Row(
+            sequence.slot,
+            start,
+            count,
+            sample,
+            first_block=first,
+            blocks=tuple(sequence.blocks[first:]),
+            write_from=write_from,
+        )
+
+    def step(self, *parts: tuple[Sequence, Row]) -> StepResult:
+        self._step_id += 1
+        self.executor.submit(Step(self._step_id, self._admissions, [row for _, row in parts]))
+        self._admissions = []
+        result = self.executor.collect()
+        assert result.step_id == self._step_id and len(result.tokens) == len(parts)
+        for (sequence, row), token in zip(parts, result.tokens, strict=True):
+            sequence.computed = row.start + row.count
+            assert (token >= 0) == row.sample
+            if token >= 0:
+                sequence.tokens.append(token)
+        self.results.append(result)
+        return result
+
+    def advance(self, *sequences: Sequence, chunk: int | None = None) -> StepResult:
+        """One step in which every sequence computes up to `chunk` of the positions it has left."""
+        parts = []
+        for sequence in sequences:
+            left = len(sequence.tokens) - sequence.computed
+            parts.append((sequence, self.row(sequence, left if chunk is None else min(chunk, left))))
+        return self.step(*parts)
+
+    def generate(self, *sequences: Sequence, count: int, chunk: int | None = None) -> list[list[int]]:
+        """Step until every sequence has `count` tokens of output."""
+        while waiting := [s for s in sequences if len(s.output) < count]:
+            self.advance(*waiting, chunk=chunk)
+        return [s.output[:count] for s in sequences]
