@@ -79,9 +79,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidRequest("stop", f"{len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
         for text in self.stop_strings:
             if not 1 <= len(text) <= MAX_STOP_LENGTH:
-                raise InvalidRequest(
-                    "stop", f"a string of {len(text)} characters; 1 to {MAX_STOP_LENGTH} are allowed"
-                )
+                raise InvalidRequest("stop", f"a string of {len(text)} characters; 1 to {MAX_STOP_LENGTH} are allowed")
         if self.stop_strings and not self.detokenize:
             raise InvalidRequest("stop", "stop strings need detokenize=True")
         for field in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):

@@ -238,9 +238,7 @@ class Scheduler:
         """
         senior = min(self.running, key=lambda r: (r.priority, r.sequence))
         others = [r for r in self.running if r is not senior] or [senior]
-        return min(
-            others, key=lambda r: (-r.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence)
-        )
+        return min(others, key=lambda r: (-r.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence))
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue. Its blocks stay cached until they are needed, so little may be lost."""

@@ -101,7 +101,9 @@ class OracleExecutor:
             result.prompt_logprobs[index] = [self._logprobs(slot.tokens[p], wanted) for p in positions]
         if slot.pooling is not None and end == slot.num_prompt:
             digest = self._context_hash(slot, end)
-            result.embeddings[index] = np.array([digest >> shift & 0xFFFF for shift in (0, 16, 32, 48)], "<f4").tobytes()
+            result.embeddings[index] = np.array(
+                [digest >> shift & 0xFFFF for shift in (0, 16, 32, 48)], "<f4"
+            ).tobytes()
 
     def _write(self, slot: "_Slot", row: Row) -> None:
         size = self.info.block_size

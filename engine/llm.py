@@ -1,0 +1,274 @@
+"""The offline API: a model in this process, a list of prompts in, a list of results out.
+
+No server, no sockets: `generate` drives the engine core itself, in the calling thread.
+"""
+
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from penstock.engine.config import EngineConfig, engine_config
+from penstock.engine.core import EngineCore
+from penstock.engine.front import check_length, submissions, token_bytes
+from penstock.engine.messages import Output
+from penstock.engine.model_files import resolve_model
+from penstock.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, Update
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.text.template import ChatTemplate, load_template
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
+from penstock.executor.protocol import open_executor
+
+Prompt = str | list[int]
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """A model for batches of prompts. `with LLM() as llm:` frees its memory at the end."""
+
+    def __init__(self, model: str | None = None, *, skip_tokenizer: bool = False, **options: Any) -> None:
+        """Load `model`: a hub name, a folder, a .gguf file, or the default model when left out.
+
+        The options are those of `penstock serve`, with underscores: dtype, device, load_format, max_model_len,
+        max_num_seqs, max_num_batched_tokens, block_size, kv_cache_bytes, enable_prefix_caching,
+        tensor_parallel_size, executor, enforce_eager, seed, … Unknown ones are errors.
+        """
+        files = resolve_model(model, dummy=options.get("load_format") == "dummy")
+        config = engine_config(str(files.path), options)
+        self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
+        self.template: ChatTemplate | None = load_template(files) if self.tokenizer else None
+        self._core: EngineCore | None = _start(config)
+        self._num_requests = 0
+
+    @property
+    def info(self):  # noqa: ANN201
+        return self._running().info
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete the prompts, in their order. `sampling_params` is one for all, or one for each."""
+        batch = _as_list(prompts)
+        params = _spread(sampling_params, len(batch))
+        return self._run([self._prepare(prompt, p) for prompt, p in zip(batch, params, strict=True)], use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | list[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, with the model's own chat template."""
+        if self.template is None or self.tokenizer is None:
+            raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
+        many: list[Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
+        texts = [self.template.render(conversation, **template_options) for conversation in many]
+        # The template has written the special tokens itself.
+        ids: list[Prompt] = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return self.generate(ids, sampling_params, use_tqdm)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: str = "last", use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """One vector for each prompt: the hidden state of its last token, or the mean over all."""
+        if pooling not in ("last", "mean"):
+            raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
+        params = SamplingParams(max_tokens=1, detokenize=False)
+        return self._run([self._prepare(prompt, params, pooling) for prompt in _as_list(prompts)], use_tqdm)
+
+    def get_metrics(self) -> dict[str, float]:
+        """Gauges and counters of the engine core by name."""
+        return msgspec.to_builtins(self._running().stats())
+
+    def reset_prefix_cache(self) -> bool:
+        return self._running().scheduler.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Free the model and its memory; the object cannot be used afterwards."""
+        if self._core is not None:
+            self._core.close()
+            self._core = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.shutdown()
+
+    # -- one batch -----------------------------------------------------------------------------------------
+
+    def _running(self) -> EngineCore:
+        if self._core is None:
+            raise RuntimeError("this LLM was shut down")
+        return self._core
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams, pooling: str | None = None) -> "_Job":
+        info = self._running().info
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("prompt", "a text was given, but skip_tokenizer=True; give token ids")
+            prompt = self.tokenizer.encode(prompt)
+        elif self.tokenizer is None and params.detokenize:
+            params = msgspec.structs.replace(params, detokenize=False)
+        params.check(info.vocab_size)
+        tokens = token_bytes(prompt, info.vocab_size)
+        check_length(len(prompt), info)
+        eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
+        self._num_requests += 1
+        request_id = str(self._num_requests)
+        messages = submissions(request_id, tokens, params, info, eos_ids, pooling=pooling)  # type: ignore[arg-type]
+        choices = [Choice(i, params, self._stream(params)) for i in range(params.n)]
+        return _Job(request_id, text, array("i", prompt), messages, choices)
+
+    def _stream(self, params: SamplingParams):  # noqa: ANN202
+        if self.tokenizer is None or not params.detokenize:
+            return None
+        return self.tokenizer.stream(params.skip_special_tokens)
+
+    def _run(self, jobs: list["_Job"], use_tqdm: bool) -> list[RequestOutput]:
+        core = self._running()
+        open_jobs = {message.request_id: (job, i) for job in jobs for i, message in enumerate(job.messages)}
+        backlog: Iterator[Any] = iter([message for job in jobs for message in job.messages])
+        progress = _Progress(len(jobs)) if use_tqdm else None
+        try:
+            while open_jobs:
+                # The queue is bounded: hand over as much as it takes, and the rest later.
+                room = core.scheduler.config.max_queued_requests - len(core.scheduler.waiting)
+                news = [core.submit(message) for message, _ in zip(backlog, range(room))]
+                for output in [*filter(None, news), *core.step()]:
+                    self._take(core, open_jobs, output, progress)
+            return [job.result() for job in jobs]
+        finally:
+            for request_id in open_jobs:  # an interrupt: leave nothing running
+                core.abort(request_id)
+            while core.has_work():
+                core.step()
+            if progress is not None:
+                progress.close()
+
+    def _take(self, core: EngineCore, open_jobs: dict, output: Output, progress: "_Progress | None") -> None:
+        job, index = open_jobs.get(output.request_id, (None, 0))
+        if job is None:
+            return
+        if job.take(index, output):
+            core.abort(output.request_id)
+        if job.choices[index].finished:
+            del open_jobs[output.request_id]
+        if progress is not None:
+            progress.note(job, output)
+
+
+class _Job:
+    """One prompt of a batch and what has come of it."""
+
+    def __init__(self, request_id: str, prompt: str | None, tokens: array, messages: list, choices: list) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.tokens = tokens
+        self.messages = messages
+        self.choices: list[Choice] = choices
+        self.updates = [Update(choice.index) for choice in choices]
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list | None = None
+        self.embedding: bytes | None = None
+        self.metrics = RequestMetrics()
+        self._started_s = time.monotonic()
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.finished for choice in self.choices)
+
+    def take(self, index: int, output: Output) -> bool:
+        """Take in news of one choice; True when the core must be told to stop it."""
+        metrics, now = self.metrics, time.monotonic() - self._started_s
+        if output.tokens and metrics.first_token_s is None:
+            metrics.first_token_s = now
+        metrics.queued_s = metrics.queued_s if metrics.queued_s is not None else output.queued_s
+        metrics.num_preemptions = max(metrics.num_preemptions, output.num_preemptions)
+        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens or 0)
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.embedding = output.embedding or self.embedding
+        self.updates[index].merge(self.choices[index].push(output))
+        if self.finished:
+            metrics.finished_s = now
+        return self.choices[index].must_abort
+
+    def result(self) -> RequestOutput:
+        errors = [update.error for update in self.updates if update.error]
+        if errors:
+            raise RuntimeError(f"request {self.request_id} failed: {errors[0]}")
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.tokens.tolist(),
+            outputs=[_completion(update) for update in self.updates],
+            num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+            embedding=array("f", self.embedding).tolist() if self.embedding else None,
+            metrics=self.metrics,
+        )
+
+
+def _completion(update: Update) -> CompletionOutput:
+    return CompletionOutput(
+        index=update.index,
+        text=update.text,
+        token_ids=update.token_ids,
+        finish_reason=update.finish_reason,
+        stop_reason=update.stop_reason,
+        logprobs=update.logprobs,
+        cumulative_logprob=None if update.logprobs is None else sum(entry.values[0] for entry in update.logprobs),
+    )
+
+
+class _Progress:
+    """A bar over the requests, with the tokens read and written per second."""
+
+    def __init__(self, num_requests: int) -> None:
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=num_requests, desc="Requests", dynamic_ncols=True)
+        self._started_s = time.monotonic()
+        self._num_input = self._num_output = 0
+
+    def note(self, job: _Job, output: Output) -> None:
+        self._num_output += len(output.tokens)
+        if output.num_cached_tokens is not None and len(job.updates[0].token_ids) <= 1:
+            self._num_input += len(job.tokens)
+        if job.finished:
+            seconds = max(time.monotonic() - self._started_s, 1e-9)
+            self._bar.set_postfix_str(
+                f"in {self._num_input / seconds:.0f} tok/s, out {self._num_output / seconds:.0f} tok/s", refresh=False
+            )
+            self._bar.update()
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _start(config: EngineConfig) -> EngineCore:
+    return EngineCore(config, open_executor(config.executor))
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequest("sampling_params", f"{len(params)} given for {count} prompts; give one, or one for each")
+    return list(params)

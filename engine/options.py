@@ -1,0 +1,85 @@
+"""The engine's options as command-line flags, shared by `penstock serve`, `bench` and `export`.
+
+The names are those that users of vLLM know. A flag left out is None and means the engine's default.
+"""
+
+import argparse
+import re
+from typing import Any, get_args
+
+from penstock.executor.protocol import Device, DType, LoadFormat
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {f"{unit}i": 1024 ** (index + 1) for index, unit in enumerate("kmgt")}
+
+
+def size_bytes(text: str) -> int:
+    """`8GiB`, `500MB`, `1.5g` or a plain number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1073741824")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    add("--dtype", choices=get_args(DType), help="number format of weights and activations (default: the model's own)")
+    add("--device", choices=get_args(Device), help="default: cuda when there is one, else cpu")
+    add("--load-format", choices=get_args(LoadFormat), help="dummy: seeded random weights, for benchmarks")
+    add(
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and answer (default: what model and memory allow)",
+    )
+    add("--max-num-seqs", type=int, metavar="N", help="sequences computed at a time (default: 256)")
+    add("--max-num-batched-tokens", type=int, metavar="N", help="tokens computed per step (default: 2048)")
+    add("--max-queued-requests", type=int, metavar="N", help="beyond this many, requests get 429 (default: 4096)")
+    add("--block-size", type=int, metavar="N", help="tokens per KV block (default: 16)")
+    add(
+        "--kv-cache-bytes",
+        "--kv-cache-memory-bytes",
+        type=size_bytes,
+        metavar="SIZE",
+        help="memory for the KV cache, like 8GiB",
+    )
+    add(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="F",
+        help="share of the GPU to use when no size is given (default: 0.9)",
+    )
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="keep finished blocks for later requests with the same beginning (default: on)",
+    )
+    add("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs to split the model over (default: 1)")
+    add("--executor", choices=("auto", "uniproc", "multiproc", "ray"), help="where the model runs (default: auto)")
+    add("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+    add("--seed", type=int, metavar="N", help="for dummy weights (default: 0)")
+    add("--hf-overrides", type=_json_object, metavar="JSON", help="entries of the model's config.json to replace")
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The given engine options by keyword, as `LLM(**options)` takes them."""
+    names = (
+        "dtype device load_format max_model_len max_num_seqs max_num_batched_tokens max_queued_requests block_size "
+        "kv_cache_bytes gpu_memory_utilization enable_prefix_caching tensor_parallel_size executor enforce_eager seed "
+        "hf_overrides"
+    ).split()
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    import json
+
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("a JSON object is expected, like '{\"rope_theta\": 1000000}'")
+    return value

@@ -1,0 +1,94 @@
+"""The `penstock` command: parses, then hands over to the room that does the work.
+
+The composition root: it may import from every room, and does so only for the command that was asked for, so
+that `penstock --help` answers at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock import __version__
+
+Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is the command's. Errors a user can mend are one line on stderr."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="penstock", description="A compact inference-serving engine.")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    for name, (summary, load) in _COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary)
+        # Only the command that is asked for is imported, and so only it has options to show.
+        if name in arguments[:1]:
+            add_arguments, run = load()
+            add_arguments(command)
+            command.set_defaults(run=run)
+    args = parser.parse_args(arguments)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except _user_errors() as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
+
+
+def _user_errors() -> tuple[type[BaseException], ...]:
+    from penstock.engine.client import EngineDead
+    from penstock.engine.config import ConfigError
+    from penstock.engine.model_files import ModelError
+    from penstock.engine.sampling_params import InvalidRequest
+    from penstock.executor.protocol import ExecutorError
+
+    return EngineDead, ConfigError, ModelError, InvalidRequest, ExecutorError
+
+
+def _serve() -> Command:
+    from penstock.engine import serve
+
+    return serve.add_arguments, serve.run
+
+
+def _bench() -> Command:
+    from penstock.engine import bench
+
+    return bench.add_arguments, bench.run
+
+
+def _export() -> Command:
+    return _add_export_arguments, _run_export
+
+
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", help="a .gguf file, folder or hub name (default: the default model)")
+    parser.add_argument("--output", "-o", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+
+
+def _run_export(args: argparse.Namespace) -> int:
+    """Write a model as a Hugging Face folder, so that other engines can run the very same weights."""
+    from penstock.engine.model_files import resolve_model
+    from penstock.engine.text.tokenizer import load_tokenizer
+    from penstock.executor.loading.checkpoint import open_checkpoint
+    from penstock.executor.loading.export import export
+    from penstock.executor.protocol import ExecutorConfig
+
+    files = resolve_model(args.model)
+    export(open_checkpoint(str(files.path), ExecutorConfig(model=str(files.path))), args.output, args.dtype)
+    load_tokenizer(files).save(args.output)
+    print(f"{files.name} written to {args.output}")
+    return 0
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "serve": ("Serve a model over an OpenAI-compatible API.", _serve),
+    "bench": ("Measure a server or the engine itself.", _bench),
+    "export": ("Write a model as a Hugging Face folder (safetensors and tokenizer).", _export),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""The core process over its sockets, with the oracle executor: requests, aborts, deaths and stalls."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, Generation, QueueFull
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.output import Update
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.executor.protocol import ExecutorConfig
+from tests.engine.simulation import alone, submit
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False)
+
+
+def config(**scheduler: object) -> EngineConfig:
+    return EngineConfig(
+        executor=ExecutorConfig(kind="oracle", max_model_len=1_000_000, hf_overrides={"vocab_size": 50}),
+        scheduler=SchedulerConfig(**scheduler),
+    )
+
+
+@contextlib.asynccontextmanager
+async def running(**scheduler: object) -> AsyncIterator[AsyncEngine]:
+    engine = AsyncEngine(config(**scheduler))
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def read(generation: Generation) -> dict[int, Update]:
+    whole: dict[int, Update] = {}
+    async for updates in generation:
+        for update in updates:
+            whole.setdefault(update.index, Update(update.index)).merge(update)
+    return whole
+
+
+async def until(condition, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never came true"
+        await asyncio.sleep(0.01)
+
+
+def test_a_request_gets_the_tokens_of_the_model_and_every_choice_its_own():
+    async def run() -> None:
+        async with running() as engine:
+            prompt = [1, 2, 3, 4, 5]
+            greedy = await read(engine.generate(prompt, GREEDY))
+            assert greedy[0].token_ids == alone(submit("a", prompt))[0] and greedy[0].finish_reason == "length"
+            params = SamplingParams(n=3, seed=7, max_tokens=5, detokenize=False)
+            choices = await read(engine.generate(prompt, params))
+            assert sorted(choices) == [0, 1, 2] and len({tuple(c.token_ids) for c in choices.values()}) == 3
+            again = await read(engine.generate(prompt, params))
+            assert {i: c.token_ids for i, c in again.items()} == {i: c.token_ids for i, c in choices.items()}
+            assert engine.num_open == 0
+
+    asyncio.run(run())
+
+
+def test_what_cannot_run_is_refused_before_it_reaches_the_core():
+    async def run() -> None:
+        async with running() as engine:
+            for prompt, field in (
+                ([], "prompt"),
+                ([50], "prompt"),
+                ([-1], "prompt"),
+                ([2**70], "prompt"),
+                ([1.5], "prompt"),
+            ):
+                with pytest.raises(InvalidRequest, match=field):
+                    engine.generate(prompt, GREEDY)
+            with pytest.raises(InvalidRequest, match="max_tokens: 1000000 asked for"):
+                engine.generate([1], SamplingParams(max_tokens=1_000_000, detokenize=False))
+            with pytest.raises(InvalidRequest, match="at most 999999 can be given"):
+                engine.generate([1] * 1_000_000, GREEDY)
+            assert engine.num_open == 0 and (await read(engine.generate([1], GREEDY)))[0].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_an_abort_frees_the_blocks_within_half_a_second():
+    async def run() -> None:
+        async with running() as engine:
+            generation = engine.generate([1, 2, 3], SamplingParams(max_tokens=100_000, detokenize=False))
+            await anext(generation)
+            started = time.monotonic()
+            generation.abort()
+            last = [updates async for updates in generation][-1][0]
+            assert last.finish_reason == "abort"
+            await until(lambda: engine.stats.num_used_blocks == 0)
+            assert time.monotonic() - started < 0.5
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_sleeps_finds_everything_in_one_update():
+    async def run() -> None:
+        async with running() as engine:
+            generation = engine.generate([1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0, detokenize=False))
+            await until(lambda: engine.num_open == 0)
+            (updates,) = [updates async for updates in generation]
+            assert len(updates[0].token_ids) == 500
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_says_when_to_come_back():
+    async def run() -> None:
+        async with running(max_num_seqs=2, max_queued_requests=3) as engine:
+            long = SamplingParams(max_tokens=100_000, detokenize=False)
+            generations = [engine.generate([1], long) for _ in range(5)]
+            with pytest.raises(QueueFull) as full:
+                engine.admit()
+            assert full.value.retry_after_s >= 1
+            for generation in generations:
+                generation.abort()
+            await until(lambda: engine.num_open == 0)
+            engine.admit()
+
+    asyncio.run(run())
+
+
+def test_a_killed_core_ends_every_request_with_an_error_that_says_so():
+    async def run() -> None:
+        async with running() as engine:
+            generations = [engine.generate([1], SamplingParams(max_tokens=900_000, detokenize=False)) for _ in range(3)]
+            await anext(generations[0])
+            os.kill(engine._process.pid, signal.SIGKILL)
+            for generation in generations:
+                last = (await read(generation))[0]
+                assert last.finish_reason == "error" and "SIGKILL" in last.error
+            health = engine.health()
+            assert not health.alive and "SIGKILL" in health.reason
+            with pytest.raises(EngineDead):
+                engine.generate([1], GREEDY)
+
+    asyncio.run(run())
+
+
+def test_a_stopped_core_fails_the_health_check_and_comes_back():
+    async def run() -> None:
+        async with running() as engine:
+            assert engine.health().alive
+            os.kill(engine._process.pid, signal.SIGSTOP)
+            await until(lambda: not engine.health().alive, HEARTBEAT_LIMIT_S + 5)
+            assert "silent" in engine.health().reason
+            os.kill(engine._process.pid, signal.SIGCONT)
+            await until(lambda: engine.health().alive)
+
+    asyncio.run(run())
+
+
+def test_signals_for_the_process_group_leave_the_core_to_its_parent():
+    async def run() -> None:
+        async with running() as engine:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(engine._process.pid, number)
+            assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_a_core_that_cannot_start_says_why():
+    async def run() -> None:
+        engine = AsyncEngine(
+            EngineConfig(executor=ExecutorConfig(kind="uniproc", model="/nowhere"), scheduler=SchedulerConfig())
+        )
+        with pytest.raises(EngineDead, match="/nowhere"):
+            await engine.start()
+
+    asyncio.run(run())
+
+
+def test_no_process_and_no_directory_outlives_a_killed_parent(tmp_path: Path):
+    script = textwrap.dedent(
+        """
+        import asyncio, sys
+        from tests.engine.test_client import config
+        from penstock.engine.client import AsyncEngine
+        async def run():
+            engine = AsyncEngine(config())
+            await engine.start()
+            print(engine._process.pid, flush=True)
+            await asyncio.sleep(60)
+        asyncio.run(run())
+        """
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(["src", ".", *sys.path])}
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment)
+    core = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 5
+    while _alive(core):
+        assert time.monotonic() < deadline, "the core outlived its parent"
+        time.sleep(0.01)
+    assert list(tmp_path.iterdir()) == []
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
