@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.greedy import Sampler, prompt_logprobs
 from penstock.executor.layout import Layout
 from penstock.executor.models.registry import Model
 from penstock.executor.pooling import Pooler
 from penstock.executor.protocol import Step, StepResult, TokenLogprobs
-from penstock.executor.greedy import Sampler, prompt_logprobs
 from penstock.executor.slots import Slots
 
 PROMPT_LOGPROB_ROWS = 128  # logits of so many prompt positions at a time: a whole prompt's would fill the memory

@@ -27,8 +27,9 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """The checkpoint in a folder or in a .gguf file. Weights are looked for when their names are first asked for."""
+    path = Path(path)
     if path.is_dir():
         from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 

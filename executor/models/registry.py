@@ -11,6 +11,7 @@ from penstock.executor.loading.weights import Weights
 from penstock.executor.models import families
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.fields import Fields
+from penstock.executor.models.opt import Opt, read_opt
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.protocol import ExecutorError
 
@@ -52,6 +53,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma3ForCausalLM": _decoder(families.gemma3),
     "LlamaForCausalLM": _decoder(families.llama),
     "MistralForCausalLM": _decoder(families.mistral),
+    "OPTForCausalLM": Architecture(read_opt, Opt),
     "Qwen2ForCausalLM": _decoder(families.qwen2),
     "Qwen3ForCausalLM": _decoder(families.qwen3),
 }

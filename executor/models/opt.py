@@ -1,0 +1,137 @@
+"""OPT: learned positions, LayerNorm before or after, biases everywhere, an ungated ReLU MLP.
+
+The residual shape differs from the shared decoder's, hence a file of its own. Kept because small OPT models
+are what many test-suites and papers use.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels import Ops
+from penstock.executor.linear import Linear, make_linear
+from penstock.executor.loading.weights import Weights
+from penstock.executor.models.fields import Fields
+
+POSITION_OFFSET = 2  # the first two rows of the position table are padding's
+NORM_EPS = 1e-5  # LayerNorm's own default; the config has no field for it
+
+
+@dataclass(frozen=True, slots=True)
+class OptSpec:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    max_positions: int
+    embedding_size: int  # projected to hidden_size and back where they differ
+    norm_first: bool
+    final_norm: bool
+    bias: bool
+    tied_head: bool
+
+
+def read_opt(fields: Fields) -> OptSpec:
+    fields.only("activation_function", "relu", default="relu")
+    fields.only("layer_norm_elementwise_affine", True, default=True)
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    if hidden_size % num_heads:
+        raise fields.error("num_attention_heads", num_heads, f"a divisor of hidden_size ({hidden_size})")
+    norm_first = fields.flag("do_layer_norm_before", True)
+    return OptSpec(
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("ffn_dim"),
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        max_positions=fields.integer("max_position_embeddings"),
+        embedding_size=fields.integer("word_embed_proj_dim", hidden_size),
+        norm_first=norm_first,
+        final_norm=norm_first and not fields.flag("_remove_final_layer_norm", False),
+        bias=fields.flag("enable_bias", True),
+        tied_head=fields.flag("tie_word_embeddings", True),
+    )
+
+
+class Opt:
+    def __init__(self, spec: OptSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
+        self.num_layers, self.kv_width = spec.num_layers, spec.hidden_size // weights.shard.world
+        prefix = "model.decoder."
+        tokens_shape = (spec.vocab_size, spec.embedding_size)
+        self._tokens = weights.tensor(f"{prefix}embed_tokens.weight", tokens_shape)
+        positions_shape = (spec.max_positions + POSITION_OFFSET, spec.hidden_size)
+        self._positions = weights.tensor(f"{prefix}embed_positions.weight", positions_shape)
+        self._project_in: Linear | None = None
+        self._project_out: Linear | None = None
+        if spec.embedding_size != spec.hidden_size:
+            self._project_in = weights.linear((f"{prefix}project_in",), (spec.hidden_size,), spec.embedding_size)
+            self._project_out = weights.linear((f"{prefix}project_out",), (spec.embedding_size,), spec.hidden_size)
+        no_rotation = torch.empty(num_positions, 0, device=device)
+        self._layers = weights.layers(
+            spec.num_layers, lambda index: _Layer(spec, f"{prefix}layers.{index}.", weights, ops, no_rotation)
+        )
+        self._norm = _LayerNorm(weights, f"{prefix}final_layer_norm", spec.hidden_size) if spec.final_norm else None
+        self._head = (
+            make_linear(self._tokens)
+            if spec.tied_head
+            else weights.linear(("lm_head",), (spec.vocab_size,), spec.embedding_size)
+        )
+
+    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the tokens `batch.wanted`, as the head takes them: [W, embedding_size]."""
+        hidden = self._tokens.index_select(0, batch.tokens)
+        if self._project_in is not None:
+            hidden = self._project_in(hidden)
+        hidden = hidden + self._positions.index_select(0, batch.positions + POSITION_OFFSET)
+        for index, layer in enumerate(self._layers):
+            hidden = layer.forward(hidden, batch, kv[:, index])
+        if batch.wanted is not None:
+            hidden = hidden.index_select(0, batch.wanted)
+        if self._norm is not None:
+            hidden = self._norm(hidden)
+        return hidden if self._project_out is None else self._project_out(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head(hidden)
+
+
+class _LayerNorm:
+    def __init__(self, weights: Weights, name: str, size: int) -> None:
+        self._size = size
+        self._weight = weights.tensor(f"{name}.weight", (size,))
+        self._bias = weights.tensor(f"{name}.bias", (size,))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, (self._size,), self._weight, self._bias, NORM_EPS)
+
+
+class _Layer:
+    def __init__(self, spec: OptSpec, prefix: str, weights: Weights, ops: Ops, no_rotation: torch.Tensor) -> None:
+        self._ops, self._no_rotation, self._norm_first = ops, no_rotation, spec.norm_first
+        self._head_dim = spec.hidden_size // spec.num_heads
+        hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.bias
+        self._attention_norm = _LayerNorm(weights, f"{prefix}self_attn_layer_norm", hidden)
+        self._mlp_norm = _LayerNorm(weights, f"{prefix}final_layer_norm", hidden)
+        qkv = tuple(f"{prefix}self_attn.{part}_proj" for part in "qkv")
+        self._qkv = weights.linear(qkv, (hidden,) * 3, hidden, bias, split="rows")
+        self._output = weights.linear((f"{prefix}self_attn.out_proj",), (hidden,), hidden, bias, split="columns")
+        self._up = weights.linear((f"{prefix}fc1",), (inner,), hidden, bias, split="rows")
+        self._down = weights.linear((f"{prefix}fc2",), (hidden,), inner, bias, split="columns")
+
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        if self._norm_first:
+            hidden = hidden + self._attend(self._attention_norm(hidden), batch, kv)
+            return hidden + self._down(self._up(self._mlp_norm(hidden)).relu_())
+        hidden = self._attention_norm(hidden + self._attend(hidden, batch, kv))
+        return self._mlp_norm(hidden + self._down(self._up(hidden).relu_()))
+
+    def _attend(self, hidden: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+        q, k, v = self._qkv(hidden).unflatten(-1, (-1, self._head_dim)).chunk(3, dim=1)
+        k_pages, v_pages, none = kv[:, 0], kv[:, 1], self._no_rotation
+        q = self._ops.rope_and_store(q, k, v, none, none, batch.positions, k_pages, v_pages, batch.kv_slots)
+        attended = self._ops.paged_attention(q, k_pages, v_pages, batch, self._head_dim**-0.5)
+        return self._output(attended.flatten(1))

@@ -1,0 +1,123 @@
+"""Small random models of every supported architecture, made by transformers: the oracle for ours."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+OPT_SIZES = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "ffn_dim": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+# case → (transformers' config class, its fields beside the sizes)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**SIZES}),
+    "llama-tied-biases": (
+        "LlamaConfig",
+        {**SIZES, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24},
+    ),
+    "llama-rope-llama3": ("LlamaConfig", {**SIZES, "rope_parameters": LLAMA3_ROPE}),
+    "llama-rope-yarn": ("LlamaConfig", {**SIZES, "rope_parameters": YARN_ROPE}),
+    "llama-rope-linear": (
+        "LlamaConfig",
+        {**SIZES, "rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}},
+    ),
+    "mistral": ("MistralConfig", {**SIZES, "sliding_window": None}),
+    "mistral-sliding": ("MistralConfig", {**SIZES, "sliding_window": 11}),
+    "qwen2": ("Qwen2Config", {**SIZES}),
+    "qwen2-sliding": (
+        "Qwen2Config",
+        {**SIZES, "use_sliding_window": True, "sliding_window": 13, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 32, "tie_word_embeddings": True}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **SIZES,
+            "head_dim": 32,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": GEMMA_ROPE,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "opt": ("OPTConfig", {**OPT_SIZES}),
+    "opt-norm-after-projected": (
+        "OPTConfig",
+        {**OPT_SIZES, "do_layer_norm_before": False, "word_embed_proj_dim": 40},
+    ),
+}
+
+
+@cache
+def reference(case: str) -> Any:
+    """The model, float32; biases and norms are random too, so that none can be forgotten unnoticed."""
+    import transformers
+
+    name, fields = CASES[case]
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields), dtype=torch.float32)
+    for parameter in model.parameters():
+        spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+        parameter.data += spread * torch.randn(parameter.shape)
+    return model.eval()
+
+
+@cache
+def _root() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="penstock-models-")  # removed when the interpreter ends
+
+
+@cache
+def folder(case: str) -> Path:
+    path = Path(_root().name) / case
+    reference(case).save_pretrained(path)
+    return path
+
+
+@torch.no_grad()
+def greedy(case: str, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """What transformers generates: the tokens, and the logits [count, vocabulary] they come from."""
+    out = reference(case).generate(
+        torch.tensor([prompt]),
+        max_new_tokens=count,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)

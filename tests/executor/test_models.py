@@ -1,0 +1,98 @@
+"""Every architecture against transformers in float32: the same greedy tokens, the same logits, the same states."""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.runner import ModelRunner
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.driver import Driver
+from tests.executor.small_models import CASES, folder, greedy, reference
+
+
+def prompts(count: int, seed: int = 0, low: int = 3, high: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(160) for _ in range(rng.randint(low, high))] for _ in range(count)]
+
+
+def executor_of(case: str, **options: object) -> UniprocExecutor:
+    given = {"kv_cache_bytes": 2**23, "block_size": 8, "dtype": "float32", "max_num_seqs": 80, **options}
+    return UniprocExecutor(ExecutorConfig(model=str(folder(case)), **given))
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """The logits of every step of the executors in this test, [S, vocabulary] each."""
+    seen: list[torch.Tensor] = []
+    original = ModelRunner.__init__
+
+    def spy(self: ModelRunner, model, *rest) -> None:  # type: ignore[no-untyped-def]
+        compute = model.logits
+        model.logits = lambda hidden: seen.append(compute(hidden)) or seen[-1]
+        original(self, model, *rest)
+
+    monkeypatch.setattr(ModelRunner, "__init__", spy)
+    yield seen
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_chunked_prompt_and_its_decode_match_transformers(case: str, recorded: list[torch.Tensor]) -> None:
+    prompt = prompts(1, low=41, high=41)[0]
+    tokens, logits = greedy(case, prompt, 24)
+    driver = Driver(executor_of(case))
+    assert driver.generate(driver.admit(prompt), count=24, chunk=7) == [tokens]
+    ours = torch.cat(recorded)
+    assert (ours - logits).abs().max() <= 1e-4 * logits.abs().max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
+    """Prompts of many lengths start at different steps, so that chunks and decodes share every step."""
+    given = prompts(6, seed=1)
+    driver = Driver(executor_of(case))
+    running = []
+    for prompt in given:
+        running.append(driver.admit(prompt))
+        driver.advance(*reversed(running), chunk=5)
+    got = driver.generate(*running, count=24, chunk=5)
+    assert got == [greedy(case, prompt, 24)[0] for prompt in given]
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3", "opt-norm-after-projected"])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_transformers_last_hidden_states(case: str, pooling: str) -> None:
+    given = prompts(3, seed=2)
+    driver = Driver(executor_of(case))
+    sequences = [driver.admit(prompt, pooling=pooling) for prompt in given]
+    chat = driver.admit(given[0])
+    found: dict[int, np.ndarray] = {}
+    while len(found) < len(given):
+        left = [s for s in sequences if s.computed < s.num_prompt]
+        result = driver.advance(chat, *left, chunk=9)
+        for row, data in result.embeddings.items():
+            found[left[row - 1].slot] = np.frombuffer(data, "<f4")
+    for sequence, prompt in zip(sequences, given, strict=True):
+        with torch.no_grad():
+            hidden = reference(case).base_model(torch.tensor([prompt])).last_hidden_state[0]
+        expected = hidden[-1] if pooling == "last" else hidden.mean(0)
+        np.testing.assert_allclose(found[sequence.slot], expected, rtol=1e-4, atol=1e-4)
+    assert chat.output == greedy(case, given[0], len(chat.output))[0]
+
+
+def test_transformers_4_spelling_of_rope_gives_the_same_tokens(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(folder("llama-rope-llama3"), old)
+    config = json.loads((old / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    config |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling, "torch_dtype": config.pop("dtype")}
+    (old / "config.json").write_text(json.dumps(config))
+    prompt = prompts(1)[0]
+    driver = Driver(UniprocExecutor(ExecutorConfig(model=str(old), kv_cache_bytes=2**22)))
+    assert driver.generate(driver.admit(prompt), count=24) == [greedy("llama-rope-llama3", prompt, 24)[0]]
