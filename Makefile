@@ -55,12 +55,12 @@ fmt: $(INSTALLED)
 # Where python already has torch with CUDA, the environment sees and keeps it; elsewhere the constraints pin torch too.
 $(INSTALLED): pyproject.toml setup.py constraints.txt
 	@echo "installing into .venv: torch and what it needs take a few minutes"
-	mkdir -p .venv
-	if $(PYTHON) -c 'import sys, torch; sys.exit(torch.version.cuda is None)' 2> /dev/null; then
-	    $(PYTHON) -m venv --system-site-packages .venv
+	$(PYTHON) -m venv .venv
+	if outer=$$($(PYTHON) -c 'import os, sys, torch; print(os.path.dirname(torch.__path__[0])); sys.exit(not torch.version.cuda)' 2> /dev/null); then
+	    echo "keeping the torch with CUDA that is in $$outer"
+	    for site in .venv/lib/python*/site-packages; do echo "$$outer" > $$site/outer_torch.pth; done
 	    grep -v '^torch==' constraints.txt > .venv/constraints.txt
 	else
-	    $(PYTHON) -m venv .venv
 	    cp constraints.txt .venv/constraints.txt
 	fi
 	$(BIN)/pip install -c .venv/constraints.txt -e '.[dev]'
