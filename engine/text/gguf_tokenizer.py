@@ -1,0 +1,240 @@
+"""The tokenizer inside a .gguf file, rebuilt for the `tokenizers` library.
+
+Two kinds cover the models in use: `gpt2`, byte-level BPE with its merges in the file, and `llama`, SentencePiece
+BPE with a score per token and no merges. Key names and token types are those of the GGUF specification.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, normalizers, processors
+from tokenizers import Tokenizer as Backend
+
+from penstock.engine.model_files import ModelRefused
+from penstock.engine.text.gguf_metadata import read_gguf_metadata
+from penstock.engine.text.gguf_splits import SPLITS
+from penstock.engine.text.tokenizer import Tokenizer
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+SPACE = "\u2581"  # what SentencePiece writes for a space
+
+# Control tokens that end a turn or a text wherever they exist. Files name one or two of them (eos, eot); the
+# generation_config.json of the same models lists the others.
+END_TOKENS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<turn|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+    )
+)
+NAMED = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+    "sep_token": "seperator",
+}
+
+
+def tokenizer_from_gguf(path: Path) -> Tokenizer:
+    metadata = read_gguf_metadata(path)
+    try:
+        vocabulary = _Vocabulary(metadata)
+        backend = vocabulary.backend()
+    except ModelRefused as error:
+        raise ModelRefused(f"tokenizer: {path}: {error}") from None
+    return Tokenizer(
+        backend,
+        vocab_size=len(vocabulary.tokens),
+        eos_ids=vocabulary.eos_ids(),
+        special_tokens=vocabulary.special_tokens(),
+        chat_templates=_chat_templates(metadata),
+    )
+
+
+class _Vocabulary:
+    """What the metadata says about tokens, checked for shape."""
+
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self.metadata = metadata
+        self.tokens: list[str] = self.listed("tokens", str)
+        count = len(self.tokens)
+        if not count:
+            raise ModelRefused("tokenizer.ggml.tokens is missing or empty: the file carries no vocabulary")
+        self.types: list[int] = self.listed("token_type", int) or [NORMAL] * count
+        self.scores: list[float] = self.listed("scores", float) or [0.0] * count
+        if len(self.types) != count or len(self.scores) != count:
+            raise ModelRefused(
+                f"tokenizer.ggml lists {count} tokens, {len(self.types)} types and {len(self.scores)} scores; "
+                "the three must be equally many"
+            )
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(f"tokenizer.ggml.{key}")
+
+    def listed(self, key: str, kind: type) -> list[Any]:
+        values = self.get(key)
+        if values is None:
+            return []
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise ModelRefused(f"tokenizer.ggml.{key} is not a list of {kind.__name__}")
+        return values
+
+    def token_id(self, name: str) -> int | None:
+        token_id = self.get(f"{name}_token_id")
+        return token_id if isinstance(token_id, int) and 0 <= token_id < len(self.tokens) else None
+
+    def ids_of(self, *types: int) -> Iterable[int]:
+        return (token_id for token_id, kind in enumerate(self.types) if kind in types)
+
+    def special_tokens(self) -> dict[str, str]:
+        ids = {name: self.token_id(key) for name, key in NAMED.items()}
+        return {name: self.tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+
+    def eos_ids(self) -> frozenset[int]:
+        named = {token_id for key in ("eos", "eot", "eom") if (token_id := self.token_id(key)) is not None}
+        return frozenset(named | {token_id for token_id in self.ids_of(CONTROL) if self.tokens[token_id] in END_TOKENS})
+
+    def backend(self) -> Backend:
+        kind = self.get("model")
+        if kind == "gpt2":
+            backend, add_bos = _byte_level(self)
+        elif kind in ("llama", "gemma4"):
+            backend, add_bos = _sentencepiece(self), kind == "llama"
+        else:
+            raise ModelRefused(f"tokenizer.ggml.model is {kind!r}; supported are 'gpt2', 'llama' and 'gemma4'")
+        _add_whole_tokens(backend, self)
+        add_bos = add_bos if self.get("add_bos_token") is None else bool(self.get("add_bos_token"))
+        _add_ends(backend, self, add_bos and kind != "gemma4", bool(self.get("add_eos_token")))
+        return backend
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[Backend, bool]:
+    pre = vocabulary.get("pre")
+    if pre not in SPLITS:
+        known = ", ".join(sorted(SPLITS))
+        said = "is missing (a file from before 2024-05)" if pre is None else f"is {pre!r}"
+        raise ModelRefused(
+            f"tokenizer.ggml.pre {said}, so it is not known how this vocabulary splits text; supported are {known}. "
+            "Convert the model again with a current llama.cpp, or use its Hugging Face folder"
+        )
+    split = SPLITS[pre]
+    # Unused ids pad the embedding table; no text leads to them and they have none.
+    vocab = {
+        token: token_id for token_id, token in enumerate(vocabulary.tokens) if vocabulary.types[token_id] != UNUSED
+    }
+    merges = _merges(vocabulary)
+    backend = Backend(_bpe(vocab, merges, ignore_merges=split.whole_words))
+    if (normalizer := split.normalizer()) is not None:
+        backend.normalizer = normalizer
+    backend.pre_tokenizer = split.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    return backend, split.add_bos
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
+    tokens = vocabulary.tokens
+    if vocabulary.get("model") == "gemma4" or str(vocabulary.metadata.get("general.architecture")).startswith("gemma"):
+        # Gemma's runs of spaces are spelled with real ones in the file, and its merge order is that of the ids.
+        tokens = [SPACE * len(token) if token.strip(" ") == "" else token for token in tokens]
+        ranks: list[float] = [-float(token_id) for token_id in range(len(tokens))]
+    else:
+        ranks = vocabulary.scores
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    merges = _merges(vocabulary) if vocabulary.get("merges") else _merges_of_scores(vocabulary, tokens, vocab, ranks)
+    unknown = vocabulary.token_id("unknown")
+    unk_token = None if unknown is None else tokens[unknown]
+    backend = Backend(_bpe(vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces = normalizers.Replace(" ", SPACE)
+    if _adds_space_prefix(vocabulary):
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        backend.normalizer = spaces
+    backend.decoder = decoders.Sequence(steps)
+    return backend
+
+
+def _adds_space_prefix(vocabulary: _Vocabulary) -> bool:
+    said = vocabulary.get("add_space_prefix")
+    return vocabulary.get("model") == "llama" if said is None else bool(said)
+
+
+def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
+    try:
+        return models.BPE(vocab=vocab, merges=merges, **options)
+    except Exception as error:  # the library raises the bare class and nothing narrower
+        if type(error) is not Exception:
+            raise
+        raise ModelRefused(f"the vocabulary and the merges do not belong together: {error}") from None
+
+
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    merges = []
+    for line in vocabulary.listed("merges", str):
+        left, found, right = line.partition(" ")
+        if not found or not left or not right:
+            raise ModelRefused(f"tokenizer.ggml.merges has {line[:40]!r}; two tokens with a space between are expected")
+        merges.append((left, right))
+    return merges
+
+
+def _merges_of_scores(
+    vocabulary: _Vocabulary, tokens: list[str], vocab: dict[str, int], ranks: list[float]
+) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, best token first: what SentencePiece does, as a list of merges.
+
+    Ties go to the longer left part and then the longer right one, like the converted tokenizer.json files have it.
+    """
+    found = []
+    for token_id in vocabulary.ids_of(NORMAL, USER_DEFINED):
+        token = tokens[token_id]
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                found.append((ranks[token_id], cut, len(right), left, right))
+    found.sort(key=lambda merge: merge[:3], reverse=True)
+    return [(left, right) for *_, left, right in found]
+
+
+def _add_whole_tokens(backend: Backend, vocabulary: _Vocabulary) -> None:
+    """Control tokens, and those a user defined, are matched as a whole before anything else."""
+    known = [token_id for token_id in vocabulary.ids_of(UNKNOWN, CONTROL) if _is_known(backend, vocabulary, token_id)]
+    backend.add_special_tokens([AddedToken(vocabulary.tokens[i], normalized=False, special=True) for i in known])
+    known = [token_id for token_id in vocabulary.ids_of(USER_DEFINED) if _is_known(backend, vocabulary, token_id)]
+    backend.add_tokens([AddedToken(vocabulary.tokens[i], normalized=False, special=False) for i in known])
+
+
+def _is_known(backend: Backend, vocabulary: _Vocabulary, token_id: int) -> bool:
+    """Adding a token under a spelling that the vocabulary lacks would give it a new id beyond the model's."""
+    token = vocabulary.tokens[token_id]
+    return token != "" and backend.token_to_id(token) == token_id
+
+
+def _add_ends(backend: Backend, vocabulary: _Vocabulary, add_bos: bool, add_eos: bool) -> None:
+    bos = vocabulary.token_id("bos") if add_bos else None
+    eos = vocabulary.token_id("eos") if add_eos else None
+    if bos is None and eos is None:
+        return
+    ends = {vocabulary.tokens[token_id]: token_id for token_id in (bos, eos) if token_id is not None}
+    before = [] if bos is None else [vocabulary.tokens[bos]]
+    after = [] if eos is None else [vocabulary.tokens[eos]]
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=[*before, "$A", *after, *(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)],
+        special_tokens=list(ends.items()),
+    )
+
+
+def _chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
+    prefix = "tokenizer.chat_template"
+    named = {key.removeprefix(f"{prefix}."): value for key, value in metadata.items() if key.startswith(f"{prefix}.")}
+    found = {"default": metadata.get(prefix), **named}
+    return {name: source for name, source in found.items() if isinstance(source, str)}

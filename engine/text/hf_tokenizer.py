@@ -1,0 +1,134 @@
+"""The tokenizer of a folder in Hugging Face layout.
+
+tokenizer.json is taken as it is: it is what the model's authors published, and transformers' model classes agree
+with it but for details they rebuild. A folder with only another format (a SentencePiece .model, a tiktoken file)
+is converted by transformers, imported only then and never allowed to run the folder's code.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from penstock.engine.model_files import ModelNotFound, ModelRefused, read_json
+from penstock.engine.text.tokenizer import Tokenizer
+
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
+MAX_TEMPLATE_BYTES = 1 << 20
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+OTHER_FORMATS = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def tokenizer_from_folder(folder: Path, model_config: dict[str, Any]) -> Tokenizer:
+    config = read_json(folder / "tokenizer_config.json")
+    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(named.get(name)))}
+    backend = _read_backend(folder) or _convert_backend(folder, config)
+    _mark_special(backend, special_tokens, config)
+    return Tokenizer(
+        backend,
+        eos_ids=_eos_ids(backend, special_tokens, read_json(folder / "generation_config.json"), model_config),
+        special_tokens=special_tokens,
+        chat_templates=_chat_templates(folder, config),
+    )
+
+
+def _read_backend(folder: Path) -> Backend | None:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise ModelRefused(f"tokenizer: {path} has {path.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # the library raises the bare class and nothing narrower
+        if type(error) is not Exception:
+            raise
+        raise ModelRefused(f"tokenizer: {path} is not a tokenizer: {error}") from None
+
+
+def _convert_backend(folder: Path, config: dict[str, Any]) -> Backend:
+    if config.get("auto_map"):
+        raise ModelRefused(
+            f"tokenizer: {folder} wants its own tokenizer code to run (auto_map in tokenizer_config.json) and has no "
+            "tokenizer.json; Penstock runs no code from a model, so add a tokenizer.json or choose another model"
+        )
+    if not any(file for pattern in OTHER_FORMATS for file in folder.glob(pattern)):
+        raise ModelNotFound(f"tokenizer: {folder} has no tokenizer.json and no vocabulary that could be converted")
+    from transformers import AutoTokenizer
+
+    try:
+        converted = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise ModelRefused(
+            f"tokenizer: {folder} has no tokenizer.json, and transformers cannot make one of what it has: {error}"
+        ) from None
+    backend = getattr(converted, "backend_tokenizer", None)
+    if not isinstance(backend, Backend):
+        raise ModelRefused(
+            f"tokenizer: {folder} has no tokenizer.json, and transformers reads it with {type(converted).__name__}, "
+            "which cannot be converted; add a tokenizer.json"
+        )
+    return backend
+
+
+def _mark_special(backend: Backend, special_tokens: dict[str, str], config: dict[str, Any]) -> None:
+    """Tokens that the configuration calls special or added, but tokenizer.json does not, are matched whole too.
+
+    A named token that the vocabulary lacks altogether (often an unused [PAD]) stays out: the model has no row for it.
+    """
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing = [text for text in special_tokens.values() if text not in known and backend.token_to_id(text) is not None]
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in dict.fromkeys(missing)])
+    listed = config.get("added_tokens_decoder") or {}
+    for token_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+        text = _token_text(entry)
+        if text is None or text in known or text in missing:
+            continue
+        flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+        backend.add_tokens([AddedToken(text, **flags)])
+        if backend.token_to_id(text) != int(token_id):
+            raise ModelRefused(
+                f"tokenizer: tokenizer_config.json gives {text!r} the id {token_id}, tokenizer.json leads to "
+                f"{backend.token_to_id(text)}; the two files do not belong together"
+            )
+
+
+def _token_text(entry: object) -> str | None:
+    content = entry.get("content") if isinstance(entry, dict) else entry
+    return content if isinstance(content, str) and content else None
+
+
+def _eos_ids(
+    backend: Backend, special_tokens: dict[str, str], generation: dict[str, Any], model: dict[str, Any]
+) -> frozenset[int]:
+    """generation_config.json knows best; config.json stands in for it. The tokenizer's own end counts in any case."""
+    text_model = model.get("text_config") if isinstance(model.get("text_config"), dict) else {}
+    for source in (generation, model, text_model or {}):
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            break
+    found = {token_id for token_id in (ids if isinstance(ids, list) else [ids]) if isinstance(token_id, int)}
+    end = backend.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
+    return frozenset(found if end is None else found | {end})
+
+
+def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Name → source. Files of their own come before the entry in tokenizer_config.json, as transformers has it."""
+    entry = config.get("chat_template") or read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(entry, list):
+        named = [item for item in entry if isinstance(item, dict)]
+        templates = {str(item.get("name")): item.get("template") for item in named}
+    else:
+        templates = {"default": entry} if entry else {}
+    files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    for name, path in files.items():
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise ModelRefused(
+                f"tokenizer: {path} has {path.stat().st_size} bytes; at most {MAX_TEMPLATE_BYTES} are read"
+            )
+        templates[name] = path.read_text(encoding="utf-8")
+    return {name: source for name, source in templates.items() if isinstance(source, str)}

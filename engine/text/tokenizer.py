@@ -1,0 +1,136 @@
+"""The one tokenizer of the engine: text to token ids and back, over the `tokenizers` library.
+
+`load_tokenizer` finds it for any model: tokenizer.json of a folder, another format that transformers can convert,
+or the vocabulary inside a .gguf file. What comes with a tokenizer in those files comes along: the ids that end a
+text, the names of the special tokens, and the chat templates' sources (engine/text/template.py renders them).
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Encoding
+from tokenizers import Tokenizer as Backend
+
+from penstock.engine.model_files import ModelFiles
+from penstock.engine.output import TextStream
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.text.detokenize import Detokenizer
+
+MAX_TOKEN_ID = 2**32 - 1  # what the library can be asked about
+
+
+class Tokenizer:
+    """Made by `load_tokenizer`. Safe to use from several threads; streams are not."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        vocab_size: int | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        special_tokens: dict[str, str] | None = None,
+        chat_templates: dict[str, str] | None = None,
+    ) -> None:
+        backend.no_truncation()  # a tokenizer.json may ask for both; neither is ours to do
+        backend.no_padding()
+        self.backend = backend
+        self.vocab_size = vocab_size or backend.get_vocab_size()
+        self.eos_ids = eos_ids
+        self.special_tokens = special_tokens or {}  # "bos_token", "eos_token" … → their text, as templates name them
+        self.chat_templates = chat_templates or {}  # "default", "tool_use" … → source
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._detokenizer = Detokenizer(backend, self.special_ids)
+
+    @property
+    def bos_id(self) -> int | None:
+        return self._special_id("bos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        return self._special_id("pad_token")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of `text`. Special tokens written out in it count as such."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        try:
+            encodings: list[Encoding] = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError):
+            _refuse_bad_text(texts)
+            raise
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of all ids at once; what a stream's pushes and its flush add up to."""
+        for token_id in ids:
+            if not 0 <= token_id <= MAX_TOKEN_ID:
+                raise InvalidRequest("tokens", f"{token_id} is not a token id; it must be from 0 to {MAX_TOKEN_ID}")
+        text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def stream(self, skip_special_tokens: bool = True, keep_leading_space: bool = False) -> TextStream:
+        """Decode one sequence as it grows. SentencePiece-like vocabularies drop the space before a text's first
+        word; `keep_leading_space` keeps it, for text that continues a prompt."""
+        return self._detokenizer.stream(skip_special_tokens, keep_leading_space)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text: possibly a part of a character."""
+        return self._detokenizer.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """The same for display: U+FFFD stands for a part of a character."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def save(self, folder: Path) -> None:
+        """Write the files from which transformers (and what builds on it) loads the same tokenizer."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(folder / "tokenizer.json"))
+        # The class name that makes transformers take tokenizer.json as it is; model-specific classes rebuild parts.
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= self.special_tokens
+        if list(self.chat_templates) == ["default"]:
+            config["chat_template"] = self.chat_templates["default"]
+        elif self.chat_templates:
+            config["chat_template"] = [
+                {"name": name, "template": source} for name, source in self.chat_templates.items()
+            ]
+        _write_json(folder / "tokenizer_config.json", config)
+        ids = {"bos_token_id": self.bos_id, "eos_token_id": sorted(self.eos_ids) or None, "pad_token_id": self.pad_id}
+        _write_json(
+            folder / "generation_config.json", {name: value for name, value in ids.items() if value is not None}
+        )
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        token_id: int | None = None if token is None else self.backend.token_to_id(token)
+        return token_id
+
+
+def load_tokenizer(files: ModelFiles) -> Tokenizer:
+    """The tokenizer of a model. Raises ModelNotFound or ModelRefused where there is none that can be trusted."""
+    if files.kind == "gguf":
+        from penstock.engine.text.gguf_tokenizer import tokenizer_from_gguf
+
+        return tokenizer_from_gguf(files.path)
+    from penstock.engine.text.hf_tokenizer import tokenizer_from_folder
+
+    return tokenizer_from_folder(files.path, files.config)
+
+
+def _refuse_bad_text(texts: Sequence[str]) -> None:
+    for text in texts:
+        if not isinstance(text, str):
+            raise InvalidRequest("prompt", f"{type(text).__name__} given; a string is expected")
+        for position, character in enumerate(text):
+            if "\ud800" <= character <= "\udfff":
+                raise InvalidRequest(
+                    "prompt", f"half of a surrogate pair, U+{ord(character):04X}, at character {position}; not Unicode"
+                )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
