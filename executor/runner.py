@@ -74,8 +74,8 @@ class ModelRunner:
         # Where each row's last token is in `wanted`; meaningless for rows that do not sample.
         last = np.searchsorted(wanted, layout.query_starts[1:] - 1)
         if asks:
-            for row in np.flatnonzero(self._slots.asks_more[layout.slots]):
-                self._answer_more(layout, int(row), wanted, hidden, launched)
+            for row in np.flatnonzero(self._slots.asks_more[layout.slots]).tolist():
+                self._answer_more(layout, row, wanted, hidden, launched)
         if layout.samples.any():
             self._sample(layout, hidden if not asks else hidden[self._tensor(last[layout.samples])], launched)
 
@@ -101,7 +101,7 @@ class ModelRunner:
         """Indices of the tokens whose hidden state somebody reads, ascending, where not only samplers do."""
         need = np.zeros(layout.num_tokens, dtype=bool)
         need[layout.query_starts[1:][layout.samples] - 1] = True
-        for row in np.flatnonzero(self._slots.asks_more[layout.slots]):
+        for row in np.flatnonzero(self._slots.asks_more[layout.slots]).tolist():
             admission = self._slots.admission(int(layout.slots[row]))
             first, end = layout.query_starts[row : row + 2]
             if admission.sampling.prompt_logprobs is not None:

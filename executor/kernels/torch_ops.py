@@ -105,9 +105,10 @@ def _attend_single(
         mask = seen < contexts  # [rows, positions]
         if window is not None:
             mask &= seen >= contexts - window
-        keys = _gather(k_pages, tables, q)
-        # What lies past the context may be anything, even NaN, which a weight of zero would not hide.
-        values = _gather(v_pages, tables, q).masked_fill_(~mask[:, None, :, None], 0)
+        # What lies past the context may be anything, even NaN, which no mask and no weight of zero would hide.
+        unseen = ~mask[:, None, :, None]
+        keys = _gather(k_pages, tables, q).masked_fill_(unseen, 0)
+        values = _gather(v_pages, tables, q).masked_fill_(unseen, 0)
         grouped = q[rows].unflatten(1, (keys.shape[1], -1))  # [rows, Hkv, Hq / Hkv, D]: no key is read twice
         attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None], scale=scale)
         out[rows] = attended.flatten(1, 2)

@@ -49,26 +49,27 @@ class SafetensorsFolder:
     @cached_property
     def _files(self) -> dict[str, tuple[Path, Any]]:
         """Tensor name → its file's path and the open file."""
-        paths = self._paths()
+        single = self._single_file()
+        if single is not None:
+            file = _open(single)
+            return {name: (single, file) for name in file.keys()}  # noqa: SIM118 - not a dict
+        paths = self._indexed_paths()
         files = {path: _open(path) for path in set(paths.values())}
-        if None in paths:
-            path = paths[None]
-            return {name: (path, files[path]) for name in files[path].keys()}  # noqa: SIM118 - not a dict
         stored = {path: set(file.keys()) for path, file in files.items()}
         for name, path in paths.items():
             if name not in stored[path]:
                 raise ExecutorError(f"{path}: tensor {name!r} is missing; {INDEX} says it is here")
         return {name: (path, files[path]) for name, path in paths.items()}
 
-    def _paths(self) -> dict[str | None, Path]:
-        """Tensor name → file, as the index has it; {None: file} when one file has them all."""
+    def _single_file(self) -> Path | None:
+        """The one file that has all tensors; None if there is an index of several."""
         if (self._folder / SINGLE).is_file():
-            return {None: self._folder / SINGLE}
+            return self._folder / SINGLE
         if (self._folder / INDEX).is_file():
-            return self._indexed_paths()
+            return None
         found = sorted(self._folder.glob("*.safetensors"))
         if len(found) == 1:
-            return {None: found[0]}
+            return found[0]
         pickles = sorted(path.name for pattern in _PICKLES for path in self._folder.glob(pattern))
         if pickles:
             raise ExecutorError(
@@ -78,7 +79,7 @@ class SafetensorsFolder:
             )
         raise ExecutorError(f"{self._folder}: no weights; {SINGLE} or {INDEX} is expected")
 
-    def _indexed_paths(self) -> dict[str | None, Path]:
+    def _indexed_paths(self) -> dict[str, Path]:
         index = self._folder / INDEX
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):

@@ -3,6 +3,8 @@
 A feature of the config that the decoder does not compute is refused by name, never ignored.
 """
 
+from typing import Any
+
 from penstock.executor.models.fields import Fields
 from penstock.executor.models.rope import Rope, read_rope, rope_of
 from penstock.executor.models.spec import DecoderSpec, LayerSpec
@@ -59,7 +61,7 @@ def _spec(
     layers: tuple[LayerSpec, ...],
     attention_scale: float | None = None,
     tied_by_default: bool = False,
-    **features: object,
+    **features: Any,  # the rest of DecoderSpec's fields
 ) -> DecoderSpec:
     """What all families read alike, and the checks that hold for all."""
     num_heads = fields.integer("num_attention_heads")

@@ -1,0 +1,137 @@
+"""The executor seam, kept to the letter: shared blocks, skipped writes, table edits, preemption, steps in flight."""
+
+import msgspec
+import pytest
+import torch
+
+from penstock.executor.protocol import ExecutorConfig, Row, Step
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.driver import Driver
+from tests.executor.small_models import folder, greedy
+
+CASE = "mistral-sliding"  # its window of 11 also makes positions fall out of sight
+PROMPT = [(7 * i * i + 3 * i) % 160 for i in range(48)]
+BLOCK = 8
+
+
+@pytest.fixture
+def driver() -> Driver:
+    config = ExecutorConfig(model=str(folder(CASE)), kv_cache_bytes=2**21, block_size=BLOCK, max_num_seqs=16)
+    return Driver(UniprocExecutor(config))
+
+
+def kv_of(driver: Driver) -> torch.Tensor:
+    return driver.executor._runner._kv  # type: ignore[attr-defined]
+
+
+def test_what_stale_blocks_hold_does_not_matter(driver: Driver) -> None:
+    kv_of(driver).fill_(float("nan"))
+    sequences = [driver.admit(PROMPT[:n]) for n in (5, 17, 48)]
+    expected = [greedy(CASE, PROMPT[:n], 12)[0] for n in (5, 17, 48)]
+    assert driver.generate(*sequences, count=12, chunk=13) == expected
+
+
+def test_a_row_reads_blocks_that_an_earlier_row_of_the_same_step_fills(driver: Driver) -> None:
+    first, second = driver.admit(PROMPT), driver.admit(PROMPT[:40] + [9, 9, 9])
+    whole = driver.row(first)
+    second.blocks, second.computed = first.blocks[:5], 40
+    driver.step((first, whole), (second, driver.row(second)))
+    expected = [greedy(CASE, PROMPT, 10)[0], greedy(CASE, PROMPT[:40] + [9, 9, 9], 10)[0]]
+    assert driver.generate(first, second, count=10) == expected
+
+
+def test_the_order_of_rows_does_not_matter_to_sharing(driver: Driver) -> None:
+    """A row of one token comes first in the batch whatever the step says; it still sees the other row's keys."""
+    first, second = driver.admit(PROMPT), driver.admit(PROMPT)
+    whole = driver.row(first)
+    second.blocks, second.computed = list(first.blocks), len(PROMPT) - 1
+    last = driver.row(second, write_from=len(PROMPT))
+    driver.step((first, whole), (second, last))
+    assert first.output == second.output == greedy(CASE, PROMPT, 1)[0]
+
+
+def test_positions_below_write_from_are_not_written(driver: Driver) -> None:
+    owner, hit = driver.admit(PROMPT), driver.admit(PROMPT)
+    driver.advance(owner)
+    hit.blocks, hit.computed = list(owner.blocks), len(PROMPT) - 20
+    kv_of(driver)[owner.blocks] += 0.5  # what a second write would undo
+    before = kv_of(driver)[owner.blocks].clone()
+    driver.step((hit, driver.row(hit, write_from=len(PROMPT))))
+    assert torch.equal(kv_of(driver)[owner.blocks], before)
+
+
+def test_a_partly_skipped_row_writes_the_rest(driver: Driver) -> None:
+    owner, hit = driver.admit(PROMPT[:24]), driver.admit(PROMPT)
+    driver.advance(owner)
+    hit.blocks, hit.computed = owner.blocks[:3], 16
+    row = driver.row(hit, write_from=24)
+    marked = kv_of(driver)[hit.blocks[2:4]]
+    kv_of(driver)[hit.blocks[3]] = float("nan")  # must be written
+    driver.step((hit, row))
+    assert torch.equal(kv_of(driver)[hit.blocks[2]], marked[0])
+    assert driver.generate(hit, count=12) == [greedy(CASE, PROMPT, 12)[0]]
+
+
+def test_blocks_replace_the_table_from_first_block_on(driver: Driver) -> None:
+    sequence = driver.admit(PROMPT)
+    driver.step((sequence, driver.row(sequence, 16)))
+    moved = [driver.free.pop() for _ in range(4)]
+    kv = kv_of(driver)
+    kv[moved[0]] = kv[sequence.blocks[1]]  # block 1 moves; blocks 2 … 4 are new
+    kv[sequence.blocks[1]] = float("nan")
+    sequence.blocks = [sequence.blocks[0], *moved]
+    sequence.unsent_blocks = 1
+    assert driver.generate(sequence, count=8) == [greedy(CASE, PROMPT, 8)[0]]
+
+
+def test_a_preempted_request_goes_on_in_another_slot_and_other_blocks(driver: Driver) -> None:
+    victim, other = driver.admit(PROMPT[:30]), driver.admit(PROMPT[5:])
+    driver.generate(victim, other, count=7)
+    driver.readmit(victim, slot=9)
+    driver.generate(other, count=12)  # takes over the victim's blocks
+    driver.readmit(other, slot=0)  # and its slot
+    assert driver.generate(victim, other, count=20, chunk=11) == [
+        greedy(CASE, PROMPT[:30], 20)[0],
+        greedy(CASE, PROMPT[5:], 20)[0],
+    ]
+
+
+def test_a_step_without_rows_is_answered(driver: Driver) -> None:
+    sequence = driver.admit(PROMPT)
+    assert driver.step().tokens == []  # and the admission it carried counts
+    assert driver.generate(sequence, count=3) == [greedy(CASE, PROMPT, 3)[0]]
+
+
+def test_a_step_is_launched_before_the_last_one_s_tokens_are_known(driver: Driver) -> None:
+    runner = driver.executor._runner  # type: ignore[attr-defined]
+    sequence = driver.admit(PROMPT[:10])
+    rows = [replace_start(driver.row(sequence), i) for i in range(4)]
+    admissions = [driver._admissions, [], [], []]
+    launched = [runner.launch(Step(i, admissions[i], [rows[i]])) for i in range(4)]
+    tokens = [runner.finish(step).tokens[0] for step in launched]
+    assert tokens == greedy(CASE, PROMPT[:10], 4)[0]
+
+
+def replace_start(row: Row, index: int) -> Row:
+    """The index-th step of a request whose first step is `row`: later ones compute one token each."""
+    if index == 0:
+        return row
+    return msgspec.structs.replace(row, start=row.count + index - 1, count=1, first_block=0, blocks=())
+
+
+def test_the_batch_puts_single_tokens_first_and_results_go_by_the_step(driver: Driver) -> None:
+    prompts = [PROMPT[:20], PROMPT[3:30], PROMPT[8:11]]
+    sequences = [driver.admit(prompt) for prompt in prompts]
+    driver.advance(sequences[2])
+    result = driver.advance(sequences[0], sequences[2], sequences[1], chunk=20)
+    assert result.tokens[2] == -1
+    assert driver.generate(*sequences, count=6) == [greedy(CASE, prompt, 6)[0] for prompt in prompts]
+
+
+def test_a_mean_over_a_prompt_with_skipped_positions_fails_that_row_alone(driver: Driver) -> None:
+    chat, pooled = driver.admit(PROMPT), driver.admit(PROMPT, pooling="mean")
+    pooled.computed = 8
+    pooled.blocks = [driver.free.pop()]
+    result = driver.advance(chat, pooled)
+    assert "40 of 48" in result.errors[1] and result.embeddings == {}
+    assert chat.output == greedy(CASE, PROMPT, 1)[0]
