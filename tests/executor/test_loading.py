@@ -1,0 +1,243 @@
+"""Weights come from somewhere: what loads must be whole and expected, and what does not says what is wrong with it."""
+
+import json
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.executor.loading.dummy import DummyWeights
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.driver import Driver
+from tests.executor.small_models import folder, reference
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A writable copy of a good Llama."""
+    return Path(shutil.copytree(folder("llama"), tmp_path / "model"))
+
+
+def load(path: Path, **options: Any) -> ModelInfo:
+    return UniprocExecutor(ExecutorConfig(model=str(path), **{"kv_cache_bytes": 2**20, **options})).info
+
+
+def edit_config(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | changes))
+
+
+def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path / WEIGHTS)
+    change(tensors)
+    (path / WEIGHTS).unlink()
+    save_file(tensors, path / WEIGHTS)
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(ExecutorError) as caught:
+        load(path, **options)
+    return str(caught.value)
+
+
+def test_a_missing_tensor_is_named_with_its_shape(model: Path) -> None:
+    edit_weights(model, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    assert refusal(model) == f"{model}: tensor 'model.layers.1.mlp.up_proj.weight' of shape [96, 64] is missing"
+
+
+def test_a_wrong_shape_is_named_with_both(model: Path) -> None:
+    edit_weights(model, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
+    assert refusal(model) == f"{model}: tensor 'model.norm.weight' has shape [65]; config.json calls for [64]"
+
+
+def test_an_unexpected_tensor_is_named(model: Path) -> None:
+    edit_weights(model, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
+    assert "1 tensors that the architecture does not have: 'model.layers.0.self_attn.q_proj.bias'" in refusal(model)
+
+
+def test_rotary_buffers_of_old_checkpoints_are_no_reason_to_refuse(model: Path) -> None:
+    buffer = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    edit_weights(model, lambda tensors: tensors.update(buffer))
+    assert load(model).architecture == "LlamaForCausalLM"
+
+
+def test_integer_weights_are_refused(model: Path) -> None:
+    edit_weights(model, lambda tensors: tensors.update({"lm_head.weight": torch.ones(160, 64, dtype=torch.int8)}))
+    assert "'lm_head.weight' is stored as I8; one of BF16, F16, F32, F64 is expected" in refusal(model)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, 5000, -1])
+def test_a_truncated_file_is_refused(model: Path, kept: int) -> None:
+    data = (model / WEIGHTS).read_bytes()
+    (model / WEIGHTS).unlink()
+    (model / WEIGHTS).write_bytes(data[:kept])
+    assert f"{model / WEIGHTS}: not a whole safetensors file" in refusal(model)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        struct.pack("<Q", 2**63),  # a header of eight exabytes
+        struct.pack("<Q", 99 * 10**6),
+        struct.pack("<Q", 200_000) + b"[" * 200_000,
+        struct.pack("<Q", 64) + b'{"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}}'[:64],
+    ],
+)
+def test_a_header_bomb_is_refused(model: Path, header: bytes) -> None:
+    (model / WEIGHTS).unlink()
+    (model / WEIGHTS).write_bytes(header)
+    assert "not a whole safetensors file" in refusal(model)
+
+
+def test_pickled_weights_are_refused_with_the_way_out(model: Path) -> None:
+    (model / WEIGHTS).unlink()
+    (model / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch pwned'\ntR.")
+    message = refusal(model)
+    assert "pytorch_model.bin" in message and "save_pretrained" in message
+
+
+def test_a_folder_without_weights_says_what_is_expected(model: Path) -> None:
+    (model / WEIGHTS).unlink()
+    assert refusal(model) == f"{model}: no weights; {WEIGHTS} or {WEIGHTS}.index.json is expected"
+
+
+def test_code_that_comes_with_a_model_is_refused(model: Path) -> None:
+    edit_config(model, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
+    assert "auto_map" in refusal(model) and "never" in refusal(model)
+
+
+def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path) -> None:
+    """`python -O` removes assertions: a check that is one would be gone."""
+    edit_config(model, auto_map={"AutoModel": "modeling.Evil"})
+    code = (
+        "from penstock.executor.protocol import *\n"
+        f"try: open_executor(ExecutorConfig(model={str(model)!r}))\n"
+        "except ExecutorError as error: print(error)"
+    )
+    out = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert "auto_map" in out.stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {"architectures": ["EvilForCausalLM"]},
+            "['EvilForCausalLM'] is not supported; supported are Gemma3ForCausalLM",
+        ),
+        ({"architectures": None}, "architectures: None is not supported"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 found; an integer from 1 to 1024 is expected"),
+        ({"hidden_size": "64"}, "hidden_size: '64' found; an integer"),
+        ({"num_attention_heads": 0}, "num_attention_heads: 0 found"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 found; a divisor of num_attention_heads (4)"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: nan found"),
+        ({"head_dim": 15}, "head_dim: 15 found; an even number"),
+        ({"hidden_act": "relu"}, "hidden_act: 'relu' found; 'silu' or 'swish'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic' found; one of default,"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor: nothing found"),
+        ({"rope_parameters": 7}, "rope_parameters: 7 found; an object"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' weights are not supported"),
+        ({"dtype": "float8"}, "dtype: 'float8' found"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_by_field(model: Path, changes: dict[str, Any], complaint: str) -> None:
+    edit_config(model, **changes)
+    assert complaint in refusal(model)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a":' * 100_000, "\xff"])
+def test_a_config_that_is_not_a_json_object_is_refused(model: Path, text: str) -> None:
+    (model / "config.json").write_text(text, encoding="latin-1")
+    assert str(model / "config.json") in refusal(model)
+
+
+@pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", "weights.bin", 7, "absent.safetensors"])
+def test_an_index_leads_to_no_file_outside_the_folder(model: Path, file: Any) -> None:
+    (model / WEIGHTS).unlink()
+    (model / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    assert str(model) in refusal(model)
+
+
+def test_a_path_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    assert "neither a folder nor a file" in refusal(tmp_path / "absent")
+    (tmp_path / "weights.bin").write_bytes(b"")
+    assert "not a .gguf file" in refusal(tmp_path / "weights.bin")
+    assert refusal(tmp_path) == f"{tmp_path / 'config.json'}: No such file or directory"
+
+
+def test_shards_load_like_one_file_with_the_same_fingerprint(model: Path, tmp_path: Path) -> None:
+    reference("llama").save_pretrained(tmp_path / "shards", max_shard_size="100KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert load(tmp_path / "shards").fingerprint == load(model).fingerprint
+
+
+def test_the_fingerprint_follows_whatever_changes_the_numbers(model: Path, tmp_path: Path) -> None:
+    def scale(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.2.mlp.down_proj.weight"][5, 5] *= 1.001
+
+    fingerprints = [load(model).fingerprint, load(model, kv_cache_bytes=2**21, block_size=4).fingerprint]
+    assert fingerprints[0] == fingerprints[1]
+    fingerprints.append(load(model, dtype="bfloat16").fingerprint)
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    fingerprints.append(load(model, hf_overrides={"rope_parameters": rope}).fingerprint)
+    edit_weights(model, scale)
+    fingerprints.append(load(model).fingerprint)
+    assert len(set(fingerprints)) == 4
+
+
+def test_dummy_weights_need_only_a_config_and_follow_the_seed(model: Path) -> None:
+    (model / WEIGHTS).unlink()
+    outputs = []
+    for seed in (0, 0, 1):
+        config = ExecutorConfig(model=str(model), load_format="dummy", seed=seed, kv_cache_bytes=2**20)
+        driver = Driver(UniprocExecutor(config))
+        outputs.append(driver.generate(driver.admit([5, 6, 7]), count=20)[0])
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert len(set(outputs[0])) > 3  # not one token again and again
+
+
+def test_dummy_tensors_differ_and_their_rows_do_too() -> None:
+    weights = DummyWeights(0, torch.float32)
+    first, second = weights("a.weight", (2048, 1024)), weights("b.weight", (2048, 1024))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, DummyWeights(0, torch.float32)("a.weight", (2048, 1024)))
+    assert len(first.unique(dim=0)) == 2048
+    assert abs(first.std().item() * 32 - 1) < 0.02
+
+
+def test_float16_on_the_cpu_is_refused_when_asked_and_avoided_when_not(model: Path) -> None:
+    assert "float16" in refusal(model, dtype="float16", device="cpu")
+    edit_config(model, dtype="float16")
+    assert load(model, device="cpu").dtype in ("bfloat16", "float32")
+
+
+def test_lengths_beyond_the_model_or_the_pool_are_refused_with_both_numbers(model: Path) -> None:
+    assert refusal(model, max_model_len=257) == "max_model_len: 257 given; the model's positions end at 256"
+    message = refusal(model, max_model_len=200, kv_cache_bytes=100_000)  # 12288 bytes a block
+    assert "max_model_len: 200 given" in message and "one request of 112 tokens" in message
+    assert "at least 2 are needed" in refusal(model, kv_cache_bytes=20_000)
+
+
+def test_without_max_model_len_the_pool_or_the_model_decides(model: Path) -> None:
+    assert load(model, kv_cache_bytes=100_000).max_model_len == 112
+    assert load(model, kv_cache_bytes=2**21).max_model_len == 256
+
+
+def test_the_default_pool_is_no_larger_than_all_requests_need(model: Path) -> None:
+    info = load(model, kv_cache_bytes=None, max_num_seqs=3)
+    assert info.num_blocks == 3 * 256 // 16 + 1
+    assert info.memory["KV cache"] == info.num_blocks * info.block_bytes
+
+
+def test_more_ranks_than_one_are_refused(model: Path) -> None:
+    assert "tensor_parallel_size: 2" in refusal(model, tensor_parallel_size=2)
