@@ -36,7 +36,7 @@ from penstock.engine.messages import (
     Stats,
     ToCore,
 )
-from penstock.engine.output import Choice, RequestMetrics, TextStream, Update
+from penstock.engine.output import Choice, RequestMetrics, TextStream, Update, joined
 from penstock.engine.sampling_params import SamplingParams
 from penstock.executor.protocol import ModelInfo, TokenLogprobs
 
@@ -77,7 +77,7 @@ class Generation:
         self._engine = engine
         self._choices = choices
         self._num_open = len(choices)
-        self._pending: dict[int, Update] = {}
+        self._pending: dict[int, list[Update]] = {}
         self._arrived = asyncio.Event()
         self._started_s = time.monotonic()
 
@@ -90,7 +90,7 @@ class Generation:
                 raise StopAsyncIteration
             self._arrived.clear()
             await self._arrived.wait()
-        updates = [self._pending[index] for index in sorted(self._pending)]
+        updates = [joined(self._pending[index]) for index in sorted(self._pending)]
         self._pending = {}
         return updates
 
@@ -121,11 +121,7 @@ class Generation:
             metrics.finished_s = now
         elif not update.token_ids and not update.text:
             return
-        waiting = self._pending.get(index)
-        if waiting is None:
-            self._pending[index] = update
-        else:
-            waiting.merge(update)
+        self._pending.setdefault(index, []).append(update)
         self._arrived.set()
 
 

@@ -10,15 +10,15 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+from penstock.engine.text.template import ChatTemplate, load_template
 
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core import EngineCore
 from penstock.engine.front import check_length, submissions, token_bytes
 from penstock.engine.messages import Output
 from penstock.engine.model_files import resolve_model
-from penstock.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, Update
+from penstock.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, Update, joined
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
-from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.executor.protocol import open_executor
 
@@ -36,7 +36,7 @@ class LLM:
         max_num_seqs, max_num_batched_tokens, block_size, kv_cache_bytes, enable_prefix_caching,
         tensor_parallel_size, executor, enforce_eager, seed, … Unknown ones are errors.
         """
-        files = resolve_model(model, dummy=options.get("load_format") == "dummy")
+        files = resolve_model(model, need_weights=options.get("load_format") != "dummy")
         config = engine_config(str(files.path), options)
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
         self.template: ChatTemplate | None = load_template(files) if self.tokenizer else None
@@ -142,7 +142,7 @@ class LLM:
             while open_jobs:
                 # The queue is bounded: hand over as much as it takes, and the rest later.
                 room = core.scheduler.config.max_queued_requests - len(core.scheduler.waiting)
-                news = [core.submit(message) for message, _ in zip(backlog, range(room))]
+                news = [core.submit(message) for message, _ in zip(backlog, range(room), strict=False)]
                 for output in [*filter(None, news), *core.step()]:
                     self._take(core, open_jobs, output, progress)
             return [job.result() for job in jobs]
@@ -175,7 +175,7 @@ class _Job:
         self.tokens = tokens
         self.messages = messages
         self.choices: list[Choice] = choices
-        self.updates = [Update(choice.index) for choice in choices]
+        self.updates: list[list[Update]] = [[] for _ in choices]
         self.num_cached_tokens = 0
         self.prompt_logprobs: list | None = None
         self.embedding: bytes | None = None
@@ -196,20 +196,21 @@ class _Job:
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens or 0)
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.embedding = output.embedding or self.embedding
-        self.updates[index].merge(self.choices[index].push(output))
+        self.updates[index].append(self.choices[index].push(output))
         if self.finished:
             metrics.finished_s = now
         return self.choices[index].must_abort
 
     def result(self) -> RequestOutput:
-        errors = [update.error for update in self.updates if update.error]
+        whole = [joined(updates) for updates in self.updates]
+        errors = [update.error for update in whole if update.error]
         if errors:
             raise RuntimeError(f"request {self.request_id} failed: {errors[0]}")
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.tokens.tolist(),
-            outputs=[_completion(update) for update in self.updates],
+            outputs=[_completion(update) for update in whole],
             num_cached_tokens=self.num_cached_tokens,
             prompt_logprobs=self.prompt_logprobs,
             embedding=array("f", self.embedding).tolist() if self.embedding else None,
@@ -241,7 +242,7 @@ class _Progress:
 
     def note(self, job: _Job, output: Output) -> None:
         self._num_output += len(output.tokens)
-        if output.num_cached_tokens is not None and len(job.updates[0].token_ids) <= 1:
+        if output.num_cached_tokens is not None and output.request_id == job.messages[0].request_id:
             self._num_input += len(job.tokens)
         if job.finished:
             seconds = max(time.monotonic() - self._started_s, 1e-9)

@@ -7,7 +7,8 @@ import argparse
 import re
 from typing import Any, get_args
 
-from penstock.executor.protocol import Device, DType, LoadFormat
+from penstock.engine.config import SchedulerConfig
+from penstock.executor.protocol import Device, DType, ExecutorConfig, LoadFormat
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _UNITS |= {f"{unit}i": 1024 ** (index + 1) for index, unit in enumerate("kmgt")}
@@ -65,12 +66,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """The given engine options by keyword, as `LLM(**options)` takes them."""
-    names = (
-        "dtype device load_format max_model_len max_num_seqs max_num_batched_tokens max_queued_requests block_size "
-        "kv_cache_bytes gpu_memory_utilization enable_prefix_caching tensor_parallel_size executor enforce_eager seed "
-        "hf_overrides"
-    ).split()
-    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    names = [*ExecutorConfig.__struct_fields__, *SchedulerConfig.__struct_fields__, "executor"]
+    given = {name: getattr(args, name, None) for name in names if name not in ("model", "kind")}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _json_object(text: str) -> dict[str, Any]:

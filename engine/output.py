@@ -4,12 +4,14 @@ A choice turns ids into text as they come, holds back what may still become a st
 first stop string found. It says when the core must be told to stop early.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from penstock.engine.messages import FinishReason, Output
 from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.text.stop_strings import StopStrings
 from penstock.executor.protocol import TokenLogprobs
 
 
@@ -26,7 +28,7 @@ class TextStream(Protocol):
 
 
 class Update(msgspec.Struct):
-    """What is new about one choice. Updates of a choice can be merged: text and lists are concatenated."""
+    """What is new about one choice since the update before."""
 
     index: int
     text: str = ""
@@ -36,12 +38,22 @@ class Update(msgspec.Struct):
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for the model's own end
     error: str | None = None
 
-    def merge(self, later: "Update") -> None:
-        self.text += later.text
-        self.token_ids = self.token_ids + later.token_ids
-        if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
-        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+
+def joined(updates: Sequence[Update]) -> Update:
+    """Consecutive updates of one choice as one; linear in their length, however many there are."""
+    last = updates[-1]
+    if len(updates) == 1:
+        return last
+    has_logprobs = any(update.logprobs is not None for update in updates)
+    return Update(
+        last.index,
+        "".join(update.text for update in updates),
+        [token for update in updates for token in update.token_ids],
+        [entry for update in updates for entry in update.logprobs or ()] if has_logprobs else None,
+        last.finish_reason,
+        last.stop_reason,
+        last.error,
+    )
 
 
 class CompletionOutput(msgspec.Struct):
@@ -76,3 +88,67 @@ class RequestOutput(msgspec.Struct):
     prompt_logprobs: list[TokenLogprobs] | None = None
     embedding: list[float] | None = None
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
+
+
+class Choice:
+    """One sequence of a request, from the core's outputs to updates with text.
+
+    `stream` is None where no text is wanted. After `finished`, later outputs (of tokens that the core sampled
+    before it learned of the end) add nothing.
+    """
+
+    def __init__(self, index: int, params: SamplingParams, stream: TextStream | None) -> None:
+        self.index = index
+        self.finished = False
+        self.must_abort = False  # the text ended at a stop string while the core still runs the sequence
+        self._stream = stream
+        self._min_tokens = params.min_tokens
+        self._user_stop_ids = frozenset(params.stop_token_ids or ())
+        self._include_stop = params.include_stop_str_in_output
+        stops = params.stop_strings if stream is not None else []
+        self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
+        self._num_tokens = 0
+
+    def push(self, output: Output) -> Update:
+        """What the user is told of this output."""
+        update = Update(self.index)
+        if self.finished:
+            return update
+        num_taken = len(output.tokens)
+        if self._stream is not None:
+            update.text, num_taken = self._text(self._stream, output)
+        update.token_ids = output.tokens[:num_taken]
+        self._num_tokens += num_taken
+        if output.logprobs is not None:
+            update.logprobs = output.logprobs[:num_taken]
+        if self._stops is not None and self._stops.found is not None:
+            update.finish_reason, update.stop_reason = "stop", self._stops.found
+            self.must_abort = output.finish_reason is None
+        elif output.finish_reason is not None:
+            update.finish_reason, update.error = output.finish_reason, output.error
+            update.stop_reason = output.stop_token if output.stop_token in self._user_stop_ids else None
+        self.finished = update.finish_reason is not None
+        return update
+
+    def _text(self, stream: TextStream, output: Output) -> tuple[str, int]:
+        """The new text, and how many of the output's tokens it took: those behind a stop string are dropped."""
+        # The token that ended the sequence is listed among the tokens, but it is no text.
+        is_silent = (
+            output.stop_token is not None and not self._include_stop and output.tokens[-1:] == [output.stop_token]
+        )
+        spoken = output.tokens[:-1] if is_silent else output.tokens
+        if self._stops is None:
+            text = stream.push(spoken)
+            return (text if output.finish_reason is None else text + stream.flush()), len(output.tokens)
+        parts = []
+        for num_taken, token in enumerate(spoken, 1):
+            parts.append(self._stops.push(stream.push([token]), self._num_tokens + num_taken > self._min_tokens))
+            if self._stops.found is not None:
+                return "".join(parts), num_taken
+        if output.finish_reason is not None:
+            is_past_minimum = self._num_tokens + len(spoken) > self._min_tokens
+            ended_well = output.finish_reason in ("stop", "length")
+            parts.append(self._stops.push(stream.flush(), ended_well and is_past_minimum))
+            if self._stops.found is None:
+                parts.append(self._stops.flush())
+        return "".join(parts), len(output.tokens)

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.engine.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, Generation, QueueFull
 from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.output import Update
+from penstock.engine.output import Update, joined
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import ExecutorConfig
 from tests.engine.simulation import alone, submit
@@ -41,11 +41,11 @@ async def running(**scheduler: object) -> AsyncIterator[AsyncEngine]:
 
 
 async def read(generation: Generation) -> dict[int, Update]:
-    whole: dict[int, Update] = {}
+    parts: dict[int, list[Update]] = {}
     async for updates in generation:
         for update in updates:
-            whole.setdefault(update.index, Update(update.index)).merge(update)
-    return whole
+            parts.setdefault(update.index, []).append(update)
+    return {index: joined(updates) for index, updates in parts.items()}
 
 
 async def until(condition, timeout_s: float = 20.0) -> None:
