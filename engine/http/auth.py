@@ -1,0 +1,75 @@
+"""Who may ask: one choke point before routing, closed unless a route is listed as open.
+
+The decision uses the method and the path exactly as the router will match them, never a path put together
+from the Host header, and never a prefix: both have been ways round a key in other servers.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Iterable, Sequence
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.engine.http.errors import error_body
+
+OPEN_ROUTES = frozenset({("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")})
+
+
+class Keys:
+    """The accepted API keys. Only their digests are kept; every one is compared, in constant time."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if not key or not key.isascii() or not key.isprintable() or " " in key:
+                raise ValueError("api_keys: a key must be printable ASCII without spaces, and not empty")
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether the request carries `Authorization: Bearer <one of the keys>`, once."""
+        values = [value for name, value in headers if name == b"authorization"]
+        if len(values) != 1:
+            return False
+        scheme, _, key = values[0].partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        given = _digest(key.strip())
+        return any([hmac.compare_digest(given, digest) for digest in self._digests])  # a list: no early exit
+
+
+class Authentication:
+    """ASGI middleware: without one of the keys only `open_routes` answer, whatever the method."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, open_routes: frozenset[tuple[str, str]] = OPEN_ROUTES) -> None:
+        self.app = app
+        self.keys = keys
+        self.open_routes = open_routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or not self.keys or self._is_open(scope) or self.keys.admit(scope["headers"]):
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            body = error_body(401, "the request needs an API key: 'Authorization: Bearer <key>'")
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"www-authenticate", b"Bearer"),
+            ]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    def _is_open(self, scope: Scope) -> bool:
+        # A root_path would make the router match another string than scope["path"]; then nothing is open.
+        return (
+            scope["type"] == "http"
+            and not scope.get("root_path")
+            and (scope["method"], scope["path"]) in self.open_routes
+        )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

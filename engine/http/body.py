@@ -1,0 +1,102 @@
+"""From the bytes of a request to a typed struct, refusing early and saying which field is at fault.
+
+Reading stops at the size limit. Decoding goes in two passes: the first only finds where each top-level value
+begins and ends (1 GB/s), so that unknown, duplicate and oversized fields are refused before anything is built
+from them; the second decodes into the struct, strictly.
+"""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Receive, Scope
+
+from penstock.engine.http.errors import ClientGone, HttpError, clip
+
+MAX_DEPTH = 32  # of nested JSON inside a field that is passed on without a schema
+
+T = TypeVar("T")
+
+_SPLIT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_KEY = re.compile(rb'[\s{,]*("(?:[^"\\]|\\.)*")\s*:\s*')
+_AFTER_VALUE = re.compile(rb"\s*[,}]")
+_MISSING = re.compile(r"object missing required field `(.*)`")
+_OBJECTION = re.compile(r"(?P<what>.*?)(?: - at `(?P<place>.*)`)?$", re.DOTALL)
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The whole body, at most `max_bytes`; a declared length above that is refused before it is read."""
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if declared.isdigit() and int(declared[:20]) > max_bytes:
+        raise too_large(max_bytes)
+    chunks: list[bytes] = []
+    size_bytes = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk = message.get("body", b"")
+        size_bytes += len(chunk)
+        if size_bytes > max_bytes:
+            raise too_large(max_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def too_large(max_bytes: int) -> HttpError:
+    return HttpError(413, f"the body is larger than the limit of {max_bytes} bytes (--max-body-bytes)")
+
+
+def split_object(body: bytes) -> dict[str, msgspec.Raw]:
+    """The top-level fields of a JSON object, undecoded; a field given twice is refused."""
+    if not body:
+        raise HttpError(400, "the body is empty; a JSON object is expected")
+    fields = decode(_SPLIT, body)
+    # Of a name that comes twice the decoder keeps the last value only, in the first one's place, so a walk over
+    # the body along what was kept stumbles at one of the two.
+    kept = iter(fields.items())
+    position = 0
+    while (found := _KEY.match(body, position)) is not None:
+        name = msgspec.json.decode(found[1], type=str)
+        expected, raw = next(kept, ("", msgspec.Raw()))
+        value = bytes(raw)
+        position = found.end() + len(value)
+        if name != expected or not body.startswith(value, found.end()) or _AFTER_VALUE.match(body, position) is None:
+            raise HttpError(400, f"{clip(name)}: the field is given more than once", param=name)
+    return fields
+
+
+def decode(decoder: msgspec.json.Decoder[T], source: bytes | msgspec.Raw, field: str = "") -> T:
+    """Decode `source`, the value of `field` or the whole body; an objection becomes a 400 that names its place."""
+    try:
+        return decoder.decode(source)
+    except msgspec.ValidationError as error:
+        found = _OBJECTION.match(str(error))
+        assert found is not None  # the pattern matches any text
+        place = (field + (found["place"] or "$")[1:]).lstrip(".")
+        what = found["what"][:1].lower() + found["what"][1:]
+        if (missing := _MISSING.match(what)) is not None:
+            place, what = f"{place}.{missing[1]}".lstrip("."), "the field is required"
+        raise HttpError(400, f"{clip(place)}: {what}" if place else what, param=place or None) from None
+    except UnicodeDecodeError:
+        raise HttpError(400, f"{field or 'the body'} is not valid UTF-8", param=field or None) from None
+    except msgspec.DecodeError as error:
+        raise HttpError(400, f"{field or 'the body'} is not valid JSON: {error}", param=field or None) from None
+    except RecursionError:
+        raise HttpError(400, f"{field or 'the body'} is nested too deeply", param=field or None) from None
+
+
+def check_depth(field: str, value: object) -> None:
+    """Refuse JSON nested beyond MAX_DEPTH: it would be walked by code that recurses."""
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for node in level
+            if isinstance(node, (dict, list))
+            for item in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not level:
+            return
+    raise HttpError(400, f"{field}: nested more than {MAX_DEPTH} levels deep", param=field)

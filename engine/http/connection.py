@@ -1,0 +1,184 @@
+"""uvicorn's httptools connection with the guards it lacks: header size, slow senders, body size, unread answers.
+
+httptools has no limit on headers (200 MB of them were accepted elsewhere), and an ASGI application sees a
+request only when its headers are complete, so these guards have to sit here. A refusal is written in the
+error format of the API, then what the client still sends is thrown away for a moment: a reset would
+otherwise overtake the answer.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from penstock.engine.http.errors import error_body
+from penstock.engine.http.limits import LINGER_S, MAX_REFUSALS, Limits
+
+
+class GuardedConnection(HttpToolsProtocol):
+    """One client connection. `refused` counts, per status, what never reached the application."""
+
+    def __init__(self, limits: Limits, refused: Counter[int], **uvicorn_arguments: Any) -> None:
+        super().__init__(**uvicorn_arguments)
+        self.limits = limits
+        self.refused = refused
+        self._is_in_headers = True
+        self._num_header_bytes = 0  # of the request whose headers are being read
+        self._num_body_bytes = 0
+        self._is_refused = False
+        self._deadline: asyncio.TimerHandle | None = None  # for the headers, then the body, then the lingering
+        self._unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections + MAX_REFUSALS:
+            transport.abort()
+        elif len(self.connections) > self.limits.max_connections:
+            self._refuse(503, f"the server has {self.limits.max_connections} connections open (--max-connections)")
+        else:
+            self._set_deadline(self.limits.header_timeout_s, self._headers_are_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._clear_deadline()
+        self._clear_unread()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._is_in_headers:
+            if self._deadline is None:
+                self._set_deadline(self.limits.header_timeout_s, self._headers_are_late)
+            # Fed up to the limit and no further. Headers that begin inside a chunk are counted from the next one
+            # on, so what is held is at most the limit and one read of the socket.
+            room = self.limits.max_header_bytes - self._num_header_bytes
+            head, data = data[:room], data[room:]
+            self._num_header_bytes += len(head)
+            super().data_received(head)
+            if self._is_refused or self.transport.is_closing():
+                return
+            if self._is_in_headers and self._num_header_bytes >= self.limits.max_header_bytes:
+                self._refuse(431, f"the headers are larger than {self.limits.max_header_bytes} bytes")
+                return
+        if data:
+            super().data_received(data)
+
+    # What the parser finds.
+
+    def on_headers_complete(self) -> None:
+        if self._is_refused:
+            return
+        declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
+        if int(declared[:20]) > self.limits.max_body_bytes:  # the parser has refused what is not a number
+            self._refuse_body()
+            return
+        self._is_in_headers = False
+        self._num_body_bytes = 0
+        self._set_deadline(self.limits.body_timeout_s, self._body_is_late)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self._is_refused:
+            return
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > self.limits.max_body_bytes:  # chunked: nothing was declared
+            self._refuse_body()
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._is_refused:
+            return
+        self._clear_deadline()
+        self._is_in_headers = True
+        self._num_header_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is not a valid HTTP/1.1 request")
+
+    # A client that does not read: the transport's buffer is full, or closed and not empty, and stays so.
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._set_unread()
+
+    def resume_writing(self) -> None:
+        self._clear_unread()
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._set_unread()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.transport.abort()  # close() would wait for an answer that nobody has read in all that time
+
+    # Refusals.
+
+    def _headers_are_late(self) -> None:
+        self._deadline = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The start of a pipelined request waits behind an answer that is still being written.
+            self._set_deadline(self.limits.header_timeout_s, self._headers_are_late)
+        elif self._num_header_bytes == 0:
+            self.transport.close()
+        else:
+            self._refuse(408, f"the headers did not arrive within {self.limits.header_timeout_s:g} s")
+
+    def _body_is_late(self) -> None:
+        self._deadline = None
+        self._refuse(408, f"the body did not arrive within {self.limits.body_timeout_s:g} s")
+
+    def _refuse_body(self) -> None:
+        self._refuse(413, f"the body is larger than {self.limits.max_body_bytes} bytes (--max-body-bytes)")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer `status` if it is this request's turn to be answered, and end the connection."""
+        self.refused[status] += 1
+        self._is_refused = True
+        self._unset_keepalive_if_required()
+        is_own_turn = self._is_own_turn()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # the application must not answer as well
+            self.cycle.message_event.set()
+        if not is_own_turn:
+            self.transport.abort()
+            return
+        body = error_body(status, message)
+        self.transport.write(
+            STATUS_LINE[status]
+            + b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._set_deadline(LINGER_S, self.transport.abort)
+
+    def _is_own_turn(self) -> bool:
+        """Whether an answer written now would be taken for the answer to the request being read."""
+        if self._is_in_headers:
+            return self.cycle is None or self.cycle.response_complete
+        return not self.cycle.response_started and not self.pipeline
+
+    def _set_deadline(self, seconds: float, then: Callable[[], None]) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(seconds, then)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _set_unread(self) -> None:
+        self._clear_unread()
+        self._unread = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
+
+    def _clear_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None

@@ -1,0 +1,68 @@
+"""The one error format of every HTTP answer: `{"error": {"message", "type", "param", "code"}}`, as OpenAI's.
+
+Whatever a client sent is clipped before it is echoed: a body once made another server answer with five
+thousand times its size.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+MAX_MESSAGE_CHARS = 600
+MAX_ECHO_CHARS = 80  # of one value that the client sent
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable",
+}
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorInfo
+
+
+class HttpError(Exception):
+    """An answer other than success. `param` is the field of the request that is at fault."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        return error_body(self.status, self.message, self.param)
+
+
+class ClientGone(Exception):
+    """The client closed the connection; nobody is left to answer."""
+
+
+def error_body(status: int, message: str, param: str | None = None) -> bytes:
+    """The JSON of an error, bounded in size whatever went into it."""
+    info = ErrorInfo(
+        message=clip(message, MAX_MESSAGE_CHARS),
+        type=_TYPES.get(status, "invalid_request_error"),
+        param=None if param is None else clip(param),
+        code=status,
+    )
+    return msgspec.json.encode(ErrorReply(info))
+
+
+def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:
+    """At most `limit` characters of `text`; an ellipsis says that there was more."""
+    return text if len(text) <= limit else text[: limit - 1] + "…"

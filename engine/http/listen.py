@@ -1,0 +1,133 @@
+"""Sockets and the life of the HTTP server: bind, accept, close. Signals and draining are the caller's.
+
+uvicorn's own Server is not used: it owns the signals, polls, and closes the listener before it drains, so a
+client would see a refused connection where it should see 503.
+"""
+
+import asyncio
+import resource
+import socket
+import time
+from collections import Counter
+from email.utils import formatdate
+from types import TracebackType
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.server import ServerState
+
+from penstock.engine.http.connection import GuardedConnection
+from penstock.engine.http.limits import KEEP_ALIVE_S, Limits
+
+BACKLOG = 2048
+SPARE_FILES = 256  # file descriptors for everything that is not a client
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to the address, not listening yet: a client is refused until the server is up.
+
+    Bind before the model loads and a port clash shows at once; port 0 takes a free one.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted sockets inherit these: a client whose machine vanished is noticed after 90 s.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Listener:
+    """Serves `app` on `sock` from `start()` to `close()`; takes over the socket."""
+
+    def __init__(self, app: ASGIApp, sock: socket.socket, limits: Limits, refused: Counter[int]) -> None:
+        self.sock = sock
+        self.limits = limits
+        self.refused = refused
+        self._config = uvicorn.Config(
+            app,
+            loop="none",
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            log_level="error",  # its warnings are one line per malformed request, which anyone can send
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=int(KEEP_ALIVE_S),
+        )
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+        self._clock: asyncio.TimerHandle | None = None
+
+    @property
+    def url(self) -> str:
+        return url_of(self.sock)
+
+    async def start(self) -> None:
+        self._config.load()
+        _allow_open_files(self.limits.max_connections + SPARE_FILES)
+        self._tick()
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connection, sock=self.sock, backlog=BACKLOG)
+
+    async def close(self, grace_s: float = 1.0) -> None:
+        """Stop accepting; answers that are complete get `grace_s` to leave, everything else is cut off."""
+        if self._server is not None:
+            self._server.close()
+        if self._clock is not None:
+            self._clock.cancel()
+        connections = self._state.connections
+        for connection in list(connections):
+            connection.shutdown()
+        await self._settle(grace_s)
+        for connection in list(connections):
+            assert isinstance(connection, GuardedConnection)
+            connection.transport.abort()  # the application sees a client that disconnects, and cleans up
+        await self._settle(grace_s)
+
+    async def _settle(self, seconds: float) -> None:
+        """Wait until no connection and no request is left, at most so long."""
+        deadline_s = time.monotonic() + seconds
+        while (self._state.connections or self._state.tasks) and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.01)
+
+    async def __aenter__(self) -> "Listener":
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _connection(self) -> GuardedConnection:
+        return GuardedConnection(self.limits, self.refused, config=self._config, server_state=self._state, app_state={})
+
+    def _tick(self) -> None:
+        self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        self._clock = asyncio.get_running_loop().call_later(1.0, self._tick)
+
+
+def _allow_open_files(wanted: int) -> None:
+    """Raise the soft limit of open files, as far as the hard one lets us: the usual 1024 is below our own limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < reachable:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))

@@ -1,0 +1,212 @@
+"""The ASGI application: routes, the middleware around them, and the answers to what goes wrong.
+
+From the outside in: the log and the request counters, the API key, then the routes. A request that fails
+anywhere below is answered in the one error format.
+"""
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.engine.client import AsyncEngine
+from penstock.engine.http.auth import Authentication, Keys
+from penstock.engine.http.errors import ClientGone, ErrorReply, HttpError, clip
+from penstock.engine.http.request_id import client_id
+from penstock.engine.server import pages, schema
+from penstock.engine.server import replies as reply
+from penstock.engine.server.call import Call
+from penstock.engine.server.chat import chat
+from penstock.engine.server.completions import completions
+from penstock.engine.server.config import ServerConfig
+from penstock.engine.server.embeddings import embeddings
+from penstock.engine.server.endpoint import Endpoint, Handler
+from penstock.engine.server.seam import Template, Tokenizer
+from penstock.engine.server.service import REFUSALS, Service, as_http_error
+from penstock.engine.server.tokens import detokenize, tokenize
+
+log = logging.getLogger("penstock.server")
+
+CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when the client had left
+QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
+
+
+class Post(NamedTuple):
+    """A POST route, and the schemas of what goes in and comes out."""
+
+    path: str
+    handler: Handler
+    takes: type[msgspec.Struct]
+    gives: type[msgspec.Struct]
+    streams: type[msgspec.Struct] | None = None
+
+
+POSTS = (
+    Post("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
+    Post("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
+    Post("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
+    Post("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
+    Post("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
+)
+
+
+class App:
+    """The whole application. `service` is what the server's life and the tests need to see."""
+
+    def __init__(self, service: Service, keys: Keys) -> None:
+        self.service = service
+        routes = _routes(service)
+        handlers = {error: _refuse for error in REFUSALS} | {
+            HTTPException: _refuse_route,
+            ClientGone: _client_gone,
+            Exception: _fail,
+        }
+        self._templates = frozenset(route.path for route in routes)
+        starlette = Starlette(routes=routes, exception_handlers=handlers)
+        starlette.router.redirect_slashes = False
+        self._inner: ASGIApp = Authentication(starlette, keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._inner(scope, receive, send)
+            return
+        call = scope["penstock.call"] = Call(client_id(scope["headers"]))
+        status = CLIENT_CLOSED
+
+        async def send_noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.echo_id.encode())]
+            await send(message)
+
+        try:
+            await self._inner(scope, receive, send_noting)
+        finally:
+            route = self._template(scope["path"])
+            self.service.metrics.requests[route, status] += 1
+            _log(call, route, status)
+
+    def _template(self, path: str) -> str:
+        """The route as it is written in the table: the label may take no value that a client makes up."""
+        if path.startswith("/v1/models/"):
+            return "/v1/models/{model:path}"
+        return path if path in self._templates else "unmatched"
+
+
+def build_app(engine: AsyncEngine, tokenizer: Tokenizer, template: Template | None, config: ServerConfig) -> App:
+    """The application over a started engine; `config` is a resolved one."""
+    return App(Service(engine, tokenizer, template, config), Keys(config.api_keys))
+
+
+def _routes(service: Service) -> list[Route]:
+    started = int(time.time())
+
+    def model(name: str) -> reply.Model:
+        info = service.info
+        return reply.Model(
+            name, started, info.max_model_len, service.model_name, info.block_size, info.fingerprint.hex()
+        )
+
+    async def models(request: Request) -> Response:
+        return _json(reply.Models([model(name) for name in service.config.served_model_names]))
+
+    async def one_model(request: Request) -> Response:
+        return _json(model(service.check_model(request.path_params["model"])))
+
+    async def health(request: Request) -> Response:
+        state = service.engine.health()
+        return _json(reply.Status(state.reason), 200 if state.alive else 503)
+
+    async def ready(request: Request) -> Response:
+        state = service.engine.health()
+        if service.is_draining:
+            return _json(reply.Status("the server is shutting down"), 503)
+        return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+
+    async def version(request: Request) -> Response:
+        return _json(reply.Version(pages.version()))
+
+    gets = {
+        "/": _page(pages.index()),
+        "/health": health,
+        "/ping": health,
+        "/ready": ready,
+        "/metrics": metrics,
+        "/version": version,
+        "/v1/models": models,
+        "/v1/models/{model:path}": one_model,
+    }
+    document = pages.openapi(POSTS, [*gets, "/openapi.json", "/docs"], ErrorReply)
+    encoded = msgspec.json.encode(document)
+
+    async def openapi(request: Request) -> Response:
+        return Response(encoded, media_type="application/json")
+
+    gets |= {"/openapi.json": openapi, "/docs": _page(pages.docs(document))}
+    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()] + [
+        Route(post.path, Endpoint(service, post.handler), methods=["POST"]) for post in POSTS
+    ]
+
+
+def _page(html: str) -> Callable[[Request], Awaitable[Response]]:
+    async def page(request: Request) -> Response:
+        return HTMLResponse(html, headers=pages.HEADERS)
+
+    return page
+
+
+def _json(body: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    answer = as_http_error(error)
+    return Response(answer.body(), answer.status, answer.headers, "application/json")
+
+
+async def _refuse_route(request: Request, error: Exception) -> Response:
+    """What the router itself refuses: an unknown path, or a method that the path does not have."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method[:16]} {clip(request.scope['path'])}: there is no such route"
+    if error.status_code == 405:
+        message = f"{request.method[:16]}: not a method of this route"
+    answer = HttpError(error.status_code, message, headers=error.headers)
+    return Response(answer.body(), answer.status, answer.headers, "application/json")
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    """A bug of ours. The traceback goes to the log, and nothing of it to the client."""
+    answer = HttpError(500, "internal error")
+    return Response(answer.body(), answer.status, media_type="application/json")
+
+
+def _log(call: Call, route: str, status: int) -> None:
+    level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
+    log.log(
+        level,
+        "%s %d %.3fs id=%s client_id=%s prompt_tokens=%d tokens=%d",
+        route,
+        status,
+        time.monotonic() - call.begun_s,
+        call.id,
+        call.client_id or "-",
+        call.num_prompt_tokens,
+        call.num_tokens,
+    )

@@ -1,0 +1,63 @@
+"""What the operator says about the HTTP server. `resolve` turns it into what runs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.engine.front import Pooling
+from penstock.engine.http.limits import Limits
+from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+
+# Of a request's sampling parameters, those that a model's generation_config.json may set a default for.
+DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"})
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free port
+    api_keys: tuple[str, ...] = ()
+    served_model_names: tuple[str, ...] = ("default",)  # the first one stands in answers and metrics
+    default_sampling: dict[str, Any] = {}  # from generation_config.json: used where a request says nothing
+    pooling: Pooling = "last"  # of /v1/embeddings, unless the request says otherwise
+    max_logprobs: int = MAX_LOGPROBS
+    max_header_bytes: int = 32 * 1024
+    max_body_bytes: int = 16 * 1024 * 1024
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
+    max_connections: int = 4096
+    drain_timeout_s: float = 30.0
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
+
+
+def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
+    """Add the key from the environment and refuse what cannot run; ValueError names the option."""
+    keys = config.api_keys
+    if API_KEY_VARIABLE in environment:
+        # Set but empty is a mistake in a deployment, and must not open the server.
+        if not environment[API_KEY_VARIABLE]:
+            raise ValueError(f"{API_KEY_VARIABLE} is set but empty; unset it to serve without a key")
+        keys = (*keys, environment[API_KEY_VARIABLE])
+    if not config.served_model_names or not all(config.served_model_names):
+        raise ValueError("served_model_names: at least one name is needed, and none may be empty")
+    if not 0 <= config.port <= 65535:
+        raise ValueError(f"port: {config.port} is out of range; it must be from 0 to 65535")
+    for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s"):
+        if not 0 < getattr(config, name) < float("inf"):
+            raise ValueError(f"{name}: {getattr(config, name)} is out of range; it must be above 0")
+    if not 0 <= config.drain_timeout_s < float("inf"):
+        raise ValueError(f"drain_timeout_s: {config.drain_timeout_s} is out of range; it must be at least 0")
+    for name, low in (("max_header_bytes", 1024), ("max_body_bytes", 1024), ("max_connections", 1)):
+        if getattr(config, name) < low:
+            raise ValueError(f"{name}: {getattr(config, name)} is too small; it must be at least {low}")
+    unknown = config.default_sampling.keys() - DEFAULTABLE
+    if unknown:
+        raise ValueError(f"default_sampling: {sorted(unknown)[0]!r} cannot have a default")
+    SamplingParams(**config.default_sampling).check(vocab_size=1)
+    return msgspec.structs.replace(config, api_keys=keys)

@@ -1,0 +1,96 @@
+"""From ASGI to a handler and back: reads the body, watches for the client leaving, writes the reply or the stream.
+
+A handler gets the body's bytes and returns either a reply object or an iterator of server-sent events. It is
+cancelled as soon as the client disconnects, streaming or not, and what it started in the engine is freed.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from penstock.engine.http.body import read_body
+from penstock.engine.http.errors import ClientGone, HttpError
+from penstock.engine.server.answers import DONE
+from penstock.engine.server.call import Call
+from penstock.engine.server.service import REFUSALS, Service, as_http_error
+
+Handler = Callable[[Service, Call, bytes], Awaitable[msgspec.Struct | AsyncGenerator[bytes, None]]]
+
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class Endpoint:
+    """The ASGI application of one POST route."""
+
+    def __init__(self, service: Service, handler: Handler) -> None:
+        self._service = service
+        self._handler = handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        service, call = self._service, scope["penstock.call"]
+        service.num_open_requests += 1
+        try:
+            _check_content_type(scope)
+            body = await read_body(scope, receive, service.config.max_body_bytes)
+            await _unless_gone(receive, self._answer(call, body, send))
+        finally:
+            service.release(call)
+            service.num_open_requests -= 1
+
+    async def _answer(self, call: Call, body: bytes, send: Send) -> None:
+        reply = await self._handler(self._service, call, body)
+        if isinstance(reply, msgspec.Struct):
+            await send_json(send, 200, msgspec.json.encode(reply))
+        else:
+            await _send_events(send, reply)
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    fields += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": fields})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _send_events(send: Send, events: AsyncGenerator[bytes, None]) -> None:
+    """The status is out before the first token: what goes wrong later becomes an event, and the end mark follows."""
+    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+    try:
+        async with aclosing(events):
+            async for data in events:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+    except REFUSALS as error:
+        body = b"data: " + as_http_error(error).body() + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; cancel it when the client disconnects."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _check_content_type(scope: Scope) -> None:
+    """JSON must be called JSON. A web page can make a browser post plain text anywhere, but not this."""
+    given = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    if given.split(b";")[0].strip().lower() != b"application/json":
+        raise HttpError(415, "content-type: 'application/json' is expected", param="content-type")

@@ -1,0 +1,124 @@
+"""The pages that describe the server: the OpenAPI document out of the structs, and two small HTML pages.
+
+No scripts and nothing from elsewhere, so they work without a network and can be locked down by their policy.
+"""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+import penstock
+
+if TYPE_CHECKING:
+    from penstock.engine.server.app import Post
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
+    "x-content-type-options": "nosniff",
+}
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1b1f24 }
+code { font: 14px ui-monospace, monospace } table { border-collapse: collapse; width: 100% }
+td, th { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #ddd; vertical-align: top }
+h2 { margin-top: 2.5rem; font-size: 1.1rem }
+"""
+
+
+def version() -> str:
+    return penstock.__version__
+
+
+def openapi(posts: Sequence["Post"], gets: Iterable[str], error: type[msgspec.Struct]) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of all routes."""
+    types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [error]
+    _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    refused = {"description": "An error", "content": _content(error)}
+    paths: dict[str, Any] = {
+        path.replace(":path", ""): {"get": {"responses": {"200": {"description": "OK"}, "4XX": refused}}}
+        for path in gets
+    }
+    for post in posts:
+        replies = _content(post.gives)
+        if post.streams is not None:
+            replies |= _content(post.streams, "text/event-stream")
+        paths[post.path] = {
+            "post": {
+                "summary": (post.handler.__doc__ or "").strip(),
+                "requestBody": {"required": True, "content": _content(post.takes)},
+                "responses": {"200": {"description": "OK", "content": replies}, "4XX": refused, "5XX": refused},
+            }
+        }
+    paths["/v1/models/{model}"]["get"]["parameters"] = [
+        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": version()},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}],
+    }
+
+
+def docs(document: dict[str, Any]) -> str:
+    """The same as a page to read: every route, and for each that takes a body a table of its fields."""
+    schemas = document["components"]["schemas"]
+    parts = [f"<h1>Penstock {escape(document['info']['version'])}</h1>"]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2>")
+            parts.append(f"<p>{escape(operation.get('summary', ''))}</p>")
+            if "requestBody" in operation:
+                reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+                parts.append(_fields(schemas[reference.rpartition("/")[2]]))
+    return _html("Penstock API", "".join(parts))
+
+
+def index() -> str:
+    """The page at `/`. It needs no key, so it says nothing that a key protects."""
+    return _html(
+        "Penstock",
+        "<h1>Penstock</h1><p>This is an inference server with an OpenAI-compatible API under <code>/v1</code>.</p>"
+        '<p><a href="/docs">Documentation</a> · <a href="/openapi.json">OpenAPI</a> · <a href="/health">Health</a> · '
+        '<a href="/metrics">Metrics</a></p>',
+    )
+
+
+def _content(kind: type[msgspec.Struct], media_type: str = "application/json") -> dict[str, Any]:
+    return {media_type: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    required = schema.get("required", ())
+    rows = [
+        f"<tr><td><code>{escape(name)}</code></td><td>{escape(_type(field))}</td>"
+        f"<td>{'required' if name in required else ''}</td></tr>"
+        for name, field in schema["properties"].items()
+    ]
+    return f"<table><tr><th>Field</th><th>Type</th><th></th></tr>{''.join(rows)}</table>"
+
+
+def _type(field: dict[str, Any]) -> str:
+    """A schema in a few words; null is left out, since every optional field takes it."""
+    if "$ref" in field:
+        return field["$ref"].rpartition("/")[2]
+    if "anyOf" in field:
+        return " or ".join(_type(choice) for choice in field["anyOf"] if choice.get("type") != "null")
+    if "enum" in field:
+        return " or ".join(map(repr, field["enum"]))
+    if field.get("type") == "array":
+        return f"list of {_type(field.get('items', {}))}"
+    return field.get("type", "any")
+
+
+def _html(title: str, body: str) -> str:
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{_STYLE}</style><body>{body}</body></html>"
+    )

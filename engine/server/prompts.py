@@ -1,0 +1,172 @@
+"""From what a request carries (text, ids, messages) to token ids, with every size checked before the work it causes.
+
+Tokenizing half a megabyte takes tens of milliseconds, so long inputs go to a thread: the tokenizer releases
+the interpreter's lock, and the streams of others keep flowing.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.engine.front import check_length, token_bytes
+from penstock.engine.http.body import check_depth, decode
+from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.server.schema import ChatRequest, ContentPart, Message, TokenizeRequest
+from penstock.engine.server.seam import Template, Tokenizer
+from penstock.executor.protocol import ModelInfo
+
+MAX_CHARS_PER_TOKEN = 128  # a text longer than this times the context is refused before it is tokenized
+INLINE_CHARS = 2048  # tokenized on the event loop: about as long as handing it to a thread takes
+MAX_MESSAGES = 2048
+
+T = TypeVar("T")
+
+_TEXT = msgspec.json.Decoder(str)
+_TEXTS = msgspec.json.Decoder(list[str])
+_IDS = msgspec.json.Decoder(list[int])
+_ID_LISTS = msgspec.json.Decoder(list[list[int]])
+
+
+def decode_inputs(field: str, raw: msgspec.Raw, max_inputs: int, info: ModelInfo) -> list[str] | list[list[int]]:
+    """The one or many texts or id lists that `prompt` and `input` may be.
+
+    Brackets and commas are counted in the undecoded JSON first: three million ids are refused in 10 ms.
+    """
+    value = bytes(raw)
+    inside = value[1:].lstrip(b" \t\r\n")[:1] if value[:1] == b"[" else b""
+    if value[:1] == b'"':
+        return [decode(_TEXT, raw, field)]
+    if inside == b'"':
+        texts = decode(_TEXTS, raw, field)
+        _check_count(field, len(texts), max_inputs)
+        return texts
+    if inside == b"[":
+        _check_count(field, value.count(b"[") - 1, max_inputs)
+        if value.count(b",") + 1 > max_inputs * info.max_model_len:
+            check_length(value.count(b",") // max_inputs, info, field)
+        return decode(_ID_LISTS, raw, field)
+    if inside and inside in b"-0123456789":
+        return [decode_ids(field, raw, info)]
+    raise HttpError(
+        400, f"{field}: a string, a list of strings, or one or more lists of token ids is expected", param=field
+    )
+
+
+def decode_ids(field: str, raw: msgspec.Raw, info: ModelInfo) -> list[int]:
+    """A list of token ids that could be a prompt by its length."""
+    check_length(bytes(raw).count(b","), info, field)  # n ids have n - 1 commas, the last one is free here
+    return decode(_IDS, raw, field)
+
+
+async def to_ids(
+    field: str,
+    inputs: list[str] | list[list[int]],
+    tokenizer: Tokenizer,
+    info: ModelInfo,
+    *,
+    add_special_tokens: bool = True,
+    truncate_to: int | None = None,
+) -> list[list[int]]:
+    """Token ids of every input, each checked to be a prompt that this model can take."""
+    texts = [text for text in inputs if isinstance(text, str)]
+    for text in texts:
+        _check_chars(field, len(text), info)
+    keep = _kept_tokens(truncate_to, info)
+    prompts = [ids for ids in inputs if isinstance(ids, list)]
+    if texts:
+        prompts = await in_thread_if(
+            sum(map(len, texts)) > INLINE_CHARS, lambda: tokenizer.encode_batch(texts, add_special_tokens)
+        )
+    if keep:
+        prompts = [ids[-keep:] for ids in prompts]
+    for ids in prompts:
+        check_length(len(ids), info, field)
+        token_bytes(ids, info.vocab_size, field)
+    return prompts
+
+
+async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
+    return await asyncio.to_thread(work) if is_long else work()
+
+
+async def render(messages: Sequence[Message], request: ChatRequest | TokenizeRequest, template: Template | None) -> str:
+    """The prompt that the model's chat template makes of the messages."""
+    if template is None:
+        raise HttpError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise HttpError(400, f"messages: {len(messages)} given; 1 to {MAX_MESSAGES} are allowed", param="messages")
+    variables = dict(request.chat_template_kwargs or {})
+    check_depth("chat_template_kwargs", variables)
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+    continues = bool(request.continue_final_message)
+    opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    if continues and opens:
+        raise HttpError(
+            400,
+            "continue_final_message: cannot be combined with add_generation_prompt",
+            param="continue_final_message",
+        )
+    variables |= {"add_generation_prompt": opens, "continue_final_message": continues}
+    plain = [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    num_chars = sum(len(message["content"]) for message in plain)
+    return await in_thread_if(num_chars > INLINE_CHARS, lambda: template.render(plain, **variables))
+
+
+def _plain(place: str, message: Message) -> dict[str, Any]:
+    """A message as chat templates take it: its text in one string."""
+    if message.role in ("tool", "function"):
+        raise HttpError(400, f"{place}.role: tools are not supported yet", param=f"{place}.role")
+    for field in ("tool_calls", "function_call", "tool_call_id", "audio"):
+        value = getattr(message, field)
+        if value is not None and bytes(value) not in (b"null", b"[]"):
+            what = "audio is" if field == "audio" else "tools are"
+            raise HttpError(400, f"{place}.{field}: {what} not supported", param=f"{place}.{field}")
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(_part_text(f"{place}.content[{at}]", part) for at, part in enumerate(content))
+    plain: dict[str, Any] = {"role": message.role, "content": content or ""}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.reasoning_content is not None:
+        plain["reasoning_content"] = message.reasoning_content
+    return plain
+
+
+def _part_text(place: str, part: ContentPart) -> str:
+    if part.type != "text" or part.text is None:
+        raise HttpError(
+            400, f"{place}.type: {clip(part.type)!r} is not supported; only parts of type 'text' are", param=place
+        )
+    return part.text
+
+
+def _kept_tokens(truncate_to: int | None, info: ModelInfo) -> int:
+    """How many of the last tokens to keep; 0: all. A truncation of -1 means as many as fit."""
+    field = "truncate_prompt_tokens"
+    if truncate_to is None:
+        return 0
+    if truncate_to == -1:
+        return info.max_model_len - 1
+    if truncate_to == 0:
+        raise HttpError(400, f"{field}: 0 is out of range; it must be at least 1, or -1 for what fits", param=field)
+    check_length(truncate_to, info, field)
+    return truncate_to
+
+
+def _check_chars(field: str, num_chars: int, info: ModelInfo) -> None:
+    """The cheap half of check_length: a text that cannot fit whatever its tokens are."""
+    limit = MAX_CHARS_PER_TOKEN * info.max_model_len
+    if num_chars > limit:
+        raise HttpError(
+            400,
+            f"{field}: {num_chars} characters; a context of {info.max_model_len} tokens takes at most {limit}",
+            param=field,
+        )
+
+
+def _check_count(field: str, count: int, limit: int) -> None:
+    if not 1 <= count <= limit:
+        raise HttpError(400, f"{field}: {count} inputs; 1 to {limit} are allowed", param=field)

@@ -1,0 +1,117 @@
+"""What every endpoint works with: the engine, the text room, the limits, and the requests under way.
+
+A request is admitted before it is tokenized, so that a full server says so at once; those that are being
+tokenized count as if they were in the queue already.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from penstock.engine.client import AsyncEngine, EngineDead, QueueFull
+from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.server.call import Answering, Call
+from penstock.engine.server.config import ServerConfig
+from penstock.engine.server.metrics import Metrics
+from penstock.engine.server.seam import Template, Tokenizer
+
+MAX_SEQUENCES = 1024  # prompts × n of one request
+REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead)  # what as_http_error knows
+
+
+class Service:
+    def __init__(
+        self, engine: AsyncEngine, tokenizer: Tokenizer, template: Template | None, config: ServerConfig
+    ) -> None:
+        self.engine = engine
+        self.info = engine.info
+        self.tokenizer = tokenizer
+        self.template = template
+        self.config = config
+        self.metrics = Metrics(config.served_model_names[0], engine)
+        self.is_draining = False
+        self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
+        self._num_preparing = 0  # sequences admitted but not yet with the engine
+        self._answering: set[Answering] = set()
+
+    @property
+    def model_name(self) -> str:
+        return self.config.served_model_names[0]
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with; one that is not served is a 404."""
+        if name is None:
+            return self.model_name
+        if name not in self.config.served_model_names:
+            served = ", ".join(self.config.served_model_names)
+            raise HttpError(404, f"model: {clip(name)!r} is not served here; {served} is", param="model")
+        return name
+
+    def check_sampling(self, params: SamplingParams) -> None:
+        params.check(self.info.vocab_size, self.config.max_logprobs)
+
+    @contextlib.contextmanager
+    def admit(self, num_sequences: int) -> Iterator[None]:
+        """Refuse now what could not be queued; hold the places until the sequences are with the engine."""
+        if self.is_draining:
+            raise HttpError(503, "the server is shutting down", headers={"connection": "close", "retry-after": "1"})
+        health = self.engine.health()
+        if not health.alive:
+            raise HttpError(503, health.reason)
+        self.engine.admit(self._num_preparing + num_sequences)
+        self._num_preparing += num_sequences
+        try:
+            yield
+        finally:
+            self._num_preparing -= num_sequences
+
+    def generate(
+        self,
+        call: Call,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        is_length_asked: bool = True,
+        **options: Any,
+    ) -> list[Answering]:
+        """Hand every prompt to the engine. What was started belongs to the call, which is released at its end.
+
+        A length of the answer that nobody asked for is cut to what the context leaves.
+        """
+        for ids in prompts:
+            fitting = params
+            if params.max_tokens is not None and not is_length_asked:
+                room = self.info.max_model_len - len(ids)
+                fitting = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
+            generation = self.engine.generate(ids, fitting, **options)
+            answering = Answering(self.engine, generation, self.metrics.begin(generation, params.n))
+            call.answers.append(answering)
+            self._answering.add(answering)
+            call.num_prompt_tokens += generation.num_prompt_tokens
+        return call.answers
+
+    def release(self, call: Call) -> None:
+        """Free what the call's answers still hold; without effect on those that have ended."""
+        for answering in call.answers:
+            answering.close()
+            self._answering.discard(answering)
+
+    def abort_all(self) -> None:
+        """End what still runs; the readers still get the last update and finish their answers properly."""
+        for answering in self._answering:
+            answering.generation.abort()
+
+
+def as_http_error(error: Exception) -> HttpError:
+    """The answer for what the engine, or the checks before it, objected to."""
+    if isinstance(error, InvalidRequest):
+        return HttpError(400, str(error), param=error.field)
+    if isinstance(error, QueueFull):
+        return HttpError(429, str(error), headers={"retry-after": str(error.retry_after_s)})
+    if isinstance(error, EngineDead):
+        return HttpError(503, str(error))
+    assert isinstance(error, HttpError)
+    return error

@@ -1,0 +1,48 @@
+"""POST /tokenize and /detokenize: between text and token ids, without running the model."""
+
+import msgspec
+
+from penstock.engine.front import token_bytes
+from penstock.engine.http.errors import HttpError
+from penstock.engine.server.call import Call
+from penstock.engine.server.prompts import INLINE_CHARS, decode_ids, in_thread_if, render, to_ids
+from penstock.engine.server.replies import Detokenized, Tokens
+from penstock.engine.server.schema import DetokenizeRequest, TokenizeRequest, parse
+from penstock.engine.server.service import Service
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+
+
+async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
+    """The token ids of `prompt`, or of `messages` under the chat template."""
+    request = parse(body, _TOKENIZE)
+    service.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise HttpError(400, "prompt: exactly one of prompt and messages is needed", param="prompt")
+    # Tokenizing costs the same here as on the way to the engine, and nothing else bounds it.
+    with service.admit(1):
+        field, text, adds = "prompt", request.prompt, request.add_special_tokens is not False
+        if request.messages is not None:
+            text = await render(request.messages, request, service.template)
+            field, adds = "messages", bool(request.add_special_tokens)
+        assert text is not None
+        ids = (await to_ids(field, [text], service.tokenizer, service.info, add_special_tokens=adds))[0]
+    texts = [service.tokenizer.token_text(id_) for id_ in ids] if request.return_token_strs else None
+    return Tokens(len(ids), service.info.max_model_len, ids, texts)
+
+
+async def detokenize(service: Service, call: Call, body: bytes) -> Detokenized:
+    """The text of `tokens`."""
+    request = parse(body, _DETOKENIZE)
+    service.check_model(request.model)
+    with service.admit(1):
+        ids = decode_ids("tokens", request.tokens, service.info)
+        if not ids:
+            return Detokenized("")
+        token_bytes(ids, service.info.vocab_size, "tokens")
+        skips = bool(request.skip_special_tokens)
+        text = await in_thread_if(
+            len(ids) > INLINE_CHARS, lambda: service.tokenizer.decode(ids, skip_special_tokens=skips)
+        )
+    return Detokenized(text)
