@@ -1,0 +1,351 @@
+/* Attention of a few queries of one row over the pages of one KV head, compiled once per level.
+ *
+ * The queries of a job times the heads of a GQA group are its rows: every key and value is fetched and repacked once
+ * for all of them. Positions go by tiles [n TILE, (n + 1) TILE). A tile by itself yields, for each row, the largest
+ * score, the sum of the weights relative to it and the weighted sum of the values; tiles are then folded together in
+ * ascending order.
+ *
+ * That order is what makes a query's result the same bits whatever else is in the batch and however its prompt is cut
+ * into chunks: the tiles, the order inside a tile and the order of folding depend on positions alone. Positions that
+ * a row may not see weigh exactly 0, so it does not matter how far a tile goes past what the row sees, and a tile of
+ * which it sees nothing changes nothing. Splitting a row over threads keeps each tile's result apart and folds them
+ * later with the same code. */
+
+#define ROWS 6                           /* of a block of the product: with AVX-512, 24 of 32 registers are sums, */
+#define VECTORS (LANES == 16 ? 4 : 2)    /* below it 12 of 16 */
+#define COLUMNS (VECTORS * LANES)
+#define TYPE_BYTES(type) ((type) == BFLOAT16 ? 2 : 4)
+#define MINUS_INFINITY (-__builtin_inff())
+
+/* A word is a float or, for bfloat16 with HAS_DOT, a pair of them: two dimensions in q and keys, two positions in
+ * values and weights. */
+struct workspace {
+    uint32_t *q;             /* [rows, depth] words */
+    uint32_t *keys;          /* [TILE / COLUMNS, depth, COLUMNS] words: a key is a column */
+    uint32_t *values;        /* [TILE or TILE / 2, width] words */
+    float *scores;           /* [ROWS, TILE]; then the weights, [ROWS, TILE] with half a row unused if paired */
+    float *products;         /* [ROWS, width] */
+    float *sums;             /* [rows, width]: the tiles folded so far */
+    float *largest, *weight; /* [rows]: theirs; scores are counted in powers of two */
+};
+
+struct shape {
+    int paired; /* words are pairs of bfloat16 */
+    int depth;  /* words of a key */
+    int width;  /* head_dim in whole vectors */
+    int group;  /* q heads of a KV head */
+};
+
+INLINE struct shape shape_of(const struct attention *a, enum element type) {
+    int paired = HAS_DOT && type == BFLOAT16;
+    return (struct shape){.paired = paired,
+                          .depth = paired ? a->head_dim / 2 : a->head_dim,
+                          .width = (a->head_dim + LANES - 1) / LANES * LANES,
+                          .group = a->q_heads / a->kv_heads};
+}
+
+/* Hands out `memory` and returns the bytes it takes; float32 needs the most of every part. */
+static int64_t lay_out(struct workspace *w, char *memory, int head_dim, int rows) {
+    int64_t width = (head_dim + LANES - 1) / LANES * LANES, used = 0;
+    struct {
+        void **part;
+        int64_t words;
+    } parts[] = {{(void **)&w->q, rows * (int64_t)head_dim}, {(void **)&w->keys, TILE * (int64_t)head_dim},
+                 {(void **)&w->values, TILE * width},         {(void **)&w->scores, ROWS * TILE},
+                 {(void **)&w->products, ROWS * width},       {(void **)&w->sums, rows * width},
+                 {(void **)&w->largest, rows},                {(void **)&w->weight, rows}};
+    for (unsigned i = 0; i < sizeof parts / sizeof *parts; i++) {
+        if (memory) *parts[i].part = memory + used;
+        used += (4 * parts[i].words + 63) / 64 * 64;
+    }
+    return used;
+}
+
+static int64_t scratch_bytes(int head_dim, int rows) {
+    struct workspace unused;
+    return lay_out(&unused, NULL, head_dim, rows);
+}
+
+/* ---- the product: C [rows, vectors * LANES] = A [rows, depth] B [depth, vectors * LANES] ---- */
+
+INLINE void multiply(int rows, int vectors, const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride,
+                     int depth, float *c, int64_t c_stride, int paired) {
+    vec sum[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) sum[r][v] = (vec){0};
+    for (int k = 0; k < depth; k++, b += b_stride) {
+        vec column[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) memcpy(&column[v], b + v * LANES, sizeof(vec));
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vec factor = (vec)(a[r * a_stride + k] - (uvec){0});
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                sum[r][v] = paired ? multiply_add_pairs(factor, column[v], sum[r][v])
+                                   : multiply_add(factor, column[v], sum[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) memcpy(c + r * c_stride + v * LANES, &sum[r][v], sizeof(vec));
+}
+
+INLINE void multiply_rows(int rows, int vectors, const uint32_t *a, int64_t a_stride, const uint32_t *b,
+                          int64_t b_stride, int depth, float *c, int64_t c_stride, int paired) {
+    switch (rows) {
+    case 1: multiply(1, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
+    case 2: multiply(2, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
+    case 3: multiply(3, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
+    case 4: multiply(4, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
+    case 5: multiply(5, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
+    default: multiply(ROWS, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired);
+    }
+}
+
+/* ---- repacking a tile ---- */
+
+INLINE void transpose(vec x[LANES]) {
+#pragma GCC unroll 4
+    for (int round = LANES; round > 1; round /= 2) { /* each deals the rows like two halves of a pack of cards */
+        vec y[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES / 2; i++) {
+            y[2 * i] = ZIP_LOW(x[i], x[i + LANES / 2]);
+            y[2 * i + 1] = ZIP_HIGH(x[i], x[i + LANES / 2]);
+        }
+        memcpy(x, y, sizeof y);
+    }
+}
+
+/* LANES words of a key from word `at` on; past its end, zeros. */
+INLINE vec load_words(const void *key, int at, const struct shape *s, enum element type) {
+    return s->paired ? load(key, at, s->depth - at, FLOAT32) : load(key, at, s->depth - at, type);
+}
+
+INLINE void pack_keys(const struct shape *s, const void *const *keys, int count, uint32_t *out, enum element type) {
+    for (int position = 0; position < count; position += LANES) {
+        uint32_t *columns = out + (int64_t)position / COLUMNS * s->depth * COLUMNS + position % COLUMNS;
+        for (int at = 0; at < s->depth; at += LANES) {
+            vec x[LANES];
+            for (int i = 0; i < LANES; i++)
+                x[i] = position + i < count ? load_words(keys[position + i], at, s, type) : (vec){0};
+            transpose(x);
+            for (int i = 0; i < LANES && at + i < s->depth; i++)
+                memcpy(columns + (int64_t)(at + i) * COLUMNS, &x[i], sizeof(vec));
+        }
+    }
+}
+
+INLINE void pack_values(const struct attention *a, const struct shape *s, const void *const *values, int count,
+                        uint32_t *out, enum element type) {
+    if (!s->paired) {
+        for (int position = 0; position < count; position++)
+            for (int at = 0; at < s->width; at += LANES) {
+                vec x = load(values[position], at, a->head_dim - at, type);
+                memcpy(out + (int64_t)position * s->width + at, &x, sizeof x);
+            }
+        return;
+    }
+    for (int position = 0; position < count; position += 2, out += s->width)
+        for (int at = 0; at < s->width; at += 2 * LANES) {
+            int left = (a->head_dim - at) / 2;
+            vec even = load(element_at(values[position], at, BFLOAT16), 0, left, FLOAT32), odd = {0};
+            if (position + 1 < count) odd = load(element_at(values[position + 1], at, BFLOAT16), 0, left, FLOAT32);
+            pairs low = ZIP_LOW_HALVES((pairs)even, (pairs)odd), high = ZIP_HIGH_HALVES((pairs)even, (pairs)odd);
+            memcpy(out + at, &low, sizeof low);
+            if (at + LANES < s->width) memcpy(out + at + LANES, &high, sizeof high);
+        }
+}
+
+/* ---- one tile ---- */
+
+/* The scores [count] of one row, of which it sees [first, end), become weights; returns their sum. */
+INLINE float weigh(float *scores, int first, int end, int count, float scale_log2, int paired, float *largest) {
+    const ivec lane = LANE_INDEX;
+    vec top = splat(MINUS_INFINITY), sum = {0};
+    for (int i = 0; i < count; i += LANES) {
+        vec x;
+        memcpy(&x, scores + i, sizeof x);
+        if (i < first || i + LANES > end) {
+            ivec position = lane + i;
+            x = choose((position >= first) & (position < end), x, splat(MINUS_INFINITY));
+            memcpy(scores + i, &x, sizeof x);
+        }
+        top = larger(top, x);
+    }
+    *largest = largest_lane(top) * scale_log2;
+    vec base = splat(*largest == MINUS_INFINITY ? 0.0f : -*largest), scale = splat(scale_log2);
+    for (int i = 0; i < count; i += LANES) {
+        vec x;
+        memcpy(&x, scores + i, sizeof x);
+        x = power_of_two(multiply_add(x, scale, base));
+        sum += x;
+        store(scores, i, LANES, x, paired ? BFLOAT16 : FLOAT32); /* a pair is never written past what was read */
+    }
+    return sum_lanes(sum);
+}
+
+/* One tile's result for `rows` rows is folded into theirs: the larger maximum is the common base of both. */
+INLINE void fold(const struct workspace *w, int first_row, int rows, int width, const float *largest,
+                 const float *weight, const float *products) {
+    float kept[ROWS + LANES], added[ROWS + LANES];
+    for (int i = 0; i < rows; i += LANES) {
+        int64_t at = first_row + i, left = rows - i;
+        vec old = load(w->largest, at, left, FLOAT32), new = load(largest, i, left, FLOAT32);
+        vec both = larger(old, new), base = choose(both == splat(MINUS_INFINITY), splat(0.0f), both);
+        vec keep = power_of_two(old - base), add = power_of_two(new - base);
+        store(w->largest, at, left, both, FLOAT32);
+        vec sum = load(w->weight, at, left, FLOAT32) * keep;
+        store(w->weight, at, left, multiply_add(load(weight, i, left, FLOAT32), add, sum), FLOAT32);
+        memcpy(kept + i, &keep, sizeof keep);
+        memcpy(added + i, &add, sizeof add);
+    }
+    for (int r = 0; r < rows; r++) {
+        float *sums = w->sums + (int64_t)(first_row + r) * width;
+        vec keep = splat(kept[r]), add = splat(added[r]);
+        for (int i = 0; i < width; i += LANES) {
+            vec product, sum;
+            memcpy(&product, products + (int64_t)r * width + i, sizeof product);
+            memcpy(&sum, sums + i, sizeof sum);
+            sum = multiply_add(product, add, sum * keep);
+            memcpy(sums + i, &sum, sizeof sum);
+        }
+    }
+}
+
+/* The tile at `begin` for up to ROWS rows: largest [rows], weight [rows], products [rows, width]. `position` is the
+ * first row's, counted from 0; rows of one query are neighbours and `skip` of the first query's are in front. */
+INLINE void attend_tile(const struct attention *a, const struct shape *s, const struct workspace *w, int first_row,
+                        int rows, int first_position, int begin, float *largest, float *weight, float *products) {
+    int last = first_position + (first_row + rows - 1) / s->group;
+    int count = last + 1 - begin < TILE ? last + 1 - begin : TILE; /* none of the rows sees further */
+    for (int column = 0; column < count; column += COLUMNS)
+        multiply_rows(rows, VECTORS, w->q + (int64_t)first_row * s->depth, s->depth,
+                      w->keys + (int64_t)column * s->depth, COLUMNS, s->depth, w->scores + column, TILE, s->paired);
+    for (int r = 0; r < rows; r++) {
+        int position = first_position + (first_row + r) / s->group;
+        int first = a->window && position >= a->window ? position + 1 - a->window - begin : 0;
+        weight[r] = weigh(w->scores + r * TILE, first, position + 1 - begin, count, a->scale_log2, s->paired,
+                          &largest[r]);
+    }
+    int depth = count < 0 ? 0 : s->paired ? (count + 1) / 2 : count;
+    const uint32_t *weights = (const uint32_t *)w->scores;
+    int at = 0;
+    for (; at + COLUMNS <= s->width; at += COLUMNS)
+        multiply_rows(rows, VECTORS, weights, TILE, w->values + at, s->width, depth, products + at, s->width,
+                      s->paired);
+    for (; at < s->width; at += LANES)
+        multiply_rows(rows, 1, weights, TILE, w->values + at, s->width, depth, products + at, s->width, s->paired);
+}
+
+/* ---- jobs ---- */
+
+INLINE void begin_rows(const struct workspace *w, int rows, int width) {
+    for (int r = 0; r < rows; r++) w->largest[r] = MINUS_INFINITY;
+    memset(w->weight, 0, sizeof(float) * rows);
+    memset(w->sums, 0, sizeof(float) * rows * width);
+}
+
+INLINE void finish_rows(const struct attention *a, const struct attention_job *job, int kv_head,
+                        const struct shape *s, const struct workspace *w, enum element type) {
+    int64_t token = a->query_starts[job->row] + job->first_query;
+    for (int r = 0; r < job->num_queries * s->group; r++) {
+        int64_t head = (token + r / s->group) * a->q_heads + (int64_t)kv_head * s->group + r % s->group;
+        vec scale = splat(w->weight[r] == 0.0f ? 0.0f : 1.0f / w->weight[r]); /* 0: a row without any position */
+        for (int i = 0; i < a->head_dim; i += LANES) {
+            vec x = load(w->sums, (int64_t)r * s->width + i, LANES, FLOAT32) * scale;
+            store(a->out, head * a->head_dim + i, a->head_dim - i, x, type);
+        }
+    }
+}
+
+INLINE void load_queries(const struct attention *a, const struct attention_job *job, int kv_head,
+                         const struct shape *s, uint32_t *out, enum element type) {
+    int64_t token = a->query_starts[job->row] + job->first_query;
+    for (int r = 0; r < job->num_queries * s->group; r++, out += s->depth) {
+        int64_t head = (int64_t)kv_head * s->group + r % s->group;
+        const void *q = element_at(a->q, (token + r / s->group) * a->q_stride + head * a->head_dim, type);
+        for (int i = 0; i < s->depth; i += LANES) store(out, i, s->depth - i, load_words(q, i, s, type), FLOAT32);
+    }
+}
+
+INLINE void attend(const struct attention *a, const struct attention_job *job, int kv_head, float *partials,
+                   void *scratch, enum element type) {
+    const struct shape s = shape_of(a, type);
+    struct workspace w;
+    int rows = job->num_queries * s.group;
+    lay_out(&w, scratch, a->head_dim, rows);
+    load_queries(a, job, kv_head, &s, w.q, type);
+    begin_rows(&w, rows, s.width);
+
+    int num_queries = a->query_starts[job->row + 1] - a->query_starts[job->row];
+    int first_position = a->context_lens[job->row] - num_queries + job->first_query;
+    int end = first_position + job->num_queries;
+    const int32_t *table = a->block_tables + job->row * a->table_stride;
+    for (int tile = 0; tile < job->num_tiles; tile++) {
+        int begin = (job->first_tile + tile) * TILE, count = end - begin < TILE ? end - begin : TILE;
+        const void *keys[TILE], *values[TILE];
+        for (int i = 0; i < count; i++) {
+            int64_t slot = table[(begin + i) / a->page_size] * a->page_stride +
+                           (begin + i) % a->page_size * a->slot_stride + (int64_t)kv_head * a->head_dim;
+            keys[i] = element_at(a->k_pages, slot, type);
+            values[i] = element_at(a->v_pages, slot, type);
+        }
+        pack_keys(&s, keys, count, w.keys, type);
+        pack_values(a, &s, values, count, w.values, type);
+        for (int first = 0; first < rows; first += ROWS) {
+            int some = rows - first < ROWS ? rows - first : ROWS;
+            if (job->partial >= 0) {
+                float *partial = partials + job->partial + tile * partial_floats(rows, a->head_dim);
+                attend_tile(a, &s, &w, first, some, first_position, begin, partial + first, partial + rows + first,
+                            partial + 2 * rows + (int64_t)first * s.width);
+            } else {
+                float largest[ROWS], weight[ROWS];
+                attend_tile(a, &s, &w, first, some, first_position, begin, largest, weight, w.products);
+                fold(&w, first, some, s.width, largest, weight, w.products);
+            }
+        }
+    }
+    if (job->partial < 0) finish_rows(a, job, kv_head, &s, &w, type);
+}
+
+/* Fold the tiles of all pieces, in order, as attend() would have. */
+INLINE void combine(const struct attention *a, const struct attention_job *pieces, int kv_head, const float *partials,
+                    void *scratch, enum element type) {
+    const struct shape s = shape_of(a, type);
+    struct workspace w;
+    int rows = pieces->num_queries * s.group;
+    lay_out(&w, scratch, a->head_dim, rows);
+    begin_rows(&w, rows, s.width);
+    for (const struct attention_job *job = pieces; job < pieces + pieces->num_pieces; job++)
+        for (int tile = 0; tile < job->num_tiles; tile++) {
+            const float *partial = partials + job->partial + tile * partial_floats(rows, a->head_dim);
+            for (int first = 0; first < rows; first += ROWS) {
+                int some = rows - first < ROWS ? rows - first : ROWS;
+                fold(&w, first, some, s.width, partial + first, partial + rows + first,
+                     partial + 2 * rows + (int64_t)first * s.width);
+            }
+        }
+    finish_rows(a, pieces, kv_head, &s, &w, type);
+}
+
+static void attend_float32(const struct attention *a, const struct attention_job *job, int kv_head, float *partials,
+                           void *scratch) {
+    attend(a, job, kv_head, partials, scratch, FLOAT32);
+}
+static void attend_bfloat16(const struct attention *a, const struct attention_job *job, int kv_head, float *partials,
+                            void *scratch) {
+    attend(a, job, kv_head, partials, scratch, BFLOAT16);
+}
+static void combine_float32(const struct attention *a, const struct attention_job *pieces, int kv_head,
+                            const float *partials, void *scratch) {
+    combine(a, pieces, kv_head, partials, scratch, FLOAT32);
+}
+static void combine_bfloat16(const struct attention *a, const struct attention_job *pieces, int kv_head,
+                             const float *partials, void *scratch) {
+    combine(a, pieces, kv_head, partials, scratch, BFLOAT16);
+}

@@ -1,0 +1,20 @@
+/* The kernels for AVX2 and FMA (Haswell, Zen and newer). Compiled for it by pragma, whatever the flags: cpu_ops.c asks the CPU. */
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+#define LANES 8
+#define HAS_DOT 0
+#define LEVEL cpu_level_avx2
+#define LEVEL_NAME "avx2"
+#include "cpu_kernels.h"
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif

@@ -1,0 +1,17 @@
+/* Everything that is compiled once per instruction level, and the table of it. A level's file sets LANES, HAS_DOT,
+ * LEVEL and LEVEL_NAME, switches the compiler to the level and includes this. */
+#include "cpu_vector.h"
+
+#include "cpu_rows.h"
+
+#include "cpu_attention.h"
+
+const struct cpu_level LEVEL = {
+    .name = LEVEL_NAME,
+    .norm = {norm_float32, norm_bfloat16},
+    .gate = {{silu_float32, silu_bfloat16}, {gelu_float32, gelu_bfloat16}},
+    .rope = {rope_float32, rope_bfloat16},
+    .attend = {attend_float32, attend_bfloat16},
+    .combine = {combine_float32, combine_bfloat16},
+    .scratch_bytes = scratch_bytes,
+};

@@ -1,0 +1,89 @@
+/* What the C kernels of the executor share: their arguments, and one table of functions per instruction level.
+ *
+ * Strides count elements. The Python side (executor/kernels/cpu_ops.py) has checked dtypes and shapes. */
+#ifndef PENSTOCK_CPU_LEVEL_H
+#define PENSTOCK_CPU_LEVEL_H
+
+#include <stdint.h>
+
+enum element { FLOAT32 = 0, BFLOAT16 = 1 };
+enum activation { SILU = 0, GELU_TANH = 1 };
+
+/* 2^x = sum of POWER_k x^k on [-1/2, 1/2]: a minimax fit, 2e-9 off before rounding, and exact at 0. */
+#define POWER_0 1.0f
+#define POWER_1 0.693147182f
+#define POWER_2 0.240226462f
+#define POWER_3 0.0555032864f
+#define POWER_4 0.00961848907f
+#define POWER_5 0.00133999309f
+#define POWER_6 0.000153458124f
+
+/* y = norm(x) * weight; with `residual`, x + residual is normed and also stored in `total`. */
+struct norm {
+    const void *x, *residual;
+    const float *weight;
+    void *y, *total;
+    int64_t x_stride, residual_stride, width;
+    float eps;
+};
+
+struct gate {
+    const void *gate_up;
+    void *out;
+    int64_t stride, width; /* of a row of gate_up; of a row of out */
+};
+
+struct rope {
+    const void *q, *k, *v;
+    int64_t q_stride, k_stride, v_stride; /* from token to token; heads lie side by side */
+    const float *cos, *sin;               /* [positions, half] */
+    const int32_t *positions;
+    const int64_t *kv_slots;
+    const float *q_weight, *k_weight; /* NULL: no norm */
+    void *q_out, *k_pages, *v_pages;
+    int64_t page_stride, slot_stride;
+    int q_heads, kv_heads, head_dim, half, page_size;
+    float eps;
+};
+
+/* Positions are attended in tiles that start at fixed multiples of TILE, whatever the batch: see cpu_attention.h. */
+#define TILE 128
+
+struct attention {
+    const void *q, *k_pages, *v_pages;
+    void *out;
+    int64_t q_stride, page_stride, slot_stride, table_stride;
+    const int32_t *query_starts, *context_lens, *block_tables;
+    int num_rows, q_heads, kv_heads, head_dim, page_size;
+    int window; /* positions a query sees, itself included; 0: all */
+    float scale_log2; /* the softmax scale times log2(e) */
+};
+
+/* A run of tiles for neighbouring queries of one row: all their tiles, or a piece that is combined with others. */
+struct attention_job {
+    int row, first_query, num_queries; /* queries counted inside the row */
+    int first_tile, num_tiles;
+    int first_piece, num_pieces; /* the index of the job that has the first tiles, and how many jobs share them */
+    int64_t partial;             /* where the results of its tiles go, one after the other; -1: it has all tiles */
+};
+
+/* The result of one tile for `rows` rows: largest score [rows], sum of weights [rows], weighted values [rows, width]
+ * with head_dim in whole vectors of any level. */
+static inline int64_t partial_width(int head_dim) { return (head_dim + 15) / 16 * 16; }
+static inline int64_t partial_floats(int rows, int head_dim) { return rows * (partial_width(head_dim) + 2); }
+
+struct cpu_level {
+    const char *name;
+    void (*norm[2])(const struct norm *, int64_t first, int64_t end);
+    void (*gate[2][2])(const struct gate *, int64_t first, int64_t end);
+    void (*rope[2])(const struct rope *, int64_t first, int64_t end);
+    void (*attend[2])(const struct attention *, const struct attention_job *, int kv_head, float *partials,
+                      void *scratch);
+    void (*combine[2])(const struct attention *, const struct attention_job *, int kv_head, const float *partials,
+                       void *scratch);
+    int64_t (*scratch_bytes)(int head_dim, int rows);
+};
+
+extern const struct cpu_level cpu_level_portable, cpu_level_avx2, cpu_level_avx512, cpu_level_avx512_bf16;
+
+#endif

@@ -1,0 +1,123 @@
+/* The entry points of the executor's CPU kernels: they pick the instruction level and spread tokens over threads.
+ *
+ * How attention is cut into jobs is in cpu_plan.c; the arithmetic is in cpu_rows.h and cpu_attention.h. */
+#include <stddef.h>
+#include <stdint.h>
+
+#include "cpu_level.h"
+#include "cpu_ops.cdef.h"
+#include "cpu_plan.h"
+#include "cpu_threads.h"
+
+static const struct cpu_level *const levels[] = {
+    &cpu_level_portable,
+#if defined(__x86_64__)
+    &cpu_level_avx2,
+    &cpu_level_avx512,
+    &cpu_level_avx512_bf16,
+#endif
+};
+
+int penstock_cpu_best_level(void) {
+#if defined(__x86_64__)
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
+        return 1;
+    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+#else
+    return 0;
+#endif
+}
+
+const char *penstock_cpu_level_name(int level) { return levels[level]->name; }
+
+/* A fork and join costs about a microsecond; a thread should have a few of them to do. */
+#define ELEMENTS_WORTH_A_THREAD 8192
+
+static int64_t chunk_of(int64_t rows, int64_t width, int num_threads) {
+    int64_t least = ELEMENTS_WORTH_A_THREAD / (width + 1) + 1, even = rows / (4 * num_threads) + 1;
+    return even > least ? even : least;
+}
+
+struct norm_work {
+    const struct cpu_level *level;
+    int type;
+    struct norm norm;
+};
+
+static void norm_some(const void *work, int64_t first, int64_t end, int thread) {
+    const struct norm_work *w = work;
+    w->level->norm[w->type](&w->norm, first, end);
+}
+
+void penstock_norm(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t residual,
+                   int64_t residual_stride, uintptr_t weight, uintptr_t y, uintptr_t total, int64_t rows,
+                   int64_t width, float eps) {
+    struct norm_work w = {levels[cpu->level], cpu->is_bfloat16,
+                          {.x = (const void *)x, .residual = (const void *)residual, .weight = (const float *)weight,
+                           .y = (void *)y, .total = (void *)total, .x_stride = x_stride,
+                           .residual_stride = residual_stride, .width = width, .eps = eps}};
+    spread(norm_some, &w, rows, chunk_of(rows, width, cpu->num_threads), cpu->num_threads);
+}
+
+struct gate_work {
+    const struct cpu_level *level;
+    int type, activation;
+    struct gate gate;
+};
+
+static void gate_some(const void *work, int64_t first, int64_t end, int thread) {
+    const struct gate_work *w = work;
+    w->level->gate[w->activation][w->type](&w->gate, first, end);
+}
+
+void penstock_gate(const struct penstock_cpu *cpu, int activation, uintptr_t gate_up, int64_t stride, uintptr_t out,
+                   int64_t rows, int64_t width) {
+    struct gate_work w = {levels[cpu->level], cpu->is_bfloat16, activation,
+                          {.gate_up = (const void *)gate_up, .out = (void *)out, .stride = stride, .width = width}};
+    spread(gate_some, &w, rows, chunk_of(rows, 2 * width, cpu->num_threads), cpu->num_threads);
+}
+
+struct rope_work {
+    const struct cpu_level *level;
+    int type;
+    struct rope rope;
+};
+
+static void rope_some(const void *work, int64_t first, int64_t end, int thread) {
+    const struct rope_work *w = work;
+    w->level->rope[w->type](&w->rope, first, end);
+}
+
+void penstock_rope(const struct penstock_cpu *cpu, int64_t tokens, uintptr_t q, int64_t q_stride, uintptr_t k,
+                   int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t cos, uintptr_t sin, int half,
+                   uintptr_t positions, uintptr_t kv_slots, uintptr_t q_weight, uintptr_t k_weight, float eps,
+                   uintptr_t q_out, uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride,
+                   int q_heads, int kv_heads, int head_dim, int page_size) {
+    struct rope_work w = {
+        levels[cpu->level], cpu->is_bfloat16,
+        {.q = (const void *)q, .k = (const void *)k, .v = (const void *)v, .q_stride = q_stride,
+         .k_stride = k_stride, .v_stride = v_stride, .cos = (const float *)cos, .sin = (const float *)sin,
+         .positions = (const int32_t *)positions, .kv_slots = (const int64_t *)kv_slots,
+         .q_weight = (const float *)q_weight, .k_weight = (const float *)k_weight, .q_out = (void *)q_out,
+         .k_pages = (void *)k_pages, .v_pages = (void *)v_pages, .page_stride = page_stride,
+         .slot_stride = slot_stride, .q_heads = q_heads, .kv_heads = kv_heads, .head_dim = head_dim, .half = half,
+         .page_size = page_size, .eps = eps}};
+    int64_t width = (int64_t)(q_heads + 2 * kv_heads) * head_dim;
+    spread(rope_some, &w, tokens, chunk_of(tokens, width, cpu->num_threads), cpu->num_threads);
+}
+
+int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query_starts, uintptr_t context_lens,
+                       uintptr_t block_tables, int64_t table_stride, uintptr_t q, int64_t q_stride,
+                       uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride, uintptr_t out,
+                       int q_heads, int kv_heads, int head_dim, int page_size, float scale, int window) {
+    const float log2_e = 1.44269504f;
+    struct attention a = {
+        .q = (const void *)q, .k_pages = (const void *)k_pages, .v_pages = (const void *)v_pages, .out = (void *)out,
+        .q_stride = q_stride, .page_stride = page_stride, .slot_stride = slot_stride, .table_stride = table_stride,
+        .query_starts = (const int32_t *)query_starts, .context_lens = (const int32_t *)context_lens,
+        .block_tables = (const int32_t *)block_tables, .num_rows = rows, .q_heads = q_heads, .kv_heads = kv_heads,
+        .head_dim = head_dim, .page_size = page_size, .window = window, .scale_log2 = scale * log2_e};
+    return attend_batch(levels[cpu->level], cpu->is_bfloat16, &a, cpu->num_threads);
+}

@@ -1,0 +1,34 @@
+/* Kernels of the executor for CPU tensors (executor/kernels/cpu_ops.py, which describes and checks the arguments).
+ * Addresses are integers, so that Python passes data_ptr() without a cast; 0 is none. Strides count elements. */
+
+/* How calls are to run: index of the instruction level, threads to use at most, 1 for bfloat16 and 0 for float32. */
+struct penstock_cpu {
+    int level, num_threads, is_bfloat16;
+};
+
+/* The levels that this CPU can run are 0 … the returned number, the last being the fastest. */
+int penstock_cpu_best_level(void);
+const char *penstock_cpu_level_name(int level);
+
+/* 1 if there are threads to borrow; otherwise everything runs on the calling thread. */
+int penstock_cpu_has_team(void);
+
+void penstock_norm(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t residual,
+                   int64_t residual_stride, uintptr_t weight, uintptr_t y, uintptr_t total, int64_t rows,
+                   int64_t width, float eps);
+
+/* activation: 0 silu, 1 gelu in its tanh form. */
+void penstock_gate(const struct penstock_cpu *cpu, int activation, uintptr_t gate_up, int64_t stride, uintptr_t out,
+                   int64_t rows, int64_t width);
+
+void penstock_rope(const struct penstock_cpu *cpu, int64_t tokens, uintptr_t q, int64_t q_stride, uintptr_t k,
+                   int64_t k_stride, uintptr_t v, int64_t v_stride, uintptr_t cos, uintptr_t sin, int half,
+                   uintptr_t positions, uintptr_t kv_slots, uintptr_t q_weight, uintptr_t k_weight, float eps,
+                   uintptr_t q_out, uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride,
+                   int q_heads, int kv_heads, int head_dim, int page_size);
+
+/* -1 if there is no memory for the work, else 0. window 0: none. */
+int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query_starts, uintptr_t context_lens,
+                       uintptr_t block_tables, int64_t table_stride, uintptr_t q, int64_t q_stride,
+                       uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride, uintptr_t out,
+                       int q_heads, int kv_heads, int head_dim, int page_size, float scale, int window);

@@ -1,0 +1,121 @@
+/* Kernels that treat every token by itself: norms, gated activations, rotary embedding with the write into the cache.
+ *
+ * Written in the vocabulary of cpu_vector.h, compiled once per level. A token's result is made by one thread in one
+ * order, so it does not depend on the batch or on the number of threads. */
+
+/* 1 / rms of a head or a hidden state. */
+INLINE float inverse_rms(const void *x, int64_t width, float eps, enum element type) {
+    vec sum[2] = {{0}, {0}}; /* two chains hide the latency of the addition */
+    for (int64_t i = 0; i < width; i += 2 * LANES) {
+        vec a = load(x, i, width - i, type);
+        sum[0] = multiply_add(a, a, sum[0]);
+        if (i + LANES >= width) break;
+        vec b = load(x, i + LANES, width - i - LANES, type);
+        sum[1] = multiply_add(b, b, sum[1]);
+    }
+    return 1.0f / __builtin_sqrtf(sum_lanes(sum[0] + sum[1]) / (float)width + eps);
+}
+
+INLINE void norm_rows(const struct norm *n, int64_t first, int64_t end, enum element type) {
+    for (int64_t row = first; row < end; row++) {
+        const void *x = element_at(n->x, row * n->x_stride, type);
+        void *y = (void *)element_at(n->y, row * n->width, type);
+        if (n->residual) {
+            const void *residual = element_at(n->residual, row * n->residual_stride, type);
+            void *total = (void *)element_at(n->total, row * n->width, type);
+            for (int64_t i = 0; i < n->width; i += LANES) {
+                int64_t left = n->width - i;
+                store(total, i, left, load(x, i, left, type) + load(residual, i, left, type), type);
+            }
+            x = total;
+        }
+        vec scale = splat(inverse_rms(x, n->width, n->eps, type));
+        for (int64_t i = 0; i < n->width; i += LANES) {
+            int64_t left = n->width - i;
+            store(y, i, left, load(x, i, left, type) * scale * load(n->weight, i, left, FLOAT32), type);
+        }
+    }
+}
+
+/* x * sigmoid(x), or the tanh form of gelu, which is x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)). */
+INLINE vec activate(vec x, enum activation kind) {
+    const float log2_e = 1.44269504f;
+    vec inner = x;
+    if (kind == GELU_TANH) inner = splat(1.59576912f) * multiply_add(x * x * x, splat(0.044715f), x);
+    /* 2^126 is as good as infinity: x times its inverse is still 0 in bfloat16 and below 1e-36 in float32 */
+    vec power = inner * splat(-log2_e);
+    power = choose(power < splat(126.0f), power, splat(126.0f));
+    return x / (splat(1.0f) + power_of_two(power));
+}
+
+INLINE void gate_rows(const struct gate *g, int64_t first, int64_t end, enum activation kind, enum element type) {
+    for (int64_t row = first; row < end; row++) {
+        const void *gate = element_at(g->gate_up, row * g->stride, type), *up = element_at(gate, g->width, type);
+        for (int64_t i = 0; i < g->width; i += LANES) {
+            int64_t left = g->width - i;
+            vec y = activate(load(gate, i, left, type), kind) * load(up, i, left, type);
+            store(g->out, row * g->width + i, left, y, type);
+        }
+    }
+}
+
+/* One head: norm if there is a weight, rotate the pairs (i, i + half), pass the rest through. */
+INLINE void rotate_head(const struct rope *r, const void *x, const float *weight, const float *cos, const float *sin,
+                        void *y, enum element type) {
+    vec scale = splat(weight ? inverse_rms(x, r->head_dim, r->eps, type) : 1.0f);
+    for (int i = 0; i < r->half; i += LANES) {
+        int left = r->half - i, j = i + r->half;
+        vec a = load(x, i, left, type), b = load(x, j, left, type);
+        if (weight) {
+            a = rounded(a * scale * load(weight, i, left, FLOAT32), type);
+            b = rounded(b * scale * load(weight, j, left, FLOAT32), type);
+        }
+        vec c = load(cos, i, left, FLOAT32), s = load(sin, i, left, FLOAT32);
+        store(y, i, left, a * c - b * s, type);
+        store(y, j, left, b * c + a * s, type);
+    }
+    for (int i = 2 * r->half; i < r->head_dim; i += LANES) {
+        int left = r->head_dim - i;
+        vec a = load(x, i, left, type);
+        if (weight) a = a * scale * load(weight, i, left, FLOAT32);
+        store(y, i, left, a, type);
+    }
+}
+
+INLINE void rope_rows(const struct rope *r, int64_t first, int64_t end, enum element type) {
+    for (int64_t token = first; token < end; token++) {
+        const float *cos = r->cos + (int64_t)r->positions[token] * r->half;
+        const float *sin = r->sin + (int64_t)r->positions[token] * r->half;
+        const void *q = element_at(r->q, token * r->q_stride, type);
+        void *q_out = (void *)element_at(r->q_out, token * r->q_heads * r->head_dim, type);
+        for (int head = 0; head < r->q_heads; head++) {
+            int64_t at = (int64_t)head * r->head_dim;
+            rotate_head(r, element_at(q, at, type), r->q_weight, cos, sin, (void *)element_at(q_out, at, type), type);
+        }
+        int64_t slot = r->kv_slots[token];
+        int64_t to = slot / r->page_size * r->page_stride + slot % r->page_size * r->slot_stride;
+        const void *k = element_at(r->k, token * r->k_stride, type);
+        void *k_out = (void *)element_at(r->k_pages, to, type);
+        for (int head = 0; head < r->kv_heads; head++) {
+            int64_t at = (int64_t)head * r->head_dim;
+            rotate_head(r, element_at(k, at, type), r->k_weight, cos, sin, (void *)element_at(k_out, at, type), type);
+        }
+        int64_t row_bytes = (int64_t)r->kv_heads * r->head_dim * (type == BFLOAT16 ? 2 : 4);
+        memcpy((void *)element_at(r->v_pages, to, type), element_at(r->v, token * r->v_stride, type), row_bytes);
+    }
+}
+
+static void norm_float32(const struct norm *n, int64_t first, int64_t end) { norm_rows(n, first, end, FLOAT32); }
+static void norm_bfloat16(const struct norm *n, int64_t first, int64_t end) { norm_rows(n, first, end, BFLOAT16); }
+static void rope_float32(const struct rope *r, int64_t first, int64_t end) { rope_rows(r, first, end, FLOAT32); }
+static void rope_bfloat16(const struct rope *r, int64_t first, int64_t end) { rope_rows(r, first, end, BFLOAT16); }
+static void silu_float32(const struct gate *g, int64_t first, int64_t end) { gate_rows(g, first, end, SILU, FLOAT32); }
+static void silu_bfloat16(const struct gate *g, int64_t first, int64_t end) {
+    gate_rows(g, first, end, SILU, BFLOAT16);
+}
+static void gelu_float32(const struct gate *g, int64_t first, int64_t end) {
+    gate_rows(g, first, end, GELU_TANH, FLOAT32);
+}
+static void gelu_bfloat16(const struct gate *g, int64_t first, int64_t end) {
+    gate_rows(g, first, end, GELU_TANH, BFLOAT16);
+}

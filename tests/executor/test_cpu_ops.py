@@ -1,0 +1,275 @@
+"""The C kernels against their plain-torch twins, at every instruction level that this CPU has, and bit against bit
+against themselves: alone and in a batch, whole and in chunks, on one thread and on two."""
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels import Ops, cpu_ops, torch_ops
+
+DTYPES = [torch.float32, torch.bfloat16]
+# bfloat16 keeps 8 bits: one rounding at the end, and in attention one of the weights.
+TOLERANCE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+
+every_level = pytest.mark.parametrize("level", cpu_ops.levels())
+both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual.float(), expected.float(), **TOLERANCE[actual.dtype])
+
+
+class Cache:
+    """Random pages of one layer of three, and rows whose blocks are scattered over them; unused cells are NaN."""
+
+    def __init__(self, contexts: list[int], kv_heads: int, dim: int, page: int, dtype: torch.dtype) -> None:
+        counts = [-(-context // page) for context in contexts]
+        kv = torch.full((sum(counts) + 2, 3, 2, page, kv_heads * dim), float("nan"), dtype=dtype)
+        self.k_pages, self.v_pages = kv[:, 1, 0], kv[:, 1, 1]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
+        self.tables = torch.zeros(len(contexts), max(counts, default=0), dtype=torch.int32)
+        for row, (context, blocks) in enumerate(zip(contexts, order.split(counts), strict=True)):
+            self.tables[row, : len(blocks)] = blocks
+            position = torch.arange(context)
+            where = blocks[position // page], position % page
+            self.k_pages[where] = random(context, kv_heads * dim, dtype=dtype, seed=2 * row)
+            self.v_pages[where] = random(context, kv_heads * dim, dtype=dtype, seed=2 * row + 1)
+        self.contexts = contexts
+
+    def batch(self, rows: list[tuple[int, int, int]]) -> ForwardBatch:
+        """A batch of (row of this cache, queries, context), single-token rows first."""
+        lens = [count for _, count, _ in rows]
+        contexts = [context for _, _, context in rows]
+        singles = sum(1 for _ in itertools.takewhile(lambda count: count == 1, lens))
+        unused = torch.empty(0)
+        return ForwardBatch(
+            tokens=unused,
+            positions=unused,
+            kv_slots=unused,
+            query_starts=torch.tensor([0, *itertools.accumulate(lens)], dtype=torch.int32),
+            context_lens=torch.tensor(contexts, dtype=torch.int32),
+            block_tables=self.tables[[row for row, _, _ in rows]],
+            wanted=None,
+            num_single_rows=singles,
+            query_lens=tuple(lens[singles:]),
+            query_contexts=tuple(contexts[singles:]),
+            max_context_len=max(contexts, default=0),
+            max_single_context=max(contexts[:singles], default=0),
+        )
+
+
+def attend(ops: Ops, cache: Cache, q: torch.Tensor, rows: list[tuple[int, int, int]], window: int | None = None):
+    """What the queries of `rows` get; q [rows of the cache, positions, Hq, D] holds a query for every position."""
+    picked = torch.cat([q[row, context - count : context] for row, count, context in rows])
+    batch = cache.batch(rows)
+    return ops.paged_attention(picked, cache.k_pages, cache.v_pages, batch, q.shape[-1] ** -0.5, window)
+
+
+@every_level
+@both_dtypes
+@pytest.mark.parametrize("width", [2, 8, 100, 576, 4096])
+def test_norms_equal_the_twin(level: str, dtype: torch.dtype, width: int) -> None:
+    ops = cpu_ops.make_ops(dtype, 64, 2, level)
+    weight = random(width, seed=3)
+    for rows in (0, 1, 5, 200):
+        x, residual = random(rows, 2 * width, dtype=dtype)[:, width:], random(rows, width, dtype=dtype, seed=1)
+        close(ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
+        y, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+        expected_y, expected_total = torch_ops.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(total, expected_total)
+        close(y, expected_y)
+
+
+@every_level
+@both_dtypes
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_gated_activations_equal_the_twin(level: str, dtype: torch.dtype, name: str) -> None:
+    ops = cpu_ops.make_ops(dtype, 64, 2, level)
+    for rows, width in ((0, 64), (1, 2), (7, 172), (130, 1536)):
+        gate_up = 10 * random(rows, 2 * width, dtype=dtype)
+        close(getattr(ops, name)(gate_up), getattr(torch_ops, name)(gate_up))
+
+
+@every_level
+@both_dtypes
+def test_activations_reach_their_limits_without_overflow(level: str, dtype: torch.dtype) -> None:
+    ops = cpu_ops.make_ops(dtype, 64, 1, level)
+    gate = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, float("nan")]], dtype=dtype)
+    gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
+    for kernel in (ops.silu_mul, ops.gelu_tanh_mul):
+        y = kernel(gate_up)[0]
+        assert torch.equal(y[3:7], gate[0, 3:7])
+        assert y[:3].abs().max() < 1e-30
+        assert y[7].isnan()
+
+
+@every_level
+@both_dtypes
+@pytest.mark.parametrize(
+    ("dim", "rotated", "normed"), [(64, 64, False), (8, 8, True), (80, 32, False), (128, 128, True), (96, 0, False)]
+)
+def test_rope_writes_the_pages_like_the_twin(
+    level: str, dtype: torch.dtype, dim: int, rotated: int, normed: bool
+) -> None:
+    tokens, q_heads, kv_heads, page = 150, 6, 2, 16
+    ops = cpu_ops.make_ops(dtype, dim, 2, level)
+    merged = random(tokens, (q_heads + 2 * kv_heads) * dim, dtype=dtype).unflatten(1, (-1, dim))
+    q, k, v = merged.split((q_heads, kv_heads, kv_heads), dim=1)
+    angles = 6 * random(300, rotated // 2)
+    positions = torch.randint(300, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(4))
+    slots = torch.randperm(20 * page, generator=torch.Generator().manual_seed(5))[:tokens]
+    weights = (random(dim, seed=6), random(dim, seed=7), 1e-6) if normed else (None, None, 0.0)
+    results = []
+    for kernels in (ops, torch_ops.OPS):
+        kv = torch.zeros(20, 3, 2, page, kv_heads * dim, dtype=dtype)
+        arguments = (angles.cos(), angles.sin(), positions, kv[:, 1, 0], kv[:, 1, 1], slots, *weights)
+        results.append((kernels.rope_and_store(q, k, v, *arguments), kv))
+    close(results[0][0], results[1][0])
+    close(results[0][1], results[1][1])
+
+
+ROWS = [(0, 1, 7), (1, 1, 700), (2, 1, 129), (3, 0, 40), (4, 7, 7), (5, 100, 333), (6, 128, 128), (7, 3, 500)]
+SHAPES = [(64, 9, 3, 16), (80, 4, 4, 8), (96, 8, 1, 32), (128, 8, 2, 64), (256, 3, 1, 16), (8, 4, 2, 16), (18, 3, 3, 8)]
+
+
+@every_level
+@both_dtypes
+@pytest.mark.parametrize(("dim", "q_heads", "kv_heads", "page"), SHAPES)
+@pytest.mark.parametrize("window", [None, 1, 50])
+def test_attention_equals_the_twin(
+    level: str, dtype: torch.dtype, dim: int, q_heads: int, kv_heads: int, page: int, window: int | None
+) -> None:
+    cache = Cache([context for _, _, context in ROWS], kv_heads, dim, page, dtype)
+    q = random(len(ROWS), 700, q_heads, dim, dtype=dtype, seed=9)
+    actual = attend(cpu_ops.make_ops(dtype, dim, 2, level), cache, q, ROWS, window)
+    cache.k_pages, cache.v_pages = cache.k_pages.float(), cache.v_pages.float()
+    rows_with_tokens = [row for row in ROWS if row[1]]
+    close(actual, attend(torch_ops.OPS, cache, q.float(), rows_with_tokens, window))
+
+
+@both_dtypes
+def test_attention_without_tokens_is_empty(dtype: torch.dtype) -> None:
+    cache = Cache([5], 1, 64, 16, dtype)
+    ops = cpu_ops.make_ops(dtype, 64, 2)
+    for rows in ([], [(0, 0, 5)]):
+        q = torch.empty(0, 3, 64, dtype=dtype)
+        assert ops.paged_attention(q, cache.k_pages, cache.v_pages, cache.batch(rows), 0.125).shape == (0, 3, 64)
+
+
+@every_level
+@both_dtypes
+def test_a_nan_in_the_context_shows_and_one_behind_it_does_not(level: str, dtype: torch.dtype) -> None:
+    ops = cpu_ops.make_ops(dtype, 64, 1, level)
+    cache = Cache([150], 1, 64, 16, dtype)
+    q = random(1, 150, 3, 64, dtype=dtype)
+    assert not attend(ops, cache, q, [(0, 20, 150)]).isnan().any()
+    for pages in (cache.k_pages, cache.v_pages):
+        seen = pages[cache.tables[0, 2], 5]  # of position 37
+        kept = seen.clone()
+        seen[3] = float("nan")
+        assert attend(ops, cache, q, [(0, 20, 150)]).isnan().any(-1).all()
+        assert not attend(ops, cache, q, [(0, 1, 37)]).isnan().any()
+        seen.copy_(kept)
+
+
+@every_level
+@both_dtypes
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_query_gets_the_same_bits_alone_in_a_batch_and_in_any_chunk(
+    level: str, dtype: torch.dtype, window: int | None
+) -> None:
+    ops, one_thread = cpu_ops.make_ops(dtype, 80, 2, level), cpu_ops.make_ops(dtype, 80, 1, level)
+    contexts = [401, 300, 129]
+    cache = Cache(contexts, 2, 80, 16, dtype)
+    q = random(3, 401, 6, 80, dtype=dtype)
+    whole = attend(one_thread, cache, q, [(0, 401, 401)], window)
+
+    for cuts in ([0, 1, 128, 129, 250, 401], [0, 63, 256, 400, 401]):
+        chunks = [attend(ops, cache, q, [(0, end - start, end)], window) for start, end in itertools.pairwise(cuts)]
+        assert torch.equal(torch.cat(chunks), whole)
+    for end in (1, 2, 16, 17, 127, 128, 129, 300, 401):
+        alone = attend(ops, cache, q, [(0, 1, end)], window)
+        together = attend(ops, cache, q, [(1, 1, 300), (0, 1, end), (2, 129, 129)], window)
+        assert torch.equal(alone[0], whole[end - 1])
+        assert torch.equal(together[1], whole[end - 1])
+
+
+@every_level
+@both_dtypes
+def test_a_long_context_cut_over_threads_gives_the_same_bits(level: str, dtype: torch.dtype) -> None:
+    cache = Cache([3000, 5], 1, 64, 32, dtype)
+    q = random(2, 3000, 4, 64, dtype=dtype)
+    for rows in ([(0, 1, 3000)], [(0, 5, 3000), (1, 5, 5)], [(1, 1, 4), (0, 1, 2999)]):
+        results = [attend(cpu_ops.make_ops(dtype, 64, threads, level), cache, q, rows) for threads in (1, 2, 3)]
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
+@every_level
+@both_dtypes
+def test_a_token_gets_the_same_bits_from_the_other_kernels_in_any_batch(level: str, dtype: torch.dtype) -> None:
+    x, residual, weight = random(700, 576, dtype=dtype), random(700, 576, dtype=dtype, seed=1), random(576, seed=2)
+    one, two = (cpu_ops.make_ops(dtype, 64, threads, level) for threads in (1, 2))
+    for run in (
+        lambda ops, rows: ops.rms_norm(x[rows], weight, 1e-5),
+        lambda ops, rows: ops.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
+        lambda ops, rows: ops.silu_mul(x[rows]),
+        lambda ops, rows: ops.gelu_tanh_mul(x[rows]),
+    ):
+        whole = run(two, slice(None))
+        assert torch.equal(run(one, slice(None)), whole)
+        for rows in (slice(0, 1), slice(17, 40), slice(699, 700)):
+            assert torch.equal(run(two, rows), whole[rows])
+
+
+def test_unsupported_tensors_get_the_twins_when_the_kernels_are_chosen() -> None:
+    assert cpu_ops.make_ops(torch.float16, 64) is torch_ops.OPS
+    assert cpu_ops.make_ops(torch.float32, 7) is torch_ops.OPS
+    assert cpu_ops.make_ops(torch.bfloat16, 64) is not torch_ops.OPS
+
+
+def test_an_unknown_level_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="level: 'sse9' is not one of .*portable"):
+        cpu_ops.make_ops(torch.float32, 64, level="sse9")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_the_kernels_run_on_torchs_own_threads() -> None:
+    script = """
+import os, torch
+from penstock.executor.kernels import cpu_ops
+torch.set_num_threads(2)
+x = torch.ones(4096, 4096)
+torch.sin(x)  # torch's team is up
+before = len(os.listdir("/proc/self/task"))
+cpu_ops.make_ops(torch.float32, 64, 2).silu_mul(x)
+print(cpu_ops._csrc.lib.penstock_cpu_has_team(), len(os.listdir("/proc/self/task")) - before)
+"""
+    assert run_script(script) == "1 0"
+
+
+def test_without_torch_in_the_process_the_calling_thread_does_all_the_work() -> None:
+    script = """
+from penstock._csrc import ffi, lib
+cpu = ffi.new("struct penstock_cpu *", {"level": 0, "num_threads": 2, "is_bfloat16": 0})
+x, y = ffi.new("float[]", [1.0] * 2 * 64 * 4096), ffi.new("float[]", 64 * 4096)
+lib.penstock_gate(cpu, 0, int(ffi.cast("uintptr_t", x)), 8192, int(ffi.cast("uintptr_t", y)), 64, 4096)
+print(lib.penstock_cpu_has_team(), {round(value, 4) for value in y})
+"""
+    assert run_script(script) == "0 {0.7311}"
+
+
+def run_script(script: str) -> str:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
