@@ -65,8 +65,9 @@ def block_keys(tokens: Tokens, block_size: int, *, root: bytes = namespace_root(
     block_bytes = 4 * block_size
     num_blocks = len(ids) // block_bytes
     if num_blocks == 1:
-        # Every 16 decoded tokens the scheduler comes here. hashlib keeps the GIL for so little; a cffi call would
-        # release it, and when another thread is busy it takes a whole switch interval (5 ms) to get it back.
+        # The scheduler comes here for every block that decoding fills. hashlib keeps the GIL for so little. A cffi
+        # call releases it, and beside a busy thread one in a thousand then waits milliseconds to get it back: ten
+        # times the cost on average (benchmarks/bench_keys.py).
         return [sha256(root + ids[:block_bytes]).digest()]
     if num_blocks == 0:
         return []
@@ -88,7 +89,9 @@ def block_keys_v1(
     ids = _wrapped_to_u32(tokens)
     num_tokens = max(len(ids) // 4 - 1, 0)
     keys = np.empty(-(-num_tokens // block_size), dtype=np.uint64)
-    lib.penstock_block_keys_v1(ids, num_tokens, min(block_size, num_tokens), salt, lora, ffi.from_buffer("uint64_t[]", keys))
+    lib.penstock_block_keys_v1(
+        ids, num_tokens, min(block_size, num_tokens), salt, lora, ffi.from_buffer("uint64_t[]", keys)
+    )
     return keys
 
 
