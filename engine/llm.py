@@ -3,22 +3,25 @@
 No server, no sockets: `generate` drives the engine core itself, in the calling thread.
 """
 
+import contextlib
+import signal
+import threading
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import msgspec
-from penstock.engine.text.template import ChatTemplate, load_template
 
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core import EngineCore
 from penstock.engine.front import check_length, submissions, token_bytes
-from penstock.engine.messages import Output
+from penstock.engine.messages import Output, Submit
 from penstock.engine.model_files import resolve_model
 from penstock.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, Update, joined
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.executor.protocol import open_executor
 
@@ -85,7 +88,7 @@ class LLM:
 
     def get_metrics(self) -> dict[str, float]:
         """Gauges and counters of the engine core by name."""
-        return msgspec.to_builtins(self._running().stats())
+        return msgspec.structs.asdict(self._running().stats())
 
     def reset_prefix_cache(self) -> bool:
         return self._running().scheduler.reset_prefix_cache()
@@ -136,23 +139,31 @@ class LLM:
     def _run(self, jobs: list["_Job"], use_tqdm: bool) -> list[RequestOutput]:
         core = self._running()
         open_jobs = {message.request_id: (job, i) for job in jobs for i, message in enumerate(job.messages)}
-        backlog: Iterator[Any] = iter([message for job in jobs for message in job.messages])
+        backlog: Iterator[Submit] = iter([message for job in jobs for message in job.messages])
         progress = _Progress(len(jobs)) if use_tqdm else None
         try:
-            while open_jobs:
-                # The queue is bounded: hand over as much as it takes, and the rest later.
-                room = core.scheduler.config.max_queued_requests - len(core.scheduler.waiting)
-                news = [core.submit(message) for message, _ in zip(backlog, range(room), strict=False)]
-                for output in [*filter(None, news), *core.step()]:
-                    self._take(core, open_jobs, output, progress)
-            return [job.result() for job in jobs]
-        finally:
-            for request_id in open_jobs:  # an interrupt: leave nothing running
+            with _interrupts_between_steps() as check_interrupt:
+                while open_jobs:
+                    # The queue is bounded: hand over as much as it takes, and the rest later. (zip takes from its
+                    # first argument before it notices that the second has ended.)
+                    room = core.scheduler.config.max_queued_requests - len(core.scheduler.waiting)
+                    news = [core.submit(message) for _, message in zip(range(room), backlog, strict=False)]
+                    for output in [*filter(None, news), *core.step()]:
+                        self._take(core, open_jobs, output, progress)
+                    check_interrupt()
+        except KeyboardInterrupt:
+            for request_id in open_jobs:
                 core.abort(request_id)
             while core.has_work():
                 core.step()
+            raise
+        except BaseException:
+            self.shutdown()  # a step failed halfway: nothing of this engine can be trusted any more
+            raise
+        finally:
             if progress is not None:
                 progress.close()
+        return [job.result() for job in jobs]
 
     def _take(self, core: EngineCore, open_jobs: dict, output: Output, progress: "_Progress | None") -> None:
         job, index = open_jobs.get(output.request_id, (None, 0))
@@ -253,6 +264,34 @@ class _Progress:
 
     def close(self) -> None:
         self._bar.close()
+
+
+@contextlib.contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Hold Ctrl-C back until the yielded function is called: a step that is cut in two leaves half of its writes.
+
+    A second Ctrl-C does not wait. Outside the main thread no signal arrives, and nothing is changed.
+    """
+    pending: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if pending:
+            raise KeyboardInterrupt
+        pending.append(number)
+
+    def check() -> None:
+        if pending:
+            raise KeyboardInterrupt
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield check
+        return
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _start(config: EngineConfig) -> EngineCore:

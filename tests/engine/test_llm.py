@@ -1,0 +1,166 @@
+"""The offline API over the oracle executor: order, choices, limits, interrupts and errors. No torch."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.config import ConfigError
+from penstock.engine.llm import LLM
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from tests.engine.simulation import alone, submit
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    return tmp_path
+
+
+def oracle(folder: Path, **options: object) -> LLM:
+    options = {"max_model_len": 64, "hf_overrides": {"vocab_size": 50}, **options}
+    return LLM(str(folder), executor="oracle", load_format="dummy", skip_tokenizer=True, **options)
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[LLM]:
+    with oracle(folder) as llm:
+        yield llm
+
+
+def test_results_come_in_the_order_of_the_prompts_whatever_finishes_first(llm: LLM):
+    prompts = [[number % 50] * (1 + number % 40) for number in range(60)]
+    params = [SamplingParams(temperature=0.0, max_tokens=1 + number % 20) for number in range(60)]
+    results = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, param, result in zip(prompts, params, results, strict=True):
+        assert result.prompt_token_ids == prompt
+        assert result.outputs[0].token_ids == alone(submit("a", prompt, max_tokens=param.max_tokens))[0]
+        assert result.outputs[0].finish_reason == "length" and result.metrics.finished_s is not None
+
+
+def test_one_prompt_may_be_given_bare(llm: LLM):
+    assert len(llm.generate([1, 2, 3], GREEDY, use_tqdm=False)) == 1
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_choices_differ_and_a_seed_repeats_them(llm: LLM):
+    params = SamplingParams(n=4, seed=1, max_tokens=6)
+    first, second = (llm.generate([[1, 2, 3]], params, use_tqdm=False)[0] for _ in range(2))
+    assert [c.token_ids for c in first.outputs] == [c.token_ids for c in second.outputs]
+    assert len({tuple(c.token_ids) for c in first.outputs}) == 4 and [c.index for c in first.outputs] == [0, 1, 2, 3]
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM):
+    prompt = list(range(33))
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 32
+    assert llm.reset_prefix_cache()
+    assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+
+
+def test_more_prompts_than_the_queue_holds_are_handed_over_bit_by_bit(folder: Path):
+    with oracle(folder, max_queued_requests=3, max_num_seqs=2, max_num_batched_tokens=8) as llm:
+        assert len(llm.generate([[1]] * 50, GREEDY, use_tqdm=False)) == 50
+
+
+def test_logprobs_come_with_their_tokens_and_add_up(llm: LLM):
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=2, prompt_logprobs=0)
+    result = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]
+    (choice,) = result.outputs
+    assert [entry.ids[0] for entry in choice.logprobs] == choice.token_ids
+    assert choice.cumulative_logprob == pytest.approx(-0.5 * 5)
+    assert [entry.ids[0] for entry in result.prompt_logprobs] == [2, 3]
+
+
+def test_an_embedding_has_the_width_of_the_model(llm: LLM):
+    first, second = llm.embed([[1, 2, 3], [1, 2, 4]], use_tqdm=False)
+    assert len(first.embedding) == llm.info.hidden_size and first.embedding != second.embedding
+    with pytest.raises(InvalidRequest, match="pooling"):
+        llm.embed([[1]], pooling="max")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([50], GREEDY, "prompt: token id 50 is outside the vocabulary, 0 to 49"),
+        ([[]], GREEDY, "prompt: the prompt is empty"),
+        ([[1] * 64], GREEDY, "prompt: 64 tokens"),
+        ("text", GREEDY, "skip_tokenizer"),
+        ([1], SamplingParams(temperature=float("nan")), "temperature: nan is out of range"),
+        ([1], SamplingParams(n=1000), "n: 1000 is out of range; it must be from 1 to 128"),
+        ([1], SamplingParams(stop_token_ids=[-1]), "stop_token_ids: -1"),
+        ([1], [GREEDY, GREEDY], "sampling_params: 2 given for 1 prompts"),
+    ],
+)
+def test_bad_input_names_the_field_and_the_limit_and_leaves_nothing_behind(llm: LLM, prompt, params, message):
+    with pytest.raises(InvalidRequest, match=message):
+        llm.generate(prompt, params, use_tqdm=False)
+    assert llm.get_metrics()["num_used_blocks"] == 0
+    assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
+
+
+def test_an_interrupt_ends_the_batch_between_two_steps_and_leaves_nothing_running(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    collect = llm._core.executor.collect
+    calls = iter(range(100))
+
+    def interrupt():
+        if next(calls) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return collect()
+
+    monkeypatch.setattr(llm._core.executor, "collect", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1]] * 5, SamplingParams(max_tokens=50), use_tqdm=False)
+    assert next(calls) < 10
+    metrics = llm.get_metrics()
+    assert metrics["num_running"] == metrics["num_waiting"] == metrics["num_used_blocks"] == 0
+    assert len(llm.generate([[1]], GREEDY, use_tqdm=False)) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_executor_that_fails_ends_the_engine_rather_than_going_on_half_done(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(step: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(llm._core.executor, "submit", fail)
+    with pytest.raises(MemoryError):
+        llm.generate([[1]], GREEDY, use_tqdm=False)
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.generate([[1]], GREEDY, use_tqdm=False)
+
+
+def test_the_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.CaptureFixture[str]):
+    llm.generate([[1, 2]] * 3, GREEDY)
+    shown = capsys.readouterr().err
+    assert "3/3" in shown and "tok/s" in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"max_seqs": 3}, "max_seqs: there is no such option"),
+        ({"block_size": 0}, "block_size: 0 given"),
+        ({"max_num_seqs": 300, "max_num_batched_tokens": 200}, "max_num_batched_tokens: 200 is less"),
+        ({"dtype": "int3"}, "int3"),
+    ],
+)
+def test_options_that_cannot_be_used_are_named(folder: Path, option, message):
+    with pytest.raises(ConfigError, match=message):
+        oracle(folder, **option)
+
+
+def test_a_model_that_was_shut_down_says_so(folder: Path):
+    llm = oracle(folder)
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.generate([[1]], GREEDY)
