@@ -58,6 +58,12 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
     )
 
 
+def read_template_parts(path: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The special tokens' texts by name, and the chat templates' sources by name."""
+    metadata = read_gguf_metadata(path)
+    return _Vocabulary(metadata).special_tokens(), _chat_templates(metadata)
+
+
 class _Vocabulary:
     """What the metadata says about tokens, checked for shape."""
 

@@ -2,9 +2,14 @@
 
 tokenizer.json is taken as it is: it is what the model's authors published, and transformers' model classes agree
 with it but for details they rebuild. A folder with only another format (a SentencePiece .model, a tiktoken file)
-is converted by transformers, imported only then and never allowed to run the folder's code.
+is converted by transformers in a process of its own: neither its seconds of imports and its torch nor a parser
+that fails on a strange file come into the server, and the folder's code is never run.
 """
 
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +22,45 @@ from penstock.engine.text.tokenizer import Tokenizer
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
 MAX_TEMPLATE_BYTES = 1 << 20
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+CONVERSION_LIMIT_S = 300
+CONVERSION = """
+import sys
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False, local_files_only=True)
+if not hasattr(tokenizer, "backend_tokenizer"):
+    sys.exit(f"{type(tokenizer).__name__} has no equivalent in the tokenizers library")
+tokenizer.backend_tokenizer.save(sys.argv[2])
+"""
 OTHER_FORMATS = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.json")
 
 
 def tokenizer_from_folder(folder: Path, model_config: dict[str, Any]) -> Tokenizer:
     config = read_json(folder / "tokenizer_config.json")
-    named = {**read_json(folder / "special_tokens_map.json"), **config}
-    special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(named.get(name)))}
+    special_tokens, chat_templates = read_template_parts(folder)
     backend = _read_backend(folder) or _convert_backend(folder, config)
     _mark_special(backend, special_tokens, config)
     return Tokenizer(
         backend,
         eos_ids=_eos_ids(backend, special_tokens, read_json(folder / "generation_config.json"), model_config),
         special_tokens=special_tokens,
-        chat_templates=_chat_templates(folder, config),
+        chat_templates=chat_templates,
     )
+
+
+def read_template_parts(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The special tokens' texts by name, and the chat templates' sources by name."""
+    config = read_json(folder / "tokenizer_config.json")
+    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(named.get(name)))}
+    return special_tokens, _chat_templates(folder, config)
 
 
 def _read_backend(folder: Path) -> Backend | None:
     path = folder / "tokenizer.json"
-    if not path.is_file():
-        return None
+    return _read_file(path) if path.is_file() else None
+
+
+def _read_file(path: Path) -> Backend:
     if path.stat().st_size > MAX_TOKENIZER_BYTES:
         raise ModelRefused(f"tokenizer: {path} has {path.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
     try:
@@ -56,21 +79,25 @@ def _convert_backend(folder: Path, config: dict[str, Any]) -> Backend:
         )
     if not any(file for pattern in OTHER_FORMATS for file in folder.glob(pattern)):
         raise ModelNotFound(f"tokenizer: {folder} has no tokenizer.json and no vocabulary that could be converted")
-    from transformers import AutoTokenizer
-
-    try:
-        converted = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise ModelRefused(
-            f"tokenizer: {folder} has no tokenizer.json, and transformers cannot make one of what it has: {error}"
-        ) from None
-    backend = getattr(converted, "backend_tokenizer", None)
-    if not isinstance(backend, Backend):
-        raise ModelRefused(
-            f"tokenizer: {folder} has no tokenizer.json, and transformers reads it with {type(converted).__name__}, "
-            "which cannot be converted; add a tokenizer.json"
-        )
-    return backend
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with tempfile.TemporaryDirectory() as scratch:
+        target = Path(scratch, "tokenizer.json")
+        command = [sys.executable, "-c", CONVERSION, str(folder.resolve()), str(target)]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=CONVERSION_LIMIT_S, check=False, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            raise ModelRefused(
+                f"tokenizer: transformers took more than {CONVERSION_LIMIT_S} s to convert the one in {folder}; "
+                "add a tokenizer.json"
+            ) from None
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
+            raise ModelRefused(
+                f"tokenizer: {folder} has no tokenizer.json, and transformers cannot make one of what it has: {last}"
+            )
+        return _read_file(target)
 
 
 def _mark_special(backend: Backend, special_tokens: dict[str, str], config: dict[str, Any]) -> None:

@@ -85,8 +85,9 @@ class Tokenizer:
         """The same for display: U+FFFD stands for a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path | str) -> None:
         """Write the files from which transformers (and what builds on it) loads the same tokenizer."""
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
         # The class name that makes transformers take tokenizer.json as it is; model-specific classes rebuild parts.
