@@ -1,0 +1,112 @@
+"""From weights to one token per row: thresholds for min-p, top-k and top-p, and the draw itself.
+
+Weights are exp((logit - largest) / temperature), so the largest is 1 and none needs a softmax. A filter keeps
+the tokens whose weight reaches a threshold; tokens tied with the last one kept stay too. The vocabulary is
+never sorted: top-k and most of top-p come from the few largest weights, the rest of top-p from a bisection.
+
+No row ever influences another, not even in its last bit: sums run over blocks of fixed size in fixed order,
+so a request gives the same tokens alone and in any batch. `torch.sum` over a long row does not promise that.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 256  # weights summed at once; rows are padded with zeros to a multiple of it
+CANDIDATES = 128  # a nucleus of more tokens than this is found by bisection, at four times the cost
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ONE_AS_INT = 0x3F800000  # the bits of 1.0: positive floats order like their bits
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """One number in [0, 1) per row, from its seed (uint64) and position alone: two rounds of SplitMix64."""
+    steps = positions.astype(np.uint64) + np.uint64(1)
+    mixed = _mix(_mix(seeds + _GOLDEN) + steps * _GOLDEN)
+    # 52 bits: times any total it stays below that total after rounding.
+    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def cumulative(weights: Tensor) -> Tensor:
+    """weights [R, V'] → the sum of each block and all before it, [R, V' / BLOCK] float64; the last is the total."""
+    return weights.view(len(weights), -1, BLOCK).sum(-1).double().cumsum(-1)
+
+
+def keep(weights: Tensor, threshold: Tensor, scratch: Tensor) -> None:
+    """Set every weight below its row's threshold [R, 1] to zero."""
+    # A mask of floats: comparing into and multiplying by bools takes ten times as long on a CPU.
+    weights.mul_(torch.ge(weights, threshold, out=scratch))
+
+
+def filter_weights(
+    weights: Tensor,
+    scratch: Tensor,
+    min_p: Tensor | None,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    max_top_k: int,
+) -> None:
+    """Apply the filters in this order, each to what the one before it left. Options are [R, 1] or None; their
+    neutral values are 0, V' and 1. weights and scratch [R, V']; weights change in place."""
+    if min_p is not None:
+        keep(weights, min_p, scratch)
+    if top_k is None and top_p is None:
+        return
+    num = min(max(max_top_k, CANDIDATES if top_p is not None else 0), weights.shape[1])
+    largest = weights.topk(num, -1).values  # [R, num]
+    if top_k is not None:
+        last = largest.gather(1, (top_k - 1).clamp(max=num - 1))
+        threshold = torch.where(top_k <= num, last, 0.0)
+        keep(weights, threshold, scratch)
+        largest = torch.where(largest >= threshold, largest, 0.0)
+    if top_p is not None:
+        wanted = cumulative(weights)[:, -1:] * top_p
+        keep(weights, _nucleus(weights, scratch, largest[:, :CANDIDATES], wanted, top_p < 1), scratch)
+
+
+def _nucleus(weights: Tensor, scratch: Tensor, largest: Tensor, wanted: Tensor, is_on: Tensor) -> Tensor:
+    """The largest threshold at which the kept weights reach `wanted`, [R, 1]; 0 where the filter is off."""
+    if weights.is_cuda:  # looking whether the candidates suffice would make the host wait
+        return torch.where(is_on, _bisect(weights, scratch, wanted), 0.0)
+    sums = largest.double().cumsum(-1)
+    index = (sums < wanted).sum(-1, keepdim=True)
+    threshold = torch.where(is_on, largest.gather(1, index.clamp(max=largest.shape[1] - 1)), 0.0)
+    rows = (is_on & (sums[:, -1:] < wanted)).view(-1).nonzero().view(-1)
+    if len(rows):
+        threshold[rows] = _bisect(weights[rows], scratch[: len(rows)], wanted[rows])
+    return threshold
+
+
+def _bisect(weights: Tensor, scratch: Tensor, wanted: Tensor) -> Tensor:
+    """As `_nucleus`, by halving the interval of the threshold's bits until one float is left."""
+    low = torch.zeros(len(weights), 1, dtype=torch.int32, device=weights.device)  # here the sum reaches `wanted`
+    high = torch.full_like(low, _ONE_AS_INT + 1)  # here it does not: nothing is kept
+    for _ in range(_ONE_AS_INT.bit_length()):
+        middle = low + (high - low) // 2
+        torch.ge(weights, middle.view(torch.float32), out=scratch)
+        reached = cumulative(scratch.mul_(weights))[:, -1:] >= wanted
+        low, high = torch.where(reached, middle, low), torch.where(reached, high, middle)
+    return low.view(torch.float32)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """The token at fraction `uniform` [R, 1] float64 of the row's total weight, ids in order; [R] int64.
+
+    A token of weight zero is never drawn: the first sum above the target is larger than the sum before it.
+    """
+    sums = cumulative(weights)  # [R, blocks]
+    target = uniform * sums[:, -1:]
+    block = (sums <= target).sum(-1, keepdim=True).clamp(max=sums.shape[1] - 1)
+    inside = weights.view(len(weights), -1, BLOCK).gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0]
+    within = inside.double().cumsum(-1)  # [R, BLOCK]
+    before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
+    # The block's own sum was rounded, so the rest may lie a hair outside it.
+    rest = (target - before).clamp(min=0.0).minimum(within[:, -1:] * (1 - 2.0**-40))
+    index = (within <= rest).sum(-1, keepdim=True).clamp(max=BLOCK - 1)
+    return (block * BLOCK + index)[:, 0]

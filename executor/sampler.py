@@ -1,0 +1,202 @@
+"""Chooses one token per row of logits, as each request asked.
+
+`start` only launches work and never waits for a device; what needs the host (log-probabilities, failures) is
+fetched by `Sampled.wait`. The draw depends on a request's seed and the token's position, never on the batch.
+
+Order, as in vLLM: raw log-probabilities; allowed, banned and (before min_tokens) stop tokens; logit bias;
+repetition, frequency and presence penalties; then the largest logit, or temperature, min-p, top-k, top-p
+and a draw. Greedy rows without edits cost one pass over the logits and no copy of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.executor.draw import BLOCK, draw, filter_weights, uniforms
+from penstock.executor.edits import Edits, is_edited, is_penalized, record
+from penstock.executor.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
+from penstock.executor.protocol import Sampling, TokenLogprobs
+
+__all__ = ["Sampled", "Sampler", "prompt_logprobs"]
+
+# Weights of so many bytes are worked on at once: on a CPU they stay in the cache.
+WORK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+NOTHING_LEFT = "no token is left to choose from: allowed and banned tokens, stop tokens and biases exclude them all"
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One step's tokens. Rows that failed hold token 0."""
+
+    tokens: Tensor  # [S] int64, on the device
+    _largest: Tensor  # [2, S] float32, each row's largest logit before and after edits; not finite: failed
+    _logprobs: list[tuple[list[int], PendingLogprobs]]
+
+    def wait(self) -> tuple[dict[int, TokenLogprobs], dict[int, str]]:
+        """Log-probabilities and failures, each by row."""
+        errors: dict[int, str] = {}
+        finite = torch.isfinite(self._largest)
+        if not finite.all():
+            for row in (~finite.all(0)).nonzero()[:, 0].tolist():
+                empty = finite[0, row] and self._largest[1, row] == -torch.inf
+                errors[row] = NOTHING_LEFT if empty else NOT_FINITE
+        logprobs: dict[int, TokenLogprobs] = {}
+        for rows, pending in self._logprobs:
+            logprobs |= {r: value for r, value in zip(rows, pending.wait(), strict=True) if r not in errors}
+        return logprobs, errors
+
+
+class Sampler:
+    """Keeps what sampling needs of the request in each slot. One step at a time, in order."""
+
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+        self._vocab_size, self._device = vocab_size, device
+        self._samplings: list[Sampling] = [Sampling()] * max_num_seqs
+        self._num_prompt = [0] * max_num_seqs
+        # [slots, V] int32. calloc'ed: on a CPU only slots with penalties ever take memory.
+        self._seen = torch.from_numpy(np.zeros((max_num_seqs, vocab_size), dtype=np.int32)).to(device)
+        self._stride = -(-vocab_size // BLOCK) * BLOCK
+        self._part_rows = max(1, min(max_num_seqs, WORK_BYTES[device.type] // (4 * self._stride)))
+        # Columns beyond the vocabulary stay zero for ever: weights there are never drawn.
+        self._weights = torch.zeros(self._part_rows, self._stride, device=device)
+        self._scratch = torch.empty_like(self._weights)
+        self._plan: _Plan | None = None
+
+    def admit(self, slot: int, sampling: Sampling, tokens: np.ndarray, num_prompt: int) -> None:
+        """A request takes the slot. tokens [n] int32: its prompt and what it had sampled before a preemption."""
+        self._samplings[slot], self._num_prompt[slot] = sampling, num_prompt
+        if is_penalized(sampling):
+            record(self._seen[slot], tokens, num_prompt)
+        self._plan = None
+
+    def sample(
+        self, logits: Tensor, slots: list[int], positions: list[int]
+    ) -> tuple[Tensor, dict[int, TokenLogprobs], dict[int, str]]:
+        """`start`, and wait: tokens [S], log-probabilities and failures by row."""
+        sampled = self.start(logits, slots, positions)
+        return sampled.tokens, *sampled.wait()
+
+    def start(self, logits: Tensor, slots: list[int], positions: list[int]) -> Sampled:
+        """logits [S, V], unchanged afterwards; positions[i] is where in its request the token of row i will be."""
+        key = tuple(slots)
+        if self._plan is None or self._plan.slots != key:
+            # The same requests decode step after step; what follows from their options alone is kept.
+            self._plan = self._make_plan(key)
+        plan = self._plan
+        if plan.has_plain:
+            largest, tokens = logits.max(-1)
+        else:  # several times faster without the index
+            largest, tokens = logits.amax(-1), torch.zeros(len(slots), dtype=torch.int64, device=logits.device)
+        largest = largest.float()
+        edited = largest.clone()
+        where = np.asarray(positions)
+        for part in plan.parts:
+            chosen = self._sample_part(part, logits, largest, edited, where[part.rows])
+            tokens.index_copy_(0, part.index, chosen)
+        bounds = torch.stack([largest, edited])
+        tokens = torch.where(torch.isfinite(bounds).all(0), tokens, 0)
+        for part in plan.parts:
+            if part.edits is not None:
+                part.edits.count(tokens[part.index], self._seen)
+        logprobs = [(rows, token_logprobs(logits[index], tokens[index], num)) for num, rows, index in plan.logprobs]
+        return Sampled(tokens, bounds, logprobs)
+
+    def _sample_part(
+        self, part: "_Part", logits: Tensor, largest: Tensor, edited: Tensor, positions: np.ndarray
+    ) -> Tensor:
+        """Tokens [R] of the part's rows; `edited` [S] receives their largest logits after edits."""
+        weights = self._weights[: len(part.rows)]
+        values = weights[:, : self._vocab_size]
+        rows = logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index]
+        if part.edits is None:
+            top = largest[part.index]
+        else:
+            values.copy_(rows)
+            part.edits.apply(weights, positions, self._seen)
+            if part.is_greedy:
+                top, tokens = values.max(-1)
+                edited.index_copy_(0, part.index, top)
+                return tokens
+            top = values.amax(-1)
+            edited.index_copy_(0, part.index, top)
+            rows = values
+        torch.sub(rows, top[:, None], out=values)
+        if part.temperature is not None:
+            values.div_(part.temperature)
+        values.exp_()
+        filter_weights(weights, self._scratch[: len(weights)], part.min_p, part.top_k, part.top_p, part.max_top_k)
+        uniform = torch.from_numpy(uniforms(part.seeds, positions)[:, None])
+        return draw(weights, uniform.to(self._device, non_blocking=True))
+
+    def _make_plan(self, slots: tuple[int, ...]) -> "_Plan":
+        samplings = [self._samplings[slot] for slot in slots]
+        drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+        greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0 and is_edited(sampling)]
+        parts = [
+            self._make_part(np.array(rows[first : first + self._part_rows]), slots)
+            for rows in (drawn, greedy)
+            for first in range(0, len(rows), self._part_rows)
+        ]
+        logprobs = []
+        for num in {s.logprobs for s in samplings if s.logprobs is not None}:
+            rows = [row for row, sampling in enumerate(samplings) if sampling.logprobs == num]
+            logprobs.append((num, rows, self._tensor(rows, torch.int64)))
+        return _Plan(slots, parts, len(drawn) + len(greedy) < len(slots), logprobs)
+
+    def _make_part(self, rows: np.ndarray, slots: tuple[int, ...]) -> "_Part":
+        part_slots = [slots[row] for row in rows]
+        samplings = [self._samplings[slot] for slot in part_slots]
+
+        def column(values: Sequence[float], neutral: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            """[R, 1], or None when every row has the neutral value."""
+            return None if all(v == neutral for v in values) else self._tensor(values, dtype)[:, None]
+
+        top_ks = [min(s.top_k, self._stride) or self._stride for s in samplings]
+        edited = [(slot, s, self._num_prompt[slot]) for slot, s in zip(part_slots, samplings, strict=True)]
+        return _Part(
+            rows=rows,
+            index=self._tensor(rows.tolist(), torch.int64),
+            is_range=int(rows[-1] - rows[0]) + 1 == len(rows),
+            is_greedy=samplings[0].temperature == 0,
+            seeds=np.array([s.seed for s in samplings], dtype=np.uint64),
+            temperature=column([s.temperature for s in samplings], 1.0),
+            min_p=column([s.min_p for s in samplings], 0.0),
+            top_k=column(top_ks, self._stride, torch.int64),
+            top_p=column([s.top_p for s in samplings], 1.0, torch.float64),
+            max_top_k=max((k for k in top_ks if k < self._stride), default=0),
+            edits=Edits(edited, self._stride, self._device) if any(map(is_edited, samplings)) else None,
+        )
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a batch that are worked on at once: all greedy with edits, or all drawn."""
+
+    rows: np.ndarray  # [R] rows of the batch, ascending
+    index: Tensor  # the same, on the device
+    is_range: bool
+    is_greedy: bool
+    seeds: np.ndarray  # [R] uint64
+    temperature: Tensor | None  # these are [R, 1]
+    min_p: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+    max_top_k: int
+    edits: Edits | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What follows from the options of the requests in these slots."""
+
+    slots: tuple[int, ...]
+    parts: list[_Part]
+    has_plain: bool  # rows that are in no part: the largest logit is their token
+    logprobs: list[tuple[int, list[int], Tensor]]  # how many, and for which rows

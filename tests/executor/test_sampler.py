@@ -1,0 +1,432 @@
+"""The sampler against a slow, obvious reference in float64, and against itself: alone, batched, in any order."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from penstock.executor import draw
+from penstock.executor.protocol import Sampling, TokenLogprobs
+from penstock.executor.sampler import NOT_FINITE, NOTHING_LEFT, WORK_BYTES, Sampler, prompt_logprobs
+
+VOCAB, SLOTS = 700, 8
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Rows are small here; waking a second thread for each operation would take longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def reference_logits(logits: np.ndarray, s: Sampling, prompt: list[int], output: list[int]) -> np.ndarray:
+    """Edited logits of one row, [V] float64."""
+    x = logits.astype(np.float64)
+    if s.allowed_ids:
+        x[[i for i in range(len(x)) if i not in s.allowed_ids]] = -np.inf
+    x[list(s.banned_ids)] = -np.inf
+    if len(output) < s.min_tokens:
+        x[list(s.stop_ids)] = -np.inf
+    for token, bias in s.logit_bias:
+        x[token] += bias
+    for token in set(prompt) | set(output):
+        x[token] = x[token] / s.repetition_penalty if x[token] > 0 else x[token] * s.repetition_penalty
+    for token in set(output):
+        x[token] -= s.frequency_penalty * output.count(token) + s.presence_penalty
+    return x
+
+
+def reference_probabilities(x: np.ndarray, s: Sampling) -> np.ndarray:
+    """What a draw from edited logits chooses from, [V] float64; tokens tied with the last one kept are kept."""
+    p = np.exp((x - x.max()) / s.temperature)
+    p[p < s.min_p] = 0
+    if 0 < s.top_k < len(p):
+        p[p < np.sort(p)[-s.top_k]] = 0
+    if s.top_p < 1:
+        down = np.sort(p)[::-1]
+        p[p < down[np.argmax(np.cumsum(down) >= s.top_p * p.sum())]] = 0
+    return p / p.sum()
+
+
+def assert_is_drawn(token: int, p: np.ndarray, seed: int, position: int) -> None:
+    """The token is the one at fraction u of the cumulated probabilities; u itself may be off by float32's rounding."""
+    u = draw.uniforms(np.array([seed], np.uint64), np.array([position]))[0]
+    upper = np.cumsum(p)
+    assert p[token] > 0
+    assert upper[token] - p[token] - 1e-5 <= u < upper[token] + 1e-5
+
+
+class Requests:
+    """A sampler and what the requests in its slots look like from outside."""
+
+    def __init__(self, vocab: int = VOCAB, slots: int = SLOTS) -> None:
+        self.sampler = Sampler(vocab, slots, CPU)
+        self.state: dict[int, tuple[Sampling, list[int], list[int]]] = {}
+
+    def admit(self, slot: int, sampling: Sampling, prompt: list[int], output: list[int] | None = None) -> None:
+        output = output or []
+        self.state[slot] = sampling, prompt, list(output)
+        self.sampler.admit(slot, sampling, np.array(prompt + output, np.int32), len(prompt))
+
+    def step(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
+        """Sample one token per row, hold it against the reference, and append it to its request."""
+        positions = [len(self.state[slot][1]) + len(self.state[slot][2]) for slot in slots]
+        before = logits.clone()
+        tokens, _, errors = self.sampler.sample(logits, slots, positions)
+        assert not errors
+        assert torch.equal(logits, before)
+        for row, (slot, token) in enumerate(zip(slots, tokens.tolist(), strict=True)):
+            sampling, prompt, output = self.state[slot]
+            x = reference_logits(logits[row].double().numpy(), sampling, prompt, output)
+            if sampling.temperature == 0:
+                assert x[token] >= x.max() - 1e-4
+            else:
+                p = reference_probabilities(x, sampling)
+                assert_is_drawn(token, p, sampling.seed, positions[row])
+            output.append(token)
+        return tokens.tolist()
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.7},
+    "hot": {"temperature": 2.0},
+    "top_k": {"top_k": 5},
+    "top_k 1": {"top_k": 1},
+    "top_k beyond the candidates": {"top_k": 300},
+    "top_k beyond the vocabulary": {"top_k": 10_000},
+    "top_p": {"top_p": 0.8},
+    "tiny top_p": {"top_p": 1e-6},
+    "wide top_p": {"top_p": 0.97, "temperature": 2.0},
+    "min_p": {"min_p": 0.1},
+    "min_p 1": {"min_p": 1.0},
+    "all filters": {"min_p": 0.01, "top_k": 30, "top_p": 0.9, "temperature": 1.3},
+    "repetition": {"temperature": 0.0, "repetition_penalty": 1.5},
+    "repetition below one": {"repetition_penalty": 0.7},
+    "frequency": {"temperature": 0.0, "frequency_penalty": 1.5},
+    "presence": {"temperature": 0.0, "presence_penalty": 2.0},
+    "negative penalties": {"frequency_penalty": -1.0, "presence_penalty": -1.0, "top_k": 20},
+    "all penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5, "top_p": 0.9},
+    "bias": {"temperature": 0.0, "logit_bias": ((3, 100.0), (4, -100.0))},
+    "integer bias": {"logit_bias": ((3, 5), (699, 4))},
+    "allowed": {"allowed_ids": (7, 11, 400, 7)},
+    "banned": {"temperature": 0.0, "banned_ids": tuple(range(0, 600))},
+    "min_tokens": {"min_tokens": 3, "stop_ids": tuple(range(100, 700))},
+    "min_tokens greedy": {"temperature": 0.0, "min_tokens": 2, "stop_ids": tuple(range(0, 690))},
+    "everything": {
+        "temperature": 0.9,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.001,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.2,
+        "logit_bias": ((5, 2.0), (9, -3.0)),
+        "allowed_ids": tuple(range(0, 500)),
+        "banned_ids": (1, 2, 3),
+        "min_tokens": 2,
+        "stop_ids": (10, 11, 12),
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_each_option_does_what_the_reference_does(name: str) -> None:
+    requests = Requests()
+    rng = torch.Generator().manual_seed(3)
+    for slot in range(SLOTS):
+        requests.admit(slot, Sampling(**OPTIONS[name], seed=slot), [slot, 5, 5, 650])
+    for _ in range(6):
+        requests.step(torch.randn(SLOTS, VOCAB, generator=rng) * 3, list(range(SLOTS)))
+
+
+def random_sampling(rng: np.random.Generator) -> Sampling:
+    """Options of one or several of the cases above, with a seed of its own."""
+    names = rng.choice(list(OPTIONS), size=rng.integers(1, 4), replace=False)
+    options: dict[str, Any] = {}
+    for name in names:
+        options |= OPTIONS[name]
+    if "banned_ids" in options:
+        options.pop("allowed_ids", None)  # together with min_tokens they would leave nothing
+        options.pop("stop_ids", None)
+    return Sampling(**options, seed=int(rng.integers(2**64, dtype=np.uint64)))
+
+
+def test_mixed_batches_do_what_the_reference_does() -> None:
+    rng = np.random.default_rng(5)
+    requests = Requests()
+    for _ in range(120):
+        for slot in range(SLOTS):
+            if slot not in requests.state or rng.random() < 0.2:
+                prompt = rng.integers(0, VOCAB, rng.integers(1, 9)).tolist()
+                output = rng.integers(0, VOCAB, rng.integers(0, 4)).tolist()  # as after a preemption
+                requests.admit(slot, random_sampling(rng), prompt, output)
+        slots = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)].tolist()
+        requests.step(torch.from_numpy(rng.normal(0, 3, (len(slots), VOCAB)).astype(np.float32)), slots)
+
+
+def test_a_request_gets_the_same_tokens_alone_and_in_a_thousand_different_batches() -> None:
+    rng = np.random.default_rng(11)
+    together, alone = Sampler(VOCAB, SLOTS, CPU), Sampler(VOCAB, SLOTS, CPU)
+    kinds = [Sampling(**options, seed=i) for i, options in enumerate(OPTIONS.values())]
+    for _ in range(1000):
+        slots = rng.permutation(SLOTS)[: rng.integers(2, 6)].tolist()
+        positions = rng.integers(6, 2000, len(slots)).tolist()
+        logits = torch.from_numpy(rng.normal(0, 2, (len(slots), VOCAB)).astype(np.float32))
+        chosen = [kinds[i] for i in rng.integers(0, len(kinds), len(slots))]
+        tokens = [rng.integers(0, VOCAB, 6).astype(np.int32) for _ in slots]
+        for slot, sampling, history in zip(slots, chosen, tokens, strict=True):
+            together.admit(slot, sampling, history, 3)
+        expected = together.sample(logits, slots, positions)[0].tolist()
+        row = int(rng.integers(len(slots)))
+        alone.admit(0, chosen[row], tokens[row], 3)
+        got, _, _ = alone.sample(logits[row : row + 1].clone(), [0], [positions[row]])
+        assert got.tolist() == [expected[row]]
+
+
+@pytest.mark.parametrize("vocab", [49152, 50257])
+def test_a_large_vocabulary_gives_bitwise_the_same_weights_alone_batched_and_with_any_number_of_threads(
+    vocab: int,
+) -> None:
+    padded = -(-vocab // draw.BLOCK) * draw.BLOCK
+    logits = torch.randn(24, vocab, generator=torch.Generator().manual_seed(0)) * 2
+    options = {
+        "min_p": torch.linspace(0, 1e-4, 24)[:, None],
+        "top_k": torch.arange(50, 5050, 208)[:24, None],
+        "top_p": torch.linspace(0.5, 1.0, 24, dtype=torch.float64)[:, None],
+    }
+    uniform = torch.rand(24, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def run(rows: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights = torch.zeros(len(logits[rows]), padded)
+        weights[:, :vocab] = (logits[rows] - logits[rows].amax(-1, keepdim=True)).exp()
+        part = {name: value[rows] for name, value in options.items()}
+        draw.filter_weights(weights, torch.empty_like(weights), **part, max_top_k=int(part["top_k"].max()))
+        return weights, draw.cumulative(weights), draw.draw(weights, uniform[rows])
+
+    one_thread = run(slice(0, 24))
+    torch.set_num_threads(2)
+    together = run(slice(0, 24))
+    for row in range(24):
+        for a, b, c in zip(run(slice(row, row + 1)), together, one_thread, strict=True):
+            assert torch.equal(a[0], b[row]) and torch.equal(a[0], c[row])
+
+
+def test_filters_keep_exactly_the_tokens_of_the_reference() -> None:
+    """Flat rows have nuclei far beyond the candidates, so both ways to find the threshold are taken."""
+    rng = np.random.default_rng(2)
+    vocab, kept = 5120, set()
+    filters = [(0, 0.9, 0.0), (0, 0.5, 0.0), (40, 1.0, 0.0), (2000, 0.9, 0.0), (0, 0.99, 0.003)]
+    for temperature, (top_k, top_p, min_p) in itertools.product([0.3, 1.0, 4.0], filters):
+        logits = rng.normal(0, 2, (6, vocab)).astype(np.float32)
+        weights = torch.from_numpy(np.exp((logits - logits.max(1, keepdims=True)) / np.float32(temperature)))
+        expected = np.stack(
+            [
+                reference_probabilities(np.log(row.astype(np.float64)), Sampling(top_k=top_k, top_p=top_p, min_p=min_p))
+                for row in weights.numpy()
+            ]
+        )
+        column = torch.ones(6, 1)
+        draw.filter_weights(
+            weights,
+            torch.empty_like(weights),
+            column * min_p,
+            (column * (top_k or vocab)).long(),
+            column.double() * top_p,
+            max_top_k=top_k,
+        )
+        assert ((weights.numpy() > 0) == (expected > 0)).all()
+        kept.add(int((expected > 0).sum(1).max()))
+    assert min(kept) < 40 and max(kept) > 2 * draw.CANDIDATES
+
+
+def test_tokens_tied_with_the_last_one_kept_are_kept() -> None:
+    requests = Requests(vocab=6, slots=1)
+    drawn = set()
+    for seed in range(200):
+        requests.admit(0, Sampling(top_k=2, seed=seed), [0])
+        drawn |= set(requests.step(torch.tensor([[1.0, 0.5, 0.5, 0.5, -1.0, 0.4]]), [0]))
+    assert drawn == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_p": 0.9}, {"top_k": 12, "min_p": 0.05}])
+def test_draws_have_the_distribution_of_the_reference(options: dict[str, Any]) -> None:
+    vocab, rows = 60, 200
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(4)) * 1.5
+    requests = Requests(vocab=vocab, slots=rows)
+    for slot in range(rows):
+        requests.admit(slot, Sampling(**options, seed=slot), [0])
+    expected = reference_probabilities(logits[0].double().numpy(), Sampling(**options))
+    counts = np.zeros(vocab)
+    for position in range(1, 101):
+        tokens, _, _ = requests.sampler.sample(logits.expand(rows, -1), list(range(rows)), [position] * rows)
+        counts += np.bincount(tokens.numpy(), minlength=vocab)
+    kept = expected > 0
+    assert counts[~kept].sum() == 0
+    wanted = expected[kept] * counts.sum()
+    chi_square, freedom = ((counts[kept] - wanted) ** 2 / wanted).sum(), kept.sum() - 1
+    assert abs(chi_square - freedom) < 4 * math.sqrt(2 * freedom)
+
+
+def test_uniforms_are_even_and_unrelated_between_neighbouring_seeds_and_positions() -> None:
+    seeds, positions = np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300))
+    u = draw.uniforms(seeds, positions)
+    assert u.min() >= 0 and u.max() < 1
+    counts = np.bincount((u.ravel() * 100).astype(int), minlength=100)
+    assert abs(((counts - 900) ** 2 / 900).sum() - 99) < 4 * math.sqrt(2 * 99)
+    for a, b in [(u[:, :-1], u[:, 1:]), (u[:-1], u[1:]), (u[:-1, 1:], u[1:, :-1])]:
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.015
+    assert len(np.unique(u)) == u.size
+    assert draw.uniforms(np.array([2**64 - 1], np.uint64), np.array([2**31]))[0] != u[0, 0]
+
+
+def test_a_seed_gives_the_same_tokens_again_and_another_seed_gives_others() -> None:
+    rng = torch.Generator().manual_seed(8)
+    steps = [torch.randn(1, VOCAB, generator=rng) for _ in range(20)]
+
+    def tokens(seed: int) -> list[int]:
+        requests = Requests()
+        requests.admit(0, Sampling(seed=seed), [1, 2])
+        return [requests.step(logits, [0])[0] for logits in steps]
+
+    assert tokens(1) == tokens(1)
+    assert tokens(1) != tokens(2)
+
+
+def test_a_preempted_request_goes_on_as_if_it_had_not_been() -> None:
+    sampling = Sampling(repetition_penalty=1.3, frequency_penalty=0.8, min_tokens=6, stop_ids=(1, 2), seed=9)
+    rng = torch.Generator().manual_seed(8)
+    steps = [torch.randn(1, VOCAB, generator=rng) for _ in range(12)]
+    whole, resumed = Requests(), Requests()
+    whole.admit(3, sampling, [4, 5])
+    expected = [whole.step(logits, [3])[0] for logits in steps]
+    resumed.admit(0, sampling, [4, 5])
+    got = [resumed.step(logits, [0])[0] for logits in steps[:5]]
+    resumed.admit(0, Sampling(frequency_penalty=2.0), [7])  # somebody else in the slot meanwhile
+    resumed.step(steps[0], [0])
+    resumed.admit(5, sampling, [4, 5], got)
+    got += [resumed.step(logits, [5])[0] for logits in steps[5:]]
+    assert got == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_fails_alone(temperature: float, value: float) -> None:
+    requests = Requests()
+    for slot in range(4):
+        requests.admit(slot, Sampling(temperature=temperature, seed=slot, top_p=0.9, logprobs=1), [0])
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
+    expected, _, _ = requests.sampler.sample(logits, [0, 1, 2, 3], [1] * 4)
+    logits[2, 345] = value
+    tokens, logprobs, errors = requests.sampler.sample(logits, [0, 1, 2, 3], [1] * 4)
+    assert errors == {2: NOT_FINITE}
+    assert tokens.tolist() == [*expected[:2].tolist(), 0, int(expected[3])]
+    assert set(logprobs) == {0, 1, 3}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_with_every_token_banned_fails_alone(temperature: float) -> None:
+    requests = Requests()
+    everything = tuple(range(VOCAB))
+    requests.admit(0, Sampling(temperature=temperature, banned_ids=everything), [0])
+    requests.admit(1, Sampling(temperature=temperature, allowed_ids=(5,)), [0])
+    requests.admit(2, Sampling(temperature=temperature, allowed_ids=(5, 6), stop_ids=(5, 6), min_tokens=1), [0])
+    tokens, _, errors = requests.sampler.sample(torch.zeros(3, VOCAB), [0, 1, 2], [1, 1, 1])
+    assert errors == {0: NOTHING_LEFT, 2: NOTHING_LEFT}
+    assert tokens.tolist() == [0, 5, 0]
+    tokens, _, errors = requests.sampler.sample(torch.zeros(3, VOCAB), [0, 1, 2], [1, 2, 2])
+    assert errors == {0: NOTHING_LEFT}
+
+
+def test_bfloat16_logits_are_sampled_as_their_float32_values() -> None:
+    rng = torch.Generator().manual_seed(6)
+    logits = (torch.randn(SLOTS, VOCAB, generator=rng) * 3).bfloat16()
+    results = []
+    for values in (logits, logits.float()):
+        sampler = Sampler(VOCAB, SLOTS, CPU)
+        for slot in range(SLOTS):
+            sampling = Sampling(temperature=slot % 2, top_p=0.9, frequency_penalty=slot % 3, seed=slot, logprobs=3)
+            sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 1)
+        results.append(sampler.sample(values, list(range(SLOTS)), [3] * SLOTS))
+    assert torch.equal(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def assert_is_logprobs(found: TokenLogprobs, logits: np.ndarray, chosen: int, num: int) -> None:
+    x = logits.astype(np.float64)
+    values = x - x.max() - np.log(np.exp(x - x.max()).sum())
+    order = np.argsort(-x, kind="stable")[: len(x) if num < 0 else num]
+    assert found.ids[0] == chosen
+    np.testing.assert_allclose(found.values, values[list(found.ids)], atol=2e-5)
+    np.testing.assert_allclose(found.values[1:], values[order], atol=2e-5)
+    assert len(set(found.ids[1:])) == len(order)
+    assert found.rank == (x > x[chosen]).sum() + 1
+
+
+def test_logprobs_are_those_of_the_raw_distribution_whatever_was_done_to_it() -> None:
+    requests = Requests()
+    wanted = [None, 0, 1, 20, -1, 20, None, 3]
+    for slot, num in enumerate(wanted):
+        options = list(OPTIONS.values())[3 * slot]
+        requests.admit(slot, Sampling(**options, seed=slot, logprobs=num), [slot, 2])
+    logits = torch.randn(SLOTS, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+    slots = [5, 0, 3, 4, 1, 2, 7, 6]
+    tokens, logprobs, _ = requests.sampler.sample(logits, slots, [2] * SLOTS)
+    assert set(logprobs) == {row for row, slot in enumerate(slots) if wanted[slot] is not None}
+    for row, found in logprobs.items():
+        num = wanted[slots[row]]
+        assert num is not None
+        assert_is_logprobs(found, logits[row].numpy(), int(tokens[row]), num)
+        assert len(found.ids) == 1 + (VOCAB if num < 0 else num)
+
+
+def test_prompt_logprobs_follow_the_prompt() -> None:
+    logits = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
+    prompt = torch.arange(9) * 70
+    for num in (0, 5, -1):
+        for row, found in enumerate(prompt_logprobs(logits, prompt, num)):
+            assert_is_logprobs(found, logits[row].numpy(), int(prompt[row]), num)
+    assert prompt_logprobs(logits[:0], prompt[:0], 5) == []
+    logits[4, 4] = math.nan
+    with pytest.raises(ValueError, match="not finite"):
+        prompt_logprobs(logits, prompt, 5)
+
+
+def test_tokens_that_tie_for_the_first_place_have_rank_one() -> None:
+    logits = torch.tensor([[2.0, 1.0, 2.0, 0.0]])
+    assert [found.rank for found in prompt_logprobs(logits.expand(3, -1), torch.tensor([0, 1, 2]), 0)] == [1, 3, 1]
+
+
+def test_more_rows_than_fit_the_working_memory_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = torch.Generator().manual_seed(2)
+    logits = torch.randn(SLOTS, VOCAB, generator=rng)
+    results = []
+    for size in (1 << 22, 3 * 4 * 768, 1):
+        monkeypatch.setitem(WORK_BYTES, "cpu", size)
+        sampler = Sampler(VOCAB, SLOTS, CPU)
+        for slot in range(SLOTS):
+            sampling = msgspec.structs.replace(random_sampling(np.random.default_rng(slot)), logprobs=slot)
+            sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 1)
+        results.append(sampler.sample(logits, list(range(SLOTS)), [3] * SLOTS))
+    for tokens, logprobs, errors in results[1:]:
+        assert torch.equal(tokens, results[0][0]) and logprobs == results[0][1] and errors == results[0][2]
+
+
+def test_plain_greedy_rows_make_no_copy_of_the_logits() -> None:
+    sampler = Sampler(VOCAB, SLOTS, CPU)
+    for slot in range(SLOTS):
+        sampler.admit(slot, Sampling(temperature=0.0, stop_ids=(2,), top_p=0.5, top_k=3), np.array([1], np.int32), 1)
+    logits = torch.randn(SLOTS, VOCAB)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        sampled = sampler.start(logits, list(range(SLOTS)), [1] * SLOTS)
+    assert torch.equal(sampled.tokens, logits.argmax(-1))
+    largest = max((event.self_cpu_memory_usage for event in profile.key_averages()), default=0)
+    assert largest < VOCAB * 4
