@@ -1,0 +1,65 @@
+"""The core loop: what its heartbeat may conclude from a step's age."""
+
+from penstock.engine.client import AsyncEngine
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.core import STEP_DEADLINE_PER_TOKEN_S, STEP_DEADLINE_S, EngineCore
+from penstock.engine.messages import Heartbeat
+from penstock.executor.oracle import OracleExecutor
+from penstock.executor.protocol import ExecutorConfig, Step
+from tests.engine.simulation import submit
+
+CONFIG = EngineConfig(
+    executor=ExecutorConfig(kind="oracle", max_model_len=4096, hf_overrides={"vocab_size": 50}),
+    scheduler=SchedulerConfig(),
+)
+
+
+class Watched(OracleExecutor):
+    """Looks at the core while a step runs."""
+
+    def __init__(self, max_in_flight: int) -> None:
+        super().__init__(CONFIG.executor, max_in_flight)
+        self.core: EngineCore | None = None
+        self.now_s = 0.0
+        self.seen: list[tuple[float | None, float]] = []
+
+    def submit(self, step: Step) -> None:
+        super().submit(step)
+        self.seen.append((self.core.step_started_s, self.core.step_deadline_s))
+        self.now_s += 10.0
+
+
+def run(max_in_flight: int, prompt: list[int]) -> Watched:
+    executor = Watched(max_in_flight)
+    core = executor.core = EngineCore(CONFIG, executor, clock=lambda: executor.now_s)
+    core.submit(submit("a", prompt, max_tokens=3))
+    while core.has_work():
+        core.step()
+    assert core.step_started_s is None, "an idle core has no step that could be overdue"
+    return executor
+
+
+def test_a_step_is_timed_from_its_submission_and_the_next_from_the_result_before_it():
+    assert [started for started, _ in run(1, [1]).seen] == [0.0, 10.0, 20.0]
+    assert [started for started, _ in run(2, [1]).seen] == [0.0, 0.0, 20.0]
+
+
+def test_the_deadline_grows_with_the_positions_of_the_step():
+    deadlines = [deadline for _, deadline in run(1, [1] * 2048).seen]
+    assert deadlines[0] == STEP_DEADLINE_S + STEP_DEADLINE_PER_TOKEN_S * 2048
+    assert deadlines[1] == STEP_DEADLINE_S + STEP_DEADLINE_PER_TOKEN_S
+
+
+def test_health_fails_on_an_overdue_step_and_not_on_a_long_one():
+    engine = AsyncEngine(CONFIG)
+    assert engine.health().reason == "the model is loading" and engine.health().alive
+
+    class Ready:
+        done = staticmethod(lambda: True)
+        cancelled = staticmethod(lambda: False)
+
+    engine._ready = Ready()
+    engine._receive(Heartbeat(num_steps=1, step_age_s=900.0, overdue_s=0.0))
+    assert engine.health().ready
+    engine._receive(Heartbeat(num_steps=1, step_age_s=2000.0, overdue_s=12.0))
+    assert not engine.health().alive and "12 s beyond its deadline" in engine.health().reason

