@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.greedy import Sampler, prompt_logprobs
 from penstock.executor.layout import Layout
 from penstock.executor.models.registry import Model
 from penstock.executor.pooling import Pooler
 from penstock.executor.protocol import Step, StepResult, TokenLogprobs
+from penstock.executor.sampler import Sampled, Sampler, prompt_logprobs
 from penstock.executor.slots import Slots
 
 PROMPT_LOGPROB_ROWS = 128  # logits of so many prompt positions at a time: a whole prompt's would fill the memory
@@ -27,9 +27,8 @@ class Launched:
 
     step: Step
     started_s: float
-    sampled: torch.Tensor | None = None  # [S] int64
+    sampled: Sampled | None = None
     sampled_rows: list[int] = field(default_factory=list)
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     embeddings: dict[int, bytes] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -53,17 +52,23 @@ class ModelRunner:
         return launched
 
     def finish(self, launched: Launched) -> StepResult:
-        tokens = [-1] * len(launched.step.rows)
+        tokens, logprobs, errors = [-1] * len(launched.step.rows), {}, launched.errors
         if launched.sampled is not None:
-            for row, token in zip(launched.sampled_rows, launched.sampled.tolist(), strict=True):
+            rows = launched.sampled_rows
+            found, failed = launched.sampled.wait()
+            for row, token in zip(rows, launched.sampled.tokens.tolist(), strict=True):
                 tokens[row] = token
+            logprobs = {rows[index]: value for index, value in found.items()}
+            errors |= {rows[index]: text for index, text in failed.items()}
+        for row in errors:
+            tokens[row] = -1
         return StepResult(
             launched.step.step_id,
             tokens,
-            launched.logprobs,
+            logprobs,
             launched.prompt_logprobs,
             launched.embeddings,
-            launched.errors,
+            errors,
             time.monotonic() - launched.started_s,
         )
 
@@ -151,13 +156,10 @@ class ModelRunner:
     def _sample(self, layout: Layout, hidden: torch.Tensor, launched: Launched) -> None:
         """hidden [S, hidden]; the tokens go to the table for the next step, and on their way to the host."""
         slots, positions = layout.slots[layout.samples], layout.context_lens[layout.samples]
-        rows = layout.order[layout.samples].tolist()
-        logits = self._model.logits(hidden).float()
-        sampled, logprobs, errors = self._sampler.sample(logits, slots.tolist(), positions.tolist())
-        self._slots.tokens.view(-1)[self._tensor(slots * self._slots.width + positions)] = sampled.to(torch.int32)
-        launched.sampled, launched.sampled_rows = sampled, rows
-        launched.logprobs = {rows[index]: value for index, value in logprobs.items()}
-        launched.errors |= {rows[index]: text for index, text in errors.items()}
+        sampled = self._sampler.start(self._model.logits(hidden).float(), slots.tolist(), positions.tolist())
+        index = self._tensor(slots * self._slots.width + positions)
+        self._slots.tokens.view(-1)[index] = sampled.tokens.to(torch.int32)
+        launched.sampled, launched.sampled_rows = sampled, layout.order[layout.samples].tolist()
 
     def _tensor(self, array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(self._device, non_blocking=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.executor.greedy import Sampler
 from penstock.executor.loading.load import load_model
 from penstock.executor.loading.weights import Shard
 from penstock.executor.memory import allocate_kv, plan_kv
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo, Step, StepResult
 from penstock.executor.runner import Launched, ModelRunner
+from penstock.executor.sampler import Sampler
 from penstock.executor.slots import Slots
 
 

@@ -27,8 +27,12 @@ class Ops:
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
 
 
-def select_ops(device: torch.device) -> Ops:
-    """The fastest set there is for a device."""
+def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
+    """The fastest set there is for a model of this kind."""
+    if device.type == "cpu":
+        from penstock.executor.kernels.cpu_ops import make_ops
+
+        return make_ops(dtype, head_dim)
     from penstock.executor.kernels import torch_ops
 
     return torch_ops.OPS

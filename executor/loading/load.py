@@ -47,7 +47,7 @@ def load_model(
     else:
         reader = CheckpointReader(checkpoint, config.model)
         weights = Weights(reader, dtype, device, shard, progress)
-    model = architecture.build(spec, weights, select_ops(device), num_positions, device)
+    model = architecture.build(spec, weights, select_ops(device, dtype, spec.head_dim), num_positions, device)
     if reader is not None:
         reader.check_all_read(("lm_head.weight",) if spec.tied_head else ())
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.

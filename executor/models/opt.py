@@ -26,6 +26,7 @@ class OptSpec:
     intermediate_size: int
     num_layers: int
     num_heads: int
+    head_dim: int
     max_positions: int
     embedding_size: int  # projected to hidden_size and back where they differ
     norm_first: bool
@@ -47,6 +48,7 @@ def read_opt(fields: Fields) -> OptSpec:
         intermediate_size=fields.integer("ffn_dim"),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=num_heads,
+        head_dim=hidden_size // num_heads,
         max_positions=fields.integer("max_position_embeddings"),
         embedding_size=fields.integer("word_embed_proj_dim", hidden_size),
         norm_first=norm_first,
@@ -111,7 +113,7 @@ class _LayerNorm:
 class _Layer:
     def __init__(self, spec: OptSpec, prefix: str, weights: Weights, ops: Ops, no_rotation: torch.Tensor) -> None:
         self._ops, self._no_rotation, self._norm_first = ops, no_rotation, spec.norm_first
-        self._head_dim = spec.hidden_size // spec.num_heads
+        self._head_dim = spec.head_dim
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.bias
         self._attention_norm = _LayerNorm(weights, f"{prefix}self_attn_layer_norm", hidden)
         self._mlp_norm = _LayerNorm(weights, f"{prefix}final_layer_norm", hidden)

@@ -21,6 +21,7 @@ class Spec(Protocol):
 
     vocab_size: int
     hidden_size: int
+    head_dim: int
     max_positions: int
     tied_head: bool
 

@@ -1,6 +1,7 @@
 """Weights come from somewhere: what loads must be whole and expected, and what does not says what is wrong with it."""
 
 import json
+import os
 import shutil
 import struct
 import subprocess
@@ -124,7 +125,9 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
         f"try: open_executor(ExecutorConfig(model={str(model)!r}))\n"
         "except ExecutorError as error: print(error)"
     )
-    out = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    command, paths = [sys.executable, "-O", "-c", code], os.pathsep.join(sys.path)
+    environment = {**os.environ, "PYTHONPATH": paths}
+    out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=environment)
     assert "auto_map" in out.stdout
 
 
