@@ -1,0 +1,92 @@
+"""Texts that tokenizers get wrong, and small tokenizers of every kind, trained here in milliseconds."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+PIECES = [
+    *("hello", " world", "The", " quick", "don't", "I'LL", "we've", " 's", "123", "4567890", " 3.14", "\n", "\n\n"),
+    *("\r\n", "\t", "  ", "     ", " ", "é", "e\u0301", "ñ", "\u212b", "日本語", "中文字符", "한국어", "ไทย", "မြန်မာ"),
+    *("עברית", "مرحبا", "हिन्दी", "😀", "👩‍👩‍👧‍👦", "🇩🇪", "☃️", "def f(x):\n    return x", "{}", "[]", "==", "!="),
+    *("</s>", "<s>", "<|im_end|>", "<|im_start|>", "...", "—", "“quoted”", "\u00a0", "\u200b", "\ufeff", "\x00", "_"),
+    *("__init__", "camelCaseHTTPServer", "Ⅷ", "½", "²", "٣٤", "$100", "a.b@c.d", "https://x.y/z?q=1&r=2", "//", "/*"),
+    *("<0x41>", "▁", "Ġ", "ＡＢ", "<think>", "ß", "İ", "ǅ", "\u2028"),
+]
+RANGES = [(32, 126), (0xA0, 0x24F), (0x370, 0x5FF), (0x4E00, 0x9FFF), (0x1F300, 0x1FAFF)]
+CORPUS = [
+    "The quick brown fox doesn't jump over 12 lazy dogs; it's 2024!\n\n  def f(x): return x + 1",
+    "日本語 é ñ hello world",
+]
+
+
+def texts(count: int, seed: int = 0) -> list[str]:
+    """`count` random texts, and each of the pieces alone."""
+    rng = random.Random(seed)
+
+    def piece() -> str:
+        return rng.choice(PIECES) if rng.random() < 0.8 else chr(rng.randint(*rng.choice(RANGES)))
+
+    return [*PIECES, *("".join(piece() for _ in range(rng.randint(0, 12))) for _ in range(count))]
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, initial_alphabet=alphabet, special_tokens=special, show_progress=False, min_frequency=1
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    return tokenizer
+
+
+def sentencepiece(prefix: bool = True) -> Tokenizer:
+    """Llama's kind: unknown, ends, 256 byte tokens, then pieces with ▁ for a space."""
+    learner = Tokenizer(models.BPE())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    learner.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=160, show_progress=False, min_frequency=1))
+    learned = json.loads(learner.to_str())["model"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    merged = ["".join(merge) for merge in learned["merges"]]
+    names += merged + [name for name in learned["vocab"] if name not in merged]
+    merges = [tuple(merge) for merge in learned["merges"]]
+    vocab = {name: index for index, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    replace = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in names[:3]])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A"], pair=["<s>", "$A", "$B:1"], special_tokens=[("<s>", 1)]
+    )
+    return tokenizer
+
+
+def metaspace(scheme: str = "always") -> Tokenizer:
+    tokenizer = sentencepiece()
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    return tokenizer
+
+
+def undecorated() -> Tokenizer:
+    """No decoder at all: the library puts spaces between the tokens."""
+    tokenizer = sentencepiece()
+    tokenizer.decoder = None
+    return tokenizer
+
+
+def folder(path: Path, tokenizer: Tokenizer, **files: dict[str, Any]) -> Path:
+    """A model folder: folder(path, tokenizer, config={…}, tokenizer_config={…}) writes config.json and so on."""
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    for name, content in {"config": {}, **files}.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path

@@ -1,0 +1,137 @@
+"""Streaming detokenizing: however a sequence is cut, its pieces add up to the whole that the library decodes."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders
+
+from penstock.engine.model_files import ModelRefused
+from penstock.engine.text.detokenize import Detokenizer, byte_alphabet
+from tests.engine.text import samples
+
+KINDS = {
+    "byte level": samples.byte_level,
+    "sentencepiece with a space prefix": samples.sentencepiece,
+    "sentencepiece without": lambda: samples.sentencepiece(prefix=False),
+    "metaspace always": samples.metaspace,
+    "metaspace never": lambda: samples.metaspace("never"),
+    "no decoder": samples.undecorated,
+}
+
+
+@pytest.fixture(params=KINDS, name="tokenizer")
+def _tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    tokenizer = KINDS[request.param]()
+    tokenizer.add_special_tokens(["<|tool|>"])
+    tokenizer.add_tokens(["<think>", "two words", "日本"])
+    return tokenizer
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset(index for index, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+
+
+def streamed(detokenizer: Detokenizer, ids: list[int], skip: bool, rng: random.Random) -> str:
+    stream = detokenizer.stream(skip)
+    parts = []
+    while ids:
+        count = rng.randint(1, 4)
+        parts.append(stream.push(ids[:count]))
+        ids = ids[count:]
+    return "".join(parts) + stream.flush()
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_random_ids_stream_to_what_the_library_decodes_at_once(tokenizer: Tokenizer, skip: bool) -> None:
+    """Random ids are mostly invalid UTF-8, with special tokens and ids beyond the vocabulary in between."""
+    detokenizer = Detokenizer(tokenizer, special_ids(tokenizer))
+    rng = random.Random(0)
+    size = tokenizer.get_vocab_size()
+    for _ in range(1500):
+        ids = [rng.randrange(size + 2) for _ in range(rng.randint(0, 20))]
+        assert streamed(detokenizer, ids, skip, rng) == tokenizer.decode(ids, skip_special_tokens=skip), ids
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_real_text_streams_to_what_the_library_decodes_at_once(tokenizer: Tokenizer, skip: bool) -> None:
+    detokenizer = Detokenizer(tokenizer, special_ids(tokenizer))
+    rng = random.Random(1)
+    for text in samples.texts(500):
+        ids = tokenizer.encode(text).ids
+        assert streamed(detokenizer, ids, skip, rng) == tokenizer.decode(ids, skip_special_tokens=skip), text
+
+
+def test_a_character_split_over_tokens_comes_when_it_is_complete() -> None:
+    tokenizer = samples.byte_level()
+    stream = Detokenizer(tokenizer, frozenset()).stream()
+    ids = tokenizer.encode("😀").ids
+    assert len(ids) == 4
+    assert [stream.push([token_id]) for token_id in ids] == ["", "", "", "😀"]
+    assert stream.flush() == ""
+
+
+def test_what_is_left_of_a_character_at_the_end_comes_with_the_flush() -> None:
+    tokenizer = samples.byte_level()
+    stream = Detokenizer(tokenizer, frozenset()).stream()
+    assert stream.push(tokenizer.encode("a😀").ids[:-1]) == "a"
+    assert stream.flush() == "\ufffd"
+
+
+def test_a_run_of_byte_tokens_waits_for_its_end_because_one_bad_byte_spoils_all_of_it() -> None:
+    tokenizer = samples.sentencepiece()
+    good, bad = ([tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data] for data in ("日".encode(), b"\xe6"))
+    letter = tokenizer.token_to_id("a")
+    detokenizer = Detokenizer(tokenizer, frozenset())
+    stream = detokenizer.stream()
+    assert [stream.push([token_id]) for token_id in [*good, letter]] == ["", "", "", "日a"]
+    stream = detokenizer.stream()
+    assert [stream.push([token_id]) for token_id in [*good, *bad, letter]] == ["", "", "", "", "\ufffd" * 4 + "a"]
+
+
+@pytest.mark.parametrize("make", [samples.sentencepiece, samples.metaspace])
+def test_the_space_before_the_first_word_goes_unless_the_text_continues_a_prompt(make) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode("hello world", add_special_tokens=False).ids
+    detokenizer = Detokenizer(tokenizer, frozenset())
+    assert detokenizer.stream().push(ids) == "hello world"
+    assert detokenizer.stream(keep_leading_space=True).push(ids) == " hello world"
+
+
+def test_the_bytes_of_single_tokens_are_those_of_the_text() -> None:
+    for make in (samples.byte_level, lambda: samples.sentencepiece(prefix=False)):
+        tokenizer = make()
+        detokenizer = Detokenizer(tokenizer, frozenset())
+        for text in samples.texts(200):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            if "▁" not in text:  # SentencePiece's own mark for a space cannot be told from one
+                assert b"".join(map(detokenizer.token_bytes, ids)) == text.encode()
+
+
+def test_an_id_that_the_vocabulary_lacks_has_no_bytes() -> None:
+    assert Detokenizer(samples.sentencepiece(), frozenset()).token_bytes(1 << 20) == b""
+    assert Detokenizer(samples.byte_level(), frozenset()).token_bytes(1 << 20) == b""
+
+
+def test_the_byte_alphabet_is_that_of_the_library() -> None:
+    from tokenizers import pre_tokenizers
+
+    assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
+    for character, byte in byte_alphabet().items():
+        if byte < 128:
+            assert decoders.ByteLevel().decode([character]) == chr(byte)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        decoders.WordPiece(),
+        decoders.CTC(),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+        decoders.Sequence([decoders.Strip(" ", 1, 0), decoders.Fuse()]),
+    ],
+)
+def test_a_decoder_that_is_not_understood_is_refused_rather_than_approximated(decoder: decoders.Decoder) -> None:
+    tokenizer = samples.sentencepiece()
+    tokenizer.decoder = decoder
+    with pytest.raises(ModelRefused, match="its decoder is .*; supported are ByteLevel"):
+        Detokenizer(tokenizer, frozenset())

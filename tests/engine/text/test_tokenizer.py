@@ -1,0 +1,192 @@
+"""Tokenizers of model folders: what ends a text, what is special, what is refused, and what `save` keeps."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.model_files import ModelError, ModelFiles, ModelNotFound, ModelRefused
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
+from tests.engine.text import samples
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def load(folder: Path) -> Tokenizer:
+    return load_tokenizer(ModelFiles("m", folder, "hf", json.loads((folder / "config.json").read_text())))
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"generation_config": {"eos_token_id": [1, 2]}, "config": {"eos_token_id": 5}}, {1, 2}),
+        ({"generation_config": {"eos_token_id": 2}}, {2}),
+        ({"config": {"eos_token_id": 2}, "generation_config": {"bos_token_id": 1}}, {2}),
+        ({"config": {"text_config": {"eos_token_id": [3, 4]}}}, {3, 4}),
+        ({"config": {"eos_token_id": 5}, "tokenizer_config": {"eos_token": "<|im_end|>"}}, {2, 5}),
+        ({"tokenizer_config": {"eos_token": {"content": "<|im_end|>", "lstrip": False}}}, {2}),
+        ({"special_tokens_map": {"eos_token": "<|endoftext|>"}}, {0}),
+        ({"tokenizer_config": {"eos_token": "<|not a token|>"}}, set()),
+    ],
+)
+def test_the_ids_that_end_a_text_come_from_every_file_that_names_them(tmp_path: Path, files: dict, ids: set) -> None:
+    assert load(samples.folder(tmp_path, samples.byte_level(), **files)).eos_ids == ids
+
+
+def test_named_tokens_are_special_even_if_tokenizer_json_does_not_say_so(tmp_path: Path) -> None:
+    backend = samples.byte_level()
+    size = backend.get_vocab_size()
+    config = {"bos_token": "he", "pad_token": "[PAD]", "added_tokens_decoder": {str(size): {"content": "<think>"}}}
+    tokenizer = load(samples.folder(tmp_path, backend, tokenizer_config=config))
+    assert tokenizer.bos_id == backend.token_to_id("he")
+    assert tokenizer.bos_id in tokenizer.special_ids
+    assert tokenizer.pad_id is None  # the model has no row for it
+    assert tokenizer.encode("<think>") == [size]
+
+
+def test_added_tokens_whose_ids_contradict_tokenizer_json_are_refused(tmp_path: Path) -> None:
+    config = {"added_tokens_decoder": {"777": {"content": "<think>"}}}
+    folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config=config)
+    with pytest.raises(ModelRefused, match="gives '<think>' the id 777, tokenizer.json leads to \\d+;"):
+        load(folder)
+
+
+def test_special_tokens_are_added_only_where_they_are_asked_for(tmp_path: Path) -> None:
+    tokenizer = load(samples.folder(tmp_path, samples.sentencepiece(), tokenizer_config={"bos_token": "<s>"}))
+    assert tokenizer.encode("hello")[0] == tokenizer.bos_id == 1
+    assert tokenizer.encode("hello", add_special_tokens=False)[0] != 1
+    assert tokenizer.encode_batch(["hello", ""]) == [tokenizer.encode("hello"), [1]]
+
+
+def test_truncation_and_padding_in_tokenizer_json_are_ignored(tmp_path: Path) -> None:
+    backend = samples.byte_level()
+    plain = backend.encode("hello world, hello").ids
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    assert load(samples.folder(tmp_path, backend)).encode("hello world, hello") == plain
+
+
+def test_the_text_of_a_token_keeps_its_space_and_marks_half_a_character(tmp_path: Path) -> None:
+    tokenizer = load(samples.folder(tmp_path, samples.sentencepiece()))
+    assert tokenizer.token_text(tokenizer.backend.token_to_id("▁The")) == " The"
+    assert tokenizer.token_bytes(tokenizer.backend.token_to_id("<0xE6>")) == b"\xe6"
+    assert tokenizer.token_text(tokenizer.backend.token_to_id("<0xE6>")) == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("ab\ud83d", "half of a surrogate pair, U\\+D83D, at character 2"),
+        (7, "int given"),
+        (None, "NoneType given"),
+    ],
+)
+def test_what_is_not_text_is_the_request_s_fault(tmp_path: Path, text: str, sentence: str) -> None:
+    tokenizer = load(samples.folder(tmp_path, samples.byte_level()))
+    with pytest.raises(InvalidRequest, match=sentence):
+        tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32])
+def test_an_id_that_no_vocabulary_has_is_the_request_s_fault(tmp_path: Path, token_id: int) -> None:
+    tokenizer = load(samples.folder(tmp_path, samples.byte_level()))
+    with pytest.raises(InvalidRequest, match=f"tokens: {token_id} is not a token id"):
+        tokenizer.decode([token_id])
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"model": {"type": "Pickle"}}', b"\xff\xfe", b"[" * 100_000])
+def test_a_broken_tokenizer_json_is_refused(tmp_path: Path, content: bytes) -> None:
+    (samples.folder(tmp_path, samples.byte_level()) / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ModelRefused, match="tokenizer.json is not a tokenizer"):
+        load(tmp_path)
+
+
+def test_a_folder_without_any_vocabulary_says_so(tmp_path: Path) -> None:
+    (samples.folder(tmp_path, samples.byte_level()) / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotFound, match="no tokenizer.json and no vocabulary that could be converted"):
+        load(tmp_path)
+
+
+def test_tokenizer_code_of_a_folder_is_refused_and_not_run(tmp_path: Path) -> None:
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config=config)
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')")
+    (folder / "tokenizer.json").rename(folder / "vocab.json")
+    with pytest.raises(ModelRefused, match="wants its own tokenizer code to run"):
+        load(folder)
+    assert not (tmp_path / "canary").exists()
+
+
+def test_another_format_is_converted_by_transformers_in_a_process_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    backend = samples.byte_level()
+    folder = samples.folder(tmp_path / "m", backend, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"})
+    (folder / "tokenizer.json").unlink()
+    backend.model.save(str(folder))  # vocab.json and merges.txt
+    tokenizer = load(folder)
+    assert [tokenizer.encode(text) for text in samples.CORPUS] == [backend.encode(text).ids for text in samples.CORPUS]
+
+
+def test_a_format_that_cannot_be_converted_is_refused_with_the_reason(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config={"tokenizer_class": "LlamaTokenizer"})
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"\x00not a model")
+    with pytest.raises(ModelRefused, match="transformers cannot make one of what it has: .+"):
+        load(folder)
+
+
+def test_chat_templates_of_every_place_are_found(tmp_path: Path) -> None:
+    def found(**files: dict) -> dict[str, str]:
+        return load(samples.folder(tmp_path, samples.byte_level(), **files)).chat_templates
+
+    assert found() == {}
+    assert found(chat_template={"chat_template": "of a processor"}) == {"default": "of a processor"}
+    assert found(tokenizer_config={"chat_template": "one"}) == {"default": "one"}
+    several = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
+    assert found(tokenizer_config={"chat_template": several}) == {"default": "a", "tool_use": "b"}
+    (tmp_path / "chat_template.jinja").write_text("of a file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("c")
+    expected = {"default": "of a file", "rag": "c"}
+    assert found(tokenizer_config={"chat_template": "one"}) == expected
+
+
+@pytest.mark.parametrize("make", [samples.byte_level, samples.sentencepiece])
+def test_transformers_loads_what_was_saved_and_tokenizes_alike(tmp_path: Path, make) -> None:
+    transformers = pytest.importorskip("transformers")
+    ends = {"bos_token": "<s>", "eos_token": "</s>"} if make is samples.sentencepiece else {"eos_token": "<|im_end|>"}
+    config = {**ends, "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"}
+    folder = samples.folder(tmp_path / "a", make(), tokenizer_config=config, generation_config={"eos_token_id": [0, 2]})
+    ours = load(folder)
+    ours.save(tmp_path / "b")
+    (tmp_path / "b" / "config.json").write_text("{}")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "b")
+    again = load(tmp_path / "b")
+    for text in samples.texts(500):
+        ids = ours.encode(text)
+        assert theirs.encode(text) == ids == again.encode(text)
+        assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+    assert theirs.chat_template == config["chat_template"]
+    assert (theirs.eos_token_id, theirs.bos_token_id) == (2, ours.bos_id)
+    assert again.eos_ids == ours.eos_ids == {0, 2}
+    assert (again.special_tokens, again.chat_templates) == (ours.special_tokens, ours.chat_templates)
+
+
+def test_the_text_room_needs_neither_torch_nor_transformers_nor_numpy() -> None:
+    code = (
+        "import sys\n"
+        "import penstock.engine.text.template, penstock.engine.text.tokenizer, penstock.engine.text.hf_tokenizer\n"
+        "import penstock.engine.text.gguf_tokenizer, penstock.engine.output, penstock.engine.model_files\n"
+        "print(*({'torch', 'transformers', 'numpy', 'gguf', 'huggingface_hub'} & set(sys.modules)))"
+    )
+    environment = {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_every_error_of_loading_is_a_model_error() -> None:
+    assert issubclass(ModelRefused, ModelError)
