@@ -96,7 +96,7 @@ def _bisect(weights: Tensor, scratch: Tensor, wanted: Tensor) -> Tensor:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The token at fraction `uniform` [R, 1] float64 of the row's total weight, ids in order; [R] int64.
+    """The token at fraction `uniform` [R, 1] (float64, from `uniforms`) of the row's weight, ids in order; [R] int64.
 
     A token of weight zero is never drawn: the first sum above the target is larger than the sum before it.
     """
@@ -106,7 +106,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     inside = weights.view(len(weights), -1, BLOCK).gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0]
     within = inside.double().cumsum(-1)  # [R, BLOCK]
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
-    # The block's own sum was rounded, so the rest may lie a hair outside it.
-    rest = (target - before).clamp(min=0.0).minimum(within[:, -1:] * (1 - 2.0**-40))
+    # The block's own sum was rounded, so the rest may lie a hair beyond its end.
+    rest = (target - before).minimum(within[:, -1:] * (1 - 2.0**-40))
     index = (within <= rest).sum(-1, keepdim=True).clamp(max=BLOCK - 1)
     return (block * BLOCK + index)[:, 0]
