@@ -18,6 +18,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters; the detokenizer holds this much text back
 MAX_LISTED_IDS = 4096  # per list of token ids or biases; each becomes work in every step
 MAX_LOGIT_BIAS = 100.0
+MAX_COUNT = 2**31 - 1  # of anything counted in tokens: the executor holds it in 32 bits
 
 
 class InvalidRequest(ValueError):
@@ -65,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _integer("n", self.n, 1, MAX_N)
         _number("temperature", self.temperature, 0.0, 2.0)
         _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _integer("top_k", self.top_k, -1, None)
+        _integer("top_k", self.top_k, -1, MAX_COUNT)
         _number("min_p", self.min_p, 0.0, 1.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -73,8 +74,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, None)
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+            _integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        _integer("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise InvalidRequest("stop", f"{len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed")
         for text in self.stop_strings:

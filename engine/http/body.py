@@ -21,7 +21,7 @@ _SPLIT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _KEY = re.compile(rb'[\s{,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 _AFTER_VALUE = re.compile(rb"\s*[,}]")
 _MISSING = re.compile(r"object missing required field `(.*)`")
-_OBJECTION = re.compile(r"(?P<what>.*?)(?: - at `(?P<place>.*)`)?$", re.DOTALL)
+_OBJECTION = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`(?P<place>[^`]*)`)?$", re.DOTALL)
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:

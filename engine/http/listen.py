@@ -80,6 +80,10 @@ class Listener:
     def url(self) -> str:
         return url_of(self.sock)
 
+    @property
+    def connections(self) -> set[GuardedConnection]:
+        return self._state.connections  # type: ignore[return-value]  # all of them were made by _connection
+
     async def start(self) -> None:
         self._config.load()
         _allow_open_files(self.limits.max_connections + SPARE_FILES)
@@ -93,19 +97,17 @@ class Listener:
             self._server.close()
         if self._clock is not None:
             self._clock.cancel()
-        connections = self._state.connections
-        for connection in list(connections):
+        for connection in list(self.connections):
             connection.shutdown()
         await self._settle(grace_s)
-        for connection in list(connections):
-            assert isinstance(connection, GuardedConnection)
+        for connection in list(self.connections):
             connection.transport.abort()  # the application sees a client that disconnects, and cleans up
         await self._settle(grace_s)
 
     async def _settle(self, seconds: float) -> None:
         """Wait until no connection and no request is left, at most so long."""
         deadline_s = time.monotonic() + seconds
-        while (self._state.connections or self._state.tasks) and time.monotonic() < deadline_s:
+        while (self.connections or self._state.tasks) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
 
     async def __aenter__(self) -> "Listener":

@@ -70,7 +70,7 @@ class App:
             ClientGone: _client_gone,
             Exception: _fail,
         }
-        self._templates = frozenset(route.path for route in routes)
+        self.templates = frozenset(route.path for route in routes)
         starlette = Starlette(routes=routes, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
         self._inner: ASGIApp = Authentication(starlette, keys)
@@ -100,7 +100,7 @@ class App:
         """The route as it is written in the table: the label may take no value that a client makes up."""
         if path.startswith("/v1/models/"):
             return "/v1/models/{model:path}"
-        return path if path in self._templates else "unmatched"
+        return path if path in self.templates else "unmatched"
 
 
 def build_app(engine: AsyncEngine, tokenizer: Tokenizer, template: Template | None, config: ServerConfig) -> App:

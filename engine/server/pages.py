@@ -5,7 +5,6 @@ No scripts and nothing from elsewhere, so they work without a network and can be
 
 from collections.abc import Iterable, Sequence
 from html import escape
-
 from typing import TYPE_CHECKING, Any
 
 import msgspec

@@ -120,8 +120,7 @@ def _plain(place: str, message: Message) -> dict[str, Any]:
     if message.role in ("tool", "function"):
         raise HttpError(400, f"{place}.role: tools are not supported yet", param=f"{place}.role")
     for field in ("tool_calls", "function_call", "tool_call_id", "audio"):
-        value = getattr(message, field)
-        if value is not None and bytes(value) not in (b"null", b"[]"):
+        if getattr(message, field) not in (None, []):
             what = "audio is" if field == "audio" else "tools are"
             raise HttpError(400, f"{place}.{field}: {what} not supported", param=f"{place}.{field}")
     content = message.content

@@ -84,14 +84,14 @@ class CompletionRequest(Sampled, kw_only=True):
 class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str
     text: str | None = None
-    cache_control: Raw | None = None  # a hint: every prefix is cached here
+    cache_control: Any = None  # a hint: every prefix is cached here
     # Other types of part, so that the error can say which one it was.
-    image_url: Raw | None = None
-    input_audio: Raw | None = None
-    audio_url: Raw | None = None
-    video_url: Raw | None = None
-    file: Raw | None = None
-    refusal: Raw | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    audio_url: Any = None
+    video_url: Any = None
+    file: Any = None
+    refusal: Any = None
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,11 +101,11 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_content: str | None = None
     # What our own answers, sent back as history, may hold beside these.
     refusal: str | None = None
-    annotations: Raw | None = None
-    audio: Raw | None = None
-    function_call: Raw | None = None
-    tool_calls: Raw | None = None
-    tool_call_id: Raw | None = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+    tool_call_id: Any = None
 
 
 class ChatRequest(Sampled, kw_only=True):

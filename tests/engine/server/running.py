@@ -27,6 +27,7 @@ class Running:
         self.listener = listener
         self.url = listener.url
         self.port = listener.sock.getsockname()[1]
+        self.http = httpx.Client(base_url=self.url, timeout=20)
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the server's thread."""
@@ -45,7 +46,7 @@ class Running:
         return sock
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=20, **options)
+        return self.http.post(path, json=body, **options)
 
     def complete(self, prompt: Any = "abc", **fields: Any) -> httpx.Response:
         return self.post("/v1/completions", {"model": MODEL, "prompt": prompt, **fields})
@@ -80,6 +81,7 @@ def running(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Runni
     try:
         yield started[0]
     finally:
+        started[0].http.close()
         started[0].loop.call_soon_threadsafe(stop.set)
         thread.join(10)
         assert not thread.is_alive()

@@ -1,0 +1,380 @@
+"""Completions and chats as OpenAI's own client reads them, whole and streamed."""
+
+import asyncio
+import base64
+import json
+from array import array
+
+import httpx
+import openai
+import pytest
+
+from penstock.engine.sampling_params import SamplingParams
+from tests.engine.server.fake import INFO, FakeEngine
+from tests.engine.server.running import MODEL, Running, running
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
+        yield made
+
+
+def events(answer: httpx.Response) -> list[dict]:
+    assert answer.status_code == 200, answer.text
+    *lines, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def last_params(server: Running) -> SamplingParams:
+    return server.engine.submitted[-1][1]
+
+
+# Completions.
+
+
+def test_a_completion_has_its_text_reason_and_usage(client):
+    answer = client.completions.create(model=MODEL, prompt="abc", max_tokens=5)
+    assert answer.choices[0].text == "abcab"
+    assert answer.choices[0].finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 5)
+    assert answer.usage.total_tokens == 8
+    assert answer.id.startswith("cmpl-")
+    assert answer.model == MODEL
+
+
+def test_prompts_may_be_one_or_many_texts_or_id_lists(client):
+    for prompt, texts in [
+        ("ab", ["ab"]),
+        (["ab", "cd"], ["ab", "cd"]),
+        ([97, 98], ["ab"]),
+        ([[97], [98, 99]], ["aa", "bc"]),
+    ]:
+        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=2)
+        assert [choice.text for choice in answer.choices] == texts
+        assert [choice.index for choice in answer.choices] == list(range(len(texts)))
+
+
+def test_choices_are_numbered_prompt_by_prompt(client):
+    answer = client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=1)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
+    assert answer.usage.completion_tokens == 4
+    assert answer.usage.prompt_tokens == 2
+
+
+def test_a_stream_adds_up_to_the_whole_answer_for_every_choice(client):
+    texts: dict[int, str] = {}
+    reasons = {}
+    stream = client.completions.create(model=MODEL, prompt=["ab", "xyz"], n=2, max_tokens=7, stream=True)
+    for event in stream:
+        (choice,) = event.choices
+        texts[choice.index] = texts.get(choice.index, "") + choice.text
+        reasons[choice.index] = choice.finish_reason
+    assert texts == {0: "abababa", 1: "abababa", 2: "xyzxyzx", 3: "xyzxyzx"}
+    assert set(reasons.values()) == {"length"}
+
+
+def test_echo_puts_the_prompt_first(client):
+    for prompt in ("abc", [97, 98, 99]):
+        assert client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=2).choices[0].text == "abcab"
+        stream = client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=2, stream=True)
+        assert "".join(event.choices[0].text for event in stream) == "abcab"
+
+
+def test_logprobs_come_as_parallel_lists(client):
+    logprobs = client.completions.create(model=MODEL, prompt="abc", logprobs=2, max_tokens=2).choices[0].logprobs
+    assert logprobs.tokens == ["a", "b"]
+    assert logprobs.token_logprobs == [-0.5, -0.5]
+    assert logprobs.top_logprobs == [{"a": -0.5, "b": -9999.0}, {"b": -0.5, "c": -9999.0}]
+    assert logprobs.text_offset == [0, 1]
+
+
+def test_logprobs_of_zero_show_the_chosen_token_alone(client):
+    logprobs = client.completions.create(model=MODEL, prompt="abc", logprobs=0, max_tokens=1).choices[0].logprobs
+    assert logprobs.top_logprobs == [{"a": -0.5}]
+
+
+def test_echo_with_logprobs_scores_the_prompt(server, client):
+    asked = {"model": MODEL, "prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1}
+    whole = client.completions.create(**asked).choices[0].logprobs
+    assert whole.tokens == ["a", "b", "c", "a"]
+    assert whole.token_logprobs == [None, -0.5, -0.5, -0.5]
+    assert whole.text_offset == [0, 1, 2, 3]
+    pieces = [event.choices[0].logprobs for event in client.completions.create(**asked, stream=True)]
+    assert [token for piece in pieces for token in piece.tokens] == whole.tokens
+    assert [offset for piece in pieces for offset in piece.text_offset] == whole.text_offset
+
+
+def test_prompt_logprobs_are_listed_by_id(server):
+    choice = server.complete("abc", prompt_logprobs=1, max_tokens=1).json()["choices"][0]
+    first, second, _ = choice["prompt_logprobs"]
+    assert first is None
+    assert second == {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}
+    assert choice["logprobs"] is None
+
+
+def test_token_ids_come_along_when_asked_for(server):
+    choice = server.complete("ab", return_token_ids=True, max_tokens=3).json()["choices"][0]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [97, 98, 97])
+    chunks = [
+        event["choices"][0] for event in events(server.complete("ab", return_token_ids=True, max_tokens=3, stream=True))
+    ]
+    assert chunks[0]["prompt_token_ids"] == [97, 98]
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == [97, 98, 97]
+
+
+def test_a_stop_string_ends_the_answer_and_is_named(server):
+    choice = server.complete("abcd", stop=["cd"], max_tokens=50).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "cd")
+    shown = server.complete("abcd", stop="cd", include_stop_str_in_output=True).json()["choices"][0]
+    assert shown["text"] == "abcd"
+    streamed = events(server.complete("abcd", stop=["cd"], max_tokens=50, stream=True))
+    assert "".join(event["choices"][0]["text"] for event in streamed) == "ab"
+    assert streamed[-1]["choices"][0]["stop_reason"] == "cd"
+
+
+def test_every_sampling_field_reaches_the_engine(server):
+    given = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "seed": 11,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop": ["zz"],
+        "stop_token_ids": [5],
+        "include_stop_str_in_output": True,
+        "ignore_eos": True,
+        "allowed_token_ids": [1, 2],
+        "banned_token_ids": [3],
+        "skip_special_tokens": False,
+        "prompt_logprobs": 1,
+    }
+    for send in (server.complete, server.chat):
+        assert send(**given, logit_bias={"4": 1.5}, priority=3, cache_salt="s").status_code == 200
+        params = last_params(server)
+        assert {name: getattr(params, name) for name in given} == given
+        assert params.logit_bias == {4: 1.5}
+        assert server.engine.submitted[-1][2] == {"priority": 3, "cache_salt": "s"}
+    assert server.complete(logprobs=3).status_code == 200
+    assert last_params(server).logprobs == 3
+    assert set(given) | {"logit_bias", "logprobs", "detokenize"} == set(SamplingParams.__struct_fields__)
+
+
+def test_defaults_are_openai_s_and_an_unasked_length_is_cut_to_the_context(server):
+    server.complete("abc")
+    assert last_params(server) == SamplingParams(max_tokens=16)
+    server.complete([1] * 995)
+    assert last_params(server).max_tokens == 5
+    server.chat()
+    assert last_params(server) == SamplingParams(max_tokens=None)
+    server.chat(max_completion_tokens=4, max_tokens=9)
+    assert last_params(server).max_tokens == 4
+
+
+def test_the_model_s_own_defaults_apply_where_the_request_says_nothing():
+    with running(default_sampling={"temperature": 0.6, "top_k": 20, "max_tokens": 7}) as server:
+        server.complete(top_k=5)
+        assert last_params(server) == SamplingParams(temperature=0.6, top_k=5, max_tokens=7)
+        server.chat(temperature=0)
+        assert last_params(server) == SamplingParams(temperature=0, top_k=20, max_tokens=7)
+
+
+def test_a_truncated_prompt_keeps_its_end(server):
+    answer = server.complete("abcdef", truncate_prompt_tokens=2, max_tokens=2, echo=True).json()
+    assert answer["choices"][0]["text"] == "efef"
+    assert server.complete([97] * 5000, truncate_prompt_tokens=-1).status_code == 400  # ids beyond the context: refused
+    assert server.complete("a" * 5000, truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == 999
+
+
+def test_half_characters_are_held_back_in_a_stream(server):
+    pieces = [event["choices"][0]["text"] for event in events(server.complete("né", max_tokens=3, stream=True))]
+    assert pieces == ["n", "é"]
+
+
+# Chats.
+
+
+def test_a_chat_renders_the_template_and_answers_as_the_assistant(client):
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}],
+        max_completion_tokens=19,
+    )
+    message = answer.choices[0].message
+    assert (message.role, message.content) == ("assistant", "system: S\nuser: U\n>")
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.usage.prompt_tokens_details.cached_tokens == 16
+
+
+def test_an_answer_can_be_sent_back_as_history(client):
+    answer = (
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=2)
+        .choices[0]
+        .message
+    )
+    history = [{"role": "user", "content": "a"}, answer.model_dump(), {"role": "user", "content": "b"}]
+    again = client.chat.completions.create(model=MODEL, messages=history, max_tokens=60)
+    assert again.choices[0].message.content.startswith("user: a\nassistant: us\nuser: b\n>")
+
+
+def test_a_chat_stream_names_the_role_first_and_adds_up(client):
+    stream = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "hi"}], n=2, max_tokens=8, stream=True
+    )
+    texts, roles = {}, []
+    for event in stream:
+        (choice,) = event.choices
+        if choice.delta.role:
+            roles.append((choice.index, choice.delta.role))
+            assert choice.index not in texts
+        texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+    assert sorted(roles) == [(0, "assistant"), (1, "assistant")]
+    assert texts == {0: "user: hi", 1: "user: hi"}
+
+
+def test_usage_in_a_stream_is_its_last_event_or_in_every_one(server):
+    for send in (server.complete, server.chat):
+        assert all("usage" not in event for event in events(send(max_tokens=3, stream=True)))
+        *pieces, last = events(send(max_tokens=3, stream=True, stream_options={"include_usage": True}))
+        assert [piece["usage"] for piece in pieces] == [None] * 3
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == 3
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        *pieces, last = events(send(max_tokens=3, stream=True, stream_options=options))
+        assert [piece["usage"]["completion_tokens"] for piece in pieces] == [1, 2, 3]
+
+
+def test_chat_logprobs_come_with_bytes(client):
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "logprobs": True, "max_tokens": 2}
+    first, second = client.chat.completions.create(**asked, top_logprobs=2).choices[0].logprobs.content
+    assert (first.token, first.logprob, first.bytes) == ("u", -0.5, [117])
+    assert [(top.token, top.logprob) for top in second.top_logprobs] == [("s", -0.5), ("t", -9999.0)]
+    (plain, _) = client.chat.completions.create(**asked).choices[0].logprobs.content
+    assert plain.top_logprobs == []
+    stream = client.chat.completions.create(**asked, stream=True)
+    assert [event.choices[0].logprobs.content[0].token for event in stream] == ["u", "s"]
+
+
+def test_template_variables_reach_the_template(server):
+    def prompt(**fields: object) -> str:
+        server.chat(max_tokens=1, **fields)
+        return bytes(server.engine.submitted[-1][0]).decode()
+
+    assert prompt(chat_template_kwargs={"enable_thinking": False}) == 'user: hello\n{"enable_thinking": false}>'
+    assert prompt(reasoning_effort="low") == 'user: hello\n{"reasoning_effort": "low"}>'
+    assert prompt(add_generation_prompt=False) == "user: hello\n"
+    assert prompt(continue_final_message=True) == "user: hello"
+
+
+def test_a_model_without_a_template_can_only_complete(server, monkeypatch):
+    monkeypatch.setattr(server.app.service, "template", None)
+    answer = server.chat()
+    assert answer.status_code == 400
+    assert "no chat template" in answer.json()["error"]["message"]
+    assert server.complete(max_tokens=1).status_code == 200
+
+
+def test_errors_raise_the_client_s_own_exceptions(server, client):
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature: 3.0 is out of range"):
+        client.completions.create(model=MODEL, prompt="x", temperature=3)
+    server.engine.fail_next = "it broke"
+    try:
+        with pytest.raises(openai.InternalServerError, match="it broke"):
+            client.completions.create(model=MODEL, prompt="x")
+        with pytest.raises(openai.APIError, match="it broke"):
+            list(client.completions.create(model=MODEL, prompt="x", stream=True))
+    finally:
+        server.engine.fail_next = None
+
+
+def test_many_streams_at_once_do_not_mix(server):
+    async def one(client: openai.AsyncOpenAI, at: int) -> str:
+        stream = await client.completions.create(model=MODEL, prompt=f"<{at}>", max_tokens=40, stream=True)
+        return "".join([event.choices[0].text async for event in stream])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+            return await asyncio.gather(*(one(client, at) for at in range(64)))
+
+    assert asyncio.run(all_of_them()) == [(f"<{at}>" * 40)[:40] for at in range(64)]
+
+
+# Embeddings, tokens.
+
+
+def test_embeddings_come_in_order_as_numbers_or_base64(client):
+    answer = client.embeddings.create(
+        model=MODEL, input=["a", "abc"], encoding_format="float", extra_body={"normalize": False}
+    )
+    assert [item.embedding for item in answer.data] == [[1.0, 97.0, 2.0, 4.0], [3.0, 97.0, 2.0, 4.0]]
+    assert answer.usage.prompt_tokens == 4
+    decoded = client.embeddings.create(model=MODEL, input="a")  # the client asks for base64 by itself
+    assert decoded.data[0].embedding == pytest.approx([value / 97.113 for value in (1, 97, 2, 4)], rel=1e-3)
+
+
+def test_base64_embeddings_are_little_endian_floats(server):
+    body = {"input": "a", "encoding_format": "base64", "normalize": False, "dimensions": 4}
+    data = server.post("/v1/embeddings", body).json()["data"][0]["embedding"]
+    assert array("f", base64.b64decode(data)).tolist() == [1.0, 97.0, 2.0, 4.0]
+
+
+def test_pooling_is_the_server_s_unless_asked_for():
+    with running(pooling="mean") as server:
+        server.post("/v1/embeddings", {"input": "a"})
+        server.post("/v1/embeddings", {"input": "a", "pooling": "last"})
+        assert [options["pooling"] for _, _, options in server.engine.submitted] == ["mean", "last"]
+
+
+def test_tokenizing_and_back(server):
+    tokens = server.post("/tokenize", {"prompt": "né", "return_token_strs": True}).json()
+    assert tokens == {"count": 3, "max_model_len": 1000, "tokens": [110, 195, 169], "token_strs": ["n", "�", "�"]}
+    assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "né"}
+    assert server.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+    messages = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
+    assert bytes(server.post("/tokenize", messages).json()["tokens"]) == b"user: x\n"
+
+
+# Pages.
+
+
+def test_the_openapi_document_describes_every_route(server):
+    document = server.http.get("/openapi.json").json()
+    assert set(document["paths"]) == {path.replace(":path", "") for path in server.app.templates}
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "temperature", "stream"} <= set(fields)
+    assert document["components"]["schemas"]["CompletionRequest"]["required"] == ["prompt"]
+
+
+def test_the_pages_need_nothing_from_elsewhere(server):
+    for path in ("/", "/docs"):
+        answer = server.http.get(path)
+        assert answer.status_code == 200
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert "<script" not in answer.text and "http://" not in answer.text and "https://" not in answer.text
+    assert "truncate_prompt_tokens" in server.http.get("/docs").text
+
+
+def test_a_long_answer_with_logprobs_is_whole(server):
+    engine = FakeEngine(
+        info=type(INFO)(**{n: getattr(INFO, n) for n in INFO.__struct_fields__} | {"max_model_len": 9000})
+    )
+    with running(engine) as long:
+        logprobs = long.complete("ab", logprobs=1, max_tokens=3000).json()["choices"][0]["logprobs"]
+        assert len(logprobs["tokens"]) == 3000
+        assert logprobs["text_offset"][-1] == 2999

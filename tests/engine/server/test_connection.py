@@ -1,0 +1,332 @@
+"""The connection's guards against raw sockets: sizes, slowness, unread answers, clients that leave."""
+
+import contextlib
+import json
+import random
+import resource
+import socket
+import time
+
+import pytest
+
+from tests.engine.server.fake import INFO, FakeEngine
+from tests.engine.server.running import MODEL, Running, exchange, read_all, running, until
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+def request(body: bytes, extra: bytes = b"") -> bytes:
+    return HEAD + extra + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+def completion(**fields: object) -> bytes:
+    return json.dumps({"model": MODEL, "prompt": "abc", **fields}).encode()
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def error(answer: bytes) -> dict:
+    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+
+
+def assert_serves(server: Running) -> None:
+    assert server.complete(max_tokens=3).json()["choices"][0]["text"] == "abc"
+
+
+def peak_memory_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(max_body_bytes=100_000, header_timeout_s=0.5, body_timeout_s=0.5, write_timeout_s=0.5) as started:
+        yield started
+
+
+# Headers.
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b"x: " + b"a" * 1_000_000 + b"\r\n\r\n",
+        b"x: y\r\n" * 200_000,
+        b"".join(b"h%d: y\r\n" % i for i in range(100_000)),
+        b"x" * 1_000_000,
+    ],
+    ids=["one long value", "one name again and again", "many names", "one endless name"],
+)
+def test_headers_beyond_the_limit_are_answered_431_and_the_connection_ends(server, headers):
+    before_kib = peak_memory_kib()
+    with server.connect() as sock:
+        answer = exchange(sock, b"GET /health HTTP/1.1\r\n" + headers)
+    assert status(answer) == 431
+    assert "headers" in error(answer)["message"]
+    assert peak_memory_kib() - before_kib < 20_000  # the client's own megabytes are in this process too
+    assert_serves(server)
+
+
+def test_an_endless_path_is_answered_431(server):
+    with server.connect() as sock:
+        assert status(exchange(sock, b"GET /" + b"a" * 1_000_000)) == 431
+
+
+def test_headers_just_within_the_limit_are_served(server):
+    padding = b"x: " + b"a" * (32 * 1024 - 100) + b"\r\n"
+    with server.connect() as sock:
+        assert (
+            status(exchange(sock, b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + padding + b"\r\n"))
+            == 200
+        )
+
+
+def test_a_header_limit_counts_every_request_of_a_connection_anew(server):
+    padding = b"x: " + b"a" * 20_000 + b"\r\n"
+    with server.connect() as sock:
+        for _ in range(4):
+            sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + padding + b"\r\n")
+            assert status(sock.recv(65536)) == 200
+
+
+def test_headers_that_do_not_come_are_answered_408(server):
+    with server.connect() as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nx")
+        answer = read_all(sock)
+    assert status(answer) == 408
+    assert "headers" in error(answer)["message"]
+
+
+def test_a_connection_that_says_nothing_is_closed(server):
+    with server.connect() as sock:
+        assert read_all(sock) == b""
+
+
+# Bodies.
+
+
+def test_a_declared_body_beyond_the_limit_is_answered_413_before_it_is_sent(server):
+    with server.connect() as sock:
+        sock.sendall(HEAD + b"content-length: 100000000\r\n\r\n")
+        answer = read_all(sock)
+    assert status(answer) == 413
+    assert "100000 bytes" in error(answer)["message"]
+    assert_serves(server)
+
+
+def test_the_client_can_read_413_even_while_it_is_still_sending(server):
+    with server.connect() as sock:
+        assert status(exchange(sock, request(b"x" * 3_000_000))) == 413
+
+
+def test_a_chunked_body_beyond_the_limit_is_answered_413(server):
+    chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    before = server.engine.num_admissions
+    with server.connect() as sock:
+        assert status(exchange(sock, HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk * 4)) == 413
+    assert server.engine.num_admissions == before
+    assert_serves(server)
+
+
+def test_a_chunked_body_within_the_limit_is_served(server):
+    body = completion(max_tokens=3)
+    chunks = b"".join(b"1\r\n" + body[i : i + 1] + b"\r\n" for i in range(len(body)))
+    with server.connect() as sock:
+        answer = exchange(
+            sock, HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n"
+        )
+    assert status(answer) == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"prompt"'])
+def test_a_body_that_does_not_come_is_answered_408(server, sent):
+    with server.connect() as sock:
+        sock.sendall(HEAD + b"content-length: 50\r\n\r\n" + sent)
+        answer = read_all(sock)
+    assert status(answer) == 408
+    assert "body" in error(answer)["message"]
+    until(lambda: server.call(lambda: server.app.service.num_open_requests) == 0)
+
+
+def test_a_trickling_body_does_not_get_more_time_than_a_silent_one(server):
+    with server.connect() as sock:
+        sock.sendall(HEAD + b"content-length: 1000\r\n\r\n")
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(100):
+                sock.sendall(b"x")
+                time.sleep(0.02)
+        assert status(read_all(sock)) == 408
+
+
+def test_an_expectation_is_met_unless_the_body_is_too_large(server):
+    body = completion(max_tokens=3)
+    with server.connect() as sock:
+        sock.sendall(HEAD + b"connection: close\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body))
+        assert sock.recv(65536).startswith(b"HTTP/1.1 100")
+        assert status(exchange(sock, body)) == 200
+    with server.connect() as sock:
+        sock.sendall(HEAD + b"expect: 100-continue\r\ncontent-length: 999999999\r\n\r\n")
+        assert status(read_all(sock)) == 413
+
+
+# What is not HTTP.
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 200,
+        b"hello\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost x\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\x00: x\r\n\r\n",
+        HEAD + b"content-length: -1\r\n\r\n",
+        HEAD + b"content-length: 1e3\r\n\r\n",
+        HEAD + b"content-length: 99999999999999999999999\r\n\r\n",
+        HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+        HEAD + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nffffffffffffffffff\r\n",
+        b"CONNECT x:1 HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET \xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\nhost: x\r\n\r\n",
+    ],
+)
+def test_what_is_not_http_is_answered_4xx_in_the_error_format(server, data):
+    with server.connect() as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        answer = read_all(sock)
+    if answer:  # a client that half-closes may be taken at its word before it is answered
+        assert 400 <= status(answer) < 500
+        assert error(answer)["code"] == status(answer)
+    assert_serves(server)
+
+
+def test_an_upgrade_is_not_followed(server):
+    with server.connect() as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+        assert status(sock.recv(65536)) == 200
+
+
+def test_pipelined_requests_are_answered_in_order(server):
+    with server.connect() as sock:
+        sock.sendall(
+            request(completion(max_tokens=3))
+            + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+            + request(completion(max_tokens=2), b"connection: close\r\n")
+        )
+        answer = read_all(sock)
+    assert [int(part[:3]) for part in answer.split(b"HTTP/1.1 ")[1:]] == [200, 200, 200]
+    assert answer.index(b'"abc"') < answer.index(b'"status"') < answer.index(b'"ab"')
+
+
+# Many.
+
+
+def test_hundreds_of_slow_senders_do_not_keep_others_from_being_served():
+    with running() as server, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(server.connect()) for _ in range(400)]
+        for at, sock in enumerate(slow):
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nx: " if at % 2 else HEAD + b"content-length: 900\r\n\r\n{")
+        for _ in range(5):
+            assert_serves(server)
+
+
+def test_connections_beyond_the_limit_are_told_so_and_places_are_given_back():
+    with running(max_connections=5) as server:
+        with contextlib.ExitStack() as stack:
+            held = [stack.enter_context(server.connect()) for _ in range(5)]
+            until(lambda: len(server.call(lambda: list(server.listener.connections))) == len(held))
+            with server.connect() as sock:
+                answer = read_all(sock)
+            assert status(answer) == 503
+            assert "--max-connections" in error(answer)["message"]
+        until(lambda: not server.call(lambda: list(server.listener.connections)))
+        assert_serves(server)
+
+
+# Clients that do not read, and clients that leave.
+
+
+def test_streams_that_nobody_reads_are_cut_off_and_their_requests_freed():
+    engine = FakeEngine(info=_long())
+    with running(engine, write_timeout_s=0.4) as server, contextlib.ExitStack() as stack:
+        body = completion(max_tokens=100_000, stream=True, prompt="x" * 500)
+        for _ in range(10):
+            stack.enter_context(server.connect(receive_buffer=1024)).sendall(request(body))
+        until(lambda: len(engine.submitted) == 10)
+        until(lambda: engine.num_open == 0, 20)
+        assert len(engine.aborted) == 10
+        assert_serves(server)
+
+
+def test_an_unread_stream_holds_a_bounded_number_of_bytes():
+    engine = FakeEngine(info=_long())
+    with running(engine, write_timeout_s=60.0) as server, server.connect(receive_buffer=1024) as sock:
+        sock.sendall(request(completion(max_tokens=50_000, stream=True)))
+        until(lambda: engine.num_open == 0, 30)  # the engine is done, the client has read nothing
+        (connection,) = server.call(lambda: list(server.listener.connections))
+        assert server.call(connection.transport.get_write_buffer_size) < 256 * 1024
+
+
+def test_a_slow_reader_gets_the_whole_stream():
+    engine = FakeEngine(info=_long())
+    with running(engine, write_timeout_s=5.0) as server, server.connect(receive_buffer=4096) as sock:
+        sock.sendall(request(completion(max_tokens=20_000, stream=True), b"connection: close\r\n"))
+        time.sleep(0.5)
+        answer = read_all(sock)
+        assert answer.rstrip().endswith(b"0")
+        assert b"data: [DONE]" in answer[-64:]
+        texts = [json.loads(line[6:])["choices"][0]["text"] for line in _events(answer)]
+        assert "".join(texts) == ("abc" * 7000)[:20_000]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_has_its_request_aborted(stream):
+    engine = FakeEngine(delay_s=0.01)
+    with running(engine) as server:
+        sock = server.connect()
+        sock.sendall(request(completion(max_tokens=900, stream=stream, n=2)))
+        until(lambda: engine.num_open == 2)
+        sock.close()
+        until(lambda: engine.num_open == 0, 0.5 + 2.0)  # 0.5 s is the target; the machine may be busy
+        assert sorted(engine.aborted) == ["1.0", "1.1"]
+        until(lambda: server.call(lambda: server.app.service.num_open_requests) == 0)
+
+
+def test_a_client_may_leave_at_any_byte():
+    engine = FakeEngine(delay_s=0.002)
+    choose = random.Random(7)
+    with running(engine) as server:
+        for _ in range(150):
+            whole = request(completion(max_tokens=choose.randint(1, 60), stream=choose.random() < 0.5, n=2))
+            with server.connect() as sock:
+                sock.sendall(whole[: choose.randint(0, len(whole) * 2)])
+                if choose.random() < 0.5:
+                    time.sleep(choose.random() * 0.02)
+                if choose.random() < 0.3:  # a reset instead of an orderly end
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
+        until(lambda: server.call(lambda: server.app.service.num_open_requests) == 0)
+        until(lambda: engine.num_open == 0)
+        assert_serves(server)
+
+
+def test_a_stream_ends_in_a_proper_last_chunk_and_the_connection_is_kept(server):
+    used = []
+    for _ in range(3):
+        assert server.complete("abc", max_tokens=2, stream=True).text.endswith("data: [DONE]\n\n")
+        used += server.call(lambda: list(server.listener.connections))
+    assert len(used) == 3 and len(set(used)) == 1
+
+
+def _long():
+    return type(INFO)(**{name: getattr(INFO, name) for name in INFO.__struct_fields__} | {"max_model_len": 200_000})
+
+
+def _events(answer: bytes) -> list[bytes]:
+    body = b"".join(part.split(b"\r\n", 1)[-1] for part in [answer.partition(b"\r\n\r\n")[2]])
+    return [line for line in body.split(b"\n") if line.startswith(b'data: {"')]

@@ -1,0 +1,130 @@
+"""Random requests out of the schema's own fields: never a 500, never a hang, always the error format."""
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.engine.server.app import POSTS
+from penstock.engine.server.schema import HARMLESS, UNSERVED
+from tests.engine.server.fake import FakeEngine
+from tests.engine.server.running import MODEL, Running, running, until
+
+PATHS = {post.path: post.takes.__struct_fields__ for post in POSTS}
+SCALARS = [None, True, False, 0, 1, -1, 2, 7, 299, 300, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.0, 0.5, 1e300, -1.5]
+SCALARS += [
+    "",
+    "a",
+    "hello",
+    "user",
+    "text",
+    MODEL,
+    "float",
+    "base64",
+    "last",
+    "\0",
+    "é€😀",
+    "\u2028",
+    "x" * 300,
+    "x" * 3000,
+]
+
+
+class Generator:
+    def __init__(self, seed: int) -> None:
+        self.choose = random.Random(seed)
+
+    def value(self, depth: int = 0) -> Any:
+        kind = self.choose.random()
+        if kind < 0.6 or depth > 3:
+            return self.choose.choice(SCALARS)
+        count = self.choose.choice([0, 1, 1, 2, 3, 20])
+        if kind < 0.8:
+            return [self.value(depth + 1) for _ in range(count)]
+        return {
+            str(self.choose.choice([*SCALARS, "type", "role", "content"])): self.value(depth + 1) for _ in range(count)
+        }
+
+    def message(self) -> Any:
+        if self.choose.random() < 0.1:
+            return self.value()
+        message = {"role": self.choose.choice(["user", "assistant", "system", "tool"]), "content": "hello"}
+        if self.choose.random() < 0.3:
+            message[self.choose.choice(["content", "name", "tool_calls", "role", "audio", "x"])] = self.value()
+        return message
+
+    def likely(self, field: str) -> Any:
+        """A value that is often right, so that the request gets beyond the first check."""
+        choose = self.choose
+        match field:
+            case "prompt" | "input":
+                return choose.choice(["hello", ["a", "b"], [1, 2, 256], [[1], [2, 3]]])
+            case "messages":
+                return [self.message() for _ in range(choose.randint(1, 3))]
+            case "tokens":
+                return [choose.randint(0, 299) for _ in range(choose.randint(0, 5))]
+            case "max_tokens" | "max_completion_tokens" | "n" | "min_tokens" | "logprobs" | "top_logprobs":
+                return choose.randint(0, 4)
+            case "model":
+                return MODEL
+            case "stop":
+                return choose.choice(["x", ["l", "lo"]])
+            case _:
+                return choose.choice([True, False, None, 1, 0.5])
+
+    def body(self, path: str) -> dict[str, Any]:
+        body = {
+            field: self.likely(field) for field in ("prompt", "messages", "input", "tokens") if field in PATHS[path]
+        }
+        if "max_tokens" in PATHS[path]:
+            body["max_tokens"] = 3
+        for _ in range(self.choose.randint(0, 4)):
+            field = self.choose.choice(PATHS[path])
+            body[field] = self.value() if self.choose.random() < 0.4 else self.likely(field)
+        if self.choose.random() < 0.1:
+            body[self.choose.choice([*HARMLESS, *UNSERVED, "nonsense"])] = self.value()
+        if self.choose.random() < 0.05:
+            body.pop(self.choose.choice(list(body)))
+        return body
+
+    def content(self, path: str) -> bytes:
+        content = msgspec.json.encode(self.body(path))
+        if self.choose.random() < 0.1:  # broken on the way
+            at = self.choose.randrange(len(content))
+            content = content[:at] + bytes([self.choose.randrange(256)]) * self.choose.randint(0, 3) + content[at + 1 :]
+        return content
+
+
+def fuzz(server: Running, seed: int, count: int) -> None:
+    generator = Generator(seed)
+    statuses = set()
+    for at in range(count):
+        path = generator.choose.choice(list(PATHS))
+        content = generator.content(path)
+        answer = server.http.post(path, content=content, headers={"content-type": "application/json"})
+        where = f"seed {seed}, request {at}, {path}: {content[:300]!r} → {answer.text[:300]}"
+        assert answer.status_code in (200, 400, 404), where
+        statuses.add(answer.status_code)
+        if answer.status_code == 200:
+            # A stream may fail later, but no answer here has a reason to.
+            assert '"error"' not in answer.text, where
+        else:
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}, where
+            assert len(answer.content) < 3000, where
+    assert statuses == {200, 400, 404}  # the generator reaches both sides
+    until(lambda: server.call(lambda: server.app.service.num_open_requests) == 0)
+    assert server.engine.num_open == 0
+
+
+def test_two_thousand_random_requests_are_answered_or_refused():
+    with running(FakeEngine()) as server:
+        fuzz(server, seed=1, count=2000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_thousand_random_requests_are_answered_or_refused():
+    with running(FakeEngine()) as server:
+        for seed in range(2, 52):
+            fuzz(server, seed, 2000)

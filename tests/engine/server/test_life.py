@@ -1,0 +1,212 @@
+"""The server's life, as a process of its own: signals, drain, the engine's death, exit codes."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from penstock.engine.http.listen import bind_socket
+from penstock.engine.server.config import ServerConfig, resolve
+from tests.engine.server.running import until
+
+PROGRAM = """
+import logging, signal, sys
+import uvloop
+from penstock.engine.server.config import ServerConfig
+from penstock.engine.server.serve import serve
+from tests.engine.server.fake import FakeEngine, FakeTemplate, byte_tokenizer
+
+async def main():
+    import asyncio
+    engine = FakeEngine(delay_s=0.01)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.die, "the core was killed")
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, engine.hang)
+    config = ServerConfig(port=0, drain_timeout_s=float(sys.argv[1]))
+    return await serve(engine, byte_tokenizer(), FakeTemplate(), config, on_listening=lambda url: print(url, flush=True))
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+sys.exit(uvloop.run(main()))
+"""
+
+
+class Process:
+    def __init__(self, drain_timeout_s: float) -> None:
+        self.popen = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(drain_timeout_s)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
+        )
+        assert self.popen.stdout is not None
+        self.url = self.popen.stdout.readline().strip()
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+
+    def signal(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def exit_code(self) -> int:
+        return self.popen.wait(20)
+
+
+class Stream(threading.Thread):
+    """Reads one stream to its end."""
+
+    def __init__(self, process: Process, max_tokens: int) -> None:
+        super().__init__()
+        self.url = process.url
+        self.max_tokens = max_tokens
+        self.events: list[str] = []
+        self.begun = threading.Event()
+        self.start()
+        assert self.begun.wait(10)
+
+    def run(self) -> None:
+        body = {"prompt": "abc", "max_tokens": self.max_tokens, "stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=20) as answer:
+            try:
+                for line in filter(None, answer.iter_lines()):
+                    self.events.append(line.removeprefix("data: "))
+                    self.begun.set()
+            except httpx.RemoteProtocolError:
+                self.events.append("cut off")
+
+    def finish(self) -> list[str]:
+        self.join(20)
+        assert not self.is_alive()
+        return self.events
+
+
+@contextlib.contextmanager
+def process(drain_timeout_s: float = 20.0) -> Iterator[Process]:
+    started = Process(drain_timeout_s)
+    try:
+        yield started
+    finally:
+        started.http.close()
+        started.popen.kill()
+        started.popen.wait()
+        for pipe in (started.popen.stdout, started.popen.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def text(events: list[str]) -> str:
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events if event != "[DONE]")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number):
+    with process() as server:
+        stream = Stream(server, 150)
+        assert server.http.get("/ready").status_code == 200
+        server.signal(number)
+        until(lambda: server.http.get("/ready").status_code == 503)
+        assert server.http.get("/health").status_code == 200
+        refused = server.http.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"] == "the server is shutting down"
+        assert refused.headers["connection"] == "close"
+        events = stream.finish()
+        assert text(events) == "abc" * 50
+        assert events[-1] == "[DONE]"
+        assert server.exit_code() == 0
+
+
+def test_without_requests_a_signal_ends_the_process_at_once():
+    with process() as server:
+        server.http.get("/health")
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+
+
+def test_a_second_signal_does_not_wait():
+    with process() as server:
+        stream = Stream(server, 900)
+        server.signal(signal.SIGTERM)
+        until(lambda: server.http.get("/ready").status_code == 503)
+        begun_s = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        print(f"gone {time.monotonic() - begun_s:.2f} s after the second signal")
+        assert stream.finish()[-1] == "cut off"
+
+
+def test_when_the_drain_takes_too_long_answers_end_properly_with_what_they_have():
+    with process(drain_timeout_s=0.3) as server:
+        stream = Stream(server, 900)
+        server.signal(signal.SIGTERM)
+        events = stream.finish()
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
+        assert server.exit_code() == 0
+
+
+def test_a_dead_engine_ends_every_answer_with_an_error_and_the_process_with_a_failure():
+    with process() as server:
+        stream = Stream(server, 900)
+        server.signal(signal.SIGUSR1)
+        events = stream.finish()
+        assert json.loads(events[-2])["error"]["message"] == "the core was killed"
+        assert events[-1] == "[DONE]"
+        assert server.exit_code() == 1
+
+
+def test_a_hanging_engine_does_the_same():
+    with process() as server:
+        stream = Stream(server, 900)
+        server.signal(signal.SIGUSR2)
+        events = stream.finish()
+        assert json.loads(events[-2])["error"]["code"] == 503
+        assert server.exit_code() == 1
+
+
+def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key():
+    with process() as server:
+        body = {"prompt": "canary-prompt", "max_tokens": 3, "user": "canary-user"}
+        headers = {"authorization": "Bearer canary-key", "x-request-id": "mine-7<>"}
+        server.http.post("/v1/completions?canary-query", json=body, headers=headers)
+        server.http.post("/v1/completions", content=b'{"prompt": "canary-prompt", "canary-field": 1}', headers=headers)
+        server.http.get("/canary-path")
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        assert server.popen.stderr is not None
+        log = server.popen.stderr.read()
+    assert "canary" not in log
+    assert "/v1/completions 200" in log and "client_id=mine-7 prompt_tokens=13 tokens=3" in log
+    assert "unmatched 404" in log
+
+
+def test_a_taken_port_is_an_error_that_names_it():
+    taken = bind_socket("127.0.0.1", 0)
+    taken.listen()
+    port = taken.getsockname()[1]
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+        bind_socket("127.0.0.1", port)
+    taken.close()
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"port": 70000}, "port: 70000"),
+        ({"served_model_names": ()}, "served_model_names"),
+        ({"header_timeout_s": 0}, "header_timeout_s: 0"),
+        ({"drain_timeout_s": float("nan")}, "drain_timeout_s: nan"),
+        ({"max_body_bytes": 1}, "max_body_bytes: 1"),
+        ({"max_connections": 0}, "max_connections: 0"),
+        ({"default_sampling": {"n": 2}}, "default_sampling: 'n'"),
+        ({"default_sampling": {"temperature": 9}}, "temperature: 9"),
+    ],
+)
+def test_settings_that_cannot_run_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(ServerConfig(**settings), {})

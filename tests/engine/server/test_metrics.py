@@ -1,0 +1,133 @@
+"""What /metrics says: vLLM's names, true numbers, and no label that a client can grow."""
+
+import random
+import string
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.engine.messages import Outputs, Stats
+from tests.engine.server.fake import FakeEngine
+from tests.engine.server.running import running, until
+
+
+@pytest.fixture
+def server():
+    with running() as started:
+        yield started
+
+
+def samples(server) -> dict[str, float]:
+    """`name{label=value,…}` → value."""
+    found = {}
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+def test_the_names_are_those_of_existing_dashboards(server):
+    names = {name.partition("{")[0] for name in samples(server)}
+    assert names >= {
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:num_preemptions_total",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:request_success_total",
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:inter_token_latency_seconds_bucket",
+        "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:request_queue_time_seconds_bucket",
+        "vllm:request_prompt_tokens_bucket",
+        "vllm:request_generation_tokens_bucket",
+        "vllm:iteration_tokens_total_bucket",
+        "process_resident_memory_bytes",
+    }
+
+
+def test_gauges_and_counters_are_the_engine_s(server):
+    server.engine.stats = Stats(
+        num_running=3,
+        num_waiting=4,
+        num_blocks=64,
+        num_used_blocks=16,
+        prefix_queries=100,
+        prefix_hits=25,
+        num_preemptions=2,
+        prompt_tokens=77,
+        generation_tokens=88,
+    )
+    server.call(lambda: server.engine.on_step(Outputs([], Stats(), step_tokens=40)))
+    seen = samples(server)
+    assert seen["vllm:num_requests_running{}"] == 3
+    assert seen["vllm:num_requests_waiting{}"] == 4
+    assert seen["vllm:kv_cache_usage_perc{}"] == 0.25
+    assert seen["vllm:prefix_cache_hits_total{}"] / seen["vllm:prefix_cache_queries_total{}"] == 0.25
+    assert seen["vllm:num_preemptions_total{}"] == 2
+    assert (seen["vllm:prompt_tokens_total{}"], seen["vllm:generation_tokens_total{}"]) == (77, 88)
+    assert seen["vllm:iteration_tokens_total_sum{}"] == 40
+
+
+def test_requests_are_measured_once_whole_or_streamed(server):
+    server.complete("abc", max_tokens=5)
+    server.complete("abc", max_tokens=5, stream=True)
+    server.complete("abcd", stop="cd", max_tokens=5)
+    until(lambda: samples(server)["vllm:request_prompt_tokens_count{}"] == 3)  # the client may be faster
+    seen = samples(server)
+    assert seen["vllm:request_prompt_tokens_sum{}"] == 10
+    assert seen["vllm:request_generation_tokens_sum{}"] == 5 + 5 + 4
+    assert seen["vllm:time_to_first_token_seconds_count{}"] == 3
+    assert seen["vllm:e2e_request_latency_seconds_count{}"] == 3
+    assert seen["vllm:request_queue_time_seconds_sum{}"] == pytest.approx(0.003)
+    assert seen["vllm:request_success_total{finished_reason=length}"] == 2
+    assert seen["vllm:request_success_total{finished_reason=stop}"] == 1
+    until(lambda: samples(server)["penstock:http_requests_total{route=/v1/completions,status=200}"] == 3)
+
+
+def test_a_request_whose_client_left_counts_as_aborted():
+    engine = FakeEngine(delay_s=0.01)
+    with running(engine) as server:
+        body = {"prompt": "a", "n": 2, "max_tokens": 900}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.2)
+        until(lambda: engine.num_open == 0)
+        until(lambda: samples(server).get("penstock:http_requests_total{route=/v1/completions,status=499}") == 1)
+        assert samples(server)["vllm:request_success_total{finished_reason=abort}"] == 2
+
+
+def test_what_the_connection_refuses_is_counted_too():
+    with running(max_body_bytes=2000) as server:
+        assert server.complete("x" * 5000).status_code == 413
+        with server.connect() as sock:
+            sock.sendall(b"nonsense\r\n\r\n")
+            sock.recv(1000)
+        seen = samples(server)
+        assert seen["penstock:http_refused_total{status=413}"] == 1
+        assert seen["penstock:http_refused_total{status=400}"] == 1
+
+
+def test_clients_cannot_grow_the_labels(server):
+    choose = random.Random(3)
+
+    def noise() -> str:
+        return "".join(choose.choices(string.ascii_letters + "/._-", k=choose.randint(1, 30)))
+
+    paths = ["/health", "/metrics", "/version", "/v1/models", "/nope", "/v1/models/x", "/v1/completions"]
+    with httpx.Client(base_url=server.url) as client:
+        for method in ("GET", "PUT", "OPTIONS", "PATCH"):
+            for path in paths:
+                client.request(method, path)
+        client.post("/v1/completions", json={"model": "x"})
+        before = len(client.get("/metrics").content)
+        for _ in range(400):
+            method = choose.choice(["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+            client.request(method, f"/{noise()}", headers={"x-request-id": noise()})
+            client.get(f"/v1/models/{noise()}")
+            client.post("/v1/completions", json={"model": noise(), "prompt": "x", noise(): 1})
+        assert len(client.get("/metrics").content) - before < 1024

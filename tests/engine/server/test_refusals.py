@@ -1,0 +1,514 @@
+"""Requests that cannot be served: each is a 4xx that names the field, comes before heavy work, and harms nobody."""
+
+import json
+import time
+
+import httpx
+import pytest
+
+from penstock.engine.http.errors import MAX_MESSAGE_CHARS
+from tests.engine.server.fake import EOS, FakeEngine
+from tests.engine.server.running import Running, running, until
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running() as started:
+        yield started
+        # After everything in this file: nothing was left behind, and the server still answers.
+        assert started.complete(max_tokens=3).json()["choices"][0]["text"] == "abc"
+        service = started.app.service
+        until(lambda: started.call(lambda: service.num_open_requests + service._num_preparing) == 0)
+        assert started.engine.num_open == 0
+
+
+def post(server: Running, path: str, body: bytes, content_type: str = "application/json") -> httpx.Response:
+    return server.http.post(path, content=body, headers={"content-type": content_type})
+
+
+def refused(answer: httpx.Response, code: int = 400, param: str | None = None) -> str:
+    """The message, once the answer has proved to be a bounded refusal in the error format."""
+    assert answer.status_code == code, answer.text[:500]
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert len(answer.content) < 4 * MAX_MESSAGE_CHARS
+    if param is not None:
+        assert error["param"] == param
+        assert param in error["message"]
+    return error["message"]
+
+
+# Sampling fields: (field, value). Those of one list are refused by completions and by chat.
+
+BAD_FIELDS = [
+    ("n", 0),
+    ("n", -1),
+    ("n", 16384),
+    ("n", 1.5),
+    ("n", True),
+    ("n", "1"),
+    ("n", 10**40),
+    ("max_tokens", 0),
+    ("max_tokens", -1),
+    ("max_tokens", 10**6),
+    ("max_tokens", 10**40),
+    ("max_tokens", "all"),
+    ("min_tokens", -1),
+    ("min_tokens", 10**40),
+    ("temperature", -0.1),
+    ("temperature", 2.1),
+    ("temperature", "hot"),
+    ("temperature", 1e308),
+    ("top_p", 0),
+    ("top_p", 1.01),
+    ("top_k", -2),
+    ("top_k", 1.0),
+    ("top_k", 10**40),
+    ("min_p", 2),
+    ("repetition_penalty", 0),
+    ("presence_penalty", 2.5),
+    ("frequency_penalty", -3),
+    ("seed", 2**64),
+    ("seed", 10**40),
+    ("seed", 1.5),
+    ("stop", 5),
+    ("stop", ""),
+    ("stop", [""]),
+    ("stop", ["x"] * 17),
+    ("stop", "x" * 1025),
+    ("stop", [["x"]]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [300]),
+    ("stop_token_ids", [2**31]),
+    ("stop_token_ids", [2**63]),
+    ("stop_token_ids", [10**40]),
+    ("stop_token_ids", [1] * 5000),
+    ("stop_token_ids", ["1"]),
+    ("allowed_token_ids", []),
+    ("allowed_token_ids", [300]),
+    ("banned_token_ids", [-5]),
+    ("logit_bias", {"300": 1}),
+    ("logit_bias", {"1": 101}),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"1": "x"}),
+    ("logit_bias", [1]),
+    ("logit_bias", {str(i): 1 for i in range(5000)}),
+    ("prompt_logprobs", 21),
+    ("prompt_logprobs", -2),
+    ("stream", 1),
+    ("stream", "true"),
+    ("stream_options", {"include_usage": "yes"}),
+    ("stream_options", {"unknown": True}),
+    ("priority", 10**12),
+    ("priority", "high"),
+    ("cache_salt", ""),
+    ("cache_salt", "x" * 257),
+    ("cache_salt", 5),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", -2),
+    ("truncate_prompt_tokens", 1000),
+    ("add_special_tokens", "no"),
+    ("ignore_eos", 1),
+    ("model", 5),
+    ("tools", [{"type": "function"}]),
+    ("tool_choice", "required"),
+    ("functions", [{}]),
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {}}),
+    ("structured_outputs", {"regex": "(a+)+$"}),
+    ("guided_json", {}),
+    ("guided_regex", "(a+)+$"),
+    ("guided_grammar", "root ::= root"),
+    ("best_of", 2),
+    ("use_beam_search", True),
+    ("bad_words", ["x"]),
+    ("prompt_embeds", "AAAA"),
+    ("kv_transfer_params", {"do_remote_prefill": True}),
+    ("chat_template", "{{ 1 }}"),
+    ("documents", [{}]),
+    ("modalities", ["audio"]),
+    ("return_tokens_as_token_ids", True),
+    ("temprature", 1),
+    ("__class__", 1),
+    ("x" * 5000, 1),
+]
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_a_field_out_of_range_or_unknown_is_refused_by_name(server, endpoint):
+    send = server.complete if endpoint == "completions" else server.chat
+    before = len(server.engine.submitted)
+    for field, value in BAD_FIELDS:
+        answer = send(**{field: value})
+        shown = field[:79]
+        assert answer.status_code == 400, (field, str(value)[:60], answer.text[:300])
+        error = answer.json()["error"]
+        assert error["param"].split("[")[0].rstrip("…").startswith(shown[:40]), (field, error)
+        assert len(answer.content) < 4 * MAX_MESSAGE_CHARS, field
+    assert len(server.engine.submitted) == before
+
+
+def test_fields_that_change_nothing_are_accepted(server):
+    for field, value in [
+        ("user", "someone"),
+        ("metadata", {"a": "b"}),
+        ("store", False),
+        ("service_tier", "auto"),
+        ("tools", []),
+        ("tools", None),
+        ("tool_choice", "none"),
+        ("response_format", {"type": "text"}),
+        ("response_format", None),
+        ("best_of", 1),
+        ("bad_words", []),
+        ("stream_options", None),
+        ("stop", None),
+        ("temperature", None),
+        ("n", None),
+        ("logit_bias", None),
+        ("request_id", "mine"),
+    ]:
+        for send in (server.complete, server.chat):
+            assert send(max_tokens=2, **{field: value}).status_code == 200, (field, value)
+
+
+@pytest.mark.parametrize(
+    "field, value, param",
+    [
+        ("suffix", "x", "suffix"),
+        ("logprobs", 21, "logprobs"),
+        ("logprobs", -1, "logprobs"),
+        ("logprobs", True, "logprobs"),
+        ("echo", "yes", "echo"),
+        ("messages", [], "messages"),
+        ("prompt", None, "prompt"),
+        ("prompt", 5, "prompt"),
+        ("prompt", {}, "prompt"),
+        ("prompt", [], "prompt"),
+        ("prompt", [[]], "prompt"),
+        ("prompt", [[1], []], "prompt"),
+        ("prompt", [1, "a"], "prompt"),
+        ("prompt", ["a", 1], "prompt"),
+        ("prompt", [[1], "a"], "prompt"),
+        ("prompt", [[[1]]], "prompt"),
+        ("prompt", [[1], [1.5]], "prompt"),
+        ("prompt", [True], "prompt"),
+        ("prompt", [1.5], "prompt"),
+        ("prompt", [-1], "prompt"),
+        ("prompt", [300], "prompt"),
+        ("prompt", [[300]], "prompt"),
+        ("prompt", [2**31], "prompt"),
+        ("prompt", [2**63], "prompt"),
+        ("prompt", [10**40], "prompt"),
+        ("prompt", "", "prompt"),
+        ("prompt", "x" * 1000, "prompt"),
+        ("prompt", [1] * 1000, "prompt"),
+        ("prompt", ["a"] * 1025, "prompt"),
+        ("prompt", [[1]] * 1025, "prompt"),
+        ("prompt", ["ok", "x" * 1000], "prompt"),
+    ],
+)
+def test_a_bad_prompt_or_completion_field_is_refused_by_name(server, field, value, param):
+    refused(server.complete(**{field: value}), 400, None)
+    error = server.complete(**{field: value}).json()["error"]
+    assert (error["param"] or "").split("[")[0] == param
+
+
+MESSAGE = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [MESSAGE] * 3000}, "messages"),
+        ({"messages": [{}]}, "messages[0].role"),
+        ({"messages": [MESSAGE, {"role": 5}]}, "messages[1].role"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "x" * 65, "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "messages[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
+        ({"max_completion_tokens": 0}, "max_tokens"),
+        ({"logprobs": 5}, "logprobs"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"x": json.loads("[" * 60 + "]" * 60)}}, "chat_template_kwargs"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"echo": True}, "echo"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+def test_a_bad_conversation_is_refused_by_place(server, fields, param):
+    answer = server.chat(**fields)
+    refused(answer)
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("/v1/embeddings", {}, "input"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": ""}, "input"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "input"),
+        ("/v1/embeddings", {"input": [300]}, "input"),
+        ("/v1/embeddings", {"input": "x" * 1000}, "input"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 2}, "dimensions"),
+        ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format"),
+        ("/v1/embeddings", {"input": "x", "pooling": "max"}, "pooling"),
+        ("/v1/embeddings", {"input": "x", "temperature": 1}, "temperature"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [MESSAGE]}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "x" * 200_000}, "prompt"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": "abc"}, "tokens"),
+        ("/detokenize", {"tokens": [[1]]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [300]}, "tokens"),
+        ("/detokenize", {"tokens": [2**31]}, "tokens"),
+        ("/detokenize", {"tokens": [10**40]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 5000}, "tokens"),
+    ],
+)
+def test_the_other_endpoints_refuse_by_name_too(server, path, body, param):
+    answer = server.post(path, body)
+    refused(answer)
+    assert answer.json()["error"]["param"].split("[")[0] == param
+
+
+# Bodies that are not what JSON, or a JSON object, should be.
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b'"x"',
+        b"5",
+        b"{",
+        b'{"prompt": "a"',
+        b'{"prompt": "a"} x',
+        b'{"prompt": "a",}',
+        b"{'prompt': 'a'}",
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "a", "temperature": ' + b"9" * 5000 + b"}",
+        b'{"prompt": [' + b"9" * 5000 + b"]}",
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a\x00b"}',
+        b'{"prompt": "a"}\x00',
+        b"\xef\xbb\xbf" + b'{"prompt": "a"}',
+        b"\xff\xfe{\x00}\x00",
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": "a", "prompt": "a"}',
+        b'{"prompt": "a", "n": 12, "n": 1}',
+        b'{"n": 1, "prompt": "a", "\\u006e": 1}',
+        b'{"prompt": "a", "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"prompt": "a", "logit_bias": ' + b'{"1":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+        b"[" * 100_000,
+    ],
+)
+def test_a_body_that_is_not_a_proper_json_object_is_refused(server, body):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"):
+        refused(post(server, path, body))
+
+
+def test_an_escaped_nul_is_a_character_like_any_other(server):
+    assert server.complete("a\0b", max_tokens=3).json()["choices"][0]["text"] == "a\0b"
+
+
+def test_the_duplicate_field_is_named(server):
+    for body in (b'{"prompt":"a","n":12,"n":1}', b'{"n":1,"prompt":"a","n":1}', b'{"prompt":"a","n":1,"n":2,"seed":1}'):
+        assert refused(post(server, "/v1/completions", body), 400, "n").startswith("n: the field is given more")
+
+
+def test_json_must_be_called_json(server):
+    for content_type in ("", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"):
+        refused(post(server, "/v1/completions", b'{"prompt": "a"}', content_type), 415)
+    assert post(server, "/v1/completions", b'{"prompt": "a"}', "Application/JSON; charset=utf-8").status_code == 200
+
+
+# Size before work.
+
+
+def test_millions_of_ids_are_refused_without_decoding_them(server):
+    for prompt in (
+        b"[" + b"1," * 3_000_000 + b"1]",
+        b"[[" + b"1," * 3_000_000 + b"1]]",
+        b"[" + b"[1]," * 2_000_000 + b"[1]]",
+    ):
+        begun_s = time.process_time()
+        answer = post(server, "/v1/completions", b'{"prompt":' + prompt + b"}")
+        refused(answer, 400, "prompt")
+        # Client and server share this process; decoding the ids alone takes longer than all of this.
+        print(f"{len(prompt)} bytes refused with {time.process_time() - begun_s:.3f} s of CPU, client included")
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(server, monkeypatch):
+    def explode(*_: object) -> None:
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(server.app.service.tokenizer, "encode_batch", explode)
+    message = refused(server.complete("x" * 200_000), 400, "prompt")
+    assert "200000 characters" in message
+
+
+def test_prompts_times_choices_are_bounded(server):
+    before = len(server.engine.submitted)
+    refused(server.complete(["a"] * 100, n=100), 400, "n")
+    assert len(server.engine.submitted) == before
+
+
+def test_a_large_value_in_a_small_field_is_refused_by_size(server):
+    refused(server.complete(stop=["x" * 100] * 4000), 400, "stop")
+    refused(server.complete(logit_bias={str(i): 0.123456789 for i in range(20_000)}), 400, "logit_bias")
+
+
+# Models, routes, methods.
+
+
+def test_an_unknown_model_is_a_404_that_names_those_there_are(server):
+    assert "'gpt-4'" in refused(server.complete(model="gpt-4"), 404, "model")
+    refused(server.chat(model="x" * 100_000), 404, "model")
+    refused(server.http.get("/v1/models/nope/at/all"), 404, "model")
+
+
+def test_every_served_name_is_a_model_and_is_echoed():
+    with running(served_model_names=("one", "org/two")) as server:
+        assert [model["id"] for model in server.http.get("/v1/models").json()["data"]] == ["one", "org/two"]
+        assert server.http.get("/v1/models/org/two").json()["root"] == "one"
+        assert server.complete(model="org/two").json()["model"] == "org/two"
+        assert server.post("/v1/completions", {"prompt": "a"}).json()["model"] == "one"
+
+
+def test_unknown_routes_and_methods_are_refused_in_the_error_format(server):
+    refused(server.http.get("/v2/models"), 404)
+    refused(server.http.get("/v1/models/../../etc/passwd"), 404)
+    refused(server.http.get(f"/{'x' * 5000}"), 404)
+    answer = server.http.get("/v1/completions")
+    refused(answer, 405)
+    assert answer.headers["allow"] == "POST"
+    assert server.http.request("BREW", "/health").status_code in (400, 405)
+
+
+# What the engine refuses.
+
+
+def test_a_full_queue_is_a_429_with_a_time_and_before_tokenizing():
+    engine = FakeEngine(max_open=2)
+    engine.hold = True
+    with running(engine) as server:
+        for ask in (server.complete, server.chat):
+            answer = ask(n=3)
+            refused(answer, 429)
+            assert answer.headers["retry-after"] == "7"
+        tokenizer = server.app.service.tokenizer
+        tokenizer.encode_batch = None  # type: ignore[assignment]  # would be a 500 if it were called
+        refused(server.complete(n=3), 429)
+        refused(server.post("/v1/embeddings", {"input": ["a", "b", "c"]}), 429)
+    assert engine.submitted == []
+
+
+def test_a_refused_prompt_takes_back_those_before_it():
+    engine = FakeEngine(delay_s=0.01)
+    with running(engine) as server:
+        refused(server.complete([[1] * 10, [2] * 995], max_tokens=20), 400, "max_tokens")
+        assert engine.aborted == ["1.0"]
+
+
+def test_a_dead_engine_is_a_503():
+    engine = FakeEngine()
+    with running(engine) as server:
+        server.call(lambda: engine.die("the core was killed"))
+        for answer in (server.complete(), server.chat(stream=True), server.post("/v1/embeddings", {"input": "a"})):
+            assert refused(answer, 503) == "the core was killed"
+
+
+def test_an_engine_that_dies_meanwhile_ends_answers_with_503_and_streams_with_an_error():
+    engine = FakeEngine(delay_s=0.01)
+    with running(engine) as server:
+        server.loop.call_soon_threadsafe(server.loop.call_later, 0.1, engine.die, "the core was killed")
+        assert refused(server.complete(max_tokens=900), 503) == "the core was killed"
+    engine = FakeEngine(delay_s=0.01)
+    with running(engine) as server:
+        server.loop.call_soon_threadsafe(server.loop.call_later, 0.1, engine.die, "the core was killed")
+        *pieces, last, done = server.chat(max_tokens=900, stream=True).text.strip().split("\n\n")
+        assert pieces and done == "data: [DONE]"
+        assert json.loads(last[6:])["error"] == {
+            "message": "the core was killed",
+            "type": "service_unavailable",
+            "param": None,
+            "code": 503,
+        }
+
+
+def test_a_failure_of_one_request_is_its_own_500():
+    engine = FakeEngine(delay_s=0.01)
+    with running(engine) as server:
+        engine.fail_next = "the sampler failed"
+        assert refused(server.complete(), 500) == "the sampler failed"
+        engine.fail_next = None
+        assert server.complete(max_tokens=3).status_code == 200
+
+
+def test_a_bug_is_a_500_that_tells_the_client_nothing(server, monkeypatch, caplog):
+    def explode(*_: object) -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(server.app.service.tokenizer, "encode_batch", explode)
+    assert refused(server.complete(), 500) == "internal error"
+    until(lambda: "secret detail" in caplog.text)  # the operator is told
+
+
+# Ids of requests.
+
+
+def test_a_repeated_client_id_still_gets_fresh_ids_and_its_own_answer(server):
+    seen = set()
+    for at in range(50):
+        body = {"prompt": [97 + at % 20] * 3, "max_tokens": 2}
+        answer = server.post("/v1/completions", body, headers={"x-request-id": "the-same"})
+        assert answer.headers["x-request-id"] == "the-same"
+        assert answer.json()["choices"][0]["text"] == chr(97 + at % 20) * 2
+        seen.add(answer.json()["id"])
+    assert len(seen) == 50
+
+
+def test_a_client_id_is_cleaned_before_it_is_echoed(server):
+    def echoed(value: bytes) -> str:
+        return server.http.get("/version", headers={b"x-request-id": value}).headers["x-request-id"]
+
+    assert echoed(b"job-7/a.b:c") == "job-7/a.b:c"
+    assert echoed(b"a b\tc<script>\xff") == "abcscript"
+    assert len(echoed(b"x" * 5000)) == 128
+    assert len(echoed(b"\xff\xff")) == 32  # nothing is left, so it is ours
+
+
+def test_an_eos_inside_the_prompt_is_a_token_and_not_an_end(server):
+    answer = server.complete([97, EOS, 98], max_tokens=5).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 2
