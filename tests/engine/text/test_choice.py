@@ -1,0 +1,162 @@
+"""A choice: from the core's outputs of one sequence to what its user is told."""
+
+import random
+
+import pytest
+
+from penstock.engine.messages import FinishReason, Output
+from penstock.engine.output import Choice, Update, joined
+from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.text.detokenize import Detokenizer
+from penstock.executor.protocol import TokenLogprobs
+from tests.engine.text import samples
+
+LETTERS = {token_id: chr(token_id) for token_id in range(128)}
+EOS = 128
+
+
+class Letters:
+    """A stream in which ids are ASCII, but for the end's id, which has no text."""
+
+    def push(self, ids: list[int]) -> str:
+        return "".join(LETTERS.get(token_id, "") for token_id in ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+def output(text: str, finish_reason: FinishReason | None = None, **fields) -> Output:
+    return Output("r", [ord(letter) for letter in text], finish_reason, **fields)
+
+
+def choice(**params) -> Choice:
+    return Choice(0, SamplingParams(**params), Letters())
+
+
+def words(update: Update) -> tuple[str, str]:
+    return update.text, "".join(map(chr, update.token_ids))
+
+
+def test_text_and_tokens_pass_through_until_the_end() -> None:
+    one = choice()
+    assert words(one.push(output("ab"))) == ("ab", "ab")
+    last = one.push(output("c", "length"))
+    assert (last.text, last.finish_reason, last.stop_reason, one.finished) == ("c", "length", None, True)
+    assert not one.must_abort
+
+
+def test_a_stop_string_over_several_outputs_ends_the_text_and_aborts_the_core() -> None:
+    one = choice(stop="END")
+    assert words(one.push(output("abE"))) == ("ab", "abE")
+    assert words(one.push(output("N"))) == ("", "N")
+    last = one.push(output("Dxyz"))
+    assert words(last) == ("", "D")
+    assert (last.finish_reason, last.stop_reason) == ("stop", "END")
+    assert one.finished and one.must_abort
+
+
+def test_nothing_comes_after_the_end() -> None:
+    one = choice(stop="x")
+    one.push(output("x"))
+    for later in (output("abc"), output("", "abort")):
+        assert one.push(later) == Update(0)
+
+
+def test_a_stop_string_in_the_last_output_needs_no_abort() -> None:
+    one = choice(stop=["x"])
+    last = one.push(output("axb", "length"))
+    assert (*words(last), last.finish_reason, last.stop_reason) == ("a", "ax", "stop", "x")
+    assert not one.must_abort
+
+
+def test_what_was_held_back_comes_at_the_end() -> None:
+    one = choice(stop="END")
+    assert one.push(output("aEN")).text == "a"
+    assert one.push(output("", "length")).text == "EN"
+
+
+def test_the_stop_string_is_kept_where_it_is_asked_for() -> None:
+    one = choice(stop="END", include_stop_str_in_output=True)
+    assert one.push(output("aENDb")).text == "aEND"
+
+
+@pytest.mark.parametrize(
+    ("params", "text", "reason"),
+    [
+        ({}, "ab", None),  # the model's own end
+        ({"stop_token_ids": [ord("c")]}, "ab", ord("c")),
+        ({"stop_token_ids": [ord("c")], "include_stop_str_in_output": True}, "abc", ord("c")),
+    ],
+)
+def test_the_token_that_ends_is_listed_but_is_text_only_if_asked(params: dict, text: str, reason: int | None) -> None:
+    one = choice(**params)
+    last = one.push(output("abc", "stop", stop_token=ord("c")))
+    assert (last.text, last.token_ids[-1], last.stop_reason) == (text, ord("c"), reason)
+
+
+def test_a_token_that_ends_is_no_part_of_a_stop_string() -> None:
+    one = choice(stop="bc")
+    last = one.push(output("abc", "stop", stop_token=ord("c")))
+    assert (last.text, last.stop_reason, last.finish_reason) == ("ab", None, "stop")
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, "a"), (1, "a"), (2, "axbx"[:3]), (3, "axb"), (4, "axbxc")])
+def test_a_stop_string_counts_only_behind_the_least_number_of_tokens(min_tokens: int, text: str) -> None:
+    for cut in range(6):  # however the core hands them over
+        one = choice(stop="x", min_tokens=min_tokens)
+        parts = [one.push(output("axbxc"[:cut])), one.push(output("axbxc"[cut:], "length"))]
+        assert joined(parts).text == text
+
+
+def test_logprobs_are_dropped_with_their_tokens() -> None:
+    entries = [TokenLogprobs((ord(letter),), (-1.0,), 1) for letter in "axb"]
+    one = choice(stop="x")
+    last = one.push(output("axb", logprobs=entries))
+    assert last.logprobs == entries[:2]
+    assert choice().push(output("axb", logprobs=entries)).logprobs == entries
+    assert choice().push(output("axb")).logprobs is None
+
+
+def test_an_error_keeps_its_message_and_what_was_held_back() -> None:
+    one = choice(stop="END")
+    one.push(output("EN"))
+    last = one.push(output("", "error", error="out of memory"))
+    assert (last.text, last.finish_reason, last.error, one.finished) == ("EN", "error", "out of memory", True)
+
+
+def test_without_a_stream_there_are_only_tokens() -> None:
+    one = Choice(3, SamplingParams(detokenize=False), None)
+    last = one.push(output("ab", "stop", stop_token=ord("b")))
+    assert (last.index, last.text, last.token_ids, last.finish_reason) == (3, "", [ord("a"), ord("b")], "stop")
+
+
+@pytest.mark.parametrize("make", [samples.byte_level, samples.sentencepiece])
+def test_random_outputs_add_up_to_the_whole_text_cut_at_the_first_stop_string(make) -> None:
+    """Real tokens, with characters and stop strings that straddle them, in outputs of random sizes."""
+    tokenizer = make()
+    detokenizer = Detokenizer(tokenizer, frozenset())
+    rng = random.Random(0)
+    stopped = 0
+    for text in samples.texts(1500):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        whole = tokenizer.decode(ids, skip_special_tokens=False)
+        stops = [whole[at : at + rng.randint(1, 4)] for at in rng.choices(range(len(whole) + 1), k=2)]
+        stops = [stop for stop in [*stops, "never in it"] if stop]
+        one = Choice(0, SamplingParams(stop=stops), detokenizer.stream())
+        updates = []
+        at = 0
+        while not one.finished:
+            size = rng.randint(1, 6)
+            updates.append(one.push(Output("r", ids[at : at + size], "length" if at + size >= len(ids) else None)))
+            at += size
+        result = joined(updates)
+        ends = [(whole.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in whole]
+        if not ends:
+            assert (result.text, result.finish_reason, result.token_ids) == (whole, "length", ids)
+            continue
+        stopped += 1
+        end, _, stop = min(ends)
+        assert (result.text, result.finish_reason, result.stop_reason) == (whole[: end - len(stop)], "stop", stop)
+        assert result.token_ids == ids[: len(result.token_ids)]
+        assert whole[:end] in tokenizer.decode(result.token_ids, skip_special_tokens=False)
+    assert stopped > 1000

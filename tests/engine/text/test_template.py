@@ -1,0 +1,263 @@
+"""Chat templates: rendered as transformers renders them, and errors that name what was wrong."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.model_files import ModelFiles, ModelNotFound, ModelRefused, resolve_model
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.text.template import ChatTemplate, load_template
+from tests.engine.text import chat_samples, samples
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+ECHO = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def transformers_render():
+    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+
+    def render(source: str, messages: list, **options: Any) -> str:
+        texts, _ = utils.render_jinja_template([messages], chat_template=source, **SPECIAL, **options)
+        return texts[0]
+
+    return render
+
+
+@pytest.mark.parametrize("options", [{}, {"add_generation_prompt": True}, {"tools": chat_samples.TOOLS}])
+@pytest.mark.parametrize("conversation", chat_samples.CONVERSATIONS)
+@pytest.mark.parametrize("family", chat_samples.TEMPLATES)
+def test_a_conversation_renders_as_in_transformers(
+    transformers_render, family: str, conversation: str, options: dict[str, Any]
+) -> None:
+    source, messages = chat_samples.TEMPLATES[family], chat_samples.CONVERSATIONS[conversation]
+    try:
+        expected = transformers_render(source, messages, **options)
+    except Exception as error:
+        with pytest.raises(InvalidRequest, match="the model's chat template refuses them: .{10}"):
+            ChatTemplate(source, SPECIAL).render(messages, **options)
+        assert str(error)
+        return
+    assert ChatTemplate(source, SPECIAL).render(messages, **{"add_generation_prompt": False, **options}) == expected
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3", "gemma", "mistral"])
+@pytest.mark.parametrize("words", ["I am", "I am ", "  I am\n\n", "<think>\nso\n</think>\n\nI"])
+def test_an_unfinished_answer_is_continued_as_in_transformers(transformers_render, family: str, words: str) -> None:
+    messages = [chat_samples.USER, {"role": "assistant", "content": words}]
+    source = chat_samples.TEMPLATES[family]
+    expected = transformers_render(source, messages, continue_final_message=True)
+    text = ChatTemplate(source, SPECIAL).render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == expected
+
+
+def test_other_variables_of_a_template_reach_it(transformers_render) -> None:
+    messages = chat_samples.CONVERSATIONS["one"]
+    for source, options in (
+        (chat_samples.QWEN3, {"enable_thinking": False}),
+        (chat_samples.LLAMA3, {"date_string": "1 May 2025"}),
+        (
+            "{{ documents | tojson }} {{ x.y }}",
+            {"documents": [{"title": "t", "text": "u"}], "x": {"y": [1, 2.5, None]}},
+        ),
+    ):
+        expected = transformers_render(source, messages, add_generation_prompt=True, **options)
+        assert ChatTemplate(source, SPECIAL).render(messages, **options) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages[0].nothing }}|{{ nothing }}|{{ none }}|{{ true }}|{{ 1.0 }}|{{ [1, 'a'] }}|{{ {'a': none} }}",
+        "{{ 7 % 4 }} {{ 'a%s' % 'b' }} {{ '%s-%d' | format('x', 3) }} {{ 2 ** 5 }} {{ 'ab' * 3 }} {{ [1] * 2 + [2] }}",
+        "{{ 1 ~ none ~ 'x' ~ [2] }} {{ ['a', 'b'] | join(', ') }} {{ ','.join(['a', 'b']) }} {{ 'aXa' | replace('a', 'b') }}",
+        "{{ 'a\nb' | indent(2) }} {{ {'b': 1, 'a': [2]} | tojson(indent=2, sort_keys=true) }} {{ 'é<' | tojson }}",
+        "{% macro row(x, y=2) %}[{{ x }},{{ y }}{{ caller() if caller }}]{% endmacro %}{{ row(1) }}{% call row(3) %}!{% endcall %}",
+        "{% set ns = namespace(n=0) %}{% for i in range(5) if i % 2 %}{% set ns.n = ns.n + i %}{{ loop.last }}{% else %}-{% endfor %}{{ ns.n }}",
+        "{% for k, v in {'b': 1, 'a': 2} | dictsort %}{{ k }}{{ v }}{{ loop.cycle('x', 'y') }}{% endfor %}{{ dict(a=1) }}",
+        "{% for i in [[1, [2]], 3] recursive %}{{ loop(i) if i is iterable else i }}{% endfor %}",
+        "{% set t %}a{{ 1 }}b{% endset %}{{ t | upper }}{{ 'x' | safe }}{{ messages[0].role.title() }}{{ 'a,b'.split(',') }}",
+        "  {% if true %}  \n  kept\n  {% endif %}\n  end\n",
+    ],
+)
+def test_the_language_is_that_of_transformers_environment(transformers_render, source: str) -> None:
+    messages = chat_samples.CONVERSATIONS["one"]
+    assert ChatTemplate(source, SPECIAL).render(messages) == transformers_render(source, messages)
+
+
+def test_a_date_can_be_asked_for() -> None:
+    assert ChatTemplate("{{ strftime_now('%Y-%m') }}").render([chat_samples.USER]).startswith("20")
+
+
+def test_the_default_model_s_template_writes_its_system_prompt() -> None:
+    try:
+        template = load_template(resolve_model())
+    except ModelNotFound:
+        pytest.skip("the default model's wheel is not installed")
+    assert template is not None
+    text = template.render([{"role": "user", "content": "Hi"}])
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+# -- messages ----------------------------------------------------------------------------------------------
+
+
+def seen(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a template is given."""
+    return [json.loads(line) for line in ChatTemplate(ECHO).render(messages).splitlines()]
+
+
+def test_text_parts_become_one_string_and_nothing_becomes_an_empty_one() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    given = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, {"role": "user"}]
+    assert [message["content"] for message in seen(given)] == ["a\nb", "", ""]
+
+
+def test_arguments_of_tool_calls_become_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    [message] = seen([{"role": "assistant", "tool_calls": [call]}])
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": [1]}}
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_found_under_each_of_its_names(name: str) -> None:
+    [message] = seen([{"role": "assistant", "content": "x", name: "because"}])
+    assert message["reasoning_content"] == message["thinking"] == "because"
+
+
+def test_the_caller_s_messages_are_not_changed() -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"x": 1}]}]
+    before = json.dumps(messages)
+    ChatTemplate(ECHO).render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert json.dumps(messages) == before
+
+
+@pytest.mark.parametrize(
+    ("messages", "field", "sentence"),
+    [
+        ([], "messages", "a list of at least one message"),
+        ("hi", "messages", "a list of at least one message"),
+        (["hi"], "messages[0]", "str given; an object with role and content"),
+        ([{"content": "x"}], "messages[0].role", "a name of 1 to 64 characters"),
+        ([{"role": "u" * 65, "content": "x"}], "messages[0].role", "a name of 1 to 64 characters"),
+        ([{"role": "user", "content": 7}], "messages[0].content", "int given; a string or a list of text parts"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0].type", "only 'text' is"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text", "a string is expected"),
+        ([{"role": "user", "content": [7]}], "messages[0].content[0].type", "'int' is not supported"),
+        ([{"role": "user", "content": "\ud800"}], "messages[0].content", "half of a surrogate pair at character 0"),
+        ([{"role": "user", "content": "x", "name": b"y"}], "messages[0]", "holds a bytes; only JSON values"),
+        ([{"role": "a", "tool_calls": [7]}], "messages[0].tool_calls", "a list of objects"),
+        (
+            [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+            "not valid JSON",
+        ),
+    ],
+)
+def test_a_malformed_message_is_answered_with_its_place(messages: Any, field: str, sentence: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(ECHO).render(messages)
+    assert caught.value.field == field
+    assert sentence in str(caught.value)
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("options", "field", "sentence"),
+    [
+        ({"tools": {}}, "tools", "a list of objects"),
+        ({"tools": [{"x": nested(100)}]}, "tools", "nested more than 64 levels deep"),
+        ({"documents": ["x"]}, "documents", "a list of objects"),
+        ({"x": object()}, "chat_template_kwargs", "holds a object"),
+        ({"bos_token": "x"}, "chat_template_kwargs", "'bos_token' is given by the server"),
+        ({"messages": []}, "chat_template_kwargs", "'messages' is given by the server"),
+        ({"continue_final_message": True}, "continue_final_message", "cannot be combined"),
+    ],
+)
+def test_a_bad_option_is_answered_with_its_name(options: dict[str, Any], field: str, sentence: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate(ECHO, SPECIAL).render([chat_samples.USER], **options)
+    assert caught.value.field == field
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "sentence"),
+    [(ECHO, "", "the last message has no text"), ("nothing", "I", "does not print the last message")],
+)
+def test_what_cannot_be_continued_is_refused(source: str, words: str, sentence: str) -> None:
+    messages = [chat_samples.USER, {"role": "assistant", "content": words}]
+    with pytest.raises(InvalidRequest, match=sentence):
+        ChatTemplate(source).render(messages, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_a_template_s_own_refusal_is_told_and_cut_to_a_bounded_length() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ChatTemplate("{{ raise_exception(messages[0].content) }}").render([{"role": "user", "content": "no " * 10_000}])
+    assert caught.value.field == "messages"
+    assert len(str(caught.value)) < 400
+
+
+# -- where templates come from -------------------------------------------------------------------------------
+
+
+def model(path: Path, **files: dict[str, Any]) -> ModelFiles:
+    return ModelFiles("m", samples.folder(path, samples.byte_level(), **files), "hf")
+
+
+def test_a_template_sees_the_special_tokens_of_its_model(tmp_path: Path) -> None:
+    config = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "{{ bos_token }}{{ eos_token }}"}
+    template = load_template(model(tmp_path, tokenizer_config=config))
+    assert template is not None and template.render([chat_samples.USER]) == "<s></s>"
+
+
+def test_tools_select_the_template_made_for_them(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    template = load_template(model(tmp_path, tokenizer_config={"chat_template": named}))
+    assert template is not None
+    assert template.render([chat_samples.USER]) == "plain"
+    assert template.render([chat_samples.USER], tools=chat_samples.TOOLS) == "with tools"
+
+
+def test_a_model_without_a_template_has_none_unless_the_operator_gives_one(tmp_path: Path) -> None:
+    files = model(tmp_path, tokenizer_config={"bos_token": "<s>"})
+    assert load_template(files) is None
+    (tmp_path / "own.jinja").write_text("{{ bos_token }}!")
+    for override in (str(tmp_path / "own.jinja"), "{{ bos_token }}!"):
+        template = load_template(files, override)
+        assert template is not None and template.render([chat_samples.USER]) == "<s>!"
+
+
+def test_an_operator_s_template_that_is_neither_file_nor_template_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match="'missing.jinja' is neither a file nor a template"):
+        load_template(model(tmp_path), "missing.jinja")
+
+
+def test_a_template_only_for_special_uses_is_not_taken_for_another() -> None:
+    with pytest.raises(InvalidRequest, match="only for special uses .rag."):
+        ChatTemplate({"rag": "x"}).render([chat_samples.USER])
+
+
+def test_threads_may_render_at_once() -> None:
+    template = ChatTemplate("{% for i in range(2000) %}{{ messages[0].content }}{% endfor %}")
+    results: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        results[number] = template.render([{"role": "user", "content": str(number)}])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: str(number) * 2000 for number in range(8)}
