@@ -6,14 +6,12 @@ from them; the second decodes into the struct, strictly.
 """
 
 import re
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope
 
 from penstock.engine.http.errors import ClientGone, HttpError, clip
-
-MAX_DEPTH = 32  # of nested JSON inside a field that is passed on without a schema
 
 T = TypeVar("T")
 
@@ -52,6 +50,8 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
     """The top-level fields of a JSON object, undecoded; a field given twice is refused."""
     if not body:
         raise HttpError(400, "the body is empty; a JSON object is expected")
+    if not body.isascii():
+        _check_utf8(body)  # also where no decoder will look: in names and in fields that are not used
     fields = decode(_SPLIT, body)
     # Of a name that comes twice the decoder keeps the last value only, in the first one's place, so a walk over
     # the body along what was kept stumbles at one of the two.
@@ -79,24 +79,14 @@ def decode(decoder: msgspec.json.Decoder[T], source: bytes | msgspec.Raw, field:
         if (missing := _MISSING.match(what)) is not None:
             place, what = f"{place}.{missing[1]}".lstrip("."), "the field is required"
         raise HttpError(400, f"{clip(place)}: {what}" if place else what, param=place or None) from None
-    except UnicodeDecodeError:
-        raise HttpError(400, f"{field or 'the body'} is not valid UTF-8", param=field or None) from None
     except msgspec.DecodeError as error:
         raise HttpError(400, f"{field or 'the body'} is not valid JSON: {error}", param=field or None) from None
     except RecursionError:
         raise HttpError(400, f"{field or 'the body'} is nested too deeply", param=field or None) from None
 
 
-def check_depth(field: str, value: object) -> None:
-    """Refuse JSON nested beyond MAX_DEPTH: it would be walked by code that recurses."""
-    level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            item
-            for node in level
-            if isinstance(node, (dict, list))
-            for item in (node.values() if isinstance(node, dict) else node)
-        ]
-        if not level:
-            return
-    raise HttpError(400, f"{field}: nested more than {MAX_DEPTH} levels deep", param=field)
+def _check_utf8(body: bytes) -> None:
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise HttpError(400, f"the body is not valid UTF-8 at byte {error.start}") from None

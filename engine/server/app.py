@@ -30,9 +30,10 @@ from penstock.engine.server.completions import completions
 from penstock.engine.server.config import ServerConfig
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, Handler
-from penstock.engine.server.seam import Template, Tokenizer
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 from penstock.engine.server.tokens import detokenize, tokenize
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.server")
 
@@ -103,7 +104,7 @@ class App:
         return path if path in self.templates else "unmatched"
 
 
-def build_app(engine: AsyncEngine, tokenizer: Tokenizer, template: Template | None, config: ServerConfig) -> App:
+def build_app(engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig) -> App:
     """The application over a started engine; `config` is a resolved one."""
     return App(Service(engine, tokenizer, template, config), Keys(config.api_keys))
 

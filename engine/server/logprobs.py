@@ -10,7 +10,7 @@ from penstock.engine.server.replies import (
     TokenLogprob,
     TopLogprob,
 )
-from penstock.engine.server.seam import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import TokenLogprobs
 
 FLOOR = -9999.0  # stands for minus infinity, which JSON cannot say

@@ -11,15 +11,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.engine.front import check_length, token_bytes
-from penstock.engine.http.body import check_depth, decode
-from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.server.schema import ChatRequest, ContentPart, Message, TokenizeRequest
-from penstock.engine.server.seam import Template, Tokenizer
+from penstock.engine.http.body import decode
+from penstock.engine.http.errors import HttpError
+from penstock.engine.server.schema import ChatRequest, Message, TokenizeRequest
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo
 
 MAX_CHARS_PER_TOKEN = 128  # a text longer than this times the context is refused before it is tokenized
 INLINE_CHARS = 2048  # tokenized on the event loop: about as long as handing it to a thread takes
 MAX_MESSAGES = 2048
+# Of the template's variables, those that have a field of their own.
+TEMPLATE_FIELDS = frozenset(
+    {"tools", "documents", "add_generation_prompt", "continue_final_message", "reasoning_effort"}
+)
 
 T = TypeVar("T")
 
@@ -91,55 +96,41 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
 
-async def render(messages: Sequence[Message], request: ChatRequest | TokenizeRequest, template: Template | None) -> str:
+async def render(
+    messages: Sequence[Message], request: ChatRequest | TokenizeRequest, template: ChatTemplate | None
+) -> str:
     """The prompt that the model's chat template makes of the messages."""
     if template is None:
         raise HttpError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise HttpError(400, f"messages: {len(messages)} given; 1 to {MAX_MESSAGES} are allowed", param="messages")
     variables = dict(request.chat_template_kwargs or {})
-    check_depth("chat_template_kwargs", variables)
+    for name in TEMPLATE_FIELDS & variables.keys():
+        raise HttpError(400, f"chat_template_kwargs: {name!r} cannot be set there", param="chat_template_kwargs")
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
     continues = bool(request.continue_final_message)
     opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
-    if continues and opens:
-        raise HttpError(
-            400,
-            "continue_final_message: cannot be combined with add_generation_prompt",
-            param="continue_final_message",
-        )
-    variables |= {"add_generation_prompt": opens, "continue_final_message": continues}
     plain = [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
-    num_chars = sum(len(message["content"]) for message in plain)
-    return await in_thread_if(num_chars > INLINE_CHARS, lambda: template.render(plain, **variables))
+    return await in_thread_if(
+        sum(len(message["content"] or "") for message in plain) > INLINE_CHARS,
+        lambda: template.render(plain, add_generation_prompt=opens, continue_final_message=continues, **variables),
+    )
 
 
 def _plain(place: str, message: Message) -> dict[str, Any]:
-    """A message as chat templates take it: its text in one string."""
+    """A message as the text room takes it, without the fields that nobody set."""
     if message.role in ("tool", "function"):
         raise HttpError(400, f"{place}.role: tools are not supported yet", param=f"{place}.role")
     for field in ("tool_calls", "function_call", "tool_call_id", "audio"):
         if getattr(message, field) not in (None, []):
             what = "audio is" if field == "audio" else "tools are"
             raise HttpError(400, f"{place}.{field}: {what} not supported", param=f"{place}.{field}")
-    content = message.content
-    if isinstance(content, list):
-        content = "\n".join(_part_text(f"{place}.content[{at}]", part) for at, part in enumerate(content))
-    plain: dict[str, Any] = {"role": message.role, "content": content or ""}
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
+    plain: dict[str, Any] = {"role": message.role, "content": message.content}
+    for field in ("name", "reasoning_content"):
+        if getattr(message, field) is not None:
+            plain[field] = getattr(message, field)
     return plain
-
-
-def _part_text(place: str, part: ContentPart) -> str:
-    if part.type != "text" or part.text is None:
-        raise HttpError(
-            400, f"{place}.type: {clip(part.type)!r} is not supported; only parts of type 'text' are", param=place
-        )
-    return part.text
 
 
 def _kept_tokens(truncate_to: int | None, info: ModelInfo) -> int:

@@ -15,6 +15,7 @@ from penstock.engine.http.errors import HttpError, clip
 MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
 
+_ANY = msgspec.json.Decoder(Any)
 Request = TypeVar("Request", bound=msgspec.Struct)
 
 _TEXTS_OR_IDS = Meta(
@@ -81,22 +82,9 @@ class CompletionRequest(Sampled, kw_only=True):
     logprobs: int | None = None
 
 
-class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: str
-    text: str | None = None
-    cache_control: Any = None  # a hint: every prefix is cached here
-    # Other types of part, so that the error can say which one it was.
-    image_url: Any = None
-    input_audio: Any = None
-    audio_url: Any = None
-    video_url: Any = None
-    file: Any = None
-    refusal: Any = None
-
-
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | list[ContentPart] | None = None
+    content: str | list[dict[str, Any]] | None = None  # parts of type 'text' only
     name: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
     # What our own answers, sent back as history, may hold beside these.
@@ -241,6 +229,6 @@ def parse(body: bytes, decoder: msgspec.json.Decoder[Request]) -> Request:
 
 def _check_neutral(name: str, raw: Raw) -> None:
     reason, neutral = UNSERVED[name]
-    value = bytes(raw)
-    if value != b"null" and (len(value) > 256 or msgspec.json.decode(value) not in neutral):
+    value = decode(_ANY, raw, name) if len(bytes(raw)) <= 256 else raw
+    if value is not None and value not in neutral:
         raise HttpError(400, f"{name}: {reason}", param=name)

@@ -16,8 +16,9 @@ from penstock.engine.client import AsyncEngine
 from penstock.engine.http.listen import Listener, bind_socket
 from penstock.engine.server.app import build_app
 from penstock.engine.server.config import ServerConfig
-from penstock.engine.server.seam import Template, Tokenizer
 from penstock.engine.server.service import Service
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger("penstock.server")
 
@@ -28,7 +29,7 @@ LAST_WORDS_S = 2.0  # for answers that were just aborted, or have failed, to say
 async def serve(
     engine: AsyncEngine,
     tokenizer: Tokenizer,
-    template: Template | None,
+    template: ChatTemplate | None,
     config: ServerConfig,
     *,
     sock: socket.socket | None = None,

@@ -16,7 +16,8 @@ from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Answering, Call
 from penstock.engine.server.config import ServerConfig
 from penstock.engine.server.metrics import Metrics
-from penstock.engine.server.seam import Template, Tokenizer
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
 REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead)  # what as_http_error knows
@@ -24,7 +25,7 @@ REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead)  # what as_http_er
 
 class Service:
     def __init__(
-        self, engine: AsyncEngine, tokenizer: Tokenizer, template: Template | None, config: ServerConfig
+        self, engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig
     ) -> None:
         self.engine = engine
         self.info = engine.info

@@ -1,10 +1,9 @@
 """A stand-in for the engine behind the server: repeats the prompt, and can stall, fill up, fail and die on demand.
 
-The tokenizer is the real one over a vocabulary of single bytes, so token i of "abc" is the i-th byte.
+The tokenizer and the template are real ones, the tokenizer over a vocabulary of single bytes, so token i of "abc" is the i-th byte.
 """
 
 import asyncio
-import json
 from array import array
 from typing import Any
 
@@ -18,6 +17,7 @@ from penstock.engine.messages import Output, Stats
 from penstock.engine.output import Choice
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
+from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, TokenLogprobs
 
@@ -45,15 +45,14 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_ids=frozenset({EOS}))
 
 
-class FakeTemplate:
-    """`role: content` lines, and the variables it was given, so that a test can see what arrived."""
-
-    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        extra = {k: v for k, v in variables.items() if k not in ("add_generation_prompt", "continue_final_message")}
-        if variables.get("continue_final_message"):
-            text = text[:-1]
-        return text + (json.dumps(extra) if extra else "") + (">" if variables.get("add_generation_prompt") else "")
+def line_template() -> ChatTemplate:
+    """`role: content` lines, and the variables that a request may set, so that a test can see what arrived."""
+    return ChatTemplate(
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if enable_thinking is defined %}[thinking {{ enable_thinking }}]{% endif %}"
+        "{% if reasoning_effort is defined %}[effort {{ reasoning_effort }}]{% endif %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
 
 
 class FakeEngine:

@@ -14,7 +14,7 @@ import uvloop
 from penstock.engine.http.listen import Listener, bind_socket
 from penstock.engine.server.app import App, build_app
 from penstock.engine.server.config import ServerConfig, resolve
-from tests.engine.server.fake import FakeEngine, FakeTemplate, byte_tokenizer
+from tests.engine.server.fake import FakeEngine, byte_tokenizer, line_template
 
 MODEL = "tiny"
 
@@ -64,7 +64,7 @@ def running(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Runni
     is_up, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        app = build_app(engine, byte_tokenizer(), FakeTemplate(), config)  # type: ignore[arg-type]
+        app = build_app(engine, byte_tokenizer(), line_template(), config)  # type: ignore[arg-type]
         async with Listener(app, bind_socket(config.host, 0), config.limits, app.service.metrics.refused) as listener:
             started.append(Running(asyncio.get_running_loop(), engine, app, listener))
             is_up.set()

@@ -274,8 +274,8 @@ def test_template_variables_reach_the_template(server):
         server.chat(max_tokens=1, **fields)
         return bytes(server.engine.submitted[-1][0]).decode()
 
-    assert prompt(chat_template_kwargs={"enable_thinking": False}) == 'user: hello\n{"enable_thinking": false}>'
-    assert prompt(reasoning_effort="low") == 'user: hello\n{"reasoning_effort": "low"}>'
+    assert prompt(chat_template_kwargs={"enable_thinking": False}) == "user: hello\n[thinking False]>"
+    assert prompt(reasoning_effort="low") == "user: hello\n[effort low]>"
     assert prompt(add_generation_prompt=False) == "user: hello\n"
     assert prompt(continue_final_message=True) == "user: hello"
 

@@ -22,7 +22,7 @@ import logging, signal, sys
 import uvloop
 from penstock.engine.server.config import ServerConfig
 from penstock.engine.server.serve import serve
-from tests.engine.server.fake import FakeEngine, FakeTemplate, byte_tokenizer
+from tests.engine.server.fake import FakeEngine, byte_tokenizer, line_template
 
 async def main():
     import asyncio
@@ -30,7 +30,7 @@ async def main():
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.die, "the core was killed")
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, engine.hang)
     config = ServerConfig(port=0, drain_timeout_s=float(sys.argv[1]))
-    return await serve(engine, byte_tokenizer(), FakeTemplate(), config, on_listening=lambda url: print(url, flush=True))
+    return await serve(engine, byte_tokenizer(), line_template(), config, on_listening=lambda url: print(url, flush=True))
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 sys.exit(uvloop.run(main()))
