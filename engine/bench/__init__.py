@@ -1,0 +1,22 @@
+"""`penstock bench`: measures a server from outside (serve, startup) or the engine itself (throughput, latency)."""
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    from penstock.engine.bench import latency, serve, startup, throughput
+
+    benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    for name, module, summary in (
+        ("serve", serve, "Load any OpenAI-compatible server; report latency and throughput."),
+        ("throughput", throughput, "How much a batch of requests gets through the engine, without a server."),
+        ("latency", latency, "How long one batch of requests takes, without a server."),
+        ("startup", startup, "The time from starting a server's process to its first token."),
+    ):
+        benchmark = benchmarks.add_parser(name, help=summary, description=summary)
+        module.add_arguments(benchmark)
+        benchmark.set_defaults(measure=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return args.measure(args)

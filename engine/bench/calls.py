@@ -1,0 +1,107 @@
+"""What `penstock bench serve` sends: the requests, encoded before the clock starts."""
+
+import argparse
+import asyncio
+import os
+import random
+import time
+from typing import Any
+
+import msgspec
+
+from penstock.engine.bench.arrivals import arrival_times
+from penstock.engine.bench.client import Client, Target
+from penstock.engine.bench.datasets import Sample, Source, load_samples
+from penstock.engine.bench.load import Call
+from penstock.engine.config import ConfigError
+
+ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+MIN_BURSTINESS = 0.01
+
+
+def build_calls(
+    args: argparse.Namespace, target: Target, model: str, headers: dict[str, str]
+) -> tuple[list[Call], list[Call]]:
+    """The warm-ups and the measured calls; warm-ups have prompts of their own, so no cache knows the others."""
+    if args.request_rate <= 0:
+        raise ConfigError(f"request_rate: {args.request_rate:g} given; more than 0 is expected")
+    if args.burstiness < MIN_BURSTINESS:
+        raise ConfigError(f"burstiness: {args.burstiness:g} given; at least {MIN_BURSTINESS} is expected")
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ConfigError(f"max_concurrency: {args.max_concurrency} given; at least 1 is expected")
+    path = args.endpoint or ENDPOINTS[args.backend]
+    is_chat = path.rstrip("/").endswith("/chat/completions")
+    samples = load_samples(args, args.num_prompts + args.num_warmups, Source(args.random_vocab_size, is_text=is_chat))
+    requests = [target.request("POST", path, _body(args, model, is_chat, sample), headers) for sample in samples]
+    times = arrival_times(args.num_prompts, args.request_rate, args.burstiness, random.Random(args.seed))
+    times += [0.0] * args.num_warmups
+    calls = [Call(*each) for each in zip(requests, (sample.prompt_len for sample in samples), times, strict=True)]
+    return calls[args.num_prompts :], calls[: args.num_prompts]
+
+
+def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample) -> bytes:
+    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+    if is_chat:
+        body["messages"] = [{"role": "user", "content": sample.prompt}]
+        body["max_completion_tokens"] = sample.output_len
+    else:
+        body["prompt"] = sample.prompt
+        body["max_tokens"] = sample.output_len
+    if args.ignore_eos:
+        body["ignore_eos"] = True
+    body |= {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    return msgspec.json.encode(body | args.extra_body)
+
+
+def headers_of(args: argparse.Namespace) -> dict[str, str]:
+    """An API key comes from the environment, as with OpenAI's own clients."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return headers | dict(pair("header", item) for item in args.header)
+
+
+async def wait_until_up(client: Client, headers: dict[str, str], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if (await client.fetch("GET", "/v1/models", headers=headers))[0] == 200:
+                return
+        except OSError:
+            pass  # not listening yet
+        await asyncio.sleep(0.1)
+    if timeout_s > 0:
+        raise ConfigError(
+            f"ready_check_timeout_sec: no answer from {client.target.host}:{client.target.port} in {timeout_s:g} s"
+        )
+
+
+async def first_model(client: Client, headers: dict[str, str]) -> str:
+    where = f"{client.target.host}:{client.target.port}"
+    try:
+        status, body = await client.fetch("GET", "/v1/models", headers=headers)
+    except OSError as error:
+        raise ConfigError(f"base_url: no server answers at {where} ({error})") from None
+    if status != 200:
+        raise ConfigError(
+            f"model: {where}/v1/models answers {status}: {body[:200].decode(errors='replace')}; give --model"
+        )
+    try:
+        return msgspec.json.decode(body, type=_Models).data[0].id
+    except (msgspec.DecodeError, IndexError):
+        raise ConfigError(f"model: {where}/v1/models lists none; give --model") from None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def pair(field: str, item: str) -> tuple[str, str]:
+    name, separator, value = item.partition("=")
+    if not separator or not name.strip():
+        raise ConfigError(f"{field}: {item!r} given; KEY=VALUE is expected")
+    return name.strip(), value.strip()

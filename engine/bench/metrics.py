@@ -1,0 +1,148 @@
+"""What a serving benchmark says about its requests: throughput, latency percentiles, goodput.
+
+Pure numbers in, one flat dict out, with the keys that users of `vllm bench serve` parse.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+METRICS = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+    "client_queue_time": ("Client queue time", "Client Queue Time"),
+}
+OBJECTIVES = ("ttft", "tpot", "e2el")  # a request as a whole can meet or miss these
+
+
+class Outcome(msgspec.Struct):
+    """One request, ended. `start_s` is when it was sent, on any clock; the other times are durations."""
+
+    prompt_len: int
+    output_len: int
+    start_s: float
+    ttft_s: float
+    latency_s: float
+    itls_s: list[float] = []  # between pieces of the stream; a piece may carry several tokens
+    queue_s: float = 0.0  # waited in the client for room under --max-concurrency
+    num_cached: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def tpot_s(self) -> float:
+        """Per token after the first; 0 where there is only one."""
+        return (self.latency_s - self.ttft_s) / (self.output_len - 1) if self.output_len > 1 else 0.0
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of sorted values, interpolated linearly between the two nearest ranks (numpy's default)."""
+    if not ordered:
+        return 0.0
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def spread(name: str, values_s: Sequence[float], percents: Sequence[float]) -> dict[str, float]:
+    """Mean, median, standard deviation and percentiles in milliseconds, under keys like `p99_ttft_ms`."""
+    ordered = sorted(1000 * value for value in values_s)
+    mean = math.fsum(ordered) / len(ordered) if ordered else 0.0
+    variance = math.fsum((value - mean) ** 2 for value in ordered) / len(ordered) if ordered else 0.0
+    result = {
+        f"mean_{name}_ms": mean,
+        f"median_{name}_ms": percentile(ordered, 50),
+        f"std_{name}_ms": math.sqrt(variance),
+    }
+    return result | {f"p{percent:g}_{name}_ms": percentile(ordered, percent) for percent in percents}
+
+
+def goodput(outcomes: Sequence[Outcome], objectives_ms: dict[str, float], duration_s: float) -> float:
+    """Requests per second that met every objective."""
+    values = {"ttft": lambda o: o.ttft_s, "tpot": lambda o: o.tpot_s, "e2el": lambda o: o.latency_s}
+    good = sum(all(1000 * values[name](o) <= limit for name, limit in objectives_ms.items()) for o in outcomes)
+    return good / duration_s
+
+
+def summarize(
+    outcomes: Sequence[Outcome],
+    duration_s: float,
+    metrics: Sequence[str],
+    percents: Sequence[float],
+    objectives_ms: dict[str, float] | None = None,
+) -> dict[str, Any]:
+    """The whole result. Failed requests count as failed and nowhere else."""
+    done = [outcome for outcome in outcomes if not outcome.error]
+    num_input = sum(outcome.prompt_len for outcome in done)
+    num_output = sum(outcome.output_len for outcome in done)
+    result: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(done),
+        "failed": len(outcomes) - len(done),
+        "total_input_tokens": num_input,
+        "total_cached_tokens": sum(outcome.num_cached for outcome in done),
+        "total_output_tokens": num_output,
+        "request_throughput": len(done) / duration_s,
+        "request_goodput": goodput(done, objectives_ms, duration_s) if objectives_ms else None,
+        "output_throughput": num_output / duration_s,
+        "total_token_throughput": (num_input + num_output) / duration_s,
+        "max_output_tokens_per_s": _peak_output(done),
+        "max_concurrent_requests": _peak_concurrency(done),
+    }
+    values = {
+        "ttft": [outcome.ttft_s for outcome in done],
+        "tpot": [outcome.tpot_s for outcome in done if outcome.output_len > 1],
+        "itl": [gap for outcome in done for gap in outcome.itls_s],
+        "e2el": [outcome.latency_s for outcome in done],
+        "client_queue_time": [outcome.queue_s for outcome in done],
+    }
+    for name in metrics:
+        result |= spread(name, values[name], percents)
+    return result
+
+
+def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
+    """One entry per request in every list."""
+    return {
+        "input_lens": [outcome.prompt_len for outcome in outcomes],
+        "output_lens": [outcome.output_len for outcome in outcomes],
+        "start_times": [outcome.start_s for outcome in outcomes],
+        "ttfts": [outcome.ttft_s for outcome in outcomes],
+        "itls": [outcome.itls_s for outcome in outcomes],
+        "latencies": [outcome.latency_s for outcome in outcomes],
+        "queue_times": [outcome.queue_s for outcome in outcomes],
+        "generated_texts": [outcome.text for outcome in outcomes],
+        "errors": [outcome.error for outcome in outcomes],
+    }
+
+
+def _peak_output(outcomes: Sequence[Outcome]) -> float:
+    """The most tokens that arrived within one second, of seconds counted from the first request."""
+    begin_s = min((outcome.start_s for outcome in outcomes), default=0.0)
+    per_second: defaultdict[int, float] = defaultdict(float)
+    for outcome in outcomes:
+        now_s = outcome.start_s + outcome.ttft_s - begin_s
+        # Pieces stand for tokens: scaled, where a piece carries more than one.
+        tokens_per_piece = outcome.output_len / (1 + len(outcome.itls_s))
+        per_second[int(now_s)] += tokens_per_piece
+        for gap in outcome.itls_s:
+            now_s += gap
+            per_second[int(now_s)] += tokens_per_piece
+    return max(per_second.values(), default=0.0)
+
+
+def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
+    """The most requests under way at one moment."""
+    changes = [(outcome.start_s, 1) for outcome in outcomes]
+    changes += [(outcome.start_s + outcome.latency_s, -1) for outcome in outcomes]
+    running = peak = 0
+    for _, change in sorted(changes):
+        running += change
+        peak = max(peak, running)
+    return peak
