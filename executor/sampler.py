@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from penstock.executor.draw import BLOCK, draw, filter_weights, uniforms
-from penstock.executor.edits import Edits, is_edited, is_penalized, record
+from penstock.executor.edits import Edits, is_edited
 from penstock.executor.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
+from penstock.executor.penalties import Seen, is_penalized
 from penstock.executor.protocol import Sampling, TokenLogprobs
 
 __all__ = ["Sampled", "Sampler", "prompt_logprobs"]
@@ -57,8 +58,7 @@ class Sampler:
         self._vocab_size, self._device = vocab_size, device
         self._samplings: list[Sampling] = [Sampling()] * max_num_seqs
         self._num_prompt = [0] * max_num_seqs
-        # [slots, V] int32. calloc'ed: on a CPU only slots with penalties ever take memory.
-        self._seen = torch.from_numpy(np.zeros((max_num_seqs, vocab_size), dtype=np.int32)).to(device)
+        self._seen = Seen(max_num_seqs, vocab_size, device)
         self._stride = -(-vocab_size // BLOCK) * BLOCK
         self._part_rows = max(1, min(max_num_seqs, WORK_BYTES[device.type] // (4 * self._stride)))
         # Columns beyond the vocabulary stay zero for ever: weights there are never drawn.
@@ -70,7 +70,7 @@ class Sampler:
         """A request takes the slot. tokens [n] int32: its prompt and what it had sampled before a preemption."""
         self._samplings[slot], self._num_prompt[slot] = sampling, num_prompt
         if is_penalized(sampling):
-            record(self._seen[slot], tokens, num_prompt)
+            self._seen.admit(slot, tokens, num_prompt)
         self._plan = None
 
     def sample(
@@ -101,7 +101,7 @@ class Sampler:
         tokens = torch.where(torch.isfinite(bounds).all(0), tokens, 0)
         for part in plan.parts:
             if part.edits is not None:
-                part.edits.count(tokens[part.index], self._seen)
+                part.edits.count(tokens[part.index], where[part.rows], self._seen)
         logprobs = [(rows, token_logprobs(logits[index], tokens[index], num)) for num, rows, index in plan.logprobs]
         return Sampled(tokens, bounds, logprobs)
 

@@ -179,10 +179,10 @@ def test_a_request_gets_the_same_tokens_alone_and_in_a_thousand_different_batche
     kinds = [Sampling(**options, seed=i) for i, options in enumerate(OPTIONS.values())]
     for _ in range(1000):
         slots = rng.permutation(SLOTS)[: rng.integers(2, 6)].tolist()
-        positions = rng.integers(6, 2000, len(slots)).tolist()
         logits = torch.from_numpy(rng.normal(0, 2, (len(slots), VOCAB)).astype(np.float32))
         chosen = [kinds[i] for i in rng.integers(0, len(kinds), len(slots))]
-        tokens = [rng.integers(0, VOCAB, 6).astype(np.int32) for _ in slots]
+        tokens = [rng.integers(0, VOCAB, rng.integers(3, 60)).astype(np.int32) for _ in slots]
+        positions = [len(history) for history in tokens]
         for slot, sampling, history in zip(slots, chosen, tokens, strict=True):
             together.admit(slot, sampling, history, 3)
         expected = together.sample(logits, slots, positions)[0].tolist()

@@ -1,0 +1,100 @@
+"""Repetition, frequency and presence penalties, at a cost that grows with the request and not with the vocabulary.
+
+Only tokens that a request has seen are touched: its history lists them, with repeats. A repeated token is
+computed and stored twice, with the same result, so nothing has to be made unique and no device is waited for.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.executor.protocol import Sampling
+
+_IN_PROMPT = 1 << 30  # beside the number of times a token was sampled
+_MIN_HISTORY = 1024
+
+
+def is_penalized(sampling: Sampling) -> bool:
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
+class Seen:
+    """The tokens of the requests with penalties, by slot."""
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        # calloc'ed: on a CPU only slots with penalties ever take memory.
+        self.counts = torch.from_numpy(np.zeros((num_slots, vocab_size), dtype=np.int32)).to(device)
+        self.history = self.counts.new_zeros(num_slots, 0)  # [slots, longest request so far]
+
+    def admit(self, slot: int, tokens: np.ndarray, num_prompt: int) -> None:
+        """Forget the slot's last request. tokens [n]: the prompt, then what was sampled before a preemption."""
+        ids = torch.from_numpy(tokens.astype(np.int32)).to(self.counts.device)
+        self.reserve(len(tokens))
+        self.history[slot, : len(ids)] = ids
+        counts, sampled = self.counts[slot], ids[num_prompt:]
+        counts.zero_()
+        counts.index_add_(0, sampled, torch.ones_like(sampled))
+        counts[ids[:num_prompt].long()] |= _IN_PROMPT
+
+    def reserve(self, length: int) -> None:
+        """Make room for requests of `length` tokens."""
+        num_slots, width = self.history.shape
+        if length > width:
+            wider = self.history.new_zeros(num_slots, max(length, 2 * width, _MIN_HISTORY))
+            wider[:, :width] = self.history
+            self.history = wider
+
+    def add(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Token i is now at positions[i] of the request in slots[i]; [n] each."""
+        self.history[slots, positions] = tokens.to(torch.int32)
+        self.counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Those rows of some logits that have a penalty; the options are [P, 1]."""
+
+    rows: Tensor
+    slots: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+
+    @classmethod
+    def of(cls, slots: list[int], samplings: list[Sampling], device: torch.device) -> "Penalties | None":
+        rows = [row for row, sampling in enumerate(samplings) if is_penalized(sampling)]
+        if not rows:
+            return None
+        chosen = [samplings[row] for row in rows]
+        options = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in chosen]
+        return cls(
+            torch.tensor(rows).to(device, non_blocking=True),
+            torch.tensor([slots[row] for row in rows]).to(device, non_blocking=True),
+            *torch.tensor(options, dtype=torch.float32).to(device, non_blocking=True)[..., None].unbind(1),
+        )
+
+    def apply(self, logits: Tensor, positions: np.ndarray, seen: Seen) -> None:
+        """Penalize rows of logits [R, stride] in place; row i has positions[i] tokens so far."""
+        lengths = self._lengths(positions, logits.device)
+        longest = int(positions.max())
+        ids = seen.history[self.slots, :longest].long()  # [P, longest]
+        # Beyond a request's end its first token stands in: repeated once more.
+        inside = torch.arange(longest, device=ids.device) < lengths[:, None]
+        ids = torch.where(inside, ids, ids[:, :1])
+        counts = seen.counts[self.slots[:, None], ids]
+        sampled = (counts & (_IN_PROMPT - 1)).float()
+        values = logits[self.rows[:, None], ids]
+        values = torch.where(values > 0, values / self.repetition, values * self.repetition)
+        values -= self.frequency * sampled
+        values -= self.presence * sampled.clamp(max=1)
+        logits[self.rows[:, None], ids] = values
+
+    def count(self, tokens: Tensor, positions: np.ndarray, seen: Seen) -> None:
+        """The rows' sampled tokens [R] join what was seen."""
+        seen.reserve(int(positions.max()) + 1)
+        seen.add(self.slots, self._lengths(positions, tokens.device), tokens[self.rows])
+
+    def _lengths(self, positions: np.ndarray, device: torch.device) -> Tensor:
+        return torch.from_numpy(positions).to(device, non_blocking=True)[self.rows]
