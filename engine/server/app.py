@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.client import AsyncEngine
 from penstock.engine.http.auth import Authentication, Keys
-from penstock.engine.http.errors import ClientGone, ErrorReply, HttpError, clip
+from penstock.engine.http.errors import ErrorReply, HttpError, clip
 from penstock.engine.http.request_id import client_id
 from penstock.engine.server import pages, schema
 from penstock.engine.server import replies as reply
@@ -68,7 +68,6 @@ class App:
         routes = _routes(service)
         handlers = {error: _refuse for error in REFUSALS} | {
             HTTPException: _refuse_route,
-            ClientGone: _client_gone,
             Exception: _fail,
         }
         self.templates = frozenset(route.path for route in routes)
@@ -81,7 +80,7 @@ class App:
             await self._inner(scope, receive, send)
             return
         call = scope["penstock.call"] = Call(client_id(scope["headers"]))
-        status = CLIENT_CLOSED
+        status = 500  # unless something better is sent
 
         async def send_noting(message: Message) -> None:
             nonlocal status
@@ -94,6 +93,7 @@ class App:
             await self._inner(scope, receive, send_noting)
         finally:
             route = self._template(scope["path"])
+            status = CLIENT_CLOSED if call.is_gone else status
             self.service.metrics.requests[route, status] += 1
             _log(call, route, status)
 
@@ -186,10 +186,6 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
         message = f"{request.method[:16]}: not a method of this route"
     answer = HttpError(error.status_code, message, headers=error.headers)
     return Response(answer.body(), answer.status, answer.headers, "application/json")
-
-
-async def _client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED)
 
 
 async def _fail(request: Request, error: Exception) -> Response:

@@ -22,6 +22,7 @@ class Call:
         self.begun_s = time.monotonic()
         self.num_prompt_tokens = 0
         self.num_tokens = 0
+        self.is_gone = False  # the client left before the answer was complete
         self.answers: list[Answering] = []
 
     def note_client_id(self, text: str | None) -> None:

@@ -37,6 +37,8 @@ class Endpoint:
             _check_content_type(scope)
             body = await read_body(scope, receive, service.config.max_body_bytes)
             await _unless_gone(receive, self._answer(call, body, send))
+        except ClientGone:
+            call.is_gone = True  # nobody to answer, and perhaps half an answer is out: the log is told, no one else
         finally:
             service.release(call)
             service.num_open_requests -= 1

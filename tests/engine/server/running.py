@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import uvloop
 
+from penstock.engine.client import AsyncEngine
 from penstock.engine.http.listen import Listener, bind_socket
 from penstock.engine.server.app import App, build_app
 from penstock.engine.server.config import ServerConfig, resolve
@@ -64,6 +65,8 @@ def running(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Runni
     is_up, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
+        if isinstance(engine, AsyncEngine):
+            await engine.start()
         app = build_app(engine, byte_tokenizer(), line_template(), config)  # type: ignore[arg-type]
         async with Listener(app, bind_socket(config.host, 0), config.limits, app.service.metrics.refused) as listener:
             started.append(Running(asyncio.get_running_loop(), engine, app, listener))
@@ -77,7 +80,7 @@ def running(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Runni
 
     thread = threading.Thread(target=main)
     thread.start()
-    assert is_up.wait(10)
+    assert is_up.wait(30)
     try:
         yield started[0]
     finally:

@@ -1,0 +1,92 @@
+"""The server over the real engine core, with the oracle executor: what the fake cannot show."""
+
+import os
+import signal
+import time
+
+import httpx
+import pytest
+
+from penstock.engine.client import AsyncEngine
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.executor.protocol import ExecutorConfig
+from tests.engine.server.fake import EOS, byte_tokenizer
+from tests.engine.server.running import Running, running, until
+from tests.engine.server.test_answers import events
+
+
+def oracle_engine(**scheduler: int) -> AsyncEngine:
+    return AsyncEngine(
+        EngineConfig(
+            executor=ExecutorConfig(kind="oracle", max_model_len=4000, hf_overrides={"vocab_size": 256}),
+            scheduler=SchedulerConfig(**scheduler),
+        ),
+        eos_ids=[EOS],
+        text_stream=byte_tokenizer().stream,
+    )
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running(oracle_engine()) as started:  # type: ignore[arg-type]
+        yield started
+
+
+def num_open(server: Running) -> int:
+    return server.call(lambda: server.engine.num_open)
+
+
+def test_a_stream_and_a_whole_answer_are_the_same(server):
+    asked = {"prompt": "the same prompt", "max_tokens": 60, "temperature": 0, "return_token_ids": True}
+    whole = server.complete(**asked).json()["choices"][0]
+    streamed = [event["choices"][0] for event in events(server.complete(**asked, stream=True))]
+    assert [token for piece in streamed for token in piece["token_ids"]] == whole["token_ids"]
+    assert "".join(piece["text"] for piece in streamed) == whole["text"]
+
+
+def test_a_second_prompt_finds_the_first_one_s_prefix_unless_its_salt_differs(server):
+    def cached(salt: str | None) -> int:
+        usage = server.complete("a prefix " * 40, max_tokens=1, cache_salt=salt).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached("one") == 0
+    assert cached("one") > 300
+    assert cached("two") == 0
+    assert cached(None) == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_blocks(server, stream):
+    body = {"prompt": "x", "max_tokens": 3999, "n": 4, "stream": stream}
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.3) as client:
+        answer = client.send(client.build_request("POST", f"{server.url}/v1/completions", json=body), stream=stream)
+        time.sleep(0.3)
+        answer.close()
+        raise httpx.ReadTimeout("left")
+    until(lambda: num_open(server) == 0)
+    server.complete(max_tokens=1)  # brings fresh numbers along
+    until(lambda: server.call(lambda: server.engine.stats.num_used_blocks) == 0)
+
+
+def test_more_than_the_queue_holds_is_refused_with_a_time():
+    with running(oracle_engine(max_num_seqs=2, max_queued_requests=2)) as server:  # type: ignore[arg-type]
+        answer = server.complete(["a"] * 5, max_tokens=500)
+        assert answer.status_code == 429
+        assert int(answer.headers["retry-after"]) >= 1
+        assert server.complete(["a"] * 2, max_tokens=5).status_code == 200
+
+
+def test_when_the_core_is_killed_every_request_ends_and_health_says_so():
+    with running(oracle_engine()) as server:  # type: ignore[arg-type]
+        server.complete(max_tokens=1)
+        body = {"prompt": "x", "max_tokens": 3999, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            os.kill(server.engine._process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        if "error" not in rest[-2]:
+            pytest.fail(f"the stream ended without an error: {rest[-2]}")
+        assert server.http.get("/health").status_code == 503
+        assert server.complete().status_code == 503
