@@ -1,8 +1,9 @@
 """Token ids to text, a few at a time, with the same result as decoding them all at once.
 
-The `tokenizers` library decodes whole sequences only (its DecodeStream decodes a window twice per token, loses
-what is unfinished at the end, and raises where invalid bytes change the past). Here each id's contribution is
-looked up once and kept; what a stream carries from push to push is only what the next id may still change:
+The `tokenizers` library's DecodeStream is as fast (0.5 µs a token, this 0.7) but not exact: it loses what is
+unfinished at the end, raises where a bad byte changes the text before it, and while bytes stay invalid its time
+grows with the square (4,000 such ids: 1.6 s). Here each id's contribution is looked up once and kept, and a
+stream carries from push to push only what the next id may still change:
 
 - byte-level vocabularies: up to three bytes of an unfinished UTF-8 character;
 - SentencePiece-like ones: the run of byte tokens (`<0xE4>` …) that has not ended yet. The library turns such a run

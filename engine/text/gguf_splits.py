@@ -20,7 +20,7 @@ TEKKEN = rf"{LOWER}|{UPPER}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{TAIL}"
 GPT4O = rf"{LOWER}{CONTRACTION}?|{UPPER}{CONTRACTION}?|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{TAIL}"
 DEEPSEEK3 = (
     r"\p{N}{1,3}",
-    r"[一-龥\u3040-ゟ゠-ヿ]+",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{TAIL}",
 )
@@ -59,5 +59,6 @@ SPLITS: dict[str, Split] = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "codeshell"), _DIGITS),
     "command-r": Split((r"\p{N}", GPT2), nfc=True),
     **dict.fromkeys(("gpt-2", "phi-2"), _GPT2),
+    "default": Split((r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}")),  # what llama.cpp does under this name
     **dict.fromkeys(("mpt", "olmo"), Split((GPT2,), nfc=True)),
 }

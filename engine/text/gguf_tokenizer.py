@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from penstock.engine.model_files import ModelRefused
 from penstock.engine.text.gguf_metadata import read_gguf_metadata
 from penstock.engine.text.gguf_splits import SPLITS
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer, refusing
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"  # what SentencePiece writes for a space
@@ -174,12 +174,8 @@ def _adds_space_prefix(vocabulary: _Vocabulary) -> bool:
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
-    try:
+    with refusing("the vocabulary and the merges do not belong together"):
         return models.BPE(vocab=vocab, merges=merges, **options)
-    except Exception as error:  # the library raises the bare class and nothing narrower
-        if type(error) is not Exception:
-            raise
-        raise ModelRefused(f"the vocabulary and the merges do not belong together: {error}") from None
 
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import ModelNotFound, ModelRefused, read_json
-from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.text.tokenizer import Tokenizer, refusing
 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest known tokenizer.json has 35 MB
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -63,12 +63,8 @@ def _read_backend(folder: Path) -> Backend | None:
 def _read_file(path: Path) -> Backend:
     if path.stat().st_size > MAX_TOKENIZER_BYTES:
         raise ModelRefused(f"tokenizer: {path} has {path.stat().st_size} bytes; at most {MAX_TOKENIZER_BYTES} are read")
-    try:
+    with refusing(f"tokenizer: {path} is not a tokenizer"):
         return Backend.from_file(str(path))
-    except Exception as error:  # the library raises the bare class and nothing narrower
-        if type(error) is not Exception:
-            raise
-        raise ModelRefused(f"tokenizer: {path} is not a tokenizer: {error}") from None
 
 
 def _convert_backend(folder: Path, config: dict[str, Any]) -> Backend:
@@ -109,6 +105,8 @@ def _mark_special(backend: Backend, special_tokens: dict[str, str], config: dict
     missing = [text for text in special_tokens.values() if text not in known and backend.token_to_id(text) is not None]
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in dict.fromkeys(missing)])
     listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict) or not all(token_id.isdecimal() for token_id in listed):
+        raise ModelRefused("tokenizer: added_tokens_decoder in tokenizer_config.json is not an object by token ids")
     for token_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         text = _token_text(entry)
         if text is None or text in known or text in missing:
@@ -136,7 +134,10 @@ def _eos_ids(
         ids = source.get("eos_token_id")
         if ids is not None:
             break
-    found = {token_id for token_id in (ids if isinstance(ids, list) else [ids]) if isinstance(token_id, int)}
+    listed = ids if isinstance(ids, list) else [ids]
+    # An id without a token cannot be sampled for what it means, and may lie beyond the model's vocabulary.
+    found = {token_id for token_id in listed if isinstance(token_id, int) and token_id >= 0}
+    found = {token_id for token_id in found if token_id < 2**32 and backend.id_to_token(token_id) is not None}
     end = backend.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
     return frozenset(found if end is None else found | {end})
 
@@ -157,5 +158,5 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
             raise ModelRefused(
                 f"tokenizer: {path} has {path.stat().st_size} bytes; at most {MAX_TEMPLATE_BYTES} are read"
             )
-        templates[name] = path.read_text(encoding="utf-8")
+        templates[name] = path.read_text(encoding="utf-8", errors="replace")
     return {name: source for name, source in templates.items() if isinstance(source, str)}

@@ -14,8 +14,6 @@ author is not trusted is an operator's own template.
 """
 
 import json
-import re
-import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from types import BuiltinMethodType
@@ -30,12 +28,17 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_STEPS = 1_000_000
-MAX_CPU_S = 2.0  # of the rendering thread; a thousand messages take 0.02
-MAX_LENGTH = 16 << 20  # characters of a text, elements of a list
-MAX_PRINTED = 8 * MAX_LENGTH
-MAX_INTEGER_BITS = 4096
-MAX_INDENT = 64
+from penstock.engine.text.budget import (
+    BINOP_CHECKS,
+    MAX_INDENT,
+    Budget,
+    TooMuch,
+    check_format,
+    check_indent,
+    check_join,
+    check_length,
+    check_replace,
+)
 
 BUDGET = "render budget"  # where a rendering's context keeps it: a name that no template can write
 
@@ -64,30 +67,6 @@ METHODS: dict[type, frozenset[str]] = {
 
 class Refused(TemplateError):
     """The template itself says that it cannot render these messages."""
-
-
-class TooMuch(TemplateError):
-    """The template spends more than a template may."""
-
-
-class Budget:
-    """What one rendering has spent. It lives in the rendering's context: several threads may render at once."""
-
-    def __init__(self) -> None:
-        self._steps = self._printed = 0
-        self._deadline = time.thread_time() + MAX_CPU_S
-
-    def step(self) -> None:
-        self._steps += 1
-        if self._steps > MAX_STEPS:
-            raise TooMuch(f"more than {MAX_STEPS} loop rounds and calls")
-        if self._steps % 64 == 0 and time.thread_time() > self._deadline:
-            raise TooMuch(f"more than {MAX_CPU_S:g} s of computing")
-
-    def print(self, length: int) -> None:
-        self._printed += length
-        if self._printed > MAX_PRINTED:
-            raise TooMuch(f"more than {MAX_PRINTED} characters printed")
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
@@ -123,7 +102,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for part in parts:
             pieces.append(part)
             length += len(part)
-            _check_length(length)
+            check_length(length)
         return "".join(pieces)
 
     @staticmethod
@@ -136,21 +115,22 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """The operator ~."""
         return Sandbox.concat(map(str, values))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # The names are Jinja's, so that a template's keyword arguments cannot collide with them.
-        __context.parent[BUDGET].step()
+        budget: Budget = __context.parent[BUDGET]
+        budget.step()
         if __obj is Sandbox.tick:
             return True
         if isinstance(__obj, BuiltinMethodType) and isinstance(__obj.__self__, str):
             if __obj.__name__ == "join" and args:
                 args = ([*args[0]], *args[1:])
-                _check_join(__obj.__self__, args[0])
+                check_join(__obj.__self__, args[0])
             elif __obj.__name__ == "replace" and len(args) >= 2:
-                _check_replace(__obj.__self__, *args[:2])
+                check_replace(__obj.__self__, *args[:2])
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _BINOP_CHECKS[operator](left, right)
+        BINOP_CHECKS[operator](left, right)
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -201,101 +181,38 @@ def _call(attribute: str, arguments: list[nodes.Expr] | None = None) -> nodes.Ca
     return nodes.Call(nodes.EnvironmentAttribute(attribute), arguments or [], [], None, None)
 
 
-# -- what grows --------------------------------------------------------------------------------------------
-
-
-def _check_length(length: int) -> None:
-    if length > MAX_LENGTH:
-        raise TooMuch(f"a text or list of more than {MAX_LENGTH} elements")
-
-
-def _check_bits(bits: int) -> None:
-    if bits > MAX_INTEGER_BITS:
-        raise TooMuch(f"an integer of more than {MAX_INTEGER_BITS} bits")
-
-
-def _check_sum(left: Any, right: Any) -> None:
-    if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-        _check_length(len(left) + len(right))
-
-
-def _check_product(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() + right.bit_length())
-    for sequence, count in ((left, right), (right, left)):
-        if isinstance(sequence, (str, list, tuple)) and isinstance(count, int):
-            _check_length(len(sequence) * count)
-
-
-def _check_power(left: Any, right: Any) -> None:
-    if isinstance(left, int) and isinstance(right, int):
-        _check_bits(left.bit_length() * right)
-
-
-def _check_format(left: Any, right: Any) -> None:
-    """`text % values`; between numbers it is the remainder."""
-    if not isinstance(left, str):
-        return
-    if re.search(r"%(\([^)]*\))?[-#0 +\d.]*(\*|\d{4})", left):
-        raise TooMuch("a field width of more than 999 characters")
-    values = right.values() if isinstance(right, dict) else right if isinstance(right, tuple) else (right,)
-    longest = max((len(value) for value in values if isinstance(value, str)), default=0)
-    _check_length(len(left) + left.count("%") * longest)
-
-
-def _check_join(separator: str, items: list[Any]) -> None:
-    _check_length(sum(len(item) for item in items if isinstance(item, str)) + len(separator) * len(items))
-
-
-def _check_replace(text: str, old: Any, new: Any) -> None:
-    if isinstance(old, str) and isinstance(new, str):
-        _check_length(len(text) + text.count(old) * max(len(new) - len(old), 0))
-
-
-_BINOP_CHECKS = {"+": _check_sum, "*": _check_product, "**": _check_power, "%": _check_format}
-
-
-# -- filters and functions ---------------------------------------------------------------------------------
-
-
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Plain JSON as transformers has it; Jinja's own escapes it for HTML."""
-    _check_indent(indent)
+    check_indent(indent)
     for separator in separators or ():
-        _check_indent(separator)
+        check_indent(separator)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    _check_indent(width)
-    _check_length(len(text) + text.count("\n") * MAX_INDENT)
+    check_indent(width)
+    check_length(len(text) + text.count("\n") * MAX_INDENT)
     return do_indent(text, width, first, blank)
-
-
-def _check_indent(indent: Any) -> None:
-    size = len(indent) if isinstance(indent, str) else indent
-    if isinstance(size, int) and size > MAX_INDENT:
-        raise TooMuch(f"an indent of more than {MAX_INDENT} characters")
 
 
 @pass_eval_context
 def _join(context: EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
-    items = [*value]
-    _check_join(d, items)
-    return do_join(context, items, d, attribute)
+    items, separator = [*value], str(d)
+    check_join(separator, items)
+    return do_join(context, items, separator, attribute)
 
 
 def _replace(text: Any, old: str, new: str, count: int = -1) -> str:
     text = str(text)
-    _check_replace(text, old, new)
+    check_replace(text, old, new)
     return text.replace(old, new, -1 if count is None else count)
 
 
 def _format(text: str, *args: Any, **kwargs: Any) -> str:
     values = kwargs or args
-    _check_format(text, values)
+    check_format(text, values)
     return text % values
 
 

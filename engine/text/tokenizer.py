@@ -6,14 +6,15 @@ text, the names of the special tokens, and the chat templates' sources (engine/t
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.model_files import ModelFiles
+from penstock.engine.model_files import ModelFiles, ModelRefused
 from penstock.engine.output import TextStream
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.detokenize import Detokenizer
@@ -109,6 +110,17 @@ class Tokenizer:
         token = self.special_tokens.get(name)
         token_id: int | None = None if token is None else self.backend.token_to_id(token)
         return token_id
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Name what the `tokenizers` library could not take. It raises the bare class Exception and nothing narrower."""
+    try:
+        yield
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        raise ModelRefused(f"{what}: {error}") from None
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:

@@ -233,6 +233,27 @@ def test_a_file_without_a_scheme_or_without_tokens_is_refused(tmp_path: Path) ->
         load(write(tmp_path / "b.gguf", model="gpt2", tokens=["a"]))
 
 
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["I", "'ll", " pay", " 1234", "5", "!?", "\n  ", " ok", "日本x"]),
+        ("llama-bpe", ["I", "'ll", " pay", " ", "123", "4", "5", "!?\n", "  ", " ok", "日本x"]),
+        ("qwen2", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!?\n", "  ", " ok", "日本x"]),
+        ("smollm", ["I", "'ll", " pay", " ", "1", "2", "3", "4", "5", "!?", "\n  ", " ok", "日本x"]),
+        ("deepseek-v3", ["I", "'ll", " pay", " ", "123", "4", "5", "!?\n", "  ", " ok", "日本", "x"]),
+        ("default", ["I", "'", "ll", " pay", " ", "123", "4", "5", "!?", "\n  ", " ok", "日本x"]),
+    ],
+)
+def test_a_scheme_cuts_where_its_models_were_trained_to(pre: str, pieces: list[str]) -> None:
+    given = ["I'll pay 1234", "5!?\n   ok", "日本x"]
+    cut = [text for part in given for text in texts_of(SPLITS[pre].pre_tokenizer().pre_tokenize_str(part), part)]
+    assert cut == pieces
+
+
+def texts_of(cut: list[tuple[str, tuple[int, int]]], text: str) -> list[str]:
+    return [text[start:end] for _, (start, end) in cut]
+
+
 def test_every_scheme_builds_and_loses_no_character() -> None:
     for name, split in SPLITS.items():
         cutter = split.pre_tokenizer()

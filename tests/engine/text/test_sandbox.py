@@ -6,7 +6,7 @@ import pytest
 
 from penstock.engine.model_files import ModelRefused
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text import sandbox
+from penstock.engine.text import budget
 from penstock.engine.text.template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -65,7 +65,7 @@ ESCAPES = {
 
 @pytest.mark.parametrize("source", SPENDTHRIFTS.values(), ids=SPENDTHRIFTS)
 def test_a_template_that_spends_too_much_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_CPU_S", 0.5)
+    monkeypatch.setattr(budget, "MAX_CPU_S", 0.5)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InvalidRequest, match="messages: the model's chat template was stopped: "):
         ChatTemplate(source).render(MESSAGES)
@@ -129,6 +129,6 @@ def test_a_long_conversation_is_far_from_the_limits() -> None:
 
 
 def test_one_rendering_does_not_spend_another_s_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "MAX_STEPS", 100)
+    monkeypatch.setattr(budget, "MAX_STEPS", 100)
     template = ChatTemplate("{% for i in range(60) %}{% endfor %}ok")
     assert [template.render(MESSAGES) for _ in range(3)] == ["ok"] * 3

@@ -239,8 +239,15 @@ def test_a_model_without_a_template_has_none_unless_the_operator_gives_one(tmp_p
 
 
 def test_an_operator_s_template_that_is_neither_file_nor_template_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelRefused, match="'missing.jinja' is neither a file nor a template"):
-        load_template(model(tmp_path), "missing.jinja")
+    (tmp_path / "binary").write_bytes(b"\xff")
+    (tmp_path / "long").write_text("x" * ((1 << 20) + 1))
+    for override, sentence in (
+        ("missing.jinja", "'missing.jinja' is neither a file nor a template"),
+        (str(tmp_path / "binary"), "binary is not UTF-8 text"),
+        (str(tmp_path / "long"), "long has 1048577 bytes; at most 1048576"),
+    ):
+        with pytest.raises(ModelRefused, match=sentence):
+            load_template(model(tmp_path), override)
 
 
 def test_a_template_only_for_special_uses_is_not_taken_for_another() -> None:

@@ -1,0 +1,110 @@
+"""What a chat template is given: messages, tools and documents, checked and made plain.
+
+Users write OpenAI's form; templates expect text in one string and the arguments of calls as objects. Errors name
+the place in the request. Nothing but JSON data passes.
+"""
+
+import json
+from typing import Any
+
+from penstock.engine.sampling_params import InvalidRequest
+
+MAX_ROLE_CHARS = 64
+MAX_DEPTH = 64  # of nesting
+
+# Names under which a message's reasoning travels; templates read one of the first two.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+Message = dict[str, Any]
+
+
+def check_messages(messages: list[Message]) -> list[Message]:
+    """A copy in the form that templates expect: text in one string, arguments of calls as objects."""
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequest("messages", "a list of at least one message is expected")
+    return [_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _message(message: Message, field: str) -> Message:
+    if not isinstance(message, dict):
+        raise InvalidRequest(field, f"{type(message).__name__} given; an object with role and content is expected")
+    role = message.get("role")
+    if not isinstance(role, str) or not 1 <= len(role) <= MAX_ROLE_CHARS:
+        raise InvalidRequest(f"{field}.role", f"a name of 1 to {MAX_ROLE_CHARS} characters is expected")
+    content = _text(message.get("content"), f"{field}.content")
+    rest = {key: value for key, value in message.items() if key not in ("role", "content", "tool_calls")}
+    checked: Message = {"role": role, "content": content, **plain(rest, field)}
+    if message.get("tool_calls"):
+        checked["tool_calls"] = [
+            _tool_call(call, f"{field}.tool_calls[{place}]")
+            for place, call in enumerate(objects(message["tool_calls"], f"{field}.tool_calls") or [])
+        ]
+    reasoning = next((checked[name] for name in REASONING if checked.get(name) is not None), None)
+    return checked if reasoning is None else {"thinking": reasoning, **checked, "reasoning_content": reasoning}
+
+
+def _text(content: object, field: str) -> str:
+    """OpenAI's content: a string, a list of parts, or nothing beside tool calls."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return _check_unicode(content, field)
+    if not isinstance(content, list):
+        raise InvalidRequest(field, f"{type(content).__name__} given; a string or a list of text parts is expected")
+    return "\n".join(_part(part, f"{field}[{place}]") for place, part in enumerate(content))
+
+
+def _part(part: object, field: str) -> str:
+    if isinstance(part, str):
+        return _check_unicode(part, field)
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    text = part.get("text") if isinstance(part, dict) else None
+    if kind != "text":
+        raise InvalidRequest(f"{field}.type", f"{str(kind)[:40]!r} is not supported; only 'text' is")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"{field}.text", "a string is expected")
+    return _check_unicode(text, f"{field}.text")
+
+
+def _tool_call(call: dict[str, Any], field: str) -> dict[str, Any]:
+    """OpenAI's arguments are a string of JSON; templates print an object."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        raise InvalidRequest(f"{field}.function.arguments", "not valid JSON") from None
+    return {**call, "function": {**function, "arguments": plain(arguments, f"{field}.function.arguments")}}
+
+
+def objects(values: object, field: str) -> list[dict[str, Any]] | None:
+    if values is None:
+        return None
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise InvalidRequest(field, "a list of objects is expected")
+    checked: list[dict[str, Any]] = plain(values, field)
+    return checked
+
+
+def plain(value: Any, field: str, depth: int = 0) -> Any:
+    """A copy of JSON data. Nothing else reaches a template: an object's methods are not the sandbox's to judge."""
+    if depth > MAX_DEPTH:
+        raise InvalidRequest(field, f"nested more than {MAX_DEPTH} levels deep")
+    if value is None or type(value) in (int, float, bool):
+        return value
+    if type(value) is str:
+        return _check_unicode(value, field)
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {str(key): plain(item, field, depth + 1) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item, field, depth + 1) for item in value]
+    raise InvalidRequest(field, f"holds a {type(value).__name__}; only JSON values are allowed")
+
+
+def _check_unicode(text: str, field: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, f"half of a surrogate pair at character {error.start}; not Unicode") from None
+    return text
