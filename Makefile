@@ -18,7 +18,7 @@ ARGS ?=
 serve: $(EXTENSION) $(MODEL)
 	$(BIN)/penstock serve $(ARGS)
 
-test: $(EXTENSION)
+test: $(EXTENSION) $(MODEL)
 	HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= $(BIN)/pytest $(ARGS)
 
 check: $(EXTENSION)
