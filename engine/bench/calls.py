@@ -30,6 +30,8 @@ def build_calls(
         raise ConfigError(f"burstiness: {args.burstiness:g} given; at least {MIN_BURSTINESS} is expected")
     if args.max_concurrency is not None and args.max_concurrency < 1:
         raise ConfigError(f"max_concurrency: {args.max_concurrency} given; at least 1 is expected")
+    if not isinstance(args.extra_body, dict):
+        raise ConfigError("extra_body: a JSON object is expected, like '{\"top_k\": 5}'")
     path = args.endpoint or ENDPOINTS[args.backend]
     is_chat = path.rstrip("/").endswith("/chat/completions")
     samples = load_samples(args, args.num_prompts + args.num_warmups, Source(args.random_vocab_size, is_text=is_chat))

@@ -107,9 +107,9 @@ class Connection(asyncio.Protocol):
 
     async def exchange(self, request: bytes, take: Take) -> int:
         assert self._ended is None, "one exchange at a time"
+        self.has_heard = self.is_reusable = False
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the server closed the connection before the request was sent")
-        self.has_heard = self.is_reusable = False
         self._status, self._take, self._has_length = 0, take, False
         self._parser = httptools.HttpResponseParser(self)
         self._ended = asyncio.get_running_loop().create_future()

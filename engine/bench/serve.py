@@ -10,10 +10,10 @@ import math
 import sys
 from typing import Any
 
-from penstock.engine.bench.calls import ENDPOINTS, build_calls, first_model, headers_of, wait_until_up
+from penstock.engine.bench.calls import ENDPOINTS, build_calls, first_model, headers_of, pair, wait_until_up
 from penstock.engine.bench.client import Client, Target
 from penstock.engine.bench.datasets import add_dataset_options
-from penstock.engine.bench.load import drive
+from penstock.engine.bench.load import Run, drive
 from penstock.engine.bench.metrics import METRICS, OBJECTIVES, details, summarize
 from penstock.engine.bench.report import serving_table
 from penstock.engine.bench.results import description, explain_failures, save
@@ -110,15 +110,10 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         client = Client(Target.of(base_url, verify=not args.insecure))
     except ValueError as error:
         raise ConfigError(f"base_url: {error}") from None
-    headers = headers_of(args)
-    await wait_until_up(client, headers, args.ready_check_timeout_sec)
-    model = args.model or await first_model(client, headers)
-    warmups, calls = build_calls(args, client.target, model, headers)
-    if warmups:
-        explain_failures(await drive(client, warmups, args.max_concurrency))
-    show = not args.disable_tqdm and sys.stderr.isatty()
-    finished = await drive(client, calls, args.max_concurrency, show)
-    client.close()
+    try:
+        model, finished = await _load(client, args)
+    finally:
+        client.close()
     explain_failures(finished)
     if args.max_concurrency is not None:
         metrics = [*metrics, "client_queue_time"]
@@ -130,7 +125,21 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+async def _load(client: Client, args: argparse.Namespace) -> tuple[str, Run]:
+    headers = headers_of(args)
+    await wait_until_up(client, headers, args.ready_check_timeout_sec)
+    model = args.model or await first_model(client, headers)
+    warmups, calls = build_calls(args, client.target, model, headers)
+    if warmups:
+        explain_failures(await drive(client, warmups, args.max_concurrency))
+    show = not args.disable_tqdm and sys.stderr.isatty()
+    return model, await drive(client, calls, args.max_concurrency, show)
+
+
 def _selection(args: argparse.Namespace) -> tuple[list[str], list[float], dict[str, float]]:
+    """What to report, checked before the load is put on a server for minutes."""
+    for item in args.metadata:
+        pair("metadata", item)
     metrics = args.percentile_metrics.split(",")
     for name in metrics:
         if name not in METRICS:

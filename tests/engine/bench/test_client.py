@@ -1,0 +1,195 @@
+"""The load generator's HTTP client against a real socket."""
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+
+from penstock.engine.bench.client import Target
+from penstock.engine.bench.stream import Reply
+from tests.engine.bench.endpoint import Answer, Asked, Endpoint, completion, plain, speak_openai
+
+
+def run(answer: Answer, use: Callable) -> Endpoint:
+    """Run `use(endpoint)` against a server that gives this answer."""
+
+    async def inside() -> Endpoint:
+        async with Endpoint(answer) as endpoint:
+            await asyncio.wait_for(use(endpoint), 10)
+            return endpoint
+
+    return asyncio.run(inside())
+
+
+def saying(data: bytes, close: bool = False) -> Answer:
+    async def answer(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        await writer.drain()
+        if close:
+            writer.close()
+
+    return answer
+
+
+def post(endpoint: Endpoint, body: dict) -> bytes:
+    return endpoint.client.target.request("POST", "/v1/completions", json.dumps(body).encode(), {"X-Id": "7"})
+
+
+async def complete(endpoint: Endpoint) -> Reply:
+    reply = Reply(0.0)
+    status = await endpoint.client.exchange(post(endpoint, {"max_tokens": 3}), reply.take)
+    reply.status = status  # type: ignore[attr-defined]
+    return reply
+
+
+def test_an_answer_that_comes_byte_by_byte_is_read_whole() -> None:
+    async def dribble(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        for byte in completion(num_tokens=3):
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0)
+
+    async def use(endpoint: Endpoint) -> None:
+        outcome = (await complete(endpoint)).outcome(200, 1)
+        assert (outcome.error, outcome.text, outcome.output_len) == ("", " t0 t1 t2", 3)
+
+    run(dribble, use)
+
+
+def test_an_answer_cut_anywhere_in_two_is_read_whole() -> None:
+    data = completion(num_tokens=2)
+    cuts = iter(range(1, len(data)))
+
+    async def halves(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        cut = next(cuts)
+        writer.write(data[:cut])
+        await asyncio.sleep(0.0005)
+        writer.write(data[cut:])
+
+    async def use(endpoint: Endpoint) -> None:
+        for _ in range(len(data) - 1):
+            assert (await complete(endpoint)).outcome(200, 1).text == " t0 t1"
+        assert endpoint.num_connections == 1
+
+    run(halves, use)
+
+
+def test_the_request_arrives_as_it_was_built() -> None:
+    async def use(endpoint: Endpoint) -> None:
+        await complete(endpoint)
+
+    (asked,) = run(speak_openai, use).asked
+    assert (asked.method, asked.path, asked.json) == ("POST", "/v1/completions", {"max_tokens": 3})
+    assert asked.headers["X-Id"] == "7" and asked.headers["Content-Type"] == "application/json"
+    assert asked.headers["Host"].startswith("127.0.0.1:")
+
+
+def test_one_after_the_other_shares_a_connection_and_at_a_time_does_not() -> None:
+    async def use(endpoint: Endpoint) -> None:
+        for _ in range(3):
+            await complete(endpoint)
+        assert endpoint.num_connections == 1
+        await asyncio.gather(*[complete(endpoint) for _ in range(4)])
+        assert endpoint.num_connections == 4
+
+    run(speak_openai, use)
+
+
+def test_a_connection_the_server_has_closed_meanwhile_is_replaced() -> None:
+    async def close_after(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        writer.write(completion(1))
+        await writer.drain()
+        writer.close()
+
+    async def use(endpoint: Endpoint) -> None:
+        await complete(endpoint)
+        await asyncio.sleep(0.02)
+        assert (await complete(endpoint)).outcome(200, 1).error == ""
+        assert endpoint.num_connections == 2
+
+    run(close_after, use)
+
+
+def test_a_reused_connection_that_ends_without_an_answer_is_tried_once_more() -> None:
+    async def second_is_dropped(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        endpoint.asked_count = getattr(endpoint, "asked_count", 0) + 1  # type: ignore[attr-defined]
+        if endpoint.asked_count == 2:  # type: ignore[attr-defined]
+            writer.close()
+        else:
+            writer.write(completion(1))
+            await writer.drain()
+
+    endpoint = Endpoint(second_is_dropped)
+
+    async def inside() -> None:
+        async with endpoint:
+            await complete(endpoint)
+            assert (await complete(endpoint)).outcome(200, 1).error == ""
+
+    asyncio.run(inside())
+    assert len(endpoint.asked) == 3
+
+
+def test_a_fresh_connection_that_ends_without_an_answer_is_an_error() -> None:
+    async def use(endpoint: Endpoint) -> None:
+        with pytest.raises(ConnectionError, match="closed without an answer"):
+            await complete(endpoint)
+
+    run(saying(b"", close=True), use)
+
+
+def test_a_connection_that_ends_in_the_middle_is_an_error() -> None:
+    async def use(endpoint: Endpoint) -> None:
+        with pytest.raises(ConnectionError, match="in the middle of the answer"):
+            await complete(endpoint)
+
+    run(saying(completion(3)[:200], close=True), use)
+
+
+def test_an_answer_without_a_length_ends_with_the_connection() -> None:
+    async def use(endpoint: Endpoint) -> None:
+        assert await endpoint.client.fetch("GET", "/x") == (200, b"all of it")
+
+    run(saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nall of it", close=True), use)
+
+
+def test_a_server_that_asks_to_close_is_not_asked_again_on_that_connection() -> None:
+    async def use(endpoint: Endpoint) -> None:
+        for _ in range(2):
+            assert await endpoint.client.fetch("GET", "/x") == (200, b"ok")
+        assert endpoint.num_connections == 2
+
+    run(saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"), use)
+
+
+def test_what_is_not_http_is_an_error() -> None:
+    async def use(endpoint: Endpoint) -> None:
+        with pytest.raises(ConnectionError, match="not HTTP"):
+            await endpoint.client.fetch("GET", "/x")
+
+    run(saying(b"220 smtp ready\r\n"), use)
+
+
+def test_an_error_status_is_handed_on_with_its_body() -> None:
+    async def use(endpoint: Endpoint) -> None:
+        assert await endpoint.client.fetch("GET", "/x") == (503, b"loading")
+        assert await endpoint.client.fetch("GET", "/x") == (503, b"loading")
+        assert endpoint.num_connections == 1
+
+    run(saying(plain(b"loading", "503 Service Unavailable")), use)
+
+
+def test_a_base_url_gives_host_port_and_prefix() -> None:
+    assert Target.of("http://example:81/up/")[:3] == ("example", 81, "/up")
+    assert Target.of("http://example")[1] == 80
+    assert Target.of("https://example")[1] == 443 and Target.of("https://example").tls is not None
+    assert b"GET /up/v1/models HTTP/1.1\r\nHost: [::1]:81\r\n" in Target.of("http://[::1]:81/up").request(
+        "GET", "/v1/models", b"", {}
+    )
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://", ""])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="is not a URL"):
+        Target.of(url)

@@ -1,0 +1,102 @@
+"""`penstock bench throughput` and `latency`: options, prompts and reports, with an engine that only counts."""
+
+import argparse
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.engine import llm as llm_module
+from penstock.engine.bench import latency, throughput
+from penstock.engine.config import ConfigError
+
+
+class CountingLLM:
+    """Answers each prompt with as many tokens as asked for; remembers what it was asked."""
+
+    made: list["CountingLLM"] = []
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.model, self.options = model, options
+        self.info = SimpleNamespace(vocab_size=300)
+        self.batches: list[tuple[list, Any]] = []
+        self.is_closed = False
+        CountingLLM.made.append(self)
+
+    def __enter__(self) -> "CountingLLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.is_closed = True
+
+    def generate(self, prompts: list, params: Any, use_tqdm: bool) -> list[Any]:
+        self.batches.append((prompts, params))
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * p.max_tokens)] * p.n) for p in each]
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> type[CountingLLM]:
+    monkeypatch.setattr(llm_module, "LLM", CountingLLM)
+    CountingLLM.made = []
+    return CountingLLM
+
+
+def run(module: ModuleType, *options: str) -> int:
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(options))
+
+
+def test_throughput_counts_prompts_and_all_answers(counting, tmp_path: Path, capsys) -> None:  # noqa: ANN001
+    path = tmp_path / "out.json"
+    options = ("--num-prompts", "4", "--input-len", "10", "--output-len", "3", "--n", "2", "--num-warmups", "1")
+    assert run(throughput, *options, "--model", "m", "--dtype", "float32", "--output-json", str(path)) == 0
+    (llm,) = counting.made
+    assert llm.model == "m" and llm.options == {"skip_tokenizer": False, "dtype": "float32"} and llm.is_closed
+    assert [len(prompts) for prompts, _ in llm.batches] == [1, 4]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("Throughput: ") and printed[0].endswith(" output tokens/s")
+    assert printed[1:] == ["Total num prompt tokens:  40", "Total num output tokens:  24"]
+    saved = json.loads(path.read_text())
+    assert saved["num_requests"] == 4 and saved["total_num_tokens"] == 64
+    assert saved["tokens_per_second"] == pytest.approx(64 / saved["elapsed_time"])
+    assert saved["requests_per_second"] == pytest.approx(4 / saved["elapsed_time"])
+
+
+def test_throughput_runs_every_request_to_its_full_length(counting) -> None:  # noqa: ANN001
+    run(throughput, "--num-prompts", "50", "--input-len", "10", "--output-len", "20", "--random-range-ratio", "0.5")
+    ((prompts, params),) = counting.made[0].batches
+    assert all(each.ignore_eos for each in params)
+    assert len({len(prompt) for prompt in prompts}) > 3 and len({each.max_tokens for each in params}) > 3
+    assert max(max(prompt) for prompt in prompts) < 300
+
+
+def test_latency_reports_the_measured_iterations_only(counting, tmp_path: Path, capsys) -> None:  # noqa: ANN001
+    path = tmp_path / "out.json"
+    options = ("--num-iters-warmup", "2", "--num-iters", "5", "--batch-size", "3", "--input-len", "6")
+    assert run(latency, *options, "--output-len", "4", "--output-json", str(path)) == 0
+    (llm,) = counting.made
+    assert [len(prompts) for prompts, _ in llm.batches] == [3] * 7
+    assert llm.batches[0][1].max_tokens == 4
+    saved = json.loads(path.read_text())
+    assert len(saved["latencies"]) == 5
+    assert saved["avg_latency"] == pytest.approx(sum(saved["latencies"]) / 5)
+    assert set(saved["percentiles"]) == {"10", "25", "50", "75", "90", "99"}
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"Avg latency: {saved['avg_latency']} seconds"
+    assert printed[3] == f"50% percentile latency: {saved['percentiles']['50']} seconds"
+
+
+def test_latency_never_repeats_a_prompt(counting) -> None:  # noqa: ANN001
+    run(latency, "--num-iters-warmup", "1", "--num-iters", "3", "--batch-size", "2")
+    prompts = [tuple(prompt) for batch, _ in counting.made[0].batches for prompt in batch]
+    assert len(set(prompts)) == len(prompts) == 8
+
+
+def test_a_count_out_of_range_is_named(counting) -> None:  # noqa: ANN001
+    with pytest.raises(ConfigError, match="num_iters: 0 given; at least 1"):
+        run(latency, "--num-iters", "0")
+    assert not counting.made, "nothing was loaded for it"

@@ -1,0 +1,215 @@
+"""`penstock bench serve` from its options to its table and its file."""
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.bench import serve
+from penstock.engine.bench.load import Call, drive
+from penstock.engine.bench.report import serving_table
+from penstock.engine.bench.results import save
+from penstock.engine.config import ConfigError
+from tests.engine.bench.endpoint import Asked, Endpoint, completion, plain, speak_openai
+
+
+def parse(*options: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return parser.parse_args(options)
+
+
+def bench(*options: str, answer: Any = speak_openai) -> tuple[dict[str, Any], Endpoint]:
+    async def inside() -> tuple[dict[str, Any], Endpoint]:
+        async with Endpoint(answer) as endpoint:
+            small = ("--num-prompts", "6", "--random-input-len", "8", "--random-output-len", "3", "--disable-tqdm")
+            result = await serve.measure(parse("--base-url", endpoint.url, *small, *options))
+            return result, endpoint
+
+    return asyncio.run(inside())
+
+
+def bodies(endpoint: Endpoint) -> list[dict[str, Any]]:
+    return [asked.json for asked in endpoint.asked if asked.method == "POST"]
+
+
+def test_completions_are_sent_as_token_ids_and_counted() -> None:
+    result, endpoint = bench("--temperature", "0", "--top-k", "5")
+    assert [asked.path for asked in endpoint.asked] == ["/v1/models"] + 6 * ["/v1/completions"]
+    for body in bodies(endpoint):
+        assert body["model"] == "a/model" and len(body["prompt"]) == 8 and body["max_tokens"] == 3
+        assert body["stream"] is True and body["stream_options"] == {"include_usage": True}
+        assert body["ignore_eos"] is True and body["temperature"] == 0 and body["top_k"] == 5
+        assert "top_p" not in body
+    assert (result["completed"], result["failed"]) == (6, 0)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (48, 18)
+
+
+def test_chats_are_sent_as_words_to_the_chat_endpoint() -> None:
+    result, endpoint = bench("--backend", "openai-chat", "--no-ignore-eos")
+    assert endpoint.asked[-1].path == "/v1/chat/completions"
+    body = bodies(endpoint)[0]
+    (message,) = body["messages"]
+    assert message["role"] == "user" and len(message["content"].split()) == 8
+    assert body["max_completion_tokens"] == 3 and "ignore_eos" not in body and "prompt" not in body
+    assert result["completed"] == 6
+
+
+def test_extra_fields_and_headers_go_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    _, endpoint = bench("--extra-body", '{"max_tokens": 1, "min_p": 0.5}', "--header", "X-Team=a=b", "--model", "m")
+    assert all(body["max_tokens"] == 1 and body["min_p"] == 0.5 and body["model"] == "m" for body in bodies(endpoint))
+    assert all(asked.headers["X-Team"] == "a=b" for asked in endpoint.asked)
+    assert all(asked.headers["Authorization"] == "Bearer secret" for asked in endpoint.asked)
+    assert all(asked.method == "POST" for asked in endpoint.asked), "a given model is not asked for"
+
+
+def test_warm_ups_are_neither_measured_nor_the_same_prompts() -> None:
+    alone, first = bench()
+    result, endpoint = bench("--num-warmups", "2")
+    assert result["completed"] == alone["completed"] == 6
+    prompts = [body["prompt"] for body in bodies(endpoint)]
+    assert len(prompts) == 8
+    assert sorted(prompts[2:]) == sorted(body["prompt"] for body in bodies(first)), "warm-ups do not change the load"
+    assert not any(prompt in prompts[2:] for prompt in prompts[:2])
+
+
+async def slow(asked: Asked, writer: asyncio.StreamWriter) -> None:
+    if asked.method == "POST":
+        await asyncio.sleep(0.02)
+    await speak_openai(asked, writer)
+
+
+def test_no_more_requests_are_under_way_than_allowed() -> None:
+    result, endpoint = bench("--max-concurrency", "2", answer=slow)
+    assert endpoint.most_running == 2
+    assert result["max_concurrent_requests"] == 2
+    assert result["mean_client_queue_time_ms"] > 0
+    everything, endpoint = bench(answer=slow)
+    assert endpoint.most_running == 6 == everything["max_concurrent_requests"]
+    assert "mean_client_queue_time_ms" not in everything
+
+
+def test_calls_leave_in_the_order_and_not_before_their_times() -> None:
+    async def inside() -> list[float]:
+        async with Endpoint(speak_openai) as endpoint:
+            request = endpoint.client.target.request("POST", "/v1/completions", b'{"max_tokens": 1}', {})
+            run = await drive(endpoint.client, [Call(request, 1, at) for at in (0.0, 0.05, 0.1)])
+            assert run.duration_s >= 0.1, "the last one is not sent before its time"
+            return [outcome.start_s for outcome in run.outcomes]
+
+    first, second, third = asyncio.run(inside())
+    assert first < second < third
+
+
+def test_failures_are_counted_explained_and_kept_out_of_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = iter(range(100))
+
+    async def every_other(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if asked.method == "POST" and next(numbers) % 2:
+            writer.write(plain(b"the queue is full", "429 Too Many Requests"))
+        else:
+            await speak_openai(asked, writer)
+
+    result, _ = bench(answer=every_other)
+    assert (result["completed"], result["failed"]) == (3, 3)
+    assert "3 failed: HTTP 429: the queue is full" in capsys.readouterr().err
+    assert sum(bool(error) for error in result["errors"]) == 3
+
+
+def test_a_server_that_hangs_up_fails_its_request_only() -> None:
+    async def hang_up(asked: Asked, writer: asyncio.StreamWriter) -> None:
+        if asked.method == "POST":
+            writer.write(completion(3)[:150])
+            await writer.drain()
+            writer.close()
+        else:
+            await speak_openai(asked, writer)
+
+    result, _ = bench(answer=hang_up)
+    assert (result["completed"], result["failed"]) == (0, 6)
+    assert result["mean_ttft_ms"] == 0.0
+
+
+def test_the_table_has_the_lines_that_scripts_look_for() -> None:
+    result, _ = bench(
+        "--max-concurrency", "3", "--request-rate", "500", "--goodput", "ttft:1000",
+        "--percentile-metrics", "ttft,tpot,itl,e2el", "--metric-percentiles", "50,99.9",
+    )  # fmt: skip
+    lines = serving_table(result).splitlines()
+    assert lines[0] == "============ Serving Benchmark Result ============"
+    assert lines[-1] == "=" * 50
+    assert "Successful requests:                     6         " in lines
+    assert "Maximum request concurrency:             3         " in lines
+    assert "Request rate configured (RPS):           500.00    " in lines
+    assert "Total generated tokens:                  18        " in lines
+    assert "---------------Time to First Token----------------" in lines
+    assert "-----Time per Output Token (excl. 1st token)------" in lines
+    assert "---------------Inter-token Latency----------------" in lines
+    labels = [line[:40].strip() for line in lines]
+    for label in (
+        "Failed requests:",
+        "Benchmark duration (s):",
+        "Total input tokens:",
+        "Request throughput (req/s):",
+        "Request goodput (req/s):",
+        "Output token throughput (tok/s):",
+        "Peak output token throughput (tok/s):",
+        "Peak concurrent requests:",
+        "Total token throughput (tok/s):",
+    ):
+        assert label in labels
+    for name in ("TTFT", "TPOT", "ITL", "E2EL"):
+        assert {f"{kind} {name} (ms):" for kind in ("Mean", "Median", "P50", "P99.9")} <= set(labels)
+
+
+def test_a_saved_result_leaves_out_the_lists_unless_asked(tmp_path: Path) -> None:
+    options = ("--result-dir", str(tmp_path), "--metadata", "gpu=none", "--label", "ours")
+    result, _ = bench(*options)
+    path = save(result, parse(*options))
+    assert path.name == f"ours-infqps-model-{result['date']}.json"
+    saved = json.loads(path.read_text())
+    assert saved["gpu"] == "none" and saved["request_rate"] == "inf" and saved["model_id"] == "a/model"
+    assert saved["mean_ttft_ms"] == result["mean_ttft_ms"] and "ttfts" not in saved
+    detailed = json.loads(save(result, parse(*options, "--save-detailed", "--result-filename", "d.json")).read_text())
+    assert len(detailed["ttfts"]) == len(detailed["itls"]) == 6 and detailed["generated_texts"][0] == " t0 t1 t2"
+
+
+def test_results_can_be_collected_in_one_file(tmp_path: Path) -> None:
+    args = parse("--result-dir", str(tmp_path), "--result-filename", "all.jsonl", "--append-result")
+    result, _ = bench()
+    for _ in range(2):
+        path = save(result, args)
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--request-rate", "0"), "request_rate: 0 given"),
+        (("--burstiness", "0"), "burstiness: 0 given"),
+        (("--max-concurrency", "0"), "max_concurrency: 0 given"),
+        (("--percentile-metrics", "ttft,speed"), "percentile_metrics: 'speed' given"),
+        (("--metric-percentiles", "101"), "metric_percentiles: 101 given"),
+        (("--metric-percentiles", "high"), "metric_percentiles: 'high' given"),
+        (("--goodput", "itl:5"), "goodput: 'itl:5' given"),
+        (("--goodput", "ttft"), "goodput: '' given"),
+        (("--extra-body", "[1]"), "extra_body"),
+        (("--metadata", "novalue"), "metadata: 'novalue' given"),
+        (("--header", "novalue"), "header: 'novalue' given"),
+        (("--base-url", "localhost"), "base_url: 'localhost' is not a URL"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_named(options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bench(*options)
+
+
+def test_a_missing_server_is_reported_and_not_traced() -> None:
+    with pytest.raises(ConfigError, match="no server answers at 127.0.0.1:1 "):
+        asyncio.run(serve.measure(parse("--port", "1")))
+    with pytest.raises(ConfigError, match="ready_check_timeout_sec: no answer from 127.0.0.1:1"):
+        asyncio.run(serve.measure(parse("--port", "1", "--ready-check-timeout-sec", "0.2")))

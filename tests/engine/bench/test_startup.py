@@ -1,0 +1,103 @@
+"""`penstock bench startup` with servers of a few lines in place of a model."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.engine import serve
+from penstock.engine.bench import startup
+from penstock.engine.options import engine_options
+
+# Listens at once, answers 503 until it is "loaded", and starts a child of its own as an engine does.
+SERVER = """
+import http.server, json, os, subprocess, sys, time
+started = time.monotonic()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[2], "w").write(f"{os.getpid()} {child.pid}")
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, after_s, body):
+        is_up = time.monotonic() - started > after_s
+        self.send_response(200 if is_up else 503)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode() if is_up else b"loading")
+    def do_GET(self):
+        self.reply(0.1, {"data": [{"id": "m"}]})
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["model"] == "m" and asked["max_tokens"] == 1 and asked["prompt"] == "Hi"
+        self.reply(0.3, {"choices": []})
+    def log_message(self, *args):
+        pass
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_the_first_token_is_waited_for_and_nothing_is_left_running(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    command = [sys.executable, "-c", SERVER, "{port}", str(pids)]
+    start = startup.measure(command, prompt="Hi", timeout_s=30)
+    assert 0.1 <= start.api_s <= start.first_token_s
+    assert start.first_token_s >= 0.3
+    deadline = time.monotonic() + 5
+    while any(is_running(int(pid)) for pid in pids.read_text().split()):
+        assert time.monotonic() < deadline, "a process of the server is still running"
+        time.sleep(0.01)
+
+
+def test_a_server_that_ends_is_reported_with_its_last_words() -> None:
+    command = [sys.executable, "-c", "import sys; sys.exit('no such model: x')"]
+    with pytest.raises(startup.StartupError, match=r"ended with code 1\nno such model: x"):
+        startup.measure(command, timeout_s=30)
+
+
+def test_a_server_that_never_answers_is_given_up() -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with pytest.raises(startup.StartupError, match="/v1/models was not answered"):
+        startup.measure(command, timeout_s=0.3)
+
+
+def test_the_engine_options_reach_the_server_as_they_were_given() -> None:
+    given = [
+        "--dtype", "bfloat16", "--max-model-len", "77", "--kv-cache-bytes", "1GiB", "--no-enable-prefix-caching",
+        "--enforce-eager", "--hf-overrides", '{"rope_theta": 5}', "--gpu-memory-utilization", "0.5",
+    ]  # fmt: skip
+    parser = argparse.ArgumentParser()
+    startup.add_arguments(parser)
+    args = parser.parse_args(given)
+    command = startup.serve_command("a model", engine_options(args))
+    server = argparse.ArgumentParser()
+    serve.add_arguments(server)
+    arguments = [part.replace("{port}", "5") for part in command[command.index("serve") + 1 :]]
+    parsed = server.parse_args(arguments)
+    assert engine_options(parsed) == engine_options(args)
+    assert (parsed.model, parsed.port) == ("a model", 5)
+
+
+def test_the_report_and_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:  # noqa: ANN001
+    starts = iter([startup.Startup(9, 9), startup.Startup(1, 2), startup.Startup(2, 4)])
+    monkeypatch.setattr(startup, "measure", lambda command, **_: next(starts))
+    path = tmp_path / "out.json"
+    parser = argparse.ArgumentParser()
+    startup.add_arguments(parser)
+    args = parser.parse_args(["--num-iters-warm", "2", "--command", "x {port}", "--output-json", str(path)])
+    assert startup.run(args) == 0
+    saved = json.loads(path.read_text())
+    assert saved["avg_warm_startup_time"] == 3.0 and saved["warm_startup_times"] == [2, 4]
+    assert saved["warm_startup_percentiles"]["50"] == 3.0 and saved["avg_warm_api_time"] == 1.5
+    printed = capsys.readouterr().out
+    assert "WARM STARTUP:\nAvg startup time: 3.00 seconds" in printed
