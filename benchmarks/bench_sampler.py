@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--vocab", type=int, nargs="+", default=[49152, 151936])
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--seconds", type=float, default=1.0, help="for each figure")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -78,7 +79,8 @@ def main() -> None:
             rng = torch.Generator().manual_seed(0)
             logits = torch.randn(rows, vocab, generator=rng) * 2
             logits[:, :200] += torch.linspace(10, 2, 200)
-            for case, sampling in CASES.items():
+            for case in options.cases:
+                sampling = CASES[case]
                 ours, sorting = measure(
                     options.seconds, sampler_step(logits, sampling), functools.partial(obvious, logits, sampling)
                 )

@@ -144,7 +144,9 @@ class Sampler:
         logprobs = []
         for num in {s.logprobs for s in samplings if s.logprobs is not None}:
             rows = [row for row, sampling in enumerate(samplings) if sampling.logprobs == num]
-            logprobs.append((num, rows, self._tensor(rows, torch.int64)))
+            for first in range(0, len(rows), self._part_rows):
+                part = rows[first : first + self._part_rows]
+                logprobs.append((num, part, self._tensor(part, torch.int64)))
         return _Plan(slots, parts, len(drawn) + len(greedy) < len(slots), logprobs)
 
     def _make_part(self, rows: np.ndarray, slots: tuple[int, ...]) -> "_Part":
