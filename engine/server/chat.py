@@ -40,7 +40,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> ChatJob:
         special["max_tokens"] = max_tokens  # None: as many as the context allows
     params = sampling_params(service, request, **special)
     with service.admit(params.n):
-        text = await render(request.messages, request, service.template)
+        text = await render(request, service.template, service.info)
         prompts = await to_ids(
             "messages",
             [text],

@@ -23,12 +23,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     default_sampling: dict[str, Any] = {}  # from generation_config.json: used where a request says nothing
     pooling: Pooling = "last"  # of /v1/embeddings, unless the request says otherwise
     max_logprobs: int = MAX_LOGPROBS
-    max_header_bytes: int = 32 * 1024
-    max_body_bytes: int = 16 * 1024 * 1024
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 60.0
-    write_timeout_s: float = 60.0
-    max_connections: int = 4096
+    max_header_bytes: int = Limits().max_header_bytes
+    max_body_bytes: int = Limits().max_body_bytes
+    header_timeout_s: float = Limits().header_timeout_s
+    body_timeout_s: float = Limits().body_timeout_s
+    write_timeout_s: float = Limits().write_timeout_s
+    max_connections: int = Limits().max_connections
     drain_timeout_s: float = 30.0
 
     @property

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import penstock
+from penstock.engine.server.schema import Message
 
 if TYPE_CHECKING:
     from penstock.engine.server.app import Post
@@ -32,7 +33,7 @@ def version() -> str:
 
 def openapi(posts: Sequence["Post"], gets: Iterable[str], error: type[msgspec.Struct]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of all routes."""
-    types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [error]
+    types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [Message, error]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     refused = {"description": "An error", "content": _content(error)}
     paths: dict[str, Any] = {

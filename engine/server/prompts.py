@@ -5,10 +5,11 @@ the interpreter's lock, and the streams of others keep flowing.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Raw
 
 from penstock.engine.front import check_length, token_bytes
 from penstock.engine.http.body import decode
@@ -31,10 +32,11 @@ T = TypeVar("T")
 _TEXT = msgspec.json.Decoder(str)
 _TEXTS = msgspec.json.Decoder(list[str])
 _IDS = msgspec.json.Decoder(list[int])
+_MESSAGES = msgspec.json.Decoder(list[Message])
 _ID_LISTS = msgspec.json.Decoder(list[list[int]])
 
 
-def decode_inputs(field: str, raw: msgspec.Raw, max_inputs: int, info: ModelInfo) -> list[str] | list[list[int]]:
+def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> list[str] | list[list[int]]:
     """The one or many texts or id lists that `prompt` and `input` may be.
 
     Brackets and commas are counted in the undecoded JSON first: three million ids are refused in 10 ms.
@@ -59,7 +61,7 @@ def decode_inputs(field: str, raw: msgspec.Raw, max_inputs: int, info: ModelInfo
     )
 
 
-def decode_ids(field: str, raw: msgspec.Raw, info: ModelInfo) -> list[int]:
+def decode_ids(field: str, raw: Raw, info: ModelInfo) -> list[int]:
     """A list of token ids that could be a prompt by its length."""
     check_length(bytes(raw).count(b","), info, field)  # n ids have n - 1 commas, the last one is free here
     return decode(_IDS, raw, field)
@@ -96,14 +98,11 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
 
-async def render(
-    messages: Sequence[Message], request: ChatRequest | TokenizeRequest, template: ChatTemplate | None
-) -> str:
+async def render(request: ChatRequest | TokenizeRequest, template: ChatTemplate | None, info: ModelInfo) -> str:
     """The prompt that the model's chat template makes of the messages."""
     if template is None:
         raise HttpError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
-    if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise HttpError(400, f"messages: {len(messages)} given; 1 to {MAX_MESSAGES} are allowed", param="messages")
+    messages = _decode_messages(request.messages, info)
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS & variables.keys():
         raise HttpError(400, f"chat_template_kwargs: {name!r} cannot be set there", param="chat_template_kwargs")
@@ -116,6 +115,18 @@ async def render(
         sum(len(message["content"] or "") for message in plain) > INLINE_CHARS,
         lambda: template.render(plain, add_generation_prompt=opens, continue_final_message=continues, **variables),
     )
+
+
+def _decode_messages(raw: Raw, info: ModelInfo) -> list[Message]:
+    # Building half a million objects holds up everybody. A brace is the start of a message or of one of its parts,
+    # or it is text, of which hardly any tokenizer takes more than four braces for a token.
+    limit = 4 * (MAX_MESSAGES + info.max_model_len)
+    if bytes(raw).count(b"{") > limit:
+        raise HttpError(400, f"messages: more than {limit} objects or braces cannot fit the context", param="messages")
+    messages = decode(_MESSAGES, raw, "messages")
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise HttpError(400, f"messages: {len(messages)} given; 1 to {MAX_MESSAGES} are allowed", param="messages")
+    return messages
 
 
 def _plain(place: str, message: Message) -> dict[str, Any]:

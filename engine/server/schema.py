@@ -28,7 +28,9 @@ _TEXTS_OR_IDS = Meta(
         ]
     }
 )
-Inputs = Annotated[Raw, _TEXTS_OR_IDS]  # decoded by prompts.py, after a look at its size
+# What holds the text is decoded by prompts.py, after a look at its size.
+Inputs = Annotated[Raw, _TEXTS_OR_IDS]
+Messages = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"$ref": "#/components/schemas/Message"}})]
 Salt = Annotated[str, Meta(min_length=1, max_length=256)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
@@ -99,7 +101,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ChatRequest(Sampled, kw_only=True):
     """POST /v1/chat/completions"""
 
-    messages: list[Message]
+    messages: Messages
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -130,7 +132,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Messages = msgspec.field(default_factory=Raw)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -18,13 +18,14 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
     """The token ids of `prompt`, or of `messages` under the chat template."""
     request = parse(body, _TOKENIZE)
     service.check_model(request.model)
-    if (request.prompt is None) == (request.messages is None):
+    has_messages = bytes(request.messages) not in (b"", b"null")
+    if (request.prompt is not None) == has_messages:
         raise HttpError(400, "prompt: exactly one of prompt and messages is needed", param="prompt")
     # Tokenizing costs the same here as on the way to the engine, and nothing else bounds it.
     with service.admit(1):
         field, text, adds = "prompt", request.prompt, request.add_special_tokens is not False
-        if request.messages is not None:
-            text = await render(request.messages, request, service.template)
+        if has_messages:
+            text = await render(request, service.template, service.info)
             field, adds = "messages", bool(request.add_special_tokens)
         assert text is not None
         ids = (await to_ids(field, [text], service.tokenizer, service.info, add_special_tokens=adds))[0]

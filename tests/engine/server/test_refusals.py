@@ -1,12 +1,12 @@
 """Requests that cannot be served: each is a 4xx that names the field, comes before heavy work, and harms nobody."""
 
 import json
-import time
 
 import httpx
 import pytest
 
 from penstock.engine.http.errors import MAX_MESSAGE_CHARS
+from penstock.engine.server import prompts
 from tests.engine.server.fake import EOS, FakeEngine
 from tests.engine.server.running import Running, running, until
 
@@ -361,17 +361,37 @@ def test_json_must_be_called_json(server):
 # Size before work.
 
 
-def test_millions_of_ids_are_refused_without_decoding_them(server):
-    for prompt in (
-        b"[" + b"1," * 3_000_000 + b"1]",
-        b"[[" + b"1," * 3_000_000 + b"1]]",
-        b"[" + b"[1]," * 2_000_000 + b"[1]]",
-    ):
-        begun_s = time.process_time()
-        answer = post(server, "/v1/completions", b'{"prompt":' + prompt + b"}")
-        refused(answer, 400, "prompt")
-        # Client and server share this process; decoding the ids alone takes longer than all of this.
-        print(f"{len(prompt)} bytes refused with {time.process_time() - begun_s:.3f} s of CPU, client included")
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/completions", b'{"prompt":[' + b"1," * 2_000_000 + b"1]}"),
+        ("/v1/completions", b'{"prompt":[[' + b"1," * 2_000_000 + b"1]]}"),
+        ("/v1/completions", b'{"prompt":[' + b"[1]," * 1_000_000 + b"[1]]}"),
+        ("/v1/embeddings", b'{"input":[' + b"1," * 2_000_000 + b"1]}"),
+        ("/detokenize", b'{"tokens":[' + b"1," * 2_000_000 + b"1]}"),
+        ("/v1/chat/completions", b'{"messages":[' + b'{"role":"u"},' * 300_000 + b'{"role":"u"}]}'),
+        ("/tokenize", b'{"messages":[' + b'{"role":"u"},' * 300_000 + b'{"role":"u"}]}'),
+    ],
+    ids=[
+        "ids",
+        "a list of ids",
+        "lists of ids",
+        "ids to embed",
+        "ids to detokenize",
+        "messages",
+        "messages to tokenize",
+    ],
+)
+def test_millions_of_values_are_refused_without_building_them(server, monkeypatch, path, body):
+    def explode(*_: object) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(prompts, "decode", explode)
+    refused(post(server, path, body), 400, list(json.loads(body[:12].split(b":")[0] + b":0}"))[0])
+
+
+def test_a_body_of_many_megabytes_is_refused_by_its_length(server):
+    refused(post(server, "/v1/completions", b'{"prompt":[' + b"1," * 3_000_000 + b"1]}"), 413)
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(server, monkeypatch):
