@@ -38,8 +38,9 @@ NAMED = {
     "eos_token": "eos",
     "unk_token": "unknown",
     "pad_token": "padding",
-    "sep_token": "seperator",
+    "sep_token": "seperator",  # sic
 }
+MAX_TOKEN_CHARS = 1024  # the longest known are runs of 128 spaces; finding a token's merges is quadratic in it
 
 
 def tokenizer_from_gguf(path: Path) -> Tokenizer:
@@ -73,6 +74,9 @@ class _Vocabulary:
         count = len(self.tokens)
         if not count:
             raise ModelRefused("tokenizer.ggml.tokens is missing or empty: the file carries no vocabulary")
+        longest = max(map(len, self.tokens))
+        if longest > MAX_TOKEN_CHARS:
+            raise ModelRefused(f"tokenizer.ggml.tokens has one of {longest} characters; at most {MAX_TOKEN_CHARS}")
         self.types: list[int] = self.listed("token_type", int) or [NORMAL] * count
         self.scores: list[float] = self.listed("scores", float) or [0.0] * count
         if len(self.types) != count or len(self.scores) != count:

@@ -158,5 +158,8 @@ def _chat_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
             raise ModelRefused(
                 f"tokenizer: {path} has {path.stat().st_size} bytes; at most {MAX_TEMPLATE_BYTES} are read"
             )
-        templates[name] = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            templates[name] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelRefused(f"tokenizer: {path} is not UTF-8 text ({error})") from None
     return {name: source for name, source in templates.items() if isinstance(source, str)}

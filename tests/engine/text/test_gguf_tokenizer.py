@@ -215,6 +215,7 @@ def test_chat_templates_come_along_by_name(tmp_path: Path) -> None:
         ({"pre": "mystery"}, "tokenizer.ggml.pre is 'mystery', .* supported are chatglm-bpe, codeshell"),
         ({"model": "bert"}, "tokenizer.ggml.model is 'bert'; supported are 'gpt2', 'llama'"),
         ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is not a list of str"),
+        ({"tokens": ["a", "b" * 1025]}, "has one of 1025 characters; at most 1024"),
         ({"token_type": [1]}, r"lists \d+ tokens, 1 types and \d+ scores"),
         ({"merges": ["ab"]}, "merges has 'ab'; two tokens with a space between"),
         ({"merges": ["no such"]}, "the vocabulary and the merges do not belong together"),

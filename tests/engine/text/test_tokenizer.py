@@ -153,6 +153,22 @@ def test_chat_templates_of_every_place_are_found(tmp_path: Path) -> None:
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("c")
     expected = {"default": "of a file", "rag": "c"}
     assert found(tokenizer_config={"chat_template": "one"}) == expected
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelRefused, match="chat_template.jinja is not UTF-8 text"):
+        found()
+
+
+@pytest.mark.parametrize("listed", [["<think>"], {"x": {"content": "<think>"}}])
+def test_a_malformed_list_of_added_tokens_is_refused(tmp_path: Path, listed: object) -> None:
+    folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config={"added_tokens_decoder": listed})
+    with pytest.raises(ModelRefused, match="added_tokens_decoder in tokenizer_config.json"):
+        load(folder)
+
+
+def test_ids_that_end_a_text_but_are_no_tokens_are_left_out(tmp_path: Path) -> None:
+    """They could lie beyond the model's vocabulary, where masks of the sampler have no place for them."""
+    ends = {"eos_token_id": [2, -1, 99_999, 2**40, "x", None]}
+    assert load(samples.folder(tmp_path, samples.byte_level(), generation_config=ends)).eos_ids == {2}
 
 
 @pytest.mark.parametrize("make", [samples.byte_level, samples.sentencepiece])
