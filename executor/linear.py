@@ -14,6 +14,9 @@ Linear = Callable[[torch.Tensor], torch.Tensor]  # [T, in] -> [T, out]
 
 # oneDNN may pick another layout for one row than for many; eight gives the blocked layout that serves both.
 PACK_ROWS = 8
+# oneDNN splits a longer inner dimension when there is a single row, and so sums it in another order than the same
+# row among others (3.12, AVX-512; the only such case found in any shape, row count and thread count tried).
+SINGLE_ROW_INNER = 1024
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -39,9 +42,8 @@ class _PackedLinear:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
         self._bias = bias
         self._run = torch.ops.mkldnn._linear_pointwise.default
-        # A single float32 row with a long inner dimension is summed in another order than the same row among
-        # others. As the first of two rows it is not, and so a request computes the same bits in any batch.
-        self._pads_single_row = weight.dtype is torch.float32
+        # As the first of two rows a row gets the bits it gets in any batch, and the second row is almost free.
+        self._pads_single_row = weight.shape[1] > SINGLE_ROW_INNER
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._pads_single_row and x.shape[0] == 1:

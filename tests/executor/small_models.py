@@ -47,6 +47,8 @@ GEMMA_ROPE = {
 # case → (transformers' config class, its fields beside the sizes)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**SIZES}),
+    # Wider than where oneDNN sums a single row in another order than many.
+    "llama-wide": ("LlamaConfig", {**SIZES, "intermediate_size": 1536}),
     "llama-tied-biases": (
         "LlamaConfig",
         {**SIZES, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "head_dim": 24},

@@ -1,0 +1,87 @@
+"""A request computes the same bits alone, among others, in chunks, after a prefix hit and after a preemption.
+
+Compared are the log-probabilities of the whole vocabulary at every step, exactly. This is what makes greedy
+output reproducible under load; it holds on the CPU, for float32 and bfloat16.
+"""
+
+import random
+
+import pytest
+
+from penstock.executor.protocol import ExecutorConfig, Sampling
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.driver import Driver, Sequence
+from tests.executor.small_models import folder
+
+BLOCK, COUNT = 8, 20
+FULL = Sampling(temperature=0.0, logprobs=-1)
+RNG = random.Random(3)
+PROMPT = [RNG.randrange(160) for _ in range(61)]
+OTHERS = [[RNG.randrange(160) for _ in range(RNG.randint(1, 90))] for _ in range(63)]
+CASES = ["llama-wide", "mistral-sliding", "gemma3"]
+
+Trace = list[tuple[tuple[int, ...], tuple[float, ...]]]
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def driver_of(case: str, dtype: str) -> Driver:
+    config = ExecutorConfig(
+        model=str(folder(case)), dtype=dtype, device="cpu", kv_cache_bytes=2**24, block_size=BLOCK, max_num_seqs=70
+    )
+    return Driver(UniprocExecutor(config))
+
+
+def trace(driver: Driver, watched: Sequence, *others: Sequence, chunk: int | None = None) -> Trace:
+    """Run until the watched request has its tokens; what it saw at each of them."""
+    seen: Trace = []
+    while len(watched.output) < COUNT:
+        result = driver.advance(*others, watched, chunk=chunk)
+        if len(others) in result.logprobs:
+            found = result.logprobs[len(others)]
+            seen.append((found.ids, found.values))
+    return seen
+
+
+def alone(case: str, dtype: str) -> Trace:
+    driver = driver_of(case, dtype)
+    return trace(driver, driver.admit(PROMPT, FULL))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_a_batch_of_64(case: str, dtype: str) -> None:
+    driver = driver_of(case, dtype)
+    others = [driver.admit(prompt) for prompt in OTHERS]
+    assert trace(driver, driver.admit(PROMPT, FULL), *others) == alone(case, dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("chunk", [1, 7, 32])
+def test_with_the_prompt_in_chunks_beside_others(case: str, dtype: str, chunk: int) -> None:
+    driver = driver_of(case, dtype)
+    others = [driver.admit(prompt) for prompt in OTHERS[:5]]
+    assert trace(driver, driver.admit(PROMPT, FULL), *others, chunk=chunk) == alone(case, dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("cached", [8, 56])
+def test_after_a_prefix_hit(case: str, dtype: str, cached: int) -> None:
+    driver = driver_of(case, dtype)
+    owner = driver.admit(PROMPT[:cached] + [1, 2, 3])
+    driver.generate(owner, count=5, chunk=13)
+    hit = driver.admit(PROMPT, FULL)
+    hit.blocks, hit.computed = owner.blocks[: cached // BLOCK], cached
+    assert trace(driver, hit, owner) == alone(case, dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("after", [1, 9])
+def test_after_a_preemption(case: str, dtype: str, after: int) -> None:
+    driver = driver_of(case, dtype)
+    victim, other = driver.admit(PROMPT, FULL), driver.admit(OTHERS[0])
+    driver.generate(victim, count=after)
+    driver.readmit(victim, slot=9)
+    assert trace(driver, victim, other) == alone(case, dtype)[after:]
