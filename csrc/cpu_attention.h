@@ -31,14 +31,16 @@ struct workspace {
 
 struct shape {
     int paired; /* words are pairs of bfloat16 */
-    int depth;  /* words of a key */
-    int width;  /* head_dim in whole vectors */
-    int group;  /* q heads of a KV head */
+    int head_dim;
+    int depth; /* words of a key */
+    int width; /* head_dim in whole vectors */
+    int group; /* q heads of a KV head */
 };
 
 INLINE struct shape shape_of(const struct attention *a, enum element type) {
     int paired = HAS_DOT && type == BFLOAT16;
     return (struct shape){.paired = paired,
+                          .head_dim = a->head_dim,
                           .depth = paired ? a->head_dim / 2 : a->head_dim,
                           .width = (a->head_dim + LANES - 1) / LANES * LANES,
                           .group = a->q_heads / a->kv_heads};
@@ -108,6 +110,36 @@ INLINE void multiply_rows(int rows, int vectors, const uint32_t *a, int64_t a_st
 
 /* ---- repacking a tile ---- */
 
+/* Where a head's keys and values are: of the tile at hand and the next, each at its position modulo two tiles. */
+struct positions {
+    int end; /* known up to here */
+    const void *keys[2 * TILE], *values[2 * TILE];
+};
+
+/* Looks up the positions [begin, end), at most a tile of them. */
+INLINE void find_positions(const struct attention *a, int row, int kv_head, int begin, int end, struct positions *p,
+                           enum element type) {
+    p->end = end - begin < TILE ? end : begin + TILE;
+    const int32_t *block = a->block_tables + row * a->table_stride + begin / a->page_size;
+    for (int i = begin, offset = begin % a->page_size; i < p->end; block++, offset = 0) {
+        int64_t slot = *block * a->page_stride + offset * a->slot_stride + (int64_t)kv_head * a->head_dim;
+        for (; offset < a->page_size && i < p->end; offset++, i++, slot += a->slot_stride) {
+            p->keys[i % (2 * TILE)] = element_at(a->k_pages, slot, type);
+            p->values[i % (2 * TILE)] = element_at(a->v_pages, slot, type);
+        }
+    }
+}
+
+/* A head's share of a page is a line or two every few hundred bytes, which the hardware does not see coming: asked
+ * for this many positions early, a context outside the caches is read twice as fast. */
+#define AHEAD 64
+
+INLINE void prefetch(const void *const *rows, int begin, int count, int end, int head_dim, enum element type) {
+    for (int i = begin; i < begin + count && i < end; i++)
+        for (int at = 0; at < head_dim; at += 64 / TYPE_BYTES(type))
+            __builtin_prefetch(element_at(rows[i % (2 * TILE)], at, type), 0, 2);
+}
+
 INLINE void transpose(vec x[LANES]) {
 #pragma GCC unroll 4
     for (int round = LANES; round > 1; round /= 2) { /* each deals the rows like two halves of a pack of cards */
@@ -121,44 +153,64 @@ INLINE void transpose(vec x[LANES]) {
     }
 }
 
-/* LANES words of a key from word `at` on; past its end, zeros. */
-INLINE vec load_words(const void *key, int at, const struct shape *s, enum element type) {
-    return s->paired ? load(key, at, s->depth - at, FLOAT32) : load(key, at, s->depth - at, type);
+/* The LANES words of a key from word `at` on, of which `left` exist. */
+INLINE vec load_words(const void *key, int at, int left, int paired, enum element type) {
+    return load(key, at, left, paired ? FLOAT32 : type);
 }
 
-INLINE void pack_keys(const struct shape *s, const void *const *keys, int count, uint32_t *out, enum element type) {
-    for (int position = 0; position < count; position += LANES) {
-        uint32_t *columns = out + (int64_t)position / COLUMNS * s->depth * COLUMNS + position % COLUMNS;
-        for (int at = 0; at < s->depth; at += LANES) {
+/* The tile at `begin`, up to `end`. */
+INLINE void pack_keys(const struct shape s, const struct positions *p, int begin, int end, uint32_t *out,
+                      enum element type) {
+    for (int position = begin; position < end; position += LANES) {
+        const void *const *keys = p->keys + position % (2 * TILE);
+        int num_keys = end - position, column = position - begin;
+        prefetch(p->keys, position + AHEAD, LANES, p->end, s.head_dim, type);
+        uint32_t *columns = out + (int64_t)column / COLUMNS * s.depth * COLUMNS + column % COLUMNS;
+        for (int at = 0; at < s.depth; at += LANES, columns += LANES * COLUMNS) {
+            int left = s.depth - at;
             vec x[LANES];
-            for (int i = 0; i < LANES; i++)
-                x[i] = position + i < count ? load_words(keys[position + i], at, s, type) : (vec){0};
+            if (left >= LANES && num_keys >= LANES) /* nearly always, and faster without a branch for every key */
+                for (int i = 0; i < LANES; i++) x[i] = load_words(keys[i], at, LANES, s.paired, type);
+            else
+                for (int i = 0; i < LANES; i++)
+                    x[i] = i < num_keys ? load_words(keys[i], at, left, s.paired, type) : (vec){0};
             transpose(x);
-            for (int i = 0; i < LANES && at + i < s->depth; i++)
-                memcpy(columns + (int64_t)(at + i) * COLUMNS, &x[i], sizeof(vec));
+            if (left >= LANES)
+                for (int i = 0; i < LANES; i++) memcpy(columns + i * COLUMNS, &x[i], sizeof(vec));
+            else
+                for (int i = 0; i < left; i++) memcpy(columns + i * COLUMNS, &x[i], sizeof(vec));
         }
     }
 }
 
-INLINE void pack_values(const struct attention *a, const struct shape *s, const void *const *values, int count,
-                        uint32_t *out, enum element type) {
-    if (!s->paired) {
-        for (int position = 0; position < count; position++)
-            for (int at = 0; at < s->width; at += LANES) {
-                vec x = load(values[position], at, a->head_dim - at, type);
-                memcpy(out + (int64_t)position * s->width + at, &x, sizeof x);
+/* Two values of bfloat16 become pairs, from dimension `at` on; `odd` may be NULL, which is zeros. */
+INLINE void pair_values(const void *even, const void *odd, int at, int left, uint32_t *out, int num_out) {
+    vec a = load(element_at(even, at, BFLOAT16), 0, left / 2, FLOAT32), b = {0};
+    if (odd) b = load(element_at(odd, at, BFLOAT16), 0, left / 2, FLOAT32);
+    pairs low = ZIP_LOW_HALVES((pairs)a, (pairs)b), high = ZIP_HIGH_HALVES((pairs)a, (pairs)b);
+    memcpy(out + at, &low, sizeof low);
+    if (num_out > LANES) memcpy(out + at + LANES, &high, sizeof high);
+}
+
+INLINE void pack_values(const struct shape s, const struct positions *p, int begin, int end, uint32_t *out,
+                        enum element type) {
+    int step = s.paired ? 2 : 1;
+    for (int position = begin; position < end; position += step, out += s.width) {
+        const void *even = p->values[position % (2 * TILE)];
+        const void *odd = position + 1 < end ? p->values[(position + 1) % (2 * TILE)] : NULL;
+        prefetch(p->values, position + AHEAD, step, p->end, s.head_dim, type);
+        int at = 0;
+        if (!s.paired) {
+            for (; at < s.head_dim; at += LANES) {
+                vec x = load(even, at, s.head_dim - at, type);
+                memcpy(out + at, &x, sizeof x);
             }
-        return;
-    }
-    for (int position = 0; position < count; position += 2, out += s->width)
-        for (int at = 0; at < s->width; at += 2 * LANES) {
-            int left = (a->head_dim - at) / 2;
-            vec even = load(element_at(values[position], at, BFLOAT16), 0, left, FLOAT32), odd = {0};
-            if (position + 1 < count) odd = load(element_at(values[position + 1], at, BFLOAT16), 0, left, FLOAT32);
-            pairs low = ZIP_LOW_HALVES((pairs)even, (pairs)odd), high = ZIP_HIGH_HALVES((pairs)even, (pairs)odd);
-            memcpy(out + at, &low, sizeof low);
-            if (at + LANES < s->width) memcpy(out + at + LANES, &high, sizeof high);
+            continue;
         }
+        if (odd)
+            for (; at + 2 * LANES <= s.head_dim; at += 2 * LANES) pair_values(even, odd, at, 2 * LANES, out, 2 * LANES);
+        for (; at < s.head_dim; at += 2 * LANES) pair_values(even, odd, at, s.head_dim - at, out, s.width - at);
+    }
 }
 
 /* ---- one tile ---- */
@@ -269,7 +321,7 @@ INLINE void load_queries(const struct attention *a, const struct attention_job *
     for (int r = 0; r < job->num_queries * s->group; r++, out += s->depth) {
         int64_t head = (int64_t)kv_head * s->group + r % s->group;
         const void *q = element_at(a->q, (token + r / s->group) * a->q_stride + head * a->head_dim, type);
-        for (int i = 0; i < s->depth; i += LANES) store(out, i, s->depth - i, load_words(q, i, s, type), FLOAT32);
+        for (int i = 0; i < s->depth; i += LANES) store(out, i, s->depth - i, load_words(q, i, s->depth - i, s->paired, type), FLOAT32);
     }
 }
 
@@ -285,18 +337,16 @@ INLINE void attend(const struct attention *a, const struct attention_job *job, i
     int num_queries = a->query_starts[job->row + 1] - a->query_starts[job->row];
     int first_position = a->context_lens[job->row] - num_queries + job->first_query;
     int end = first_position + job->num_queries;
-    const int32_t *table = a->block_tables + job->row * a->table_stride;
-    for (int tile = 0; tile < job->num_tiles; tile++) {
-        int begin = (job->first_tile + tile) * TILE, count = end - begin < TILE ? end - begin : TILE;
-        const void *keys[TILE], *values[TILE];
-        for (int i = 0; i < count; i++) {
-            int64_t slot = table[(begin + i) / a->page_size] * a->page_stride +
-                           (begin + i) % a->page_size * a->slot_stride + (int64_t)kv_head * a->head_dim;
-            keys[i] = element_at(a->k_pages, slot, type);
-            values[i] = element_at(a->v_pages, slot, type);
-        }
-        pack_keys(&s, keys, count, w.keys, type);
-        pack_values(a, &s, values, count, w.values, type);
+    int begin = job->first_tile * TILE;
+    struct positions p;
+    find_positions(a, job->row, kv_head, begin, end, &p, type);
+    prefetch(p.keys, begin, AHEAD, p.end, s.head_dim, type);
+    prefetch(p.values, begin, AHEAD, p.end, s.head_dim, type);
+    for (int tile = 0; tile < job->num_tiles; tile++, begin += TILE) {
+        int tile_end = p.end;
+        if (tile + 1 < job->num_tiles) find_positions(a, job->row, kv_head, begin + TILE, end, &p, type);
+        pack_keys(s, &p, begin, tile_end, w.keys, type);
+        pack_values(s, &p, begin, tile_end, w.values, type);
         for (int first = 0; first < rows; first += ROWS) {
             int some = rows - first < ROWS ? rows - first : ROWS;
             if (job->partial >= 0) {

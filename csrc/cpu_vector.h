@@ -128,6 +128,9 @@ INLINE vec power_of_two(vec x) {
 INLINE vec widen(halves x) { return (vec)(__builtin_convertvector(x, uvec) << 16); }
 
 INLINE halves narrow(vec x) { /* to nearest even; a NaN stays one */
+#if HAS_DOT
+    return (halves)_mm512_cvtneps_pbh((__m512)x);
+#endif
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     uvec is_nan = (uvec)(x != x);
@@ -141,30 +144,27 @@ INLINE const void *element_at(const void *base, int64_t index, enum element type
 /* The LANES elements from `index` on, of which `left` exist; the others are 0. */
 INLINE vec load(const void *base, int64_t index, int64_t left, enum element type) {
     const void *from = element_at(base, index, type);
-    int64_t count = left < LANES ? left : LANES;
     if (type == FLOAT32) {
-        vec x = {0};
-        if (count == LANES) memcpy(&x, from, sizeof x);
-        else memcpy(&x, from, 4 * count);
-        return x;
+        vec whole, some = {0};
+        if (left >= LANES) return memcpy(&whole, from, sizeof whole), whole;
+        return memcpy(&some, from, 4 * left), some;
     }
-    halves x = {0};
-    if (count == LANES) memcpy(&x, from, sizeof x);
-    else memcpy(&x, from, 2 * count);
-    return widen(x);
+    halves whole, some = {0};
+    if (left >= LANES) return memcpy(&whole, from, sizeof whole), widen(whole);
+    return memcpy(&some, from, 2 * left), widen(some);
 }
 
 INLINE void store(void *base, int64_t index, int64_t left, vec x, enum element type) {
     void *to = (void *)element_at(base, index, type);
-    int64_t count = left < LANES ? left : LANES;
     if (type == FLOAT32) {
-        if (count == LANES) memcpy(to, &x, sizeof x);
-        else memcpy(to, &x, 4 * count);
+        vec some = x;
+        if (left >= LANES) memcpy(to, &x, sizeof x);
+        else memcpy(to, &some, 4 * left);
         return;
     }
-    halves y = narrow(x);
-    if (count == LANES) memcpy(to, &y, sizeof y);
-    else memcpy(to, &y, 2 * count);
+    halves whole = narrow(x), some = whole;
+    if (left >= LANES) memcpy(to, &whole, sizeof whole);
+    else memcpy(to, &some, 2 * left);
 }
 
 /* What a value becomes when it is stored and loaded again. */
