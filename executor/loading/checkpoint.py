@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from penstock.executor.protocol import ExecutorError
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a trillion weights has 10 MB
 
@@ -27,9 +27,18 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> torch.Tensor: ...
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint in a folder or in a .gguf file. Weights are looked for when their names are first asked for."""
-    path = Path(path)
+def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> Checkpoint:
+    """The checkpoint in a folder or in a .gguf file. Weights are looked for when their names are first asked for.
+
+    The config's `hf_overrides` replace fields of the model's own configuration.
+    """
+    checkpoint = _open(Path(path))
+    if config is not None:
+        checkpoint.config = {**checkpoint.config, **config.hf_overrides}
+    return checkpoint
+
+
+def _open(path: Path) -> Checkpoint:
     if path.is_dir():
         from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 
@@ -50,12 +59,9 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder / 'config.json'}: auto_map asks to run Python code that came with the weights; that is never "
             "done. If the architecture is one that is built in, remove auto_map from the file"
         )
-    if config.get("quantization_config"):
-        method = (
-            config["quantization_config"].get("quant_method")
-            if isinstance(config["quantization_config"], dict)
-            else None
-        )
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ExecutorError(
             f"{folder / 'config.json'}: quantization_config: {method!r} weights are not supported; use the original "
             "checkpoint or a GGUF file"

@@ -33,12 +33,11 @@ def load_model(
     config: ExecutorConfig, device: torch.device, shard: Shard, progress: Callable[[str], None]
 ) -> LoadedModel:
     path = Path(config.model)
-    checkpoint = open_checkpoint(path)
-    settings = {**checkpoint.config, **config.hf_overrides}
-    name, architecture = find_architecture(settings)
-    spec = architecture.read_spec(Fields(settings))
+    checkpoint = open_checkpoint(path, config)
+    name, architecture = find_architecture(checkpoint.config)
+    spec = architecture.read_spec(Fields(checkpoint.config))
     is_gguf = path.suffix == ".gguf"
-    dtype = choose_dtype(config.dtype, "bfloat16" if is_gguf else _stored_dtype(settings), device)
+    dtype = choose_dtype(config.dtype, "bfloat16" if is_gguf else _stored_dtype(checkpoint.config), device)
     num_positions = min(config.max_model_len or spec.max_positions, spec.max_positions)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     reader: CheckpointReader | None = None
