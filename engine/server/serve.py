@@ -87,8 +87,7 @@ async def _leave_dead(engine: AsyncEngine, service: Service) -> int:
     """The engine is dead or hangs: closing it ends every request with an error, and the clients still get that."""
     log.error("the engine has failed: %s", engine.health().reason)
     service.is_draining = True
-    closing = asyncio.create_task(engine.close())
-    await asyncio.wait((closing,))
+    await engine.close()
     await _wait(lambda: service.num_open_requests == 0, asyncio.Event(), LAST_WORDS_S)
     return 1
 

@@ -98,6 +98,14 @@ def test_headers_that_do_not_come_are_answered_408(server):
     assert "headers" in error(answer)["message"]
 
 
+def test_the_headers_of_a_later_request_have_no_more_time_than_the_first_one_s(server):
+    with server.connect() as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert status(sock.recv(65536)) == 200
+        sock.sendall(b"GET /health HTTP/1.1\r\nx")
+        assert status(read_all(sock)) == 408
+
+
 def test_a_connection_that_says_nothing_is_closed(server):
     with server.connect() as sock:
         assert read_all(sock) == b""
@@ -122,10 +130,11 @@ def test_the_client_can_read_413_even_while_it_is_still_sending(server):
 
 def test_a_chunked_body_beyond_the_limit_is_answered_413(server):
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
-    before = server.engine.num_admissions
+    refused = server.app.service.metrics.refused
+    before = refused[413]
     with server.connect() as sock:
         assert status(exchange(sock, HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk * 4)) == 413
-    assert server.engine.num_admissions == before
+    assert refused[413] == before + 1  # by the connection, before it reached the application
     assert_serves(server)
 
 

@@ -1,6 +1,7 @@
 """Requests that cannot be served: each is a 4xx that names the field, comes before heavy work, and harms nobody."""
 
 import json
+import threading
 
 import httpx
 import pytest
@@ -457,6 +458,31 @@ def test_a_full_queue_is_a_429_with_a_time_and_before_tokenizing():
         refused(server.complete(n=3), 429)
         refused(server.post("/v1/embeddings", {"input": ["a", "b", "c"]}), 429)
     assert engine.submitted == []
+
+
+def test_prompts_that_are_being_tokenized_count_as_queued():
+    with running(FakeEngine(max_open=1)) as server:
+        tokenizer, go_on = server.app.service.tokenizer, threading.Event()
+        encode = tokenizer.encode_batch
+
+        def slow(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+            assert go_on.wait(10)
+            return encode(texts, add_special_tokens)
+
+        tokenizer.encode_batch = slow  # type: ignore[method-assign]
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: answers.append(
+                httpx.post(f"{server.url}/v1/completions", json={"prompt": "x" * 5000, "truncate_prompt_tokens": 5})
+            )
+        )
+        asking.start()
+        until(lambda: server.call(lambda: server.app.service._num_preparing) == 1)
+        refused(server.complete(), 429)
+        go_on.set()
+        asking.join(10)
+        assert answers[0].status_code == 200
+        assert server.complete("x" * 5000, truncate_prompt_tokens=5).status_code == 200
 
 
 def test_a_refused_prompt_takes_back_those_before_it():
