@@ -9,6 +9,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -16,14 +17,14 @@ import msgspec
 
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core import EngineCore
-from penstock.engine.front import check_length, submissions, token_bytes
+from penstock.engine.front import Pooling, check_length, submissions, token_bytes
 from penstock.engine.messages import Output, Submit
 from penstock.engine.model_files import resolve_model
-from penstock.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, Update, joined
+from penstock.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, TextStream, Update, joined
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
-from penstock.executor.protocol import open_executor
+from penstock.executor.protocol import ModelInfo, open_executor
 
 Prompt = str | list[int]
 Messages = list[dict[str, Any]]
@@ -47,7 +48,7 @@ class LLM:
         self._num_requests = 0
 
     @property
-    def info(self):  # noqa: ANN201
+    def info(self) -> ModelInfo:
         return self._running().info
 
     def generate(
@@ -57,9 +58,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete the prompts, in their order. `sampling_params` is one for all, or one for each."""
-        batch = _as_list(prompts)
-        params = _spread(sampling_params, len(batch))
-        return self._run([self._prepare(prompt, p) for prompt, p in zip(batch, params, strict=True)], use_tqdm)
+        return self._generate(_as_list(prompts), sampling_params, use_tqdm, is_continuation=True)
 
     def chat(
         self,
@@ -75,10 +74,10 @@ class LLM:
         texts = [self.template.render(conversation, **template_options) for conversation in many]
         # The template has written the special tokens itself.
         ids: list[Prompt] = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self.generate(ids, sampling_params, use_tqdm)
+        return self._generate(ids, sampling_params, use_tqdm, is_continuation=False)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: str = "last", use_tqdm: bool = True
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", use_tqdm: bool = True
     ) -> list[RequestOutput]:
         """One vector for each prompt: the hidden state of its last token, or the mean over all."""
         if pooling not in ("last", "mean"):
@@ -112,7 +111,30 @@ class LLM:
             raise RuntimeError("this LLM was shut down")
         return self._core
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, pooling: str | None = None) -> "_Job":
+    def _generate(
+        self,
+        prompts: list[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        is_continuation: bool,
+    ) -> list[RequestOutput]:
+        jobs = []
+        for prompt, params in zip(prompts, _spread(sampling_params, len(prompts)), strict=True):
+            stream = None
+            if self.tokenizer is not None and params.detokenize:
+                # A completion goes on where its prompt ended, an answer begins: some vocabularies mark the first
+                # word of a text with a space that only the former wants.
+                stream = partial(self.tokenizer.stream, params.skip_special_tokens, is_continuation)
+            jobs.append(self._prepare(prompt, params, stream=stream))
+        return self._run(jobs, use_tqdm)
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        pooling: Pooling | None = None,
+        stream: Callable[[], TextStream] | None = None,
+    ) -> "_Job":
         info = self._running().info
         text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
@@ -127,14 +149,9 @@ class LLM:
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
         self._num_requests += 1
         request_id = str(self._num_requests)
-        messages = submissions(request_id, tokens, params, info, eos_ids, pooling=pooling)  # type: ignore[arg-type]
-        choices = [Choice(i, params, self._stream(params)) for i in range(params.n)]
+        messages = submissions(request_id, tokens, params, info, eos_ids, pooling=pooling)
+        choices = [Choice(index, params, stream() if stream else None) for index in range(params.n)]
         return _Job(request_id, text, array("i", prompt), messages, choices)
-
-    def _stream(self, params: SamplingParams):  # noqa: ANN202
-        if self.tokenizer is None or not params.detokenize:
-            return None
-        return self.tokenizer.stream(params.skip_special_tokens)
 
     def _run(self, jobs: list["_Job"], use_tqdm: bool) -> list[RequestOutput]:
         core = self._running()

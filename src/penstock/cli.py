@@ -7,6 +7,7 @@ that `penstock --help` answers at once.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock import __version__
@@ -66,7 +67,7 @@ def _export() -> Command:
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a .gguf file, folder or hub name (default: the default model)")
     parser.add_argument("--output", "-o", required=True, metavar="DIR", help="the folder to write")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
 
 
 def _run_export(args: argparse.Namespace) -> int:
@@ -75,11 +76,11 @@ def _run_export(args: argparse.Namespace) -> int:
     from penstock.engine.text.tokenizer import load_tokenizer
     from penstock.executor.loading.checkpoint import open_checkpoint
     from penstock.executor.loading.export import export
-    from penstock.executor.protocol import ExecutorConfig
 
     files = resolve_model(args.model)
-    export(open_checkpoint(str(files.path), ExecutorConfig(model=str(files.path))), args.output, args.dtype)
-    load_tokenizer(files).save(args.output)
+    tokenizer = load_tokenizer(files)
+    export(open_checkpoint(files.path), args.output, args.dtype, progress=print)
+    tokenizer.save(Path(args.output))
     print(f"{files.name} written to {args.output}")
     return 0
 
