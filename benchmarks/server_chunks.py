@@ -142,7 +142,9 @@ def read_streams(port: int, num_streams: int, num_tokens: int) -> tuple[int, flo
     """Chunks read from all streams, and the seconds from the first byte to the last."""
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": num_tokens, "stream": True}
     content = json.dumps(body).encode()
-    request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    request = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    )
     request += b"content-length: %d\r\n\r\n" % len(content) + content
     selector, num_chunks, begun_s = selectors.DefaultSelector(), 0, 0.0
     for _ in range(num_streams):
