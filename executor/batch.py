@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+# Per layer its key pages and value pages, each [blocks, block_size, kv heads * head_dim] with a page stride that
+# spans all layers.
+KvPages = list[tuple[torch.Tensor, torch.Tensor]]
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:

@@ -32,9 +32,12 @@ def can_pack(weight: torch.Tensor) -> bool:
         return False
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    return weight.dtype is torch.float32 or (
-        weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
+    return weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and cpu_has_bfloat16())
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether oneDNN computes in bfloat16 here, with instructions for it."""
+    return hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class _PackedLinear:

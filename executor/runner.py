@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from penstock.executor.batch import ForwardBatch
+from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.layout import Layout
 from penstock.executor.models.registry import Model
 from penstock.executor.pooling import Pooler
@@ -35,8 +35,8 @@ class Launched:
 
 
 class ModelRunner:
-    def __init__(self, model: Model, kv: torch.Tensor, sampler: Sampler, slots: Slots, device: torch.device) -> None:
-        self._model, self._kv, self._sampler, self._slots, self._device = model, kv, sampler, slots, device
+    def __init__(self, model: Model, pages: KvPages, sampler: Sampler, slots: Slots, device: torch.device) -> None:
+        self._model, self._pages, self._sampler, self._slots, self._device = model, pages, sampler, slots, device
         self._pooler = Pooler()
 
     @torch.inference_mode()
@@ -75,7 +75,7 @@ class ModelRunner:
     def _compute(self, layout: Layout, launched: Launched) -> None:
         asks = self._slots.asks_more[layout.slots].any()
         wanted = self._wanted(layout) if asks else layout.query_starts[1:][layout.samples] - 1
-        hidden = self._model.forward(self._batch(layout, wanted), self._kv)  # [W, hidden]
+        hidden = self._model.forward(self._batch(layout, wanted), self._pages)  # [W, hidden]
         # Where each row's last token is in `wanted`; meaningless for rows that do not sample.
         last = np.searchsorted(wanted, layout.query_starts[1:] - 1)
         if asks:

@@ -32,7 +32,9 @@ class UniprocExecutor:
         kv = allocate_kv(plan.num_blocks, model.num_layers, config.block_size, model.kv_width, loaded.dtype, device)
         sampler = Sampler(spec.vocab_size, config.max_num_seqs, device)
         slots = Slots(config.max_num_seqs, plan.max_model_len, config.block_size, device)
-        self._runner = ModelRunner(model, kv, sampler, slots, device)
+        pages = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(model.num_layers)]
+        self._kv = kv
+        self._runner = ModelRunner(model, pages, sampler, slots, device)
         self._in_flight: deque[Launched] = deque()
         self.info = ModelInfo(
             architecture=loaded.architecture,
@@ -60,7 +62,7 @@ class UniprocExecutor:
     def close(self) -> None:
         """Forget the model and the cache; their memory goes with the last reference."""
         self._in_flight.clear()
-        del self._runner
+        del self._runner, self._kv
 
 
 def choose_device(asked: str) -> torch.device:

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from penstock.executor.kernels import select_ops
+from penstock.executor.linear import cpu_has_bfloat16
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.weights import CheckpointReader, Shard, Weights
@@ -34,10 +34,11 @@ def load_model(
 ) -> LoadedModel:
     path = Path(config.model)
     checkpoint = open_checkpoint(path, config)
-    name, architecture = find_architecture(checkpoint.config)
-    spec = architecture.read_spec(Fields(checkpoint.config))
+    fields = Fields(checkpoint.config, str(path / "config.json" if path.is_dir() else path))
+    name, architecture = find_architecture(fields)
+    spec = architecture.read_spec(fields)
     is_gguf = path.suffix == ".gguf"
-    dtype = choose_dtype(config.dtype, "bfloat16" if is_gguf else _stored_dtype(checkpoint.config), device)
+    dtype = choose_dtype(config.dtype, "bfloat16" if is_gguf else _stored_dtype(fields), device)
     num_positions = min(config.max_model_len or spec.max_positions, spec.max_positions)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     reader: CheckpointReader | None = None
@@ -62,18 +63,16 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
     """
     if device.type != "cpu":
         return DTYPES[stored if asked == "auto" else asked]
-    has_bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if asked == "float16":
         raise ExecutorError("dtype: float16 is not supported on the CPU; choose bfloat16 or float32")
     if asked != "auto":
         return DTYPES[asked]
-    return torch.float32 if stored == "float32" or not has_bf16 else torch.bfloat16
+    return torch.float32 if stored == "float32" or not cpu_has_bfloat16() else torch.bfloat16
 
 
-def _stored_dtype(settings: dict[str, Any]) -> str:
+def _stored_dtype(fields: Fields) -> str:
     """What config.json says the weights are; transformers 5 calls the field `dtype`."""
-    name = settings.get("dtype") or settings.get("torch_dtype") or "float32"
-    name = str(name).removeprefix("torch.")
+    name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
     if name not in DTYPES:
-        raise ExecutorError(f"config.json: dtype: {name!r} found; one of {', '.join(DTYPES)} is expected")
+        raise fields.error("dtype", name, f"one of {', '.join(DTYPES)}")
     return name

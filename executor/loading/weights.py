@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import torch
 import xxhash
 
-from penstock.executor.linear import Linear, make_linear
+from penstock.executor.linear import Linear, can_pack, make_linear
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.protocol import ExecutorError
 
@@ -43,10 +43,9 @@ class CheckpointReader:
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._names and name.removeprefix("model.") in self._names:
+            name = name.removeprefix("model.")  # saved without its head, as embedding models are
         if name not in self._names:
             raise ExecutorError(f"{self._where}: tensor {name!r} of shape {list(shape)} is missing")
         found = self._checkpoint.shape(name)
@@ -107,6 +106,10 @@ class Weights:
         if split == "columns" and self.shard.rank > 0:
             return make_linear(weight)  # the sum over ranks has the bias once
         return make_linear(weight, torch.cat(biases))
+
+    def tied_linear(self, table: torch.Tensor) -> Linear:
+        """The head that shares the embedding's weights. Where linear layers reorder them, that is a second copy."""
+        return make_linear(self._count(table) if can_pack(table) else table)
 
     def layers(self, num_layers: int, build: Callable[[int], Layer]) -> list[Layer]:
         """Build layers side by side, so that reading, hashing, converting and reordering overlap."""

@@ -6,17 +6,14 @@ weights and tables; keys and values live in the pages that `forward` is given.
 
 import torch
 
-from penstock.executor.batch import ForwardBatch
+from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
-from penstock.executor.linear import make_linear
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.rope import Rope, rope_tables
 from penstock.executor.models.spec import DecoderSpec
 
 
 class Decoder:
-    """`kv` is [blocks, layers, 2, block_size, kv_width]; layer l's key pages are kv[:, l, 0]."""
-
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
         self.num_layers = len(spec.layers)
@@ -27,11 +24,11 @@ class Decoder:
         self._layers = weights.layers(self.num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
         if spec.tied_head:
-            self._head = make_linear(table)
+            self._head = weights.tied_linear(table)
         else:
             self._head = weights.linear(("lm_head",), (spec.vocab_size,), spec.hidden_size)
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
         """Hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
         residual = self._embedding.index_select(0, batch.tokens)
         if self._spec.embedding_scale != 1.0:
@@ -41,7 +38,7 @@ class Decoder:
         last = self.num_layers - 1
         for index, layer in enumerate(self._layers):
             wanted = batch.wanted if index == last else None
-            update, residual = layer.forward(update, residual, batch, kv[:, index], wanted)
+            update, residual = layer.forward(update, residual, batch, pages[index], wanted)
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -102,7 +99,7 @@ class _Layer:
         update: torch.Tensor | None,
         residual: torch.Tensor,
         batch: ForwardBatch,
-        kv: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One layer over the residual stream [T, hidden], to which `update` is still to be added.
@@ -115,7 +112,7 @@ class _Layer:
             hidden = ops.rms_norm(residual, self._input_norm, eps)
         else:
             hidden, residual = ops.add_rms_norm(update, residual, self._input_norm, eps)
-        attended = self._attend(hidden, batch, kv)
+        attended = self._attend(hidden, batch, pages)
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
         update = self._output(attended)
@@ -127,10 +124,13 @@ class _Layer:
             update = ops.rms_norm(update, self._output_norm, eps)
         return update, residual
 
-    def _attend(self, hidden: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, hidden: torch.Tensor, batch: ForwardBatch, pages: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
-        q, k, v = self._qkv(hidden).unflatten(-1, (-1, self._spec.head_dim)).split(self._head_split, dim=1)
-        k_pages, v_pages = kv[:, 0], kv[:, 1]
+        heads = self._qkv(hidden).view(hidden.shape[0], -1, self._spec.head_dim)
+        q, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
+        k_pages, v_pages = pages
         q = self._ops.rope_and_store(
             q,
             k,

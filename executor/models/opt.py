@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from penstock.executor.batch import ForwardBatch
+from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
-from penstock.executor.linear import Linear, make_linear
+from penstock.executor.linear import Linear
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.fields import Fields
 
@@ -77,19 +77,19 @@ class Opt:
         )
         self._norm = _LayerNorm(weights, f"{prefix}final_layer_norm", spec.hidden_size) if spec.final_norm else None
         self._head = (
-            make_linear(self._tokens)
+            weights.tied_linear(self._tokens)
             if spec.tied_head
             else weights.linear(("lm_head",), (spec.vocab_size,), spec.embedding_size)
         )
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
         """Hidden states of the tokens `batch.wanted`, as the head takes them: [W, embedding_size]."""
         hidden = self._tokens.index_select(0, batch.tokens)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         hidden = hidden + self._positions.index_select(0, batch.positions + POSITION_OFFSET)
         for index, layer in enumerate(self._layers):
-            hidden = layer.forward(hidden, batch, kv[:, index])
+            hidden = layer.forward(hidden, batch, *pages[index])
         if batch.wanted is not None:
             hidden = hidden.index_select(0, batch.wanted)
         if self._norm is not None:
@@ -123,17 +123,21 @@ class _Layer:
         self._up = weights.linear((f"{prefix}fc1",), (inner,), hidden, bias, split="rows")
         self._down = weights.linear((f"{prefix}fc2",), (hidden,), inner, bias, split="columns")
 
-    def forward(self, hidden: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, batch: ForwardBatch, k_pages: torch.Tensor, v_pages: torch.Tensor
+    ) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         if self._norm_first:
-            hidden = hidden + self._attend(self._attention_norm(hidden), batch, kv)
+            hidden = hidden + self._attend(self._attention_norm(hidden), batch, k_pages, v_pages)
             return hidden + self._down(self._up(self._mlp_norm(hidden)).relu_())
-        hidden = self._attention_norm(hidden + self._attend(hidden, batch, kv))
+        hidden = self._attention_norm(hidden + self._attend(hidden, batch, k_pages, v_pages))
         return self._mlp_norm(hidden + self._down(self._up(hidden).relu_()))
 
-    def _attend(self, hidden: torch.Tensor, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, hidden: torch.Tensor, batch: ForwardBatch, k_pages: torch.Tensor, v_pages: torch.Tensor
+    ) -> torch.Tensor:
         q, k, v = self._qkv(hidden).unflatten(-1, (-1, self._head_dim)).chunk(3, dim=1)
-        k_pages, v_pages, none = kv[:, 0], kv[:, 1], self._no_rotation
+        none = self._no_rotation
         q = self._ops.rope_and_store(q, k, v, none, none, batch.positions, k_pages, v_pages, batch.kv_slots)
         attended = self._ops.paged_attention(q, k_pages, v_pages, batch, self._head_dim**-0.5)
         return self._output(attended.flatten(1))

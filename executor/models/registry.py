@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from penstock.executor.batch import ForwardBatch
+from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models import families
@@ -13,7 +13,6 @@ from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.fields import Fields
 from penstock.executor.models.opt import Opt, read_opt
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.protocol import ExecutorError
 
 
 class Spec(Protocol):
@@ -27,12 +26,10 @@ class Spec(Protocol):
 
 
 class Model(Protocol):
-    """`kv` is [blocks, num_layers, 2, block_size, kv_width]."""
-
     num_layers: int
-    kv_width: int
+    kv_width: int  # of a position's keys in one layer; the values' is the same
 
-    def forward(self, batch: ForwardBatch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
         """Final hidden states of the tokens `batch.wanted`: [W, hidden]."""
         ...
 
@@ -60,12 +57,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def find_architecture(config: dict[str, Any]) -> tuple[str, Architecture]:
+def find_architecture(fields: Fields) -> tuple[str, Architecture]:
     """The first entry of `architectures` and how to build it."""
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else names
-    if not isinstance(name, str) or name not in ARCHITECTURES:
-        raise ExecutorError(
-            f"config.json: architectures: {str(names)[:200]} is not supported; supported are {', '.join(ARCHITECTURES)}"
-        )
-    return name, ARCHITECTURES[name]
+    names = fields.texts("architectures") or []
+    if not names or names[0] not in ARCHITECTURES:
+        raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
+    return names[0], ARCHITECTURES[names[0]]

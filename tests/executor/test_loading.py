@@ -136,9 +136,9 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
     [
         (
             {"architectures": ["EvilForCausalLM"]},
-            "['EvilForCausalLM'] is not supported; supported are Gemma3ForCausalLM",
+            "architectures: ['EvilForCausalLM'] found; one of Gemma3ForCausalLM, LlamaForCausalLM",
         ),
-        ({"architectures": None}, "architectures: None is not supported"),
+        ({"architectures": None}, "architectures: [] found; one of Gemma3"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 found; an integer from 1 to 1024 is expected"),
         ({"hidden_size": "64"}, "hidden_size: '64' found; an integer"),
         ({"num_attention_heads": 0}, "num_attention_heads: 0 found"),
@@ -155,6 +155,7 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
 )
 def test_a_config_that_cannot_run_is_refused_by_field(model: Path, changes: dict[str, Any], complaint: str) -> None:
     edit_config(model, **changes)
+    assert refusal(model).startswith(f"{model / 'config.json'}: ")
     assert complaint in refusal(model)
 
 
