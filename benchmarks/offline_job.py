@@ -1,18 +1,23 @@
-"""One engine, one offline workload, one JSON line: what `peers.py` runs in a fresh process for each side.
+"""One engine in a process of its own, asked by `peers.py` to run one batch after the other.
 
 The same file runs under Penstock's interpreter and under the peer's (vLLM), so both get the same prompts, the
 same sampling and the same clock. It imports nothing of Penstock unless that is the engine asked for.
 
-    python benchmarks/offline_job.py '{"engine": "penstock", "model": "…", "num_prompts": 8, …}'
+Its argument is a job as JSON; every line of its input is a number of tokens to generate for each prompt of a
+batch, every line of its output that begins with `MARK` is an answer. Engines may print what they like.
 """
 
 import json
 import random
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
-Generate = Any  # (prompts, max_tokens) -> number of tokens generated
+MARK = "=> "
+FIRST_ID = 100  # the lowest ids are often special tokens
+
+Generate = Callable[[list[list[int]], int], int]  # prompts, tokens for each → tokens generated
 
 
 def penstock(job: dict[str, Any]) -> Generate:
@@ -41,33 +46,26 @@ def vllm(job: dict[str, Any]) -> Generate:
     return generate
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Load, warm up with the same shapes, then time. Every batch has fresh prompts: no prefix cache can help."""
+def serve(job: dict[str, Any]) -> None:
     started = time.perf_counter()
     generate = {"penstock": penstock, "vllm": vllm}[job["engine"]](job)
-    load_s = time.perf_counter() - started
+    answer(load_s=time.perf_counter() - started)
     rng = random.Random(0)
-
-    def timed(max_tokens: int) -> float:
-        vocabulary = range(100, job["vocab_size"])
+    for line in sys.stdin:
+        max_tokens = int(line)
+        # Fresh prompts every time: no prefix cache can help.
+        vocabulary = range(FIRST_ID, job["vocab_size"])
         prompts = [rng.choices(vocabulary, k=job["input_len"]) for _ in range(job["num_prompts"])]
         started = time.perf_counter()
         num_tokens = generate(prompts, max_tokens)
         elapsed_s = time.perf_counter() - started
-        assert num_tokens == max_tokens * job["num_prompts"], num_tokens
-        return elapsed_s
+        assert num_tokens == max_tokens * job["num_prompts"], f"{num_tokens} tokens were generated"
+        answer(elapsed_s=elapsed_s)
 
-    for _ in range(job["warmups"]):
-        timed(job["output_len"])
-    # The first token alone as well: the difference is what decoding takes.
-    first_s, whole_s = [], []
-    for _ in range(job["iterations"]):
-        if job["output_len"] > 1:
-            first_s.append(timed(1))
-        whole_s.append(timed(job["output_len"]))
-    return {"load_s": load_s, "first_s": first_s, "whole_s": whole_s}
+
+def answer(**fields: float) -> None:
+    print(f"\n{MARK}{json.dumps(fields)}", flush=True)
 
 
 if __name__ == "__main__":
-    answer = run(json.loads(sys.argv[1]))
-    print("\n" + json.dumps(answer), flush=True)
+    serve(json.loads(sys.argv[1]))
