@@ -37,7 +37,7 @@ from penstock.engine.messages import (
     ToCore,
 )
 from penstock.engine.output import Choice, RequestMetrics, TextStream, Update, joined
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from penstock.executor.protocol import ModelInfo, TokenLogprobs
 
 HEARTBEAT_LIMIT_S = 5 * HEARTBEAT_S
@@ -135,13 +135,16 @@ class AsyncEngine:
         config: EngineConfig,
         *,
         eos_ids: Iterable[int] = (),
-        text_stream: Callable[[bool], TextStream] | None = None,
+        text_stream: Callable[[bool, bool], TextStream] | None = None,
+        max_logprobs: int = MAX_LOGPROBS,
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.stats = Stats()
         self._config = config
         self._eos_ids = frozenset(eos_ids)
-        self._text_stream = text_stream  # skip_special_tokens → a stream; None without a tokenizer
+        # (skip_special_tokens, is_continuation) → a stream; None without a tokenizer
+        self._text_stream = text_stream
+        self._max_logprobs = max_logprobs
         self._progress = progress
         self._ids = itertools.count()
         self._open: dict[str, tuple[Generation, int]] = {}  # sequence → who reads it, as which choice
@@ -232,7 +235,7 @@ class AsyncEngine:
         """Raise at once what `generate` would raise for want of room or of a core: called before tokenizing."""
         if self._death is not None:
             raise EngineDead(self._death)
-        limit = self._config.scheduler.max_num_seqs + self._config.scheduler.max_queued_requests
+        limit = self._config.scheduler.max_sequences
         if len(self._open) + num_sequences > limit:
             raise QueueFull(
                 f"{len(self._open)} sequences are under way and {limit} are the limit; try again later",
@@ -248,9 +251,13 @@ class AsyncEngine:
         cache_salt: str | None = None,
         pooling: Pooling | None = None,
         skip_prefix_cache: bool = False,
+        is_continuation: bool = False,
     ) -> Generation:
-        """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates."""
-        params.check(self.info.vocab_size)
+        """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates.
+
+        `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own.
+        """
+        params.check(self.info.vocab_size, self._max_logprobs)
         prompt = token_bytes(prompt_ids, self.info.vocab_size)
         check_length(len(prompt_ids), self.info)
         if pooling is None:
@@ -259,7 +266,8 @@ class AsyncEngine:
         request_id = f"{next(self._ids):x}"
         stream = self._text_stream if params.detokenize else None
         choices = [
-            Choice(index, params, stream(params.skip_special_tokens) if stream else None) for index in range(params.n)
+            Choice(index, params, stream(params.skip_special_tokens, is_continuation) if stream else None)
+            for index in range(params.n)
         ]
         generation = Generation(self, request_id, len(prompt_ids), choices)
         messages = submissions(

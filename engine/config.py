@@ -16,6 +16,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_queued_requests: int = 4096
     patience_s: float = 30.0  # who has waited longer goes before every priority
 
+    @property
+    def max_sequences(self) -> int:
+        """Running and waiting together; one more is refused. The front counts the same way, so it refuses first."""
+        return self.max_num_seqs + self.max_queued_requests
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model, ready to be started: paths are resolved."""

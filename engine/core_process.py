@@ -154,7 +154,8 @@ def _die_with(parent: int) -> None:
 
 
 def _watch_stdin() -> None:
-    while sys.stdin.buffer.read(4096):
+    # Not through sys.stdin: its lock, held by this thread, would make a fatal error of the interpreter's end.
+    while os.read(0, 4096):
         pass
     os._exit(1)
 

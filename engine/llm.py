@@ -163,8 +163,8 @@ class LLM:
                 while open_jobs:
                     # The queue is bounded: hand over as much as it takes, and the rest later. (zip takes from its
                     # first argument before it notices that the second has ended.)
-                    room = core.scheduler.config.max_queued_requests - len(core.scheduler.waiting)
-                    news = [core.submit(message) for _, message in zip(range(room), backlog, strict=False)]
+                    room = range(core.scheduler.room)
+                    news = [core.submit(message) for _, message in zip(room, backlog, strict=False)]
                     for output in [*filter(None, news), *core.step()]:
                         self._take(core, open_jobs, output, progress)
                     check_interrupt()

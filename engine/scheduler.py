@@ -55,8 +55,8 @@ class Scheduler:
         """Queue a sequence. A refusal is its terminal output."""
         if message.request_id in self._requests:
             return _refusal(message, "request_id: a request with this id is running")
-        if len(self.waiting) >= self.config.max_queued_requests:
-            return _refusal(message, f"the queue is full ({self.config.max_queued_requests} requests wait)")
+        if self.room == 0:
+            return _refusal(message, f"the queue is full ({len(self._requests)} sequences are under way)")
         tokens = array("i")
         tokens.frombytes(message.tokens)
         if not 0 < len(tokens) < self.info.max_model_len + (message.pooling is not None):
@@ -84,6 +84,11 @@ class Scheduler:
         self._requests[request.request_id] = request
         self.waiting.add(request)
         return None
+
+    @property
+    def room(self) -> int:
+        """How many more sequences `submit` takes."""
+        return self.config.max_sequences - len(self._requests)
 
     def abort(self, request_id: str) -> Output | None:
         """End a request in any state; None when it has ended already."""

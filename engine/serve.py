@@ -93,7 +93,13 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
         raise ConfigError(f"port: {error.strerror or error}") from None
     tokenizer, template = load_tokenizer(files), load_template(files, chat_template)
     _say(f"Loading {files.name} from {files.path}")
-    engine = AsyncEngine(config, eos_ids=tokenizer.eos_ids, text_stream=tokenizer.stream, progress=_say)
+    engine = AsyncEngine(
+        config,
+        eos_ids=tokenizer.eos_ids,
+        text_stream=tokenizer.stream,
+        max_logprobs=server.max_logprobs,
+        progress=_say,
+    )
     try:
         await engine.start()
         _say_memory(engine.info)

@@ -62,6 +62,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> CompletionJob:
             is_length_asked=request.max_tokens is not None,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
+            is_continuation=True,
         )
     return Job(service, call, request, params, prompts, [_given_text(request, each) for each in inputs], answers)
 

@@ -129,7 +129,7 @@ def test_urgent_requests_are_admitted_first_but_cannot_starve_the_others():
 
 
 def test_a_full_queue_refuses_with_a_terminal_output():
-    world = World(max_queued_requests=1)
+    world = World(max_num_seqs=1, max_queued_requests=0)
     world.submit(submit("a", [1]))
     world.submit(submit("b", [1]))
     assert world.last("b").finish_reason == "error" and "queue is full" in world.last("b").error

@@ -167,7 +167,7 @@ def test_every_sampling_field_reaches_the_engine(server):
         params = last_params(server)
         assert {name: getattr(params, name) for name in given} == given
         assert params.logit_bias == {4: 1.5}
-        assert server.engine.submitted[-1][2] == {"priority": 3, "cache_salt": "s"}
+        assert server.engine.submitted[-1][2] == {"priority": 3, "cache_salt": "s", "is_continuation": True}
     assert server.complete(logprobs=3).status_code == 200
     assert last_params(server).logprobs == 3
     assert set(given) | {"logit_bias", "logprobs", "detokenize"} == set(SamplingParams.__struct_fields__)
