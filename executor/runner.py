@@ -43,6 +43,7 @@ class ModelRunner:
     def launch(self, step: Step) -> Launched:
         launched = Launched(step, time.monotonic())
         for admission in step.admissions:
+            assert admission.adapter is None, "adapters are refused before they come here"
             tokens = self._slots.admit(admission)
             self._pooler.admit(admission)
             self._sampler.admit(admission.slot, admission.sampling, tokens, admission.num_prompt)

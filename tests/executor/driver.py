@@ -34,7 +34,6 @@ class Driver:
         self.executor = executor
         self.block_size = executor.info.block_size
         self.free = list(range(1, executor.info.num_blocks))
-        self.results: list[StepResult] = []
         self._step_id = 0
         self._next_slot = 0
         self._admissions: list[Admission] = []
@@ -82,18 +81,20 @@ class Driver:
             write_from=write_from,
         )
 
-    def step(self, *parts: tuple[Sequence, Row]) -> StepResult:
+    def step_unchecked(self, *parts: tuple[Sequence, Row]) -> StepResult:
         self._step_id += 1
         self.executor.submit(Step(self._step_id, self._admissions, [row for _, row in parts]))
         self._admissions = []
-        result = self.executor.collect()
+        return self.executor.collect()
+
+    def step(self, *parts: tuple[Sequence, Row]) -> StepResult:
+        result = self.step_unchecked(*parts)
         assert result.step_id == self._step_id and len(result.tokens) == len(parts)
         for (sequence, row), token in zip(parts, result.tokens, strict=True):
             sequence.computed = row.start + row.count
             assert (token >= 0) == row.sample
             if token >= 0:
                 sequence.tokens.append(token)
-        self.results.append(result)
         return result
 
     def advance(self, *sequences: Sequence, chunk: int | None = None) -> StepResult:

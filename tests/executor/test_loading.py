@@ -72,6 +72,18 @@ def test_rotary_buffers_of_old_checkpoints_are_no_reason_to_refuse(model: Path) 
     assert load(model).architecture == "LlamaForCausalLM"
 
 
+def test_tensors_saved_without_a_head_are_found(model: Path) -> None:
+    """Embedding models are saved as the inner model, whose names lack the prefix."""
+
+    def strip(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    before = load(model).fingerprint
+    edit_weights(model, strip)
+    assert load(model).fingerprint == before
+
+
 def test_integer_weights_are_refused(model: Path) -> None:
     edit_weights(model, lambda tensors: tensors.update({"lm_head.weight": torch.ones(160, 64, dtype=torch.int8)}))
     assert "'lm_head.weight' is stored as I8; one of BF16, F16, F32, F64 is expected" in refusal(model)

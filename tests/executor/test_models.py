@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.runner import ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
@@ -84,6 +84,29 @@ def test_embeddings_are_transformers_last_hidden_states(case: str, pooling: str)
         expected = hidden[-1] if pooling == "last" else hidden.mean(0)
         np.testing.assert_allclose(found[sequence.slot], expected, rtol=1e-4, atol=1e-4)
     assert chat.output == greedy(case, given[0], len(chat.output))[0]
+
+
+@pytest.mark.parametrize("chunk", [None, 11])
+def test_log_probabilities_are_transformers(chunk: int | None) -> None:
+    prompt, count = prompts(1, seed=4, low=33, high=33)[0], 6
+    tokens, _ = greedy("qwen3", prompt, count)
+    with torch.no_grad():
+        expected = reference("qwen3")(torch.tensor([prompt + tokens])).logits[0].log_softmax(-1)
+    driver = Driver(executor_of("qwen3"))
+    plain = driver.admit(prompts(1, seed=5)[0])
+    sequence = driver.admit(prompt, Sampling(temperature=0.0, logprobs=3, prompt_logprobs=2))
+    of_prompt, of_output = [], []
+    while len(sequence.output) < count:
+        result = driver.advance(plain, sequence, chunk=chunk)
+        of_prompt += result.prompt_logprobs.get(1, [])
+        of_output += [result.logprobs[1]] if 1 in result.logprobs else []
+    assert len(of_prompt) == len(prompt) - 1 and len(of_output) == count
+    for index, (found, num) in enumerate([(f, 2) for f in of_prompt] + [(f, 3) for f in of_output]):
+        values, chosen = expected[index], (prompt + tokens)[index + 1]
+        assert found.ids[0] == chosen
+        assert found.rank == 1 + int((values > values[chosen]).sum())
+        assert list(found.ids[1:]) == values.topk(num).indices.tolist()
+        np.testing.assert_allclose(found.values, values[list(found.ids)], rtol=1e-4, atol=1e-4)
 
 
 def test_transformers_4_spelling_of_rope_gives_the_same_tokens(tmp_path: Path) -> None:

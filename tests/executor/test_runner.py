@@ -128,6 +128,17 @@ def test_the_batch_puts_single_tokens_first_and_results_go_by_the_step(driver: D
     assert driver.generate(*sequences, count=6) == [greedy(CASE, prompt, 6)[0] for prompt in prompts]
 
 
+def test_a_request_whose_numbers_break_fails_alone(driver: Driver) -> None:
+    sound, broken = driver.admit(PROMPT), driver.admit(PROMPT[:20])
+    driver.advance(sound, broken)
+    kv_of(driver)[broken.blocks[-1]] = float("nan")
+    row = driver.row(broken)
+    result = driver.step_unchecked((broken, row), (sound, driver.row(sound)))
+    assert "not finite" in result.errors[0] and list(result.errors) == [0]
+    assert result.tokens[0] == -1
+    assert result.tokens[1] == greedy(CASE, PROMPT, 2)[0][1]
+
+
 def test_a_mean_over_a_prompt_with_skipped_positions_fails_that_row_alone(driver: Driver) -> None:
     chat, pooled = driver.admit(PROMPT), driver.admit(PROMPT, pooling="mean")
     pooled.computed = 8
