@@ -73,12 +73,12 @@ def test_a_prefix_hit_does_not_change_a_request(llm: LLM, prompts: list[str], al
 
 
 def test_preemption_and_chunked_prompts_do_not_change_a_request(prompts: list[str], alone: list[list[int]]):
-    # 32 blocks for 16 requests of three or four blocks each, and prompts computed eight tokens at a time.
+    # Ten blocks for 16 requests that grow to three or four each, and prompts computed twenty tokens at a time.
     with LLM(
         dtype="float32",
         device="cpu",
-        max_model_len=256,
-        kv_cache_bytes=33 * 16 * 2 * 30 * 3 * 64 * 4,
+        max_model_len=64,
+        kv_cache_bytes=11 * 16 * 2 * 30 * 3 * 64 * 4,
         max_num_seqs=16,
         max_num_batched_tokens=20,
         enable_prefix_caching=False,

@@ -162,12 +162,14 @@ def test_every_sampling_field_reaches_the_engine(server):
         "skip_special_tokens": False,
         "prompt_logprobs": 1,
     }
-    for send in (server.complete, server.chat):
+    for send, is_continuation in ((server.complete, True), (server.chat, False)):
         assert send(**given, logit_bias={"4": 1.5}, priority=3, cache_salt="s").status_code == 200
         params = last_params(server)
         assert {name: getattr(params, name) for name in given} == given
         assert params.logit_bias == {4: 1.5}
-        assert server.engine.submitted[-1][2] == {"priority": 3, "cache_salt": "s", "is_continuation": True}
+        options = server.engine.submitted[-1][2]
+        assert (options["priority"], options["cache_salt"]) == (3, "s")
+        assert options.get("is_continuation", False) is is_continuation
     assert server.complete(logprobs=3).status_code == 200
     assert last_params(server).logprobs == 3
     assert set(given) | {"logit_bias", "logprobs", "detokenize"} == set(SamplingParams.__struct_fields__)
