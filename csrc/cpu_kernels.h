@@ -4,7 +4,11 @@
 
 #include "cpu_rows.h"
 
+#include "cpu_product.h"
+
 #include "cpu_attention.h"
+
+#include "cpu_linear.h"
 
 const struct cpu_level LEVEL = {
     .name = LEVEL_NAME,
@@ -14,4 +18,6 @@ const struct cpu_level LEVEL = {
     .attend = {attend_float32, attend_bfloat16},
     .combine = {combine_float32, combine_bfloat16},
     .scratch_bytes = scratch_bytes,
+    .linear = {linear_float32, linear_bfloat16},
+    .columns = COLUMNS,
 };

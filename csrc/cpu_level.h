@@ -72,6 +72,15 @@ struct attention_job {
 static inline int64_t partial_width(int head_dim) { return (head_dim + 15) / 16 * 16; }
 static inline int64_t partial_floats(int rows, int head_dim) { return rows * (partial_width(head_dim) + 2); }
 
+/* y [rows, width] = x [rows, depth words] weight + bias; the weight lies in blocks [depth, columns] of words. */
+struct linear {
+    const void *x;
+    const uint32_t *weight;
+    const float *bias; /* NULL: none */
+    void *y;
+    int64_t rows, x_stride, depth, width; /* x_stride in words */
+};
+
 struct cpu_level {
     const char *name;
     void (*norm[2])(const struct norm *, int64_t first, int64_t end);
@@ -82,6 +91,8 @@ struct cpu_level {
     void (*combine[2])(const struct attention *, const struct attention_job *, int kv_head, const float *partials,
                        void *scratch);
     int64_t (*scratch_bytes)(int head_dim, int rows);
+    void (*linear[2])(const struct linear *, int64_t first_block, int64_t end_block);
+    int columns; /* of a block of a linear's weight */
 };
 
 extern const struct cpu_level cpu_level_portable, cpu_level_avx2, cpu_level_avx512, cpu_level_avx512_bf16;

@@ -32,3 +32,10 @@ int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query
                        uintptr_t block_tables, int64_t table_stride, uintptr_t q, int64_t q_stride,
                        uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride, uintptr_t out,
                        int q_heads, int kv_heads, int head_dim, int page_size, float scale, int window);
+
+/* y [rows, width] = x [rows, depth] weight + bias (float32, 0: none). The weight [width, depth] was cut into blocks of
+ * penstock_cpu_columns(level) rows (zeros beyond `width`), each of them transposed; for bfloat16, a pair of neighbours
+ * in depth stays together. depth and x_stride count floats or pairs. */
+void penstock_linear(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t weight, uintptr_t bias,
+                     uintptr_t y, int64_t rows, int64_t depth, int64_t width);
+int penstock_cpu_columns(int level);

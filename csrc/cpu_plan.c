@@ -15,7 +15,7 @@
 
 /* Costs are counted in rows times tiles, about 60 ns each with 64 dimensions on one core. */
 #define TILE_OVERHEAD 8  /* repacking */
-#define LEAST_TO_SHARE 64
+#define LEAST_TO_SHARE 200 /* below it a fork costs more than it saves */
 #define JOBS_PER_THREAD 4
 
 struct totals {

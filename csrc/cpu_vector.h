@@ -63,9 +63,13 @@ INLINE vec multiply_add_pairs(vec a, vec b, vec c) {
 #define ZIP_HIGH_HALVES(a, b)                                                                                        \
     __builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, \
                             58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63)
-#else /* never reached: without the instruction nothing is paired */
-INLINE vec multiply_add_pairs(vec a, vec b, vec c) { return c; }
-#define ZIP_LOW_HALVES(a, b) (a)
+#else
+INLINE vec multiply_add_pairs(vec a, vec b, vec c) {
+    const uvec upper = (uvec){0} + 0xffff0000u;
+    c = multiply_add((vec)((uvec)a << 16), (vec)((uvec)b << 16), c);
+    return multiply_add((vec)((uvec)a & upper), (vec)((uvec)b & upper), c);
+}
+#define ZIP_LOW_HALVES(a, b) (a) /* never reached: attention has no pairs here */
 #define ZIP_HIGH_HALVES(a, b) (b)
 #endif
 

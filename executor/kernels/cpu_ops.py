@@ -13,6 +13,7 @@ from penstock import _csrc
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops, torch_ops
 
+DTYPES = (torch.float32, torch.bfloat16)
 _SILU, _GELU_TANH = 0, 1
 
 
@@ -22,12 +23,9 @@ def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, 
     The C kernels are for float32 and bfloat16 and an even head_dim; anything else gets the plain-torch twins.
     `level` names the vector instructions to use (see `levels`); None is the best that the CPU has.
     """
-    names = levels()
-    if level is not None and level not in names:
-        raise ValueError(f"level: {level!r} is not one of {names} on this CPU")
-    if dtype not in (torch.float32, torch.bfloat16) or head_dim % 2:
+    if dtype not in DTYPES or head_dim % 2:
         return torch_ops.OPS
-    kernels = _Kernels(dtype, num_threads or torch.get_num_threads(), names.index(level or names[-1]))
+    kernels = _Kernels(dtype, describe_cpu(dtype, num_threads, level))
     return Ops(
         kernels.rms_norm,
         kernels.add_rms_norm,
@@ -44,16 +42,27 @@ def levels() -> list[str]:
     return [_csrc.ffi.string(_csrc.lib.penstock_cpu_level_name(i)).decode() for i in range(best + 1)]
 
 
+def describe_cpu(dtype: torch.dtype, num_threads: int | None, level: str | None) -> Any:
+    """How the C side is to run, the first argument of its functions; None as in `make_ops`."""
+    names = levels()
+    if level is not None and level not in names:
+        raise ValueError(f"level: {level!r} is not one of {names} on this CPU")
+    return _csrc.ffi.new(
+        "struct penstock_cpu *",
+        {
+            "level": names.index(level or names[-1]),
+            "num_threads": num_threads or torch.get_num_threads(),
+            "is_bfloat16": dtype is torch.bfloat16,
+        },
+    )
+
+
 class _Kernels:
     """The calls, 2 to 3 µs of Python each. What they assert is our own contract; sizes were checked at start."""
 
-    def __init__(self, dtype: torch.dtype, num_threads: int, level: int) -> None:
-        self._dtype = dtype
+    def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
+        self._dtype, self._cpu = dtype, cpu
         self._lib: Any = _csrc.lib
-        self._cpu = _csrc.ffi.new(
-            "struct penstock_cpu *",
-            {"level": level, "num_threads": num_threads, "is_bfloat16": dtype is torch.bfloat16},
-        )
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, width = x.shape

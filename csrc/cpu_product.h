@@ -1,0 +1,47 @@
+/* The product that attention and linear layers are made of, compiled once per level.
+ *
+ * C [rows, columns] = A [rows, depth] B [depth, columns] for a few rows and columns, of which all sums stay in
+ * registers. A word of A or B is a float or, if paired, two bfloat16 that are neighbours in depth. Every sum runs over
+ * the depth in ascending order, alone in its lane, so it does not depend on the other rows and columns. */
+
+#define ROWS 6                        /* with AVX-512, 24 of 32 registers are sums, */
+#define VECTORS (LANES == 16 ? 4 : 2) /* below it 12 of 16 */
+#define COLUMNS (VECTORS * LANES)
+
+INLINE void multiply(int rows, int vectors, const uint32_t *a, int64_t a_stride, const uint32_t *b, int64_t b_stride,
+                     int depth, float *c, int64_t c_stride, int paired) {
+    vec sum[ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) sum[r][v] = (vec){0};
+    for (int k = 0; k < depth; k++, b += b_stride) {
+        vec column[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) memcpy(&column[v], b + v * LANES, sizeof(vec));
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vec factor = (vec)(a[r * a_stride + k] - (uvec){0});
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++)
+                sum[r][v] = paired ? multiply_add_pairs(factor, column[v], sum[r][v])
+                                   : multiply_add(factor, column[v], sum[r][v]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) memcpy(c + r * c_stride + v * LANES, &sum[r][v], sizeof(vec));
+}
+
+INLINE void multiply_rows(int rows, int vectors, const uint32_t *a, int64_t a_stride, const uint32_t *b,
+                          int64_t b_stride, int depth, float *c, int64_t c_stride, int paired) {
+    switch (rows) {
+    case 1: multiply(1, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
+    case 2: multiply(2, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
+    case 3: multiply(3, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
+    case 4: multiply(4, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
+    case 5: multiply(5, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired); break;
+    default: multiply(ROWS, vectors, a, a_stride, b, b_stride, depth, c, c_stride, paired);
+    }
+}

@@ -1,0 +1,56 @@
+"""The C linear layer against float64 arithmetic, at every instruction level that this CPU has, and against itself."""
+
+import pytest
+import torch
+
+from penstock.executor.kernels import cpu_ops
+from penstock.executor.kernels.cpu_linear import CpuLinear, supports
+
+every_level = pytest.mark.parametrize("level", cpu_ops.levels())
+both_dtypes = pytest.mark.parametrize("dtype", cpu_ops.DTYPES, ids=["float32", "bfloat16"])
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@every_level
+@both_dtypes
+@pytest.mark.parametrize(("depth", "width"), [(2, 1), (64, 63), (576, 200), (1536, 576), (130, 65)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_it_equals_the_product_in_float64(
+    level: str, dtype: torch.dtype, depth: int, width: int, has_bias: bool
+) -> None:
+    weight = random(width, depth, dtype=dtype, seed=1) / depth**0.5
+    bias = random(width, dtype=dtype, seed=2) if has_bias else None
+    linear = CpuLinear(weight, bias, 2, level)
+    for rows in (0, 1, 5, 6, 19):
+        x = random(rows, depth, dtype=dtype, seed=3)
+        expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+        torch.testing.assert_close(linear(x).double(), expected, **tolerance)
+
+
+@every_level
+@both_dtypes
+def test_a_row_gets_the_same_bits_alone_among_others_and_on_two_threads(level: str, dtype: torch.dtype) -> None:
+    weight, x = random(1100, 1536, dtype=dtype, seed=1), random(70, 1536, dtype=dtype, seed=2)
+    one, two = (CpuLinear(weight, None, threads, level) for threads in (1, 2))
+    whole = two(x)
+    assert torch.equal(one(x), whole)
+    for rows in (slice(0, 1), slice(69, 70), slice(3, 10), slice(0, 64)):
+        assert torch.equal(two(x[rows]), whole[rows])
+
+
+@both_dtypes
+def test_rows_may_be_views_of_wider_ones(dtype: torch.dtype) -> None:
+    linear = CpuLinear(random(100, 64, dtype=dtype, seed=1))
+    odd, even = random(9, 161, dtype=dtype, seed=2), random(9, 160, dtype=dtype, seed=3)
+    for x in (odd[:, 32:96], odd[::2, 1:65], even[:, 32:96], even[:, :128:2], random(64, 9, dtype=dtype, seed=4).T):
+        assert torch.equal(linear(x), linear(x.contiguous()))
+
+
+def test_it_says_which_weights_it_does_not_take() -> None:
+    assert not supports(torch.empty(8, 8, dtype=torch.float16))
+    assert not supports(torch.empty(8, 7))
+    assert supports(torch.empty(8, 8)) == (cpu_ops.levels()[-1] != "portable")
