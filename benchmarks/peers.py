@@ -10,6 +10,8 @@ runs, the processes of the other are stopped.
 """
 
 import argparse
+import atexit
+import contextlib
 import json
 import os
 import signal
@@ -133,6 +135,7 @@ class Worker:
             env=env,
             start_new_session=True,  # a group, so that the processes it starts are stopped and ended with it
         )
+        atexit.register(self.close)
         self.load_s = self._answer()["load_s"]
         self.ask(job["output_len"])  # warm up
         self._signal(signal.SIGSTOP)
@@ -152,9 +155,9 @@ class Worker:
         return self._answer()["elapsed_s"]
 
     def close(self) -> None:
-        self._signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            self._signal(signal.SIGKILL)
         self._process.wait()
-        self._log.close()
 
     def _answer(self) -> dict[str, float]:
         assert self._process.stdout is not None
@@ -270,6 +273,7 @@ def main() -> None:
     parser.add_argument("--default-folder", type=Path, metavar="DIR", help="the default model, exported before")
     parser.add_argument("--work-dir", type=Path, metavar="DIR", help="keep models and the peer's caches here")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no stopped worker stays behind
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work_dir or Path(temporary)
         work.mkdir(exist_ok=True)

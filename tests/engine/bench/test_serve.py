@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +215,13 @@ def test_a_missing_server_is_reported_and_not_traced() -> None:
         asyncio.run(serve.measure(parse("--port", "1")))
     with pytest.raises(ConfigError, match="ready_check_timeout_sec: no answer from 127.0.0.1:1"):
         asyncio.run(serve.measure(parse("--port", "1", "--ready-check-timeout-sec", "0.2")))
+
+
+def test_the_benchmarks_options_are_there_without_torch() -> None:
+    """A load generator on a small machine must not wait for a tensor library."""
+    check = (
+        "import argparse, sys; from penstock.engine import bench; bench.add_arguments(argparse.ArgumentParser());"
+        "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
