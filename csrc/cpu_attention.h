@@ -11,11 +11,9 @@
  * which it sees nothing changes nothing. Splitting a row over threads keeps each tile's result apart and folds them
  * later with the same code. */
 
-#define TYPE_BYTES(type) ((type) == BFLOAT16 ? 2 : 4)
 #define MINUS_INFINITY (-__builtin_inff())
 
-/* A word is a float or, for bfloat16 with HAS_DOT, a pair of them: two dimensions in q and keys, two positions in
- * values and weights. */
+/* What a job needs besides its arguments; one per thread. */
 struct workspace {
     uint32_t *q;             /* [rows, depth] words */
     uint32_t *keys;          /* [TILE / COLUMNS, depth, COLUMNS] words: a key is a column */
@@ -25,23 +23,6 @@ struct workspace {
     float *sums;             /* [rows, width]: the tiles folded so far */
     float *largest, *weight; /* [rows]: theirs; scores are counted in powers of two */
 };
-
-struct shape {
-    int paired; /* words are pairs of bfloat16 */
-    int head_dim;
-    int depth; /* words of a key */
-    int width; /* head_dim in whole vectors */
-    int group; /* q heads of a KV head */
-};
-
-INLINE struct shape shape_of(const struct attention *a, enum element type) {
-    int paired = HAS_DOT && type == BFLOAT16;
-    return (struct shape){.paired = paired,
-                          .head_dim = a->head_dim,
-                          .depth = paired ? a->head_dim / 2 : a->head_dim,
-                          .width = (a->head_dim + LANES - 1) / LANES * LANES,
-                          .group = a->q_heads / a->kv_heads};
-}
 
 /* Hands out `memory` and returns the bytes it takes; float32 needs the most of every part. */
 static int64_t lay_out(struct workspace *w, char *memory, int head_dim, int rows) {
@@ -64,113 +45,6 @@ static int64_t scratch_bytes(int head_dim, int rows) {
     struct workspace unused;
     return lay_out(&unused, NULL, head_dim, rows);
 }
-
-/* ---- repacking a tile ---- */
-
-/* Where a head's keys and values are: of the tile at hand and the next, each at its position modulo two tiles. */
-struct positions {
-    int end; /* known up to here */
-    const void *keys[2 * TILE], *values[2 * TILE];
-};
-
-/* Looks up the positions [begin, end), at most a tile of them. */
-INLINE void find_positions(const struct attention *a, int row, int kv_head, int begin, int end, struct positions *p,
-                           enum element type) {
-    p->end = end - begin < TILE ? end : begin + TILE;
-    const int32_t *block = a->block_tables + row * a->table_stride + begin / a->page_size;
-    for (int i = begin, offset = begin % a->page_size; i < p->end; block++, offset = 0) {
-        int64_t slot = *block * a->page_stride + offset * a->slot_stride + (int64_t)kv_head * a->head_dim;
-        for (; offset < a->page_size && i < p->end; offset++, i++, slot += a->slot_stride) {
-            p->keys[i % (2 * TILE)] = element_at(a->k_pages, slot, type);
-            p->values[i % (2 * TILE)] = element_at(a->v_pages, slot, type);
-        }
-    }
-}
-
-/* A head's share of a page is a line or two every few hundred bytes, which the hardware does not see coming: asked
- * for this many positions early, a context outside the caches is read twice as fast. */
-#define AHEAD 64
-
-INLINE void prefetch(const void *const *rows, int begin, int count, int end, int head_dim, enum element type) {
-    for (int i = begin; i < begin + count && i < end; i++)
-        for (int at = 0; at < head_dim; at += 64 / TYPE_BYTES(type))
-            __builtin_prefetch(element_at(rows[i % (2 * TILE)], at, type), 0, 2);
-}
-
-INLINE void transpose(vec x[LANES]) {
-#pragma GCC unroll 4
-    for (int round = LANES; round > 1; round /= 2) { /* each deals the rows like two halves of a pack of cards */
-        vec y[LANES];
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES / 2; i++) {
-            y[2 * i] = ZIP_LOW(x[i], x[i + LANES / 2]);
-            y[2 * i + 1] = ZIP_HIGH(x[i], x[i + LANES / 2]);
-        }
-        memcpy(x, y, sizeof y);
-    }
-}
-
-/* The LANES words of a key from word `at` on, of which `left` exist. */
-INLINE vec load_words(const void *key, int at, int left, int paired, enum element type) {
-    return load(key, at, left, paired ? FLOAT32 : type);
-}
-
-/* The tile at `begin`, up to `end`. */
-INLINE void pack_keys(const struct shape s, const struct positions *p, int begin, int end, uint32_t *out,
-                      enum element type) {
-    for (int position = begin; position < end; position += LANES) {
-        const void *const *keys = p->keys + position % (2 * TILE);
-        int num_keys = end - position, column = position - begin;
-        prefetch(p->keys, position + AHEAD, LANES, p->end, s.head_dim, type);
-        uint32_t *columns = out + (int64_t)column / COLUMNS * s.depth * COLUMNS + column % COLUMNS;
-        for (int at = 0; at < s.depth; at += LANES, columns += LANES * COLUMNS) {
-            int left = s.depth - at;
-            vec x[LANES];
-            if (left >= LANES && num_keys >= LANES) /* nearly always, and faster without a branch for every key */
-                for (int i = 0; i < LANES; i++) x[i] = load_words(keys[i], at, LANES, s.paired, type);
-            else
-                for (int i = 0; i < LANES; i++)
-                    x[i] = i < num_keys ? load_words(keys[i], at, left, s.paired, type) : (vec){0};
-            transpose(x);
-            if (left >= LANES)
-                for (int i = 0; i < LANES; i++) memcpy(columns + i * COLUMNS, &x[i], sizeof(vec));
-            else
-                for (int i = 0; i < left; i++) memcpy(columns + i * COLUMNS, &x[i], sizeof(vec));
-        }
-    }
-}
-
-/* Two values of bfloat16 become pairs, from dimension `at` on; `odd` may be NULL, which is zeros. */
-INLINE void pair_values(const void *even, const void *odd, int at, int left, uint32_t *out, int num_out) {
-    vec a = load(element_at(even, at, BFLOAT16), 0, left / 2, FLOAT32), b = {0};
-    if (odd) b = load(element_at(odd, at, BFLOAT16), 0, left / 2, FLOAT32);
-    pairs low = ZIP_LOW_HALVES((pairs)a, (pairs)b), high = ZIP_HIGH_HALVES((pairs)a, (pairs)b);
-    memcpy(out + at, &low, sizeof low);
-    if (num_out > LANES) memcpy(out + at + LANES, &high, sizeof high);
-}
-
-INLINE void pack_values(const struct shape s, const struct positions *p, int begin, int end, uint32_t *out,
-                        enum element type) {
-    int step = s.paired ? 2 : 1;
-    for (int position = begin; position < end; position += step, out += s.width) {
-        const void *even = p->values[position % (2 * TILE)];
-        const void *odd = position + 1 < end ? p->values[(position + 1) % (2 * TILE)] : NULL;
-        prefetch(p->values, position + AHEAD, step, p->end, s.head_dim, type);
-        int at = 0;
-        if (!s.paired) {
-            for (; at < s.head_dim; at += LANES) {
-                vec x = load(even, at, s.head_dim - at, type);
-                memcpy(out + at, &x, sizeof x);
-            }
-            continue;
-        }
-        if (odd)
-            for (; at + 2 * LANES <= s.head_dim; at += 2 * LANES) pair_values(even, odd, at, 2 * LANES, out, 2 * LANES);
-        for (; at < s.head_dim; at += 2 * LANES) pair_values(even, odd, at, s.head_dim - at, out, s.width - at);
-    }
-}
-
-/* ---- one tile ---- */
 
 /* The scores [count] of one row, of which it sees [first, end), become weights; returns their sum. */
 INLINE float weigh(float *scores, int first, int end, int count, float scale_log2, int paired, float *largest) {
@@ -226,8 +100,8 @@ INLINE void fold(const struct workspace *w, int first_row, int rows, int width, 
     }
 }
 
-/* The tile at `begin` for up to ROWS rows: largest [rows], weight [rows], products [rows, width]. `position` is the
- * first row's, counted from 0; rows of one query are neighbours and `skip` of the first query's are in front. */
+/* The tile at `begin` for rows [first_row, first_row + rows) of the job, of which a query's are neighbours; gives
+ * largest [rows], weight [rows], products [rows, width]. `first_position` is that of the job's first query. */
 INLINE void attend_tile(const struct attention *a, const struct shape *s, const struct workspace *w, int first_row,
                         int rows, int first_position, int begin, float *largest, float *weight, float *products) {
     int last = first_position + (first_row + rows - 1) / s->group;
@@ -250,8 +124,6 @@ INLINE void attend_tile(const struct attention *a, const struct shape *s, const 
     for (; at < s->width; at += LANES)
         multiply_rows(rows, 1, weights, TILE, w->values + at, s->width, depth, products + at, s->width, s->paired);
 }
-
-/* ---- jobs ---- */
 
 INLINE void begin_rows(const struct workspace *w, int rows, int width) {
     for (int r = 0; r < rows; r++) w->largest[r] = MINUS_INFINITY;

@@ -6,6 +6,8 @@
 
 #include "cpu_product.h"
 
+#include "cpu_tile.h"
+
 #include "cpu_attention.h"
 
 #include "cpu_linear.h"

@@ -134,11 +134,12 @@ INLINE vec widen(halves x) { return (vec)(__builtin_convertvector(x, uvec) << 16
 INLINE halves narrow(vec x) { /* to nearest even; a NaN stays one */
 #if HAS_DOT
     return (halves)_mm512_cvtneps_pbh((__m512)x);
-#endif
+#else
     uvec bits = (uvec)x;
     uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     uvec is_nan = (uvec)(x != x);
     return __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), halves);
+#endif
 }
 
 INLINE const void *element_at(const void *base, int64_t index, enum element type) {

@@ -67,7 +67,7 @@ class _Kernels:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         rows, width = x.shape
         assert x.dtype is self._dtype and weight.dtype is torch.float32
-        y = torch.empty((rows, width), dtype=self._dtype)
+        y = torch.empty_like(x)  # contiguous also where x is a slice of wider rows
         stride = _row_stride(x)
         self._lib.penstock_norm(
             self._cpu, x.data_ptr(), stride, 0, 0, weight.data_ptr(), y.data_ptr(), 0, rows, width, eps
@@ -79,8 +79,7 @@ class _Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, width = x.shape
         assert x.dtype is residual.dtype is self._dtype and weight.dtype is torch.float32
-        y = torch.empty((rows, width), dtype=self._dtype)
-        total = torch.empty((rows, width), dtype=self._dtype)
+        y, total = torch.empty_like(x), torch.empty_like(x)
         self._lib.penstock_norm(
             self._cpu,
             x.data_ptr(),
@@ -116,7 +115,7 @@ class _Kernels:
         page_stride, slot_stride, _ = k_pages.stride()
         assert q.dtype is k_pages.dtype is self._dtype and v_pages.stride() == (page_stride, slot_stride, 1)
         assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64 and cos.dtype is torch.float32
-        rotated = torch.empty((tokens, q_heads, head_dim), dtype=self._dtype)
+        rotated = torch.empty_like(q)
         self._lib.penstock_rope(
             self._cpu,
             tokens,
@@ -161,7 +160,7 @@ class _Kernels:
         page_stride, slot_stride, _ = k_pages.stride()
         assert q.dtype is k_pages.dtype is self._dtype and v_pages.stride() == (page_stride, slot_stride, 1)
         tables = batch.block_tables
-        out = torch.empty((tokens, q_heads, head_dim), dtype=self._dtype)
+        out = torch.empty_like(q)
         failed = self._lib.penstock_attention(
             self._cpu,
             tables.shape[0],
