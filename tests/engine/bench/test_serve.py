@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -223,5 +224,6 @@ def test_the_benchmarks_options_are_there_without_torch() -> None:
         "import argparse, sys; from penstock.engine import bench; bench.add_arguments(argparse.ArgumentParser());"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, env=env)
     assert done.stdout.strip() == "[]"
