@@ -35,7 +35,7 @@ from penstock.engine.messages import (
     Submit,
     ToCore,
 )
-from penstock.executor.protocol import open_executor
+from penstock.executor.protocol import ExecutorError, open_executor
 
 HEARTBEAT_S = 1.0
 IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once
@@ -60,6 +60,9 @@ def main() -> int:
         _serve(core, link)
         core.close()
         return 0
+    except ExecutorError as error:  # what the user can mend: the message says it all
+        link.send(Dead(str(error)))
+        return 1
     except Exception as error:  # the top of the process: say why, then end
         traceback.print_exc()
         link.send(Dead(f"{type(error).__name__}: {error}"))

@@ -92,7 +92,7 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
     except OSError as error:
         raise ConfigError(f"port: {error.strerror or error}") from None
     tokenizer, template = load_tokenizer(files), load_template(files, chat_template)
-    _say(f"Loading {files.name} from {files.path}")
+    _say(f"Starting {files.name}")
     engine = AsyncEngine(
         config,
         eos_ids=tokenizer.eos_ids,
