@@ -72,13 +72,16 @@ struct attention_job {
 static inline int64_t partial_width(int head_dim) { return (head_dim + 15) / 16 * 16; }
 static inline int64_t partial_floats(int rows, int head_dim) { return rows * (partial_width(head_dim) + 2); }
 
-/* y [rows, width] = x [rows, depth words] weight + bias; the weight lies in blocks [depth, columns] of words. */
+/* y [rows, width] = x [rows, depth words] weight + bias; the weight lies in blocks [depth, columns] of words. Threads
+ * share the blocks and, so that none is left with one more than the other, parts of LINEAR_ROWS rows. */
+#define LINEAR_ROWS 96
 struct linear {
     const void *x;
     const uint32_t *weight;
     const float *bias; /* NULL: none */
     void *y;
     int64_t rows, x_stride, depth, width; /* x_stride in words */
+    int64_t row_parts;
 };
 
 struct cpu_level {
@@ -91,7 +94,7 @@ struct cpu_level {
     void (*combine[2])(const struct attention *, const struct attention_job *, int kv_head, const float *partials,
                        void *scratch);
     int64_t (*scratch_bytes)(int head_dim, int rows);
-    void (*linear[2])(const struct linear *, int64_t first_block, int64_t end_block);
+    void (*linear[2])(const struct linear *, int64_t first_part, int64_t end_part);
     int columns; /* of a block of a linear's weight */
 };
 

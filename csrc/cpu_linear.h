@@ -4,12 +4,15 @@
  * streams it from memory at full speed, many rows find it in the second-level cache. bfloat16 stays in pairs on every
  * level. A row's sums run in the order of the depth whatever other rows there are (see cpu_product.h). */
 
-INLINE void linear_blocks(const struct linear *l, int64_t first_block, int64_t end_block, enum element type) {
-    for (int64_t block = first_block; block < end_block; block++) {
+/* Parts [first, end) of the work: part p is block p / row_parts, for row part p % row_parts. */
+INLINE void linear_parts(const struct linear *l, int64_t first, int64_t end, enum element type) {
+    for (int64_t part = first; part < end; part++) {
+        int64_t block = part / l->row_parts, row = part % l->row_parts * LINEAR_ROWS;
+        int64_t end_row = row + LINEAR_ROWS < l->rows ? row + LINEAR_ROWS : l->rows;
         const uint32_t *weight = l->weight + block * l->depth * COLUMNS;
-        for (int64_t row = 0; row < l->rows; row += ROWS) {
+        for (; row < end_row; row += ROWS) {
             float sums[ROWS * COLUMNS];
-            int some = l->rows - row < ROWS ? (int)(l->rows - row) : ROWS;
+            int some = end_row - row < ROWS ? (int)(end_row - row) : ROWS;
             multiply_rows(some, VECTORS, (const uint32_t *)l->x + row * l->x_stride, l->x_stride, weight, COLUMNS,
                           (int)l->depth, sums, COLUMNS, type == BFLOAT16);
             for (int r = 0; r < some; r++)
@@ -22,9 +25,7 @@ INLINE void linear_blocks(const struct linear *l, int64_t first_block, int64_t e
     }
 }
 
-static void linear_float32(const struct linear *l, int64_t first, int64_t end) {
-    linear_blocks(l, first, end, FLOAT32);
-}
+static void linear_float32(const struct linear *l, int64_t first, int64_t end) { linear_parts(l, first, end, FLOAT32); }
 static void linear_bfloat16(const struct linear *l, int64_t first, int64_t end) {
-    linear_blocks(l, first, end, BFLOAT16);
+    linear_parts(l, first, end, BFLOAT16);
 }

@@ -135,13 +135,8 @@ static void linear_some(const void *work, int64_t first, int64_t end, int thread
     w->level->linear[w->type](&w->linear, first, end);
 }
 
-/* One core draws 40 to 50 GB/s, which is all that the memory of a small machine gives: there a single row, for which
- * the weight is only read, is left to one thread, and never waits for another that is not running. */
-static int threads_for_linear(int64_t rows, int64_t depth, int64_t width, int num_threads) {
-    const int reading = 10; /* a word from memory takes as long as ten multiplications */
-    if (rows == 1 && num_threads == 2) return 1;
-    return depth * width * (rows + reading) < PRODUCTS_WORTH_A_FORK ? 1 : num_threads;
-}
+/* A word from memory takes a core as long as ten multiplications. */
+#define PRODUCTS_PER_WORD_READ 10
 
 int penstock_cpu_columns(int level) { return levels[level]->columns; }
 
@@ -149,8 +144,10 @@ void penstock_linear(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
                      uintptr_t y, int64_t rows, int64_t depth, int64_t width) {
     struct linear_work w = {levels[cpu->level], cpu->is_bfloat16,
                             {.x = (const void *)x, .weight = (const uint32_t *)weight, .bias = (const float *)bias,
-                             .y = (void *)y, .rows = rows, .x_stride = x_stride, .depth = depth, .width = width}};
-    int64_t columns = w.level->columns, blocks = (width + columns - 1) / columns;
-    int num_threads = threads_for_linear(rows, depth, width, cpu->num_threads);
-    spread(linear_some, &w, blocks, blocks / (4 * num_threads) + 1, num_threads);
+                             .y = (void *)y, .rows = rows, .x_stride = x_stride, .depth = depth, .width = width,
+                             .row_parts = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS}};
+    int64_t columns = w.level->columns, parts = (width + columns - 1) / columns * w.linear.row_parts;
+    int64_t cost = depth * width * (rows + PRODUCTS_PER_WORD_READ);
+    int num_threads = cost < PRODUCTS_WORTH_A_FORK ? 1 : cpu->num_threads;
+    spread(linear_some, &w, parts, parts / (16 * num_threads) + 1, num_threads);
 }

@@ -159,6 +159,7 @@ class _Kernels:
         _, page_size, kv_width = k_pages.shape
         page_stride, slot_stride, _ = k_pages.stride()
         assert q.dtype is k_pages.dtype is self._dtype and v_pages.stride() == (page_stride, slot_stride, 1)
+        assert scale > 0  # the largest score is found before it is scaled
         tables = batch.block_tables
         out = torch.empty_like(q)
         failed = self._lib.penstock_attention(
