@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from penstock.executor.kernels import select_ops
-from penstock.executor.linear import cpu_has_bfloat16
+from penstock.executor.linear import is_repacked
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.weights import CheckpointReader, Shard, Weights
@@ -58,8 +58,8 @@ def load_model(
 def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
     """The asked dtype if the device computes in it; for "auto" the stored one, or the nearest that it does.
 
-    A CPU computes in bfloat16 when it has the instructions; in float16 none that is common does at speed, and
-    float16 weights run as bfloat16 there. float32 weights stay float32.
+    A CPU computes in bfloat16 where our kernels have vector instructions for it (AVX2 suffices: weights are half
+    as long to read), in float16 never: float16 weights run as bfloat16 there. float32 weights stay float32.
     """
     if device.type != "cpu":
         return DTYPES[stored if asked == "auto" else asked]
@@ -67,7 +67,8 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
         raise ExecutorError("dtype: float16 is not supported on the CPU; choose bfloat16 or float32")
     if asked != "auto":
         return DTYPES[asked]
-    return torch.float32 if stored == "float32" or not cpu_has_bfloat16() else torch.bfloat16
+    is_quick = is_repacked(torch.empty(2, 2, dtype=torch.bfloat16))
+    return torch.bfloat16 if stored != "float32" and is_quick else torch.float32
 
 
 def _stored_dtype(fields: Fields) -> str:

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import torch
 import xxhash
 
-from penstock.executor.linear import Linear, can_pack, make_linear
+from penstock.executor.linear import Linear, is_repacked, make_linear
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.protocol import ExecutorError
 
@@ -108,8 +108,8 @@ class Weights:
         return make_linear(weight, torch.cat(biases))
 
     def tied_linear(self, table: torch.Tensor) -> Linear:
-        """The head that shares the embedding's weights. Where linear layers reorder them, that is a second copy."""
-        return make_linear(self._count(table) if can_pack(table) else table)
+        """The head that shares the embedding's weights. Where linear layers repack theirs, that is a second copy."""
+        return make_linear(self._count(table) if is_repacked(table) else table)
 
     def layers(self, num_layers: int, build: Callable[[int], Layer]) -> list[Layer]:
         """Build layers side by side, so that reading, hashing, converting and reordering overlap."""

@@ -47,7 +47,7 @@ GEMMA_ROPE = {
 # case → (transformers' config class, its fields beside the sizes)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**SIZES}),
-    # Wider than where oneDNN sums a single row in another order than many.
+    # Wide enough for a kernel to be tempted to sum a single row in another order than many (oneDNN is, above 1024).
     "llama-wide": ("LlamaConfig", {**SIZES, "intermediate_size": 1536}),
     "llama-tied-biases": (
         "LlamaConfig",
