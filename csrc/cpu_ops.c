@@ -32,10 +32,10 @@ int penstock_cpu_best_level(void) {
 
 const char *penstock_cpu_level_name(int level) { return levels[level]->name; }
 
-/* A fork and join costs 1 to 7 microseconds, by whether the threads wait spinning or asleep. Both limits are about
+/* A fork and join costs 1 to 7 microseconds, by whether the threads wait spinning or asleep. Both limits are 20 to
  * 30 microseconds of work for one core. */
 #define ELEMENTS_WORTH_A_THREAD 65536
-#define PRODUCTS_WORTH_A_FORK (4 << 20)
+#define PRODUCTS_WORTH_A_FORK (2 << 20)
 
 static int64_t chunk_of(int64_t rows, int64_t width, int num_threads) {
     int64_t least = ELEMENTS_WORTH_A_THREAD / (width + 1) + 1, even = rows / (4 * num_threads) + 1;
