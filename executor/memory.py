@@ -52,15 +52,21 @@ def _free_share(config: ExecutorConfig, device: torch.device) -> int:
     return max(0, free - int((1 - config.gpu_memory_utilization) * total))
 
 
-def available_memory() -> int:
+def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
     """Bytes of main memory this process may still take: the machine's or its control group's, whichever is less."""
-    meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    limit, current = group / "memory.max", group / "memory.current"
-    if limit.is_file() and current.is_file() and limit.read_text().strip() != "max":
-        available = min(available, int(limit.read_text()) - int(current.read_text()))
+    available = _table(Path("/proc/meminfo"))["MemAvailable:"] * 1024
+    limit = group / "memory.max"
+    if limit.is_file() and limit.read_text().strip() != "max":
+        # Files in the page cache count as used, but make way: a model just read from disk must not fill the group.
+        stat = _table(group / "memory.stat")
+        used = int((group / "memory.current").read_text()) - stat["active_file"] - stat["inactive_file"]
+        available = min(available, int(limit.read_text()) - used)
     return max(0, available)
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The kernel's tables: a name and a number per line."""
+    return {name: int(value) for name, value, *_ in map(str.split, path.read_text().splitlines())}
 
 
 def allocate_kv(

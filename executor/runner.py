@@ -77,13 +77,13 @@ class ModelRunner:
         asks = self._slots.asks_more[layout.slots].any()
         wanted = self._wanted(layout) if asks else layout.query_starts[1:][layout.samples] - 1
         hidden = self._model.forward(self._batch(layout, wanted), self._pages)  # [W, hidden]
-        # Where each row's last token is in `wanted`; meaningless for rows that do not sample.
-        last = np.searchsorted(wanted, layout.query_starts[1:] - 1)
         if asks:
             for row in np.flatnonzero(self._slots.asks_more[layout.slots]).tolist():
                 self._answer_more(layout, row, wanted, hidden, launched)
+            last = np.searchsorted(wanted, layout.query_starts[1:][layout.samples] - 1)
+            hidden = hidden[self._tensor(last)]
         if layout.samples.any():
-            self._sample(layout, hidden if not asks else hidden[self._tensor(last[layout.samples])], launched)
+            self._sample(layout, hidden, launched)
 
     def _batch(self, layout: Layout, wanted: np.ndarray) -> ForwardBatch:
         slots, num_single = self._slots, layout.num_single_rows

@@ -51,7 +51,7 @@ def load_model(
     if reader is not None:
         reader.check_all_read(("lm_head.weight",) if spec.tied_head else ())
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
-    fingerprint = weights.fingerprint(name, repr(spec), str(dtype))
+    fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {dtype}")
     return LoadedModel(name, spec, model, dtype, num_positions, fingerprint, weights.num_bytes)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.executor.kernels import torch_ops
 from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.runner import ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
@@ -63,6 +64,19 @@ def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
         driver.advance(*reversed(running), chunk=5)
     got = driver.generate(*running, count=24, chunk=5)
     assert got == [greedy(case, prompt, 24)[0] for prompt in given]
+
+
+@pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-sliding", "gemma3", "opt"])
+def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other devices run, and what the kernels are tested against; stale blocks are NaN."""
+    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: torch_ops.OPS)
+    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    given = prompts(5, seed=6)
+    executor = executor_of(case)
+    executor._kv.fill_(float("nan"))
+    driver = Driver(executor)
+    running = [driver.admit(prompt) for prompt in given]
+    assert driver.generate(*running, count=16, chunk=13) == [greedy(case, prompt, 16)[0] for prompt in given]
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3", "opt-norm-after-projected"])
