@@ -124,8 +124,8 @@ class Scheduler:
                 victim = self._victim()
                 preempted = True
                 dropped = planned.pop(victim, None)
-                if dropped is not None:
-                    self._take_back(victim, dropped)
+                if dropped is not None:  # planned a moment ago, and not sent after all
+                    victim.num_pending -= dropped.sample
                     budget += dropped.count
                 self._preempt(victim)
             if request.slot < 0:
@@ -210,25 +210,13 @@ class Scheduler:
     def _row(self, request: Request, count: int, sample: bool) -> Row:
         sample = sample and request.pooling is None
         first = request.num_sent_blocks
-        row = Row(
-            request.slot,
-            request.num_scheduled,
-            count,
-            sample,
-            first,
-            tuple(request.blocks[first:]) if first < len(request.blocks) else (),
-            request.write_from,
-        )
+        blocks = tuple(request.blocks[first:]) if first < len(request.blocks) else ()
+        row = Row(request.slot, request.num_scheduled, count, sample, first, blocks, request.write_from)
         request.num_sent_blocks = len(request.blocks)
         request.num_scheduled += count
         if sample:
             request.num_pending += 1
         return row
-
-    def _take_back(self, request: Request, row: Row) -> None:
-        """A planned row is not sent after all. Its request is about to be preempted, which resets the rest."""
-        if row.sample:
-            request.num_pending -= 1
 
     def _wants_more(self, request: Request) -> bool:
         return request.num_outputs + request.num_pending < request.max_tokens or request.pooling is not None
