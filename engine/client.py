@@ -156,6 +156,8 @@ class AsyncEngine:
         self._closing = False
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._directory: Path | None = None
+        self._context = zmq.Context()
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
 
     # -- life ----------------------------------------------------------------------------------------------
@@ -166,53 +168,49 @@ class AsyncEngine:
         self._ready = loop.create_future()
         # mkdtemp gives mode 0700: only this user can reach the sockets inside.
         self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))
-        self._context = zmq.Context()
-        self._to_core = self._bind(zmq.PUSH, "to_core")
-        self._from_core = self._bind(zmq.PULL, "from_core")
-        loop.add_reader(self._from_core.fileno(), self._drain)
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "penstock.engine.core_process",
-            str(self._directory),
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-        self._watcher = asyncio.create_task(self._watch())
         try:
+            self._to_core = self._bind(zmq.PUSH, "to_core")
+            self._from_core = self._bind(zmq.PULL, "from_core")
+            loop.add_reader(self._from_core.fileno(), self._drain)
+            await self._spawn(self._directory)
             self.info = await self._ready
-            await self._unlink()
+            await self._unlink(self._directory)
         except BaseException:
             await self.close()
             raise
 
-    async def _unlink(self) -> None:
+    async def _spawn(self, directory: Path) -> None:
+        command = (sys.executable, "-m", "penstock.engine.core_process", str(directory), str(os.getpid()))
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
+        self._watcher = asyncio.create_task(self._watch(self._process))
+        assert self._process.stdin is not None
+        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+
+    async def _unlink(self, directory: Path) -> None:
         """Remove the sockets' names once all three connections stand: nothing is left behind, however we end."""
         while self._heartbeat is None or not self._to_core.poll(0, zmq.POLLOUT):
             if self._death is not None:
                 raise EngineDead(self._death)
             await asyncio.sleep(0.001)
-        shutil.rmtree(self._directory)
+        shutil.rmtree(directory)
 
     async def close(self) -> None:
         """End the core at once; what still runs ends with an error."""
         self._closing = True
-        process = self._process
-        if process is not None and process.returncode is None:
-            self._send(Shutdown())
-            try:
-                await asyncio.wait_for(process.wait(), STOP_GRACE_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+        process, self._process = self._process, None
         if process is not None:
+            if process.returncode is None:
+                try:
+                    self._send(Shutdown())
+                    await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+                except (EngineDead, TimeoutError):  # it does not listen yet, or not any more
+                    process.kill()
             await self._watcher
+        if self._directory is not None:
             asyncio.get_running_loop().remove_reader(self._from_core.fileno())
             self._context.destroy(linger=0)
             shutil.rmtree(self._directory, ignore_errors=True)
-            self._process = None
+            self._directory = None
 
     def health(self) -> Health:
         """Judged by the core's heartbeat and its running step, never by whether tokens come."""
@@ -351,10 +349,9 @@ class AsyncEngine:
             generation, index = entry
             generation._take(index, output)
 
-    async def _watch(self) -> None:
+    async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """When the core process ends, so does every request."""
-        assert self._process is not None
-        code = await self._process.wait()
+        code = await process.wait()
         self._drain()
         how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         self._die("the engine is closed" if self._closing else f"the engine core {how}")

@@ -1,9 +1,11 @@
 """`penstock serve`: from the command line to a running server, saying on the way what takes time and memory."""
 
 import argparse
+import asyncio
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -100,6 +102,7 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
         max_logprobs=server.max_logprobs,
         progress=_say,
     )
+    _cancel_on_signals()  # until the server takes over, which drains
     try:
         await engine.start()
         _say_memory(engine.info)
@@ -110,9 +113,20 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
             _say_curl(url, server)
 
         return await serve(engine, tokenizer, template, server, sock=sock, on_listening=announce)
+    except asyncio.CancelledError:
+        _say("Stopped before the model was loaded")
+        return 0
     finally:
         await engine.close()
         sock.close()
+
+
+def _cancel_on_signals() -> None:
+    """A stop while the model loads must still end the core process and remove its sockets."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
 
 
 def _say(line: str) -> None:

@@ -50,7 +50,7 @@ class UniprocExecutor:
             max_in_flight=1 if device.type == "cpu" else 2,
             memory={"weights": loaded.weight_bytes, "KV cache": plan.num_blocks * plan.block_bytes},
         )
-        progress(f"Ready after {time.monotonic() - started_s:.1f} s: {plan.num_blocks} KV blocks")
+        progress(f"Loaded and {plan.num_blocks} KV blocks allocated in {time.monotonic() - started_s:.1f} s")
 
     def submit(self, step: Step) -> None:
         assert len(self._in_flight) < self.info.max_in_flight, "too many steps in flight"
