@@ -157,7 +157,6 @@ class AsyncEngine:
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._directory: Path | None = None
-        self._context = zmq.Context()
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
 
     # -- life ----------------------------------------------------------------------------------------------
@@ -168,6 +167,7 @@ class AsyncEngine:
         self._ready = loop.create_future()
         # mkdtemp gives mode 0700: only this user can reach the sockets inside.
         self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))
+        self._context = zmq.Context()
         try:
             self._to_core = self._bind(zmq.PUSH, "to_core")
             self._from_core = self._bind(zmq.PULL, "from_core")
