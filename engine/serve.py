@@ -144,8 +144,8 @@ def _say_memory(info: ModelInfo) -> None:
 
 
 def _say_curl(url: str, server: ServerConfig) -> None:
-    body = json.dumps(
-        {"model": server.served_model_names[0], "messages": [{"role": "user", "content": "Say hello in French."}]}
-    )
+    message = {"role": "user", "content": "Say hello in French."}
+    # Small models ramble at OpenAI's default temperature of 1.
+    body = json.dumps({"model": server.served_model_names[0], "temperature": 0.2, "messages": [message]})
     key = " -H 'Authorization: Bearer '$KEY" if server.api_keys else ""
     _say(f"Try:\n  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
