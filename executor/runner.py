@@ -151,13 +151,13 @@ class ModelRunner:
         chosen = self._slots.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
         found: list[TokenLogprobs] = []
         for part, ids in zip(hidden.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True):
-            found += prompt_logprobs(self._model.logits(part).float(), ids, num)
+            found += prompt_logprobs(self._model.logits(part), ids, num)
         return found
 
     def _sample(self, layout: Layout, hidden: torch.Tensor, launched: Launched) -> None:
         """hidden [S, hidden]; the tokens go to the table for the next step, and on their way to the host."""
         slots, positions = layout.slots[layout.samples], layout.context_lens[layout.samples]
-        sampled = self._sampler.start(self._model.logits(hidden).float(), slots.tolist(), positions.tolist())
+        sampled = self._sampler.start(self._model.logits(hidden), slots.tolist(), positions.tolist())
         index = self._tensor(slots * self._slots.width + positions)
         self._slots.tokens.view(-1)[index] = sampled.tokens.to(torch.int32)
         launched.sampled, launched.sampled_rows = sampled, layout.order[layout.samples].tolist()
