@@ -31,7 +31,6 @@ from penstock.engine.messages import (
     Outputs,
     Progress,
     Ready,
-    ResetPrefixCache,
     Shutdown,
     Stats,
     ToCore,
@@ -107,18 +106,14 @@ class Generation:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.embedding = output.embedding or self.embedding
-        metrics, now = self.metrics, time.monotonic() - self._started_s
-        metrics.num_preemptions = max(metrics.num_preemptions, output.num_preemptions)
-        if metrics.queued_s is None:
-            metrics.queued_s = output.queued_s
-        if metrics.first_token_s is None and output.tokens:
-            metrics.first_token_s = now
+        now_s = time.monotonic() - self._started_s
+        self.metrics.note(output, now_s)
         update = choice.push(output)
         if choice.must_abort:
             self._engine.abort([output.request_id])
         if choice.finished:
             self._num_open -= 1
-            metrics.finished_s = now
+            self.metrics.finished_s = now_s
         elif not update.token_ids and not update.text:
             return
         self._pending.setdefault(index, []).append(update)
@@ -288,10 +283,6 @@ class AsyncEngine:
         still_open = [request_id for request_id in request_ids if request_id in self._open]
         if still_open and self._death is None:
             self._send(Abort(still_open))
-
-    def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes; the core refuses while requests run."""
-        self._send(ResetPrefixCache())
 
     @property
     def num_open(self) -> int:

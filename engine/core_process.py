@@ -30,7 +30,6 @@ from penstock.engine.messages import (
     Outputs,
     Progress,
     Ready,
-    ResetPrefixCache,
     Shutdown,
     Submit,
     ToCore,
@@ -119,8 +118,6 @@ def _serve(core: EngineCore, link: Link) -> None:
             elif isinstance(message, Abort):
                 for request_id in message.request_ids:
                     _keep(outputs, core.abort(request_id))
-            elif isinstance(message, ResetPrefixCache):
-                core.scheduler.reset_prefix_cache()
             elif isinstance(message, Shutdown):
                 return
         if core.has_work():

@@ -216,17 +216,14 @@ class _Job:
 
     def take(self, index: int, output: Output) -> bool:
         """Take in news of one choice; True when the core must be told to stop it."""
-        metrics, now = self.metrics, time.monotonic() - self._started_s
-        if output.tokens and metrics.first_token_s is None:
-            metrics.first_token_s = now
-        metrics.queued_s = metrics.queued_s if metrics.queued_s is not None else output.queued_s
-        metrics.num_preemptions = max(metrics.num_preemptions, output.num_preemptions)
+        now_s = time.monotonic() - self._started_s
+        self.metrics.note(output, now_s)
         self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens or 0)
         self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
         self.embedding = output.embedding or self.embedding
         self.updates[index].append(self.choices[index].push(output))
         if self.finished:
-            metrics.finished_s = now
+            self.metrics.finished_s = now_s
         return self.choices[index].must_abort
 
     def result(self) -> RequestOutput:

@@ -31,15 +31,11 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     request_ids: list[str]
 
 
-class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache", array_like=True):
-    pass
-
-
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     """Stop at once. A drain is the front's: it stops submitting and waits."""
 
 
-ToCore = Submit | Abort | ResetPrefixCache | Shutdown
+ToCore = Submit | Abort | Shutdown
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):

@@ -76,6 +76,14 @@ class RequestMetrics(msgspec.Struct):
     finished_s: float | None = None
     num_preemptions: int = 0
 
+    def note(self, output: Output, now_s: float) -> None:
+        """Take in what the core says with one output."""
+        self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
+        if self.queued_s is None:
+            self.queued_s = output.queued_s
+        if self.first_token_s is None and output.tokens:
+            self.first_token_s = now_s
+
 
 class RequestOutput(msgspec.Struct):
     """A finished request, as `LLM.generate` returns it."""
