@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 
 CPU_KV_BYTES = 4 * 2**30  # without being asked, no more than this …
@@ -19,8 +20,11 @@ class KvPlan:
     max_model_len: int
 
 
-def plan_kv(config: ExecutorConfig, block_bytes: int, max_positions: int, device: torch.device) -> KvPlan:
-    """The pool's size and the longest request it can hold; what was asked for is kept to the letter or refused."""
+def plan_kv(config: ExecutorConfig, block_bytes: int, max_positions: int, device: torch.device, group: Group) -> KvPlan:
+    """The pool's size and the longest request it can hold; what was asked for is kept to the letter or refused.
+
+    `block_bytes` and `kv_cache_bytes` are one rank's. The ranks agree on what the one with the least memory holds.
+    """
     if config.max_model_len is not None and config.max_model_len > max_positions:
         raise ExecutorError(
             f"max_model_len: {config.max_model_len} given; the model's positions end at {max_positions}"
@@ -31,9 +35,10 @@ def plan_kv(config: ExecutorConfig, block_bytes: int, max_positions: int, device
         num_blocks = config.kv_cache_bytes // block_bytes
         source = f"kv_cache_bytes ({config.kv_cache_bytes})"
     else:
-        budget = _free_share(config, device)
+        budget = _free_share(config, device, group.world)
         num_blocks = min(budget // block_bytes, config.max_num_seqs * per_request + 1)
         source = f"the free memory's share for the KV cache ({budget} bytes)"
+    num_blocks = group.minimum(num_blocks)
     if num_blocks < 2:
         raise ExecutorError(f"{source} holds {num_blocks} blocks of {block_bytes} bytes; at least 2 are needed")
     fits = (num_blocks - 1) * config.block_size
@@ -45,9 +50,9 @@ def plan_kv(config: ExecutorConfig, block_bytes: int, max_positions: int, device
     return KvPlan(num_blocks, block_bytes, min(longest, fits))
 
 
-def _free_share(config: ExecutorConfig, device: torch.device) -> int:
-    if device.type == "cpu":
-        return min(CPU_KV_BYTES, int(CPU_KV_SHARE * available_memory()))
+def _free_share(config: ExecutorConfig, device: torch.device, world: int) -> int:
+    if device.type == "cpu":  # which the ranks share
+        return min(CPU_KV_BYTES, int(CPU_KV_SHARE * available_memory())) // world
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - int((1 - config.gpu_memory_utilization) * total))
 

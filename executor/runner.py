@@ -13,6 +13,7 @@ import torch
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.layout import Layout
 from penstock.executor.models.registry import Model
+from penstock.executor.parallel import Group
 from penstock.executor.pooling import Pooler
 from penstock.executor.protocol import Step, StepResult, TokenLogprobs
 from penstock.executor.sampler import Sampled, Sampler, prompt_logprobs
@@ -35,8 +36,17 @@ class Launched:
 
 
 class ModelRunner:
-    def __init__(self, model: Model, pages: KvPages, sampler: Sampler, slots: Slots, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Model,
+        pages: KvPages,
+        sampler: Sampler | None,  # the group's first rank samples for all
+        slots: Slots,
+        device: torch.device,
+        group: Group,
+    ) -> None:
         self._model, self._pages, self._sampler, self._slots, self._device = model, pages, sampler, slots, device
+        self._group = group
         self._pooler = Pooler()
 
     @torch.inference_mode()
@@ -46,7 +56,8 @@ class ModelRunner:
             assert admission.adapter is None, "adapters are refused before they come here"
             tokens = self._slots.admit(admission)
             self._pooler.admit(admission)
-            self._sampler.admit(admission.slot, admission.sampling, tokens, admission.num_prompt)
+            if self._sampler is not None:
+                self._sampler.admit(admission.slot, admission.sampling, tokens, admission.num_prompt)
         if step.rows:
             self._slots.edit_blocks(step.rows)
             self._compute(Layout(step.rows), launched)
@@ -151,16 +162,23 @@ class ModelRunner:
         chosen = self._slots.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
         found: list[TokenLogprobs] = []
         for part, ids in zip(hidden.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True):
-            found += prompt_logprobs(self._model.logits(part), ids, num)
+            logits = self._model.logits(part)
+            if logits is not None:
+                found += prompt_logprobs(logits, ids, num)
         return found
 
     def _sample(self, layout: Layout, hidden: torch.Tensor, launched: Launched) -> None:
         """hidden [S, hidden]; the tokens go to the table for the next step, and on their way to the host."""
         slots, positions = layout.slots[layout.samples], layout.context_lens[layout.samples]
-        sampled = self._sampler.start(self._model.logits(hidden), slots.tolist(), positions.tolist())
+        logits = self._model.logits(hidden)
+        if logits is None or self._sampler is None:
+            tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
+        else:
+            launched.sampled = self._sampler.start(logits, slots.tolist(), positions.tolist())
+            launched.sampled_rows = layout.order[layout.samples].tolist()
+            tokens = launched.sampled.tokens
         index = self._tensor(slots * self._slots.width + positions)
-        self._slots.tokens.view(-1)[index] = sampled.tokens.to(torch.int32)
-        launched.sampled, launched.sampled_rows = sampled, layout.order[layout.samples].tolist()
+        self._slots.tokens.view(-1)[index] = self._group.broadcast(tokens).to(torch.int32)
 
     def _tensor(self, array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(self._device, non_blocking=True)

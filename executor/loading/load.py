@@ -10,9 +10,10 @@ from penstock.executor.kernels import select_ops
 from penstock.executor.linear import is_repacked
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
-from penstock.executor.loading.weights import CheckpointReader, Shard, Weights
+from penstock.executor.loading.weights import CheckpointReader, Weights
 from penstock.executor.models.fields import Fields
 from penstock.executor.models.registry import Model, Spec, find_architecture
+from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -30,7 +31,7 @@ class LoadedModel:
 
 
 def load_model(
-    config: ExecutorConfig, device: torch.device, shard: Shard, progress: Callable[[str], None]
+    config: ExecutorConfig, device: torch.device, group: Group, progress: Callable[[str], None]
 ) -> LoadedModel:
     path = Path(config.model)
     checkpoint = open_checkpoint(path, config)
@@ -43,10 +44,10 @@ def load_model(
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     reader: CheckpointReader | None = None
     if config.load_format == "dummy":
-        weights = Weights(DummyWeights(config.seed, dtype), dtype, device, shard, progress)
+        weights = Weights(DummyWeights(config.seed, dtype), dtype, device, group, progress)
     else:
         reader = CheckpointReader(checkpoint, config.model)
-        weights = Weights(reader, dtype, device, shard, progress)
+        weights = Weights(reader, dtype, device, group, progress)
     model = architecture.build(spec, weights, select_ops(device, dtype, spec.head_dim), num_positions, device)
     if reader is not None:
         reader.check_all_read(("lm_head.weight",) if spec.tied_head else ())

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
@@ -17,6 +16,7 @@ import xxhash
 
 from penstock.executor.linear import Linear, is_repacked, make_linear
 from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorError
 
 Layer = TypeVar("Layer")
@@ -27,12 +27,6 @@ Split = Literal["rows", "columns"] | None
 # Buffers that old versions of transformers saved; they follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 LOAD_THREADS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    rank: int = 0
-    world: int = 1
 
 
 class CheckpointReader:
@@ -73,17 +67,17 @@ class Weights:
         read: Callable[[str, tuple[int, ...]], torch.Tensor],
         dtype: torch.dtype,
         device: torch.device,
-        shard: Shard,
+        group: Group,
         progress: Callable[[str], None],
     ) -> None:
         self._read, self._dtype, self._device, self._progress = read, dtype, device, progress
-        self.shard = shard
+        self.group = group
         self.num_bytes = 0  # as stored in memory, by this rank
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def tensor(self, name: str, shape: tuple[int, ...], split: Split = None) -> torch.Tensor:
-        part = self._cut(self._fetch(name, shape), split)
+    def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: int | None = None) -> torch.Tensor:
+        part = self._cut(self._fetch(name, shape), split, units)
         # A copy also where nothing is converted: the original may be a view of a mapped file.
         return self._count(part.to(device=self._device, dtype=self._dtype, copy=True))
 
@@ -92,18 +86,28 @@ class Weights:
         return self._count(self._fetch(name, (size,)).to(self._device, torch.float32) + offset)
 
     def linear(
-        self, names: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool = False, split: Split = None
+        self,
+        names: tuple[str, ...],
+        rows: tuple[int, ...],
+        columns: int,
+        bias: bool = False,
+        split: Split = None,
+        units: tuple[int, ...] | None = None,
     ) -> Linear:
-        """One linear layer from one or several (their outputs side by side), by names without '.weight'."""
-        named = list(zip(names, rows, strict=True))
-        parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), split) for name, size in named]
+        """One linear layer from one or several (their outputs side by side), by names without '.weight'.
+
+        `units` says into how many indivisible parts each one's split dimension falls, heads for instance; every row
+        or column is one by default.
+        """
+        named = list(zip(names, rows, units or (None,) * len(rows), strict=True))
+        parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), split, unit) for name, size, unit in named]
         weight = torch.cat([part.to(device=self._device, dtype=self._dtype) for part in parts])
         self._count(weight)
         if not bias:
             return make_linear(weight)
         bias_split: Split = "rows" if split == "rows" else None
-        biases = [self.tensor(f"{name}.bias", (size,), bias_split) for name, size in named]
-        if split == "columns" and self.shard.rank > 0:
+        biases = [self.tensor(f"{name}.bias", (size,), bias_split, unit) for name, size, unit in named]
+        if split == "columns" and not self.group.is_first:
             return make_linear(weight)  # the sum over ranks has the bias once
         return make_linear(weight, torch.cat(biases))
 
@@ -138,10 +142,14 @@ class Weights:
             self._digests[name] = f"{tensor.dtype}{list(shape)}".encode() + content
         return tensor
 
-    def _cut(self, tensor: torch.Tensor, split: Split) -> torch.Tensor:
+    def _cut(self, tensor: torch.Tensor, split: Split, units: int | None) -> torch.Tensor:
         if split is None:
             return tensor
-        return tensor.tensor_split(self.shard.world, dim=0 if split == "rows" else 1)[self.shard.rank]
+        dim = 0 if split == "rows" else 1
+        size = tensor.shape[dim]
+        first, end = self.group.share(units or size)
+        unit_size = size // (units or size)
+        return tensor.narrow(dim, first * unit_size, (end - first) * unit_size)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._lock:

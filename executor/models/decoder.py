@@ -11,26 +11,30 @@ from penstock.executor.kernels import Ops
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.rope import Rope, rope_tables
 from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.models.vocabulary import Vocabulary
+from penstock.executor.parallel import Group
+from penstock.executor.protocol import ExecutorError
 
 
 class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
         self.num_layers = len(spec.layers)
-        self.kv_width = spec.num_kv_heads // weights.shard.world * spec.head_dim
-        table = weights.tensor("model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size))
-        self._embedding = table
+        self.kv_width = _heads(spec, weights.group)[1] * spec.head_dim
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         self._layers = weights.layers(self.num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        if spec.tied_head:
-            self._head = weights.tied_linear(table)
-        else:
-            self._head = weights.linear(("lm_head",), (spec.vocab_size,), spec.hidden_size)
+        self._vocabulary = Vocabulary(
+            weights,
+            "model.embed_tokens",
+            spec.vocab_size,
+            spec.hidden_size,
+            head=None if spec.tied_head else "lm_head",
+        )
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
         """Hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
-        residual = self._embedding.index_select(0, batch.tokens)
+        residual = self._vocabulary.embed(batch.tokens)
         if self._spec.embedding_scale != 1.0:
             # The factor is rounded to the model's dtype first, as in training.
             residual *= torch.tensor(self._spec.embedding_scale, dtype=residual.dtype)
@@ -41,9 +45,22 @@ class Decoder:
             update, residual = layer.forward(update, residual, batch, pages[index], wanted)
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] -> [S, vocabulary]"""
-        return self._head(hidden)
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
+        return self._vocabulary.logits(hidden)
+
+
+def _heads(spec: DecoderSpec, group: Group) -> tuple[int, int]:
+    """The rank's query heads and key-value heads; a key-value head may be on several ranks, each with its queries."""
+    heads, kv_heads, world = spec.num_heads, spec.num_kv_heads, group.world
+    if heads % world:
+        raise ExecutorError(f"tensor_parallel_size: {world} given; it must divide the model's {heads} attention heads")
+    if kv_heads % world and world % kv_heads:
+        raise ExecutorError(
+            f"tensor_parallel_size: {world} given; it must divide the model's {kv_heads} key-value heads, "
+            "or be a multiple of them"
+        )
+    return heads // world, max(1, kv_heads // world)
 
 
 class _Layer:
@@ -55,11 +72,12 @@ class _Layer:
         ops: Ops,
         tables: dict[Rope, tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        world, dim, prefix = weights.shard.world, spec.head_dim, f"model.layers.{index}."
-        self._spec, self._ops = spec, ops
+        dim, prefix = spec.head_dim, f"model.layers.{index}."
+        self._spec, self._ops, self._group = spec, ops, weights.group
         self._cos, self._sin = tables[spec.layers[index].rope]
         self._window = spec.layers[index].window
-        self._head_split = (spec.num_heads // world, spec.num_kv_heads // world, spec.num_kv_heads // world)
+        num_heads, num_kv_heads = _heads(spec, weights.group)
+        self._head_split = (num_heads, num_kv_heads, num_kv_heads)
 
         def norm(name: str, size: int = spec.hidden_size) -> torch.Tensor:
             return weights.norm(f"{prefix}{name}.weight", size, spec.norm_offset)
@@ -78,6 +96,7 @@ class _Layer:
             spec.hidden_size,
             spec.qkv_bias,
             split="rows",
+            units=(spec.num_heads, spec.num_kv_heads, spec.num_kv_heads),
         )
         self._output = weights.linear(
             (f"{attention}o_proj",), (spec.hidden_size,), heads, spec.output_bias, split="columns"
@@ -115,11 +134,11 @@ class _Layer:
         attended = self._attend(hidden, batch, pages)
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
-        update = self._output(attended)
+        update = self._group.sum(self._output(attended))
         if self._attention_norm is not None:
             update = ops.rms_norm(update, self._attention_norm, eps)
         hidden, residual = ops.add_rms_norm(update, residual, self._mlp_norm, eps)
-        update = self._down(self._activate(self._gate_up(hidden)))
+        update = self._group.sum(self._down(self._activate(self._gate_up(hidden))))
         if self._output_norm is not None:
             update = ops.rms_norm(update, self._output_norm, eps)
         return update, residual

@@ -14,6 +14,8 @@ from penstock.executor.kernels import Ops
 from penstock.executor.linear import Linear
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.fields import Fields
+from penstock.executor.models.vocabulary import Vocabulary
+from penstock.executor.protocol import ExecutorError
 
 POSITION_OFFSET = 2  # the first two rows of the position table are padding's
 NORM_EPS = 1e-5  # LayerNorm's own default; the config has no field for it
@@ -60,10 +62,20 @@ def read_opt(fields: Fields) -> OptSpec:
 
 class Opt:
     def __init__(self, spec: OptSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
-        self.num_layers, self.kv_width = spec.num_layers, spec.hidden_size // weights.shard.world
+        if spec.num_heads % weights.group.world:
+            raise ExecutorError(
+                f"tensor_parallel_size: {weights.group.world} given; "
+                f"it must divide the model's {spec.num_heads} attention heads"
+            )
+        self.num_layers, self.kv_width = spec.num_layers, spec.hidden_size // weights.group.world
         prefix = "model.decoder."
-        tokens_shape = (spec.vocab_size, spec.embedding_size)
-        self._tokens = weights.tensor(f"{prefix}embed_tokens.weight", tokens_shape)
+        self._vocabulary = Vocabulary(
+            weights,
+            f"{prefix}embed_tokens",
+            spec.vocab_size,
+            spec.embedding_size,
+            head=None if spec.tied_head else "lm_head",
+        )
         positions_shape = (spec.max_positions + POSITION_OFFSET, spec.hidden_size)
         self._positions = weights.tensor(f"{prefix}embed_positions.weight", positions_shape)
         self._project_in: Linear | None = None
@@ -76,15 +88,10 @@ class Opt:
             spec.num_layers, lambda index: _Layer(spec, f"{prefix}layers.{index}.", weights, ops, no_rotation)
         )
         self._norm = _LayerNorm(weights, f"{prefix}final_layer_norm", spec.hidden_size) if spec.final_norm else None
-        self._head = (
-            weights.tied_linear(self._tokens)
-            if spec.tied_head
-            else weights.linear(("lm_head",), (spec.vocab_size,), spec.embedding_size)
-        )
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
         """Hidden states of the tokens `batch.wanted`, as the head takes them: [W, embedding_size]."""
-        hidden = self._tokens.index_select(0, batch.tokens)
+        hidden = self._vocabulary.embed(batch.tokens)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         hidden = hidden + self._positions.index_select(0, batch.positions + POSITION_OFFSET)
@@ -96,8 +103,8 @@ class Opt:
             hidden = self._norm(hidden)
         return hidden if self._project_out is None else self._project_out(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(hidden)
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return self._vocabulary.logits(hidden)
 
 
 class _LayerNorm:
@@ -113,12 +120,13 @@ class _LayerNorm:
 class _Layer:
     def __init__(self, spec: OptSpec, prefix: str, weights: Weights, ops: Ops, no_rotation: torch.Tensor) -> None:
         self._ops, self._no_rotation, self._norm_first = ops, no_rotation, spec.norm_first
-        self._head_dim = spec.head_dim
+        self._head_dim, self._group = spec.head_dim, weights.group
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.bias
         self._attention_norm = _LayerNorm(weights, f"{prefix}self_attn_layer_norm", hidden)
         self._mlp_norm = _LayerNorm(weights, f"{prefix}final_layer_norm", hidden)
         qkv = tuple(f"{prefix}self_attn.{part}_proj" for part in "qkv")
-        self._qkv = weights.linear(qkv, (hidden,) * 3, hidden, bias, split="rows")
+        heads = spec.num_heads
+        self._qkv = weights.linear(qkv, (hidden,) * 3, hidden, bias, split="rows", units=(heads,) * 3)
         self._output = weights.linear((f"{prefix}self_attn.out_proj",), (hidden,), hidden, bias, split="columns")
         self._up = weights.linear((f"{prefix}fc1",), (inner,), hidden, bias, split="rows")
         self._down = weights.linear((f"{prefix}fc2",), (hidden,), inner, bias, split="columns")
@@ -129,9 +137,12 @@ class _Layer:
         """[T, hidden] -> [T, hidden]"""
         if self._norm_first:
             hidden = hidden + self._attend(self._attention_norm(hidden), batch, k_pages, v_pages)
-            return hidden + self._down(self._up(self._mlp_norm(hidden)).relu_())
+            return hidden + self._feed(self._mlp_norm(hidden))
         hidden = self._attention_norm(hidden + self._attend(hidden, batch, k_pages, v_pages))
-        return self._mlp_norm(hidden + self._down(self._up(hidden).relu_()))
+        return self._mlp_norm(hidden + self._feed(hidden))
+
+    def _feed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._group.sum(self._down(self._up(hidden).relu_()))
 
     def _attend(
         self, hidden: torch.Tensor, batch: ForwardBatch, k_pages: torch.Tensor, v_pages: torch.Tensor
@@ -140,4 +151,4 @@ class _Layer:
         none = self._no_rotation
         q = self._ops.rope_and_store(q, k, v, none, none, batch.positions, k_pages, v_pages, batch.kv_slots)
         attended = self._ops.paged_attention(q, k_pages, v_pages, batch, self._head_dim**-0.5)
-        return self._output(attended.flatten(1))
+        return self._group.sum(self._output(attended.flatten(1)))

@@ -33,8 +33,8 @@ class Model(Protocol):
         """Final hidden states of the tokens `batch.wanted`: [W, hidden]."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] -> [S, vocabulary]"""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[S, hidden] -> [S, vocabulary] on the first rank of the group, None on the others."""
         ...
 
 

@@ -73,7 +73,7 @@ def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, mon
     monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
     given = prompts(5, seed=6)
     executor = executor_of(case)
-    executor._kv.fill_(float("nan"))
+    executor._rank.kv.fill_(float("nan"))
     driver = Driver(executor)
     running = [driver.admit(prompt) for prompt in given]
     assert driver.generate(*running, count=16, chunk=13) == [greedy(case, prompt, 16)[0] for prompt in given]

@@ -21,7 +21,7 @@ def driver() -> Driver:
 
 
 def kv_of(driver: Driver) -> torch.Tensor:
-    return driver.executor._kv  # type: ignore[attr-defined]
+    return driver.executor._rank.kv  # type: ignore[attr-defined]
 
 
 def test_what_stale_blocks_hold_does_not_matter(driver: Driver) -> None:

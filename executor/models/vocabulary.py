@@ -1,0 +1,31 @@
+"""The two ends of a model, tokens in and logits out, with the vocabulary shared out between the ranks."""
+
+import torch
+
+from penstock.executor.loading.weights import Weights
+
+
+class Vocabulary:
+    """An embedding [size, width] by `name`, and a head: the same table if `head` is None, else the one named."""
+
+    def __init__(self, weights: Weights, name: str, size: int, width: int, head: str | None) -> None:
+        self._group, self._size = weights.group, size
+        self._table = weights.tensor(f"{name}.weight", (size, width), split="rows")
+        self._first, end = self._group.share(size)
+        self._last = end - self._first - 1
+        self._head = (
+            weights.tied_linear(self._table) if head is None else weights.linear((head,), (size,), width, split="rows")
+        )
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, width]"""
+        if self._group.world == 1:
+            return self._table.index_select(0, tokens)
+        local = tokens - self._first
+        rows = self._table.index_select(0, local.clamp(0, self._last))
+        rows.masked_fill_(((local < 0) | (local > self._last))[:, None], 0)
+        return self._group.sum(rows)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """[S, width] -> [S, size] on the first rank, None on the others."""
+        return self._group.gather_columns(self._head(hidden), self._size)

@@ -1,0 +1,147 @@
+"""The ranks that compute one model together, as an object given to whoever needs it.
+
+A `Group` of one does nothing. Otherwise its ranks make the same calls in the same order. After `sum` every rank
+holds the same bits; `gather_columns` and `broadcast` know one distinguished rank, the first, which samples for all.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+# Whoever watches the processes sees a dead or stuck rank much earlier; this is for when nobody does.
+COLLECTIVE_TIMEOUT_S = 300.0
+JOIN_TIMEOUT_S = 120.0
+
+
+class CollectiveError(RuntimeError):
+    """The ranks could not talk to each other: most often another one is gone, and that one is the cause."""
+
+
+class Rendezvous(NamedTuple):
+    """Where the ranks find each other: the first listens, on a socket that is bound already if there is one."""
+
+    host: str
+    port: int
+    listen_fd: int | None = None
+    interface: str | None = "lo"  # network interface that gloo's ranks talk over; None: the host name's
+
+
+def share(units: int, rank: int, world: int) -> tuple[int, int]:
+    """Rank's part [first, end) of `units` things, as even as can be; if there are too few, several ranks hold one."""
+    first = rank * units // world
+    return first, max(first + 1, (rank + 1) * units // world)
+
+
+class Group:
+    def __init__(
+        self,
+        rank: int = 0,
+        world: int = 1,
+        backend: dist.Backend | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        assert 0 <= rank < world and (backend is None) == (world == 1)
+        self.rank, self.world = rank, world
+        self._backend, self._device = backend, device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, units: int) -> tuple[int, int]:
+        return share(units, self.rank, self.world)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, on all ranks; `part` may be overwritten."""
+        if self._backend is None:
+            return part
+        part = part.contiguous()
+        with _naming("sum"):
+            self._backend.allreduce([part]).wait()
+        return part
+
+    def minimum(self, value: int) -> int:
+        """The least of the ranks' values, on all ranks."""
+        if self._backend is None:
+            return value
+        held = torch.tensor([value], device=self._device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        with _naming("minimum"):
+            self._backend.allreduce([held], options).wait()
+        return int(held)
+
+    def gather_columns(self, part: torch.Tensor, num_columns: int) -> torch.Tensor | None:
+        """On the first rank [n, num_columns], from every rank's `share` of the columns; on the others None."""
+        if self._backend is None:
+            return part
+        shares = [share(num_columns, rank, self.world) for rank in range(self.world)]
+        widest = max(end - first for first, end in shares)
+        part = F.pad(part, (0, widest - part.shape[1]))  # all ranks send as much
+        parts = [torch.empty_like(part) for _ in shares] if self.is_first else []
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        with _naming("gather"):
+            self._backend.gather([parts] if self.is_first else [], [part], options).wait()
+        if not self.is_first:
+            return None
+        return torch.cat([part[:, : end - first] for part, (first, end) in zip(parts, shares, strict=True)], dim=1)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The first rank's tensor, on all ranks; the others' are overwritten."""
+        if self._backend is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            with _naming("broadcast"):
+                self._backend.broadcast([tensor], options).wait()
+        return tensor
+
+    def close(self) -> None:
+        self._backend = None
+
+
+def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> Group:
+    """Meet the other ranks and return the group of all: gloo on the CPU, NCCL on CUDA."""
+    if world == 1:
+        return Group()
+    with _naming("join"):
+        store = dist.TCPStore(
+            at.host,
+            at.port,
+            world,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=at.listen_fd if rank == 0 else None,
+        )
+        return Group(rank, world, _backend(store, rank, world, at.interface, device), device)
+
+
+def _backend(store: dist.Store, rank: int, world: int, interface: str | None, device: torch.device) -> dist.Backend:
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    if device.type == "cuda":
+        # Not run so far: the machines at hand had one GPU at most.
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world, nccl)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    gloo._devices = [
+        dist.ProcessGroupGloo.create_device(interface=interface)
+        if interface
+        else dist.ProcessGroupGloo.create_default_device()
+    ]
+    return dist.ProcessGroupGloo(store, rank, world, gloo)
+
+
+@contextmanager
+def _naming(call: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"{call} over the ranks failed: {error}") from error

@@ -1,0 +1,66 @@
+"""One rank of an executor: its part of the model on its device, its KV blocks, and the runner over both.
+
+With one rank this is the whole model, and `UniprocExecutor` drives it in place; with more, each is a process
+(executor/worker.py) and they all get the same steps.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from penstock.executor.loading.load import load_model
+from penstock.executor.memory import allocate_kv, plan_kv
+from penstock.executor.parallel import Group
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
+from penstock.executor.runner import ModelRunner
+from penstock.executor.sampler import Sampler
+from penstock.executor.slots import Slots
+
+
+class Rank:
+    def __init__(
+        self, config: ExecutorConfig, group: Group, device: torch.device, progress: Callable[[str], None]
+    ) -> None:
+        started_s = time.monotonic()
+        loaded = load_model(config, device, group, progress)
+        model, spec = loaded.model, loaded.spec
+        block_bytes = model.num_layers * 2 * config.block_size * model.kv_width * loaded.dtype.itemsize
+        plan = plan_kv(config, block_bytes, loaded.num_positions, device, group)
+        self.kv = allocate_kv(
+            plan.num_blocks, model.num_layers, config.block_size, model.kv_width, loaded.dtype, device
+        )
+        sampler = Sampler(spec.vocab_size, config.max_num_seqs, device) if group.is_first else None
+        slots = Slots(config.max_num_seqs, plan.max_model_len, config.block_size, device)
+        pages = [(self.kv[:, layer, 0], self.kv[:, layer, 1]) for layer in range(model.num_layers)]
+        self.runner = ModelRunner(model, pages, sampler, slots, device, group)
+        self.info = ModelInfo(
+            architecture=loaded.architecture,
+            dtype=str(loaded.dtype).removeprefix("torch."),
+            device=device.type,
+            vocab_size=spec.vocab_size,
+            hidden_size=spec.hidden_size,
+            max_model_len=plan.max_model_len,
+            block_size=config.block_size,
+            num_blocks=plan.num_blocks,
+            block_bytes=plan.block_bytes,
+            fingerprint=loaded.fingerprint,
+            max_in_flight=1 if device.type == "cpu" and group.world == 1 else 2,
+            memory={"weights": loaded.weight_bytes, "KV cache": plan.num_blocks * plan.block_bytes},
+        )
+        progress(f"Loaded and {plan.num_blocks} KV blocks allocated in {time.monotonic() - started_s:.1f} s")
+
+
+def choose_device(asked: str, index: int = 0) -> torch.device:
+    """The CPU, or the GPU of this index among those the process sees."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ExecutorError("device: 'cuda' given; this torch sees no GPU")
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cpu":
+        return torch.device("cpu")
+    if index >= torch.cuda.device_count():
+        raise ExecutorError(
+            f"tensor_parallel_size: rank {index} needs a GPU of its own; this machine has {torch.cuda.device_count()}"
+        )
+    return torch.device("cuda", index)
