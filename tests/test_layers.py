@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "executor": {"executor", "cache", "eplb", "_csrc"},
     "cache": {"cache", "_csrc"},
     "eplb": {"eplb"},
-    "router": {"router", "cache.keys", "engine.text", "engine.http"},
+    "router": {"router", "cache.keys", "engine.text", "engine.http", "_csrc"},
     "__init__": {"engine"},
     "cli": {*ROOMS},
 }
@@ -235,7 +235,7 @@ LIGHT = {
     "the executor's protocol": "import penstock.executor.protocol",
 }
 COMMANDS = [["--help"], ["serve", "--help"]]
-if len(list((ROOT / "router").glob("*.py"))) > 1:  # `penstock route` comes with the router
+if (ROOT / "router/serve.py").exists():  # `penstock route` comes with the router's data plane
     COMMANDS.append(["route", "--help"])
 for words in COMMANDS:
     LIGHT[f"penstock {' '.join(words)}"] = f"""

@@ -1,0 +1,398 @@
+/* The router's index: a key and a group of 64 slots → the bitmask of those slots that hold the block.
+ *
+ * Three tables of one kind. *Facts* come from the replicas' events. *Hopes* are the router's own predictions: two
+ * generations, of which the older is emptied at each `fade`, so a hope lives between one and two fading intervals
+ * and no clock is needed here. A flood of requests can only push hopes out, never facts.
+ *
+ * A full table evicts its least recently used entry, and a replica counts at most as many facts as its limit,
+ * whatever it claims: memory is bounded. route_table.h has the table.
+ *
+ * A retired slot is dead at once (its bit in `live` falls) and swept out of the facts a stretch at a time by the
+ * calls that change the index, so that no call walks the whole table. */
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "keys.cdef.h"
+#include "route_index.cdef.h"
+#include "route_table.h"
+
+enum { SLOTS_PER_GROUP = 64, SWEEP_PER_CALL = 4096 };
+
+struct index {
+    pthread_mutex_t lock;
+    struct table facts, hopes[2]; /* hopes[0] is the younger generation */
+    uint64_t seed, version, num_evicted;
+    uint32_t max_slots, num_slots; /* slots ever handed out lie below num_slots */
+    uint64_t *live;                /* per group: the slots in use */
+    uint64_t *limits, *held;       /* per slot */
+    uint8_t *fades_left;           /* per retired slot: until no hope can carry its bit */
+    uint32_t num_retired, num_dead; /* not in use again yet; of those, what no sweep has begun to clear */
+    uint32_t sweep_at;         /* the next fact to sweep; 0: no sweep is on its way */
+    uint64_t *sweeping, *dead; /* per group: retired before this sweep began, and since */
+};
+
+static uint32_t num_groups(const struct index *index) {
+    return (index->num_slots + SLOTS_PER_GROUP - 1) / SLOTS_PER_GROUP;
+}
+
+static void forget_bits(struct index *index, uint32_t group, uint64_t mask) {
+    for (; mask; mask &= mask - 1) index->held[group * SLOTS_PER_GROUP + (uint32_t)__builtin_ctzll(mask)]--;
+}
+
+static void evict_oldest_fact(struct index *index) {
+    uint32_t at = index->facts.oldest;
+    forget_bits(index, index->facts.entries[at].group, index->facts.entries[at].mask);
+    drop(&index->facts, index->seed, at);
+    index->num_evicted++;
+}
+
+/* Go on with the sweep: clear the bits of retired slots from a stretch of facts. */
+static void sweep(struct index *index, uint32_t num_entries) {
+    if (index->sweep_at == 0) {
+        if (index->num_dead == 0) return;
+        uint32_t groups = num_groups(index);
+        memcpy(index->sweeping, index->dead, groups * sizeof *index->dead);
+        memset(index->dead, 0, groups * sizeof *index->dead);
+        index->num_dead = 0;
+        index->sweep_at = 1;
+    }
+    struct table *facts = &index->facts;
+    for (; num_entries && index->sweep_at <= facts->num_used; num_entries--, index->sweep_at++) {
+        struct entry *entry = &facts->entries[index->sweep_at];
+        if (entry->group == FREE) continue;
+        uint64_t gone = entry->mask & index->sweeping[entry->group];
+        if (!gone) continue;
+        forget_bits(index, entry->group, gone);
+        entry->mask &= ~gone;
+        if (!entry->mask) drop(facts, index->seed, index->sweep_at);
+    }
+    if (index->sweep_at > facts->num_used) index->sweep_at = 0; /* swept slots are free once `fades_left` is 0 too */
+}
+
+static int is_reusable(const struct index *index, uint32_t slot) {
+    uint32_t group = slot / SLOTS_PER_GROUP;
+    uint64_t bit = 1ull << slot % SLOTS_PER_GROUP;
+    int swept = !(index->dead[group] & bit) && !(index->sweep_at && index->sweeping[group] & bit);
+    return !(index->live[group] & bit) && swept && index->fades_left[slot] == 0;
+}
+
+static int take_slot(struct index *index, uint32_t slot, uint64_t limit) {
+    if (slot >= index->num_slots)
+        index->num_slots = slot + 1;
+    else
+        index->num_retired--;
+    index->live[slot / SLOTS_PER_GROUP] |= 1ull << slot % SLOTS_PER_GROUP;
+    index->limits[slot] = limit;
+    index->version++;
+    return (int)slot;
+}
+
+static int find_slot(struct index *index, uint64_t limit) {
+    if (index->num_retired)
+        for (uint32_t slot = 0; slot < index->num_slots; slot++)
+            if (is_reusable(index, slot)) return take_slot(index, slot, limit);
+    return index->num_slots < index->max_slots ? take_slot(index, index->num_slots, limit) : -1;
+}
+
+static void fade(struct index *index) {
+    struct table older = index->hopes[1];
+    index->hopes[1] = index->hopes[0];
+    table_empty(&older);
+    index->hopes[0] = older;
+    for (uint32_t slot = 0; index->num_retired && slot < index->num_slots; slot++)
+        if (index->fades_left[slot]) index->fades_left[slot]--;
+    index->version++;
+}
+
+static inline uint64_t holders(const struct index *index, uint64_t key, uint32_t group) {
+    uint64_t mask = 0;
+    uint32_t at = find(&index->facts, index->seed, key, group);
+    if (at) mask = index->facts.entries[at].mask;
+    for (int i = 0; i < 2; i++)
+        if (index->hopes[i].num_entries && (at = find(&index->hopes[i], index->seed, key, group)))
+            mask |= index->hopes[i].entries[at].mask;
+    return mask;
+}
+
+static void count(uint64_t mask, int32_t value, int32_t *counts, size_t num_slots) {
+    for (; mask; mask &= mask - 1) {
+        size_t slot = (size_t)__builtin_ctzll(mask);
+        if (slot < num_slots) counts[slot] = value;
+    }
+}
+
+/* Slots of `mask` hold at least `low` blocks and at most `high`. Halves the range; the slots part ways. */
+struct range {
+    size_t low, high;
+    uint64_t mask;
+};
+
+static void match_group(const struct index *index, const uint64_t *keys, size_t num_keys, uint32_t group,
+                        int32_t *counts, size_t num_slots) {
+    uint64_t first = holders(index, keys[0], group) & index->live[group];
+    if (!first) return;
+    uint64_t all = holders(index, keys[num_keys - 1], group) & first; /* a repeated prompt is common: ask the end first */
+    count(all, (int32_t)num_keys, counts, num_slots);
+    struct range stack[72];
+    int depth = 0;
+    if (first & ~all) stack[depth++] = (struct range){1, num_keys - 1, first & ~all};
+    while (depth) {
+        struct range range = stack[--depth];
+        if (range.low == range.high) {
+            count(range.mask, (int32_t)range.low, counts, num_slots);
+            continue;
+        }
+        size_t middle = range.low + (range.high - range.low + 1) / 2;
+        uint64_t there = holders(index, keys[middle - 1], group) & range.mask;
+        if (there) stack[depth++] = (struct range){middle, range.high, there};
+        if (range.mask & ~there) stack[depth++] = (struct range){range.low, middle - 1, range.mask & ~there};
+    }
+}
+
+static uint64_t match(const struct index *index, const uint64_t *keys, size_t num_keys, int32_t *counts,
+                      size_t num_slots) {
+    memset(counts, 0, num_slots * sizeof *counts);
+    for (uint32_t group = 0; num_keys && group < num_groups(index); group++) {
+        size_t before = (size_t)group * SLOTS_PER_GROUP;
+        if (before >= num_slots) break;
+        match_group(index, keys, num_keys, group, counts + before, num_slots - before);
+    }
+    return index->version;
+}
+
+static inline uint64_t low_64(const uint8_t *key) {
+    uint64_t value = 0;
+    for (int i = 0; i < 8; i++) value |= (uint64_t)key[i] << 8 * i;
+    return value;
+}
+
+/* -- what router/index.py calls -------------------------------------------------------------------------------- */
+
+void *penstock_route_open(uint32_t capacity, uint32_t num_hopes, uint32_t max_slots, uint64_t seed) {
+    size_t groups = (max_slots + SLOTS_PER_GROUP - 1) / SLOTS_PER_GROUP, slots = groups * SLOTS_PER_GROUP;
+    struct index *index = calloc(1, sizeof *index);
+    if (!index) return NULL;
+    pthread_mutex_init(&index->lock, NULL);
+    index->max_slots = max_slots;
+    index->seed = seed;
+    int is_open = table_open(&index->facts, capacity);
+    is_open = table_open(&index->hopes[0], num_hopes) && is_open;
+    is_open = table_open(&index->hopes[1], num_hopes) && is_open;
+    index->live = calloc(groups, sizeof *index->live);
+    index->dead = calloc(groups, sizeof *index->dead);
+    index->sweeping = calloc(groups, sizeof *index->sweeping);
+    index->limits = calloc(slots, sizeof *index->limits);
+    index->held = calloc(slots, sizeof *index->held);
+    index->fades_left = calloc(slots, 1);
+    if (is_open && index->live && index->dead && index->sweeping && index->limits && index->held && index->fades_left)
+        return index;
+    penstock_route_close(index);
+    return NULL;
+}
+
+void penstock_route_close(void *opened) {
+    struct index *index = opened;
+    table_close(&index->facts);
+    table_close(&index->hopes[0]);
+    table_close(&index->hopes[1]);
+    free(index->live);
+    free(index->dead);
+    free(index->sweeping);
+    free(index->limits);
+    free(index->held);
+    free(index->fades_left);
+    pthread_mutex_destroy(&index->lock);
+    free(index);
+}
+
+int penstock_route_add_slot(void *opened, uint64_t limit) {
+    struct index *index = opened;
+    pthread_mutex_lock(&index->lock);
+    int slot = find_slot(index, limit);
+    if (slot < 0 && index->num_retired) { /* every number is taken or waits for the sweep: sweep now */
+        for (int i = 0; i < 2; i++) { /* a sweep under way, and one for what was retired since */
+            do sweep(index, UINT32_MAX);
+            while (index->sweep_at);
+            fade(index);
+        }
+        slot = find_slot(index, limit);
+    }
+    pthread_mutex_unlock(&index->lock);
+    return slot;
+}
+
+void penstock_route_retire_slot(void *opened, uint32_t slot) {
+    struct index *index = opened;
+    uint64_t bit = 1ull << slot % SLOTS_PER_GROUP;
+    pthread_mutex_lock(&index->lock);
+    if (slot < index->num_slots && index->live[slot / SLOTS_PER_GROUP] & bit) {
+        index->live[slot / SLOTS_PER_GROUP] &= ~bit;
+        index->dead[slot / SLOTS_PER_GROUP] |= bit;
+        index->fades_left[slot] = 2;
+        index->num_retired++;
+        index->num_dead++;
+        index->version++;
+    }
+    pthread_mutex_unlock(&index->lock);
+}
+
+static int is_live(const struct index *index, uint32_t slot) {
+    return slot < index->num_slots && index->live[slot / SLOTS_PER_GROUP] >> slot % SLOTS_PER_GROUP & 1;
+}
+
+uint64_t penstock_route_store(void *opened, uint32_t slot, const uint8_t *keys, size_t num_keys, size_t stride) {
+    struct index *index = opened;
+    uint32_t group = slot / SLOTS_PER_GROUP;
+    uint64_t bit = 1ull << slot % SLOTS_PER_GROUP, num_refused = 0;
+    pthread_mutex_lock(&index->lock);
+    sweep(index, SWEEP_PER_CALL);
+    /* Backwards: a chain's start becomes its most recently used part, so that its end is evicted first. */
+    for (size_t i = is_live(index, slot) ? num_keys : 0; i-- > 0;) {
+        uint64_t key = low_64(keys + i * stride);
+        uint32_t at = find(&index->facts, index->seed, key, group);
+        if (at) touch(&index->facts, at);
+        if (at && index->facts.entries[at].mask & bit) continue;
+        if (index->held[slot] >= index->limits[slot]) {
+            num_refused++;
+            continue;
+        }
+        if (!at) {
+            if (index->facts.num_entries == index->facts.capacity) evict_oldest_fact(index);
+            at = add(&index->facts, index->seed, key, group);
+        }
+        index->facts.entries[at].mask |= bit;
+        index->held[slot]++;
+    }
+    index->version++;
+    pthread_mutex_unlock(&index->lock);
+    return num_refused;
+}
+
+void penstock_route_remove(void *opened, uint32_t slot, const uint8_t *keys, size_t num_keys, size_t stride) {
+    struct index *index = opened;
+    uint32_t group = slot / SLOTS_PER_GROUP;
+    uint64_t bit = 1ull << slot % SLOTS_PER_GROUP;
+    pthread_mutex_lock(&index->lock);
+    sweep(index, SWEEP_PER_CALL);
+    for (size_t i = 0; is_live(index, slot) && i < num_keys; i++) {
+        uint64_t key = low_64(keys + i * stride);
+        uint32_t at = find(&index->facts, index->seed, key, group);
+        if (!at || !(index->facts.entries[at].mask & bit)) continue;
+        index->held[slot]--;
+        if (!(index->facts.entries[at].mask &= ~bit)) drop(&index->facts, index->seed, at);
+    }
+    index->version++;
+    pthread_mutex_unlock(&index->lock);
+}
+
+void penstock_route_hope(void *opened, uint32_t slot, const uint64_t *keys, size_t num_keys) {
+    struct index *index = opened;
+    uint32_t group = slot / SLOTS_PER_GROUP;
+    uint64_t bit = 1ull << slot % SLOTS_PER_GROUP;
+    struct table *hopes = &index->hopes[0];
+    pthread_mutex_lock(&index->lock);
+    for (size_t i = is_live(index, slot) ? num_keys : 0; i-- > 0;) {
+        uint32_t at = find(&index->facts, index->seed, keys[i], group);
+        if (at) touch(&index->facts, at); /* asked for again: worth keeping */
+        if (at && index->facts.entries[at].mask & bit) continue;
+        at = find(hopes, index->seed, keys[i], group);
+        if (at) {
+            touch(hopes, at);
+        } else {
+            if (hopes->num_entries == hopes->capacity) drop(hopes, index->seed, hopes->oldest);
+            at = add(hopes, index->seed, keys[i], group);
+        }
+        hopes->entries[at].mask |= bit;
+    }
+    index->version++;
+    pthread_mutex_unlock(&index->lock);
+}
+
+void penstock_route_fade(void *opened) {
+    struct index *index = opened;
+    pthread_mutex_lock(&index->lock);
+    sweep(index, SWEEP_PER_CALL);
+    fade(index);
+    pthread_mutex_unlock(&index->lock);
+}
+
+uint64_t penstock_route_match(void *opened, const uint64_t *keys, size_t num_keys, int32_t *counts,
+                              size_t num_slots) {
+    struct index *index = opened;
+    pthread_mutex_lock(&index->lock);
+    uint64_t version = match(index, keys, num_keys, counts, num_slots);
+    pthread_mutex_unlock(&index->lock);
+    return version;
+}
+
+uint64_t penstock_route_version(void *opened) {
+    struct index *index = opened;
+    pthread_mutex_lock(&index->lock);
+    uint64_t version = index->version;
+    pthread_mutex_unlock(&index->lock);
+    return version;
+}
+
+void penstock_route_keys(const uint8_t *root, const uint8_t *tokens, size_t num_blocks, size_t block_size,
+                         uint64_t *keys) {
+    /* A stretch at a time, so that the 32-byte keys stay on the stack. */
+    enum { STRETCH = 64 };
+    uint8_t whole[32 * STRETCH], parent[32];
+    for (size_t first = 0; first < num_blocks; first += STRETCH) {
+        size_t count = num_blocks - first < STRETCH ? num_blocks - first : STRETCH;
+        penstock_block_keys(root, tokens + 4 * first * block_size, count, block_size, 0, whole);
+        for (size_t i = 0; i < count; i++) keys[first + i] = low_64(whole + 32 * i);
+        memcpy(parent, whole + 32 * (count - 1), 32);
+        root = parent;
+    }
+}
+
+uint64_t penstock_route_keys_and_match(void *opened, const uint8_t *root, const uint64_t *salt_id,
+                                       const uint64_t *lora_id, const uint8_t *tokens, size_t num_tokens,
+                                       size_t block_size, uint64_t *keys, int32_t *counts, size_t num_slots) {
+    size_t num_keys = root ? num_tokens / block_size : (num_tokens + block_size - 1) / block_size;
+    if (root)
+        penstock_route_keys(root, tokens, num_keys, block_size, keys);
+    else
+        penstock_block_keys_v1(tokens, num_tokens, block_size, salt_id, lora_id, keys);
+    return penstock_route_match(opened, keys, num_keys, counts, num_slots);
+}
+
+uint64_t penstock_route_num_held(void *opened, uint32_t slot) {
+    struct index *index = opened;
+    pthread_mutex_lock(&index->lock);
+    uint64_t held = is_live(index, slot) ? index->held[slot] : 0;
+    pthread_mutex_unlock(&index->lock);
+    return held;
+}
+
+void penstock_route_stats(void *opened, uint64_t out[6]) {
+    struct index *index = opened;
+    pthread_mutex_lock(&index->lock);
+    out[0] = index->facts.num_entries;
+    out[1] = (uint64_t)index->hopes[0].num_entries + index->hopes[1].num_entries;
+    out[2] = index->num_evicted;
+    out[3] = index->num_slots;
+    out[4] = table_bytes(&index->facts) + 2 * table_bytes(&index->hopes[0]);
+    out[5] = index->num_retired;
+    pthread_mutex_unlock(&index->lock);
+}
+
+int penstock_route_check(void *opened) {
+    struct index *index = opened;
+    pthread_mutex_lock(&index->lock);
+    int sound = table_is_sound(&index->facts, index->seed) && table_is_sound(&index->hopes[0], index->seed) &&
+                table_is_sound(&index->hopes[1], index->seed);
+    uint64_t *seen = calloc(index->num_slots + 1ull, sizeof *seen);
+    for (uint32_t at = index->facts.newest; seen && sound && at; at = index->facts.entries[at].older)
+        for (uint64_t mask = index->facts.entries[at].mask; mask; mask &= mask - 1)
+            seen[index->facts.entries[at].group * SLOTS_PER_GROUP + (uint32_t)__builtin_ctzll(mask)]++;
+    for (uint32_t slot = 0; seen && sound && slot < index->num_slots; slot++)
+        sound = seen[slot] == index->held[slot] && seen[slot] <= index->limits[slot];
+    sound = sound && seen;
+    free(seen);
+    pthread_mutex_unlock(&index->lock);
+    return sound;
+}

@@ -1,0 +1,310 @@
+"""The deciding half of the router: where a request goes, from what is known of caches and of load.
+
+One `Brain` per router process, called from the event loop; only `prepare` may run in another thread. It does no I/O
+and starts nothing: the data plane tells it who is there, feeds it the replicas' event frames, asks, and reports back
+through the charge it got.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from penstock.engine.http.kv_stream import Frame, Snapshot
+from penstock.router import policy as policies
+from penstock.router.hasher import HashName, KeySpace
+from penstock.router.index import Match
+from penstock.router.knowledge import Knowledge, ReplicaCache
+from penstock.router.load import Charge, Fleet, Ledger, ReplicaLoad
+from penstock.router.policy import Column, PolicyConfig
+
+TIE_S = 1e-6
+NO_CACHE: frozenset[str] = frozenset()
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a replica says of itself; `prefill_tokens_per_s` is a hint for the time before anything is learned."""
+
+    fingerprint: bytes
+    block_size: int
+    num_blocks: int
+    max_num_batched_tokens: int = 8192
+    prefill_tokens_per_s: float | None = None
+    hash: HashName = "sha256"
+
+    def check(self) -> "ReplicaInfo":
+        KeySpace(self.hash, self.fingerprint, self.block_size).check()
+        for field in ("num_blocks", "max_num_batched_tokens"):
+            if not 1 <= getattr(self, field) <= 2**31:
+                raise ValueError(f"{field}: {getattr(self, field)} is outside 1 … 2^31")
+        if self.prefill_tokens_per_s is not None and not self.prefill_tokens_per_s > 0:
+            raise ValueError(f"prefill_tokens_per_s: {self.prefill_tokens_per_s} is not above 0")
+        return self
+
+
+class Prompt(NamedTuple):
+    """A prompt's keys in every key space of the fleet, and who held them when it was prepared."""
+
+    num_tokens: int
+    matches: tuple[tuple[KeySpace, Match], ...]
+
+
+class Replica(NamedTuple):
+    name: str
+    info: ReplicaInfo
+    load: ReplicaLoad
+    cache: ReplicaCache
+
+
+class Brain:
+    def __init__(
+        self,
+        policy: PolicyConfig = PolicyConfig(),  # noqa: B008
+        clock: Callable[[], float] = time.monotonic,
+        seed: int = 0,
+    ) -> None:
+        self.policy = policy.check()
+        self.fleet = Fleet()
+        self.knowledge = Knowledge(policy, clock)
+        self.ledger = Ledger(clock)
+        self._clock = clock
+        self._rng = np.random.default_rng(seed)
+        self._replicas: dict[str, Replica] = {}
+        self._rows: dict[int, Replica] = {}
+        self._spaces: tuple[KeySpace, ...] = ()  # replaced as a whole: `prepare` reads it from other threads
+        self._space_of_row = np.zeros(8, dtype=np.intp)
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._turn = -1
+
+    # -- who is there --------------------------------------------------------------------------------------
+
+    def add_replica(self, name: str, info: ReplicaInfo) -> None:
+        """It takes no requests before `set_available`."""
+        if name in self._replicas:
+            raise ValueError(f"name: {name!r} is a replica already")
+        info.check()
+        space = KeySpace(info.hash, info.fingerprint, info.block_size)
+        if space not in self._spaces:
+            self._spaces = (*self._spaces, space)
+        row = self.fleet.add(info.num_blocks * info.block_size, info.prefill_tokens_per_s or self._usual_speed())
+        cache = self.knowledge.add(row, space, info.num_blocks)
+        replica = Replica(name, info, ReplicaLoad(self.fleet, row), cache)
+        self._replicas[name] = self._rows[row] = replica
+        self._count_spaces()
+
+    def remove_replica(self, name: str) -> None:
+        """Its charges may still be released; they count for nothing."""
+        replica = self._replicas.pop(name)
+        del self._rows[replica.load.row]
+        replica.load.is_gone = True
+        self.knowledge.remove(replica.cache)
+        self.fleet.remove(replica.load.row)
+        in_use = {other.cache.space for other in self._replicas.values()}
+        self._spaces = tuple(space for space in self._spaces if space in in_use)
+        self._count_spaces()
+
+    def set_available(self, name: str, available: bool) -> None:
+        self.fleet.is_open[self._replicas[name].load.row] = float(available)
+
+    # -- a request -----------------------------------------------------------------------------------------
+
+    def prepare(self, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Prompt:
+        """Hash a prompt (bytes or buffer of little-endian int32) and match it. For any thread; the GIL is released."""
+        raw = tokens if isinstance(tokens, bytes) else bytes(memoryview(tokens).cast("B"))
+        matches = []
+        for space in self._spaces:
+            if space.hash == "v1" and (salt is not None or adapter is not None):
+                continue  # v1 numbers salts and adapters in a way of its own: nothing is known to match
+            root = _root(space, salt, adapter)
+            matches.append((space, self.knowledge.index.hash_and_match(raw, space, root)))
+        return Prompt(len(raw) // 4, tuple(matches))
+
+    def choose(
+        self,
+        prompt: Prompt | None,
+        *,
+        num_tokens: int,
+        session: str | None = None,
+        exclude: frozenset[str] = NO_CACHE,
+    ) -> Charge | None:
+        """The replica for a request, charged with it; None where nobody may take it."""
+        self.knowledge.tick()
+        now_s = self._clock()
+        fleet = self.fleet
+        cached = np.minimum(self._cached_tokens(prompt), max(num_tokens - 1, 0))
+        backlog = fleet.backlog(now_s)
+        overflow = np.maximum(fleet.held + num_tokens - fleet.capacity, 0.0)
+        ttft = policies.predicted_ttft(
+            backlog, num_tokens - cached, fleet.speed, fleet.active, overflow, self.policy.decode_s
+        )
+        is_shut = fleet.is_open == 0.0
+        for name in exclude:
+            if name in self._replicas:
+                is_shut[self._replicas[name].load.row] = True
+        row = self._pick(ttft, cached, is_shut, session)
+        if row < 0:
+            return None
+        replica = self._rows[row]
+        if session is not None:
+            self._remember(session, replica.name)
+        if prompt is not None:
+            for space, match in prompt.matches:
+                if space == replica.cache.space and len(match.keys):
+                    self.knowledge.expect(replica.cache, match.keys)
+        self.ledger.num_placed += 1
+        return Charge(
+            self.ledger,
+            replica.load,
+            replica.name,
+            num_tokens,
+            float(cached[row]),
+            float(backlog[row]),
+            float(ttft[row]),
+        )
+
+    def _pick(self, ttft: Column, cached: Column, is_shut: Any, session: str | None) -> int:
+        fleet, name = self.fleet, self.policy.name
+        if name == "round-robin":
+            return self._next_in_turn(is_shut)
+        if name == "predicted-ttft":
+            scores = ttft
+        elif name == "prefix":
+            scores = policies.prefix(cached, fleet.active)
+        else:
+            scores = fleet.active.copy()
+        scores[is_shut] = np.inf
+        row = policies.best(scores, TIE_S, self._rng)
+        if name == "predicted-ttft" and session is not None and row >= 0:
+            known = self._replicas.get(self._sessions.get(session, ""))
+            if known is not None and scores[known.load.row] <= scores[row] + self.policy.affinity_s:
+                return known.load.row
+        return row
+
+    def _next_in_turn(self, is_shut: Any) -> int:
+        open_rows = np.flatnonzero(~is_shut)
+        if len(open_rows) == 0:
+            return -1
+        later = open_rows[open_rows > self._turn]
+        self._turn = int(later[0] if len(later) else open_rows[0])
+        return self._turn
+
+    def _cached_tokens(self, prompt: Prompt | None) -> Column:
+        num_rows = self.fleet.num_rows
+        cached = np.zeros(num_rows)
+        if prompt is None:
+            return cached
+        version = self.knowledge.index.version()
+        for space, match in prompt.matches:
+            if match.version != version:
+                match = self.knowledge.index.match(match.keys)
+            here = self.knowledge.cached_tokens(match, space, num_rows)
+            if len(self._spaces) == 1:
+                return here
+            if space in self._spaces:
+                is_here = self._space_of_row[:num_rows] == self._spaces.index(space)
+                cached[is_here] = here[is_here]
+        return cached
+
+    def _remember(self, session: str, name: str) -> None:
+        self._sessions[session] = name
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > self.policy.max_sessions:
+            self._sessions.popitem(last=False)
+
+    # -- what replicas say ---------------------------------------------------------------------------------
+
+    def apply_events(self, name: str, batch: Iterable[Frame]) -> None:
+        """Frames of the replica's event stream, in the order in which they came."""
+        cache = self._replicas[name].cache
+        for frame in batch:
+            self.knowledge.take(cache, frame)
+
+    def needs_snapshot(self, name: str) -> bool:
+        """Something was missed, or nothing was heard yet: connect to the stream again, it begins with a snapshot."""
+        return self._replicas[name].cache.wants_snapshot
+
+    def apply_snapshot(self, name: str, keys: bytes, seq: int = 0, tier: str = "device") -> None:
+        """A whole snapshot at once, where it did not come as frames: the 8-byte keys, run together."""
+        self.knowledge.take(self._replicas[name].cache, Snapshot(seq, tier, keys, True, True))
+
+    # -- looking in ----------------------------------------------------------------------------------------
+
+    def view(self) -> dict[str, dict[str, Any]]:
+        """Per replica, what /replicas shows."""
+        now_s = self._clock()
+        backlog = self.fleet.backlog(now_s)
+        return {
+            name: self._view_one(replica, float(backlog[replica.load.row]), now_s)
+            for name, replica in self._replicas.items()
+        }
+
+    def _view_one(self, replica: Replica, backlog: float, now_s: float) -> dict[str, Any]:
+        row, cache = replica.load.row, replica.cache
+        return {
+            "available": bool(self.fleet.is_open[row]),
+            "active_requests": int(self.fleet.active[row]),
+            "queued_tokens": round(backlog),
+            "held_tokens": int(self.fleet.held[row]),
+            "capacity_tokens": int(self.fleet.capacity[row]),
+            "prefill_tokens_per_s": round(float(self.fleet.speed[row]), 1),
+            "cached_blocks": self.knowledge.num_held(cache),
+            "knowledge": "approximate" if cache.is_guess else "events",
+            "events_seq": cache.seq,
+            "events_age_s": round(now_s - cache.heard_s, 3),
+            "events_gaps": cache.num_gaps,
+            "events_stalls": cache.num_stalls,
+            "keys_refused": cache.num_refused,
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges of the whole router; what is per replica is in `view`."""
+        ledger, index = self.ledger, self.knowledge.index.stats()
+        caches = [replica.cache for replica in self._replicas.values()]
+        return {
+            "decisions_total": ledger.num_placed,
+            "requests_ok_total": ledger.num_ok,
+            "requests_failed_total": ledger.num_failed,
+            "compared_requests_total": ledger.num_compared,
+            "compared_prompt_tokens_total": ledger.compared_prompt_tokens,
+            "predicted_cached_tokens_total": ledger.predicted_cached_tokens,
+            "actual_cached_tokens_total": ledger.actual_cached_tokens,
+            "cached_tokens_error_total": ledger.error_tokens,
+            "predicted_ttft_seconds_total": ledger.predicted_ttft_s,
+            "actual_ttft_seconds_total": ledger.actual_ttft_s,
+            "approximate_replicas": sum(cache.is_guess for cache in caches),
+            "event_gaps_total": sum(cache.num_gaps for cache in caches),
+            "event_stalls_total": sum(cache.num_stalls for cache in caches),
+            "index_facts": index.num_facts,
+            "index_hopes": index.num_hopes,
+            "index_evictions_total": index.num_evicted,
+            "index_reserved_bytes": index.reserved_bytes,
+            "sessions": len(self._sessions),
+        }
+
+    def check(self) -> None:
+        """Assert every invariant; O(index)."""
+        self.knowledge.check()
+        for name, replica in self._replicas.items():
+            assert self._rows[replica.load.row] is replica and replica.name == name
+            replica.load.check()
+        assert len(self._rows) == len(self._replicas)
+
+    def _usual_speed(self) -> float:
+        """What a newcomer is taken to do: the median of the others."""
+        speeds = [float(self.fleet.speed[row]) for row in self._rows]
+        return float(np.median(speeds)) if speeds else self.policy.first_tokens_per_s
+
+    def _count_spaces(self) -> None:
+        if len(self._space_of_row) < self.fleet.num_rows:
+            self._space_of_row = np.zeros(2 * self.fleet.num_rows, dtype=np.intp)
+        for row, replica in self._rows.items():
+            self._space_of_row[row] = self._spaces.index(replica.cache.space)
+
+
+@lru_cache(maxsize=4096)
+def _root(space: KeySpace, salt: str | None, adapter: str | None) -> bytes:
+    return space.root(salt, adapter)

@@ -1,0 +1,202 @@
+"""What each replica has been given to do: columns of numbers, and the charge that one request is.
+
+A charge is made when a request is placed and released exactly once, whatever becomes of the request. Health checks,
+drains and restarts never touch these numbers. From the charges' first tokens the replica's prefill speed is learned.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.router.policy import Column
+
+SPEED_MEMORY = 0.9  # weight of the past at each sample
+MIN_SAMPLE_TOKENS = 256  # shorter waits say more about the network than about the replica
+
+
+class Fleet:
+    """One row per replica; a freed row is used again. Columns are views of one array that grows by doubling."""
+
+    FIELDS = ("queued", "head", "head_since", "active", "held", "capacity", "speed", "is_open")
+    queued: Column  # tokens placed there whose first token has not come
+    head: Column  # of these, the oldest request's
+    head_since: Column  # when that one's turn came, as far as we can tell
+    active: Column  # requests under way
+    held: Column  # tokens of KV that they hold or will need
+    capacity: Column  # tokens of KV there are
+    speed: Column  # learned, tokens of prefill per second
+    is_open: npt.NDArray[np.float64]  # 1: takes requests
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self.num_rows = 0
+        self._columns = np.zeros((len(self.FIELDS), 8))
+        self._name_columns()
+
+    def add(self, capacity: int, speed: float) -> int:
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = self.num_rows
+            self.num_rows += 1
+            if self.num_rows > self._columns.shape[1]:
+                self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+            self._name_columns()
+        self._columns[:, row] = 0.0
+        self.capacity[row], self.speed[row] = capacity, speed
+        return row
+
+    def remove(self, row: int) -> None:
+        self._columns[:, row] = 0.0
+        self.speed[row] = 1.0  # a divisor
+        self._free.append(row)
+
+    def backlog(self, now_s: float) -> Column:
+        """Queued tokens, less what the oldest request must have got done since its turn came."""
+        done = np.minimum((now_s - self.head_since) * self.speed, self.head)
+        return self.queued - np.maximum(done, 0.0)
+
+    def _name_columns(self) -> None:
+        for index, field in enumerate(self.FIELDS):
+            setattr(self, field, self._columns[index, : self.num_rows])
+
+
+class ReplicaLoad:
+    """One replica's row, its charges in order, and what is learned from them."""
+
+    def __init__(self, fleet: Fleet, row: int) -> None:
+        self.fleet = fleet
+        self.row = row
+        self.is_gone = False  # removed: charges still under way count for nothing
+        self.num_active = 0
+        self._waiting: dict[Charge, None] = {}  # no first token yet, oldest first
+        self._sample_tokens = self._sample_s = 0.0
+
+    def place(self, charge: "Charge", now_s: float) -> None:
+        fleet, row = self.fleet, self.row
+        self.num_active += 1
+        self._waiting[charge] = None
+        fleet.active[row] += 1
+        fleet.queued[row] += charge.own_tokens
+        fleet.held[row] += charge.held_tokens
+        if len(self._waiting) == 1:
+            self._new_head(now_s)
+
+    def answer(self, charge: "Charge", now_s: float) -> None:
+        """Its first token has come, or never will."""
+        if self._waiting.pop(charge, self) is self or self.is_gone:
+            return
+        self.fleet.queued[self.row] -= charge.own_tokens
+        self._new_head(now_s)
+
+    def leave(self, charge: "Charge") -> None:
+        self.num_active -= 1
+        if not self.is_gone:
+            self.fleet.active[self.row] -= 1
+            self.fleet.held[self.row] -= charge.held_tokens
+
+    def learn(self, num_tokens: float, seconds: float) -> None:
+        """So many tokens of prefill were done in so long, queue and own prompt together."""
+        if num_tokens < MIN_SAMPLE_TOKENS or seconds <= 0 or self.is_gone:
+            return
+        self._sample_tokens = SPEED_MEMORY * self._sample_tokens + num_tokens
+        self._sample_s = SPEED_MEMORY * self._sample_s + seconds
+        self.fleet.speed[self.row] = self._sample_tokens / self._sample_s
+
+    def check(self) -> None:
+        if not self.is_gone:
+            queued = sum(charge.own_tokens for charge in self._waiting)
+            assert abs(self.fleet.queued[self.row] - queued) < 1e-3, (self.fleet.queued[self.row], queued)
+            assert self.fleet.active[self.row] == self.num_active >= len(self._waiting)
+            assert self.fleet.speed[self.row] > 0
+
+    def _new_head(self, now_s: float) -> None:
+        oldest = next(iter(self._waiting), None)
+        self.fleet.head[self.row] = 0.0 if oldest is None else oldest.own_tokens
+        self.fleet.head_since[self.row] = now_s
+
+
+class Charge:
+    """One request at one replica: `first_token`, `tokens` as they come, `release` at its end, which may be any time.
+
+    Whoever holds it must release it; a second release does nothing.
+    """
+
+    __slots__ = (
+        "replica", "predicted_cached_tokens", "predicted_ttft_s", "num_tokens", "own_tokens", "held_tokens",
+        "ahead_tokens", "placed_s", "is_answered", "is_released", "_load", "_ledger",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        ledger: "Ledger",
+        load: ReplicaLoad,
+        replica: str,
+        num_tokens: int,
+        cached_tokens: float,
+        ahead_tokens: float,
+        ttft_s: float,
+    ) -> None:
+        self.replica = replica
+        self.num_tokens = num_tokens
+        self.predicted_cached_tokens = int(cached_tokens)
+        self.predicted_ttft_s = ttft_s
+        self.own_tokens = max(num_tokens - cached_tokens, 1.0)
+        self.held_tokens = float(num_tokens)
+        self.ahead_tokens = ahead_tokens
+        self.is_answered = self.is_released = False
+        self._load = load
+        self._ledger = ledger
+        self.placed_s = ledger.clock()
+        load.place(self, self.placed_s)
+
+    def first_token(self, cached_tokens: int | None = None) -> None:
+        """The first token is here; `cached_tokens` as the replica counted them, where it says so."""
+        assert not self.is_released and not self.is_answered, "a first token comes once, before the release"
+        self.is_answered = True
+        now_s = self._ledger.clock()
+        own = self.own_tokens if cached_tokens is None else max(self.num_tokens - cached_tokens, 1)
+        self._load.learn(self.ahead_tokens + own, now_s - self.placed_s)
+        self._load.answer(self, now_s)
+        self._ledger.note_answer(self, cached_tokens, now_s - self.placed_s)
+
+    def tokens(self, count: int) -> None:
+        """So many tokens of the answer have come; each holds a place in the replica's cache."""
+        if not self.is_released and not self._load.is_gone:
+            self.held_tokens += count
+            self._load.fleet.held[self._load.row] += count
+
+    def release(self, ok: bool = True) -> None:
+        if self.is_released:
+            return
+        self.is_released = True
+        self._load.answer(self, self._ledger.clock())
+        self._load.leave(self)
+        self._ledger.note_end(self, ok)
+
+
+class Ledger:
+    """Sums over all charges: what was predicted, what came of it."""
+
+    def __init__(self, clock) -> None:  # type: ignore[no-untyped-def]
+        self.clock = clock
+        self.num_placed = self.num_ok = self.num_failed = 0
+        self.num_compared = 0
+        self.predicted_cached_tokens = self.actual_cached_tokens = self.error_tokens = 0
+        self.compared_prompt_tokens = 0
+        self.predicted_ttft_s = self.actual_ttft_s = 0.0
+
+    def note_answer(self, charge: Charge, cached_tokens: int | None, ttft_s: float) -> None:
+        self.predicted_ttft_s += charge.predicted_ttft_s
+        self.actual_ttft_s += ttft_s
+        if cached_tokens is not None:
+            self.num_compared += 1
+            self.compared_prompt_tokens += charge.num_tokens
+            self.predicted_cached_tokens += charge.predicted_cached_tokens
+            self.actual_cached_tokens += cached_tokens
+            self.error_tokens += abs(cached_tokens - charge.predicted_cached_tokens)
+
+    def note_end(self, charge: Charge, ok: bool) -> None:
+        if ok:
+            self.num_ok += 1
+        else:
+            self.num_failed += 1

@@ -1,0 +1,65 @@
+"""Which replica is best: scores over the whole fleet at once, lower is better.
+
+Pure functions of columns (one value per replica); they know neither names nor time nor requests. The default,
+`predicted-ttft`, is the seconds until a new request's first token: work queued there that is not cached, plus the
+part of its own prompt that is not cached there, over the replica's learned speed, plus what its answers under way
+cost. Everything is in one unit, so a long match cannot outweigh a long queue, nor the other way round.
+"""
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+PolicyName = Literal["predicted-ttft", "prefix", "least-loaded", "round-robin"]
+POLICIES: tuple[PolicyName, ...] = ("predicted-ttft", "prefix", "least-loaded", "round-robin")
+Column = npt.NDArray[np.float64]
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: PolicyName = "predicted-ttft"
+    decode_s: float = 0.004  # an answer under way delays a first token by this much
+    first_tokens_per_s: float = 5_000.0  # prefill speed of a replica of which nothing is known
+    affinity_s: float = 0.05  # a session stays where it was unless another replica is better by more
+    host_credit: float = 0.8  # what a token cached in host memory saves, of one on the device
+    disk_credit: float = 0.5
+    hope_s: float = 5.0  # a prediction counts for at most so long
+    stall_s: float = 5.0  # a replica whose events are silent for longer is guessed at
+    max_sessions: int = 50_000
+    max_facts: int = 2**22  # entries of the index, 36 bytes each when in use
+
+    def check(self) -> "PolicyConfig":
+        if self.name not in POLICIES:
+            raise ValueError(f"policy: {self.name!r} is not one of {', '.join(POLICIES)}")
+        for field in ("first_tokens_per_s", "hope_s", "stall_s", "max_sessions", "max_facts"):
+            if not getattr(self, field) > 0:
+                raise ValueError(f"{field}: {getattr(self, field)} is not above 0")
+        for field in ("decode_s", "affinity_s"):
+            if not getattr(self, field) >= 0:
+                raise ValueError(f"{field}: {getattr(self, field)} is below 0")
+        for field in ("host_credit", "disk_credit"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"{field}: {getattr(self, field)} is outside 0 … 1")
+        return self
+
+
+def predicted_ttft(
+    queued: Column, own: Column, speed: Column, active: Column, overflow: Column, decode_s: float
+) -> Column:
+    """Seconds. `overflow`: tokens that do not fit beside what the replica holds, so that somebody must end first."""
+    return (queued + own + overflow) / speed + decode_s * active
+
+
+def prefix(cached: Column, active: Column) -> Column:
+    """The longest match; equal ones by the fewest requests."""
+    return active / (active.sum() + 1.0) - cached
+
+
+def best(scores: Column, tolerance: float, rng: np.random.Generator) -> int:
+    """The row of the lowest score, by lot among equals; -1 where none is finite."""
+    lowest = scores.min(initial=np.inf)
+    if not np.isfinite(lowest):
+        return -1
+    ties = np.flatnonzero(scores <= lowest + tolerance)
+    return int(ties[0]) if len(ties) == 1 else int(ties[rng.integers(len(ties))])
