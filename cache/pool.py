@@ -27,6 +27,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}  # key → the one block that carries it
+        self.changes: dict[bytes, bool] | None = None  # while somebody listens: key → whether it is cached now
         # All blocks start free, in order, so that a fresh pool hands out 1, 2, 3 …
         self._next = [*range(1, num_blocks), 0]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
@@ -73,6 +74,8 @@ class BlockPool:
             if key is not None:
                 self._keys[block] = None
                 del self._index[key]
+                if self.changes is not None:
+                    self.changes[key] = False
             self._refs[block] = 1
             blocks.append(block)
         return blocks
@@ -102,6 +105,8 @@ class BlockPool:
         known = self._index.setdefault(key, block)
         if known == block:
             assert self._keys[block] in (None, key), block
+            if self.changes is not None and self._keys[block] is None:
+                self.changes[key] = True
             self._keys[block] = key
         else:
             self.hold((known,))
@@ -111,10 +116,15 @@ class BlockPool:
         """Drop all cached content; refused (False) while any block is held."""
         if self.num_free != self.num_usable:
             return False
+        if self.changes is not None:
+            self.changes.update(dict.fromkeys(self._index, False))
         for block in self._index.values():
             self._keys[block] = None
         self._index.clear()
         return True
+
+    def cached_keys(self) -> list[bytes]:
+        return list(self._index)
 
     def check(self) -> None:
         """Assert every invariant; O(num_blocks)."""

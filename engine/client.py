@@ -24,6 +24,7 @@ from penstock.engine.core_process import HEARTBEAT_S
 from penstock.engine.front import Pooling, check_length, check_room, submissions, token_bytes
 from penstock.engine.messages import (
     Abort,
+    CacheNews,
     Dead,
     FromCore,
     Heartbeat,
@@ -34,6 +35,7 @@ from penstock.engine.messages import (
     Shutdown,
     Stats,
     ToCore,
+    WatchCache,
 )
 from penstock.engine.output import Choice, RequestMetrics, TextStream, Update, joined
 from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
@@ -153,6 +155,7 @@ class AsyncEngine:
         self._process: asyncio.subprocess.Process | None = None
         self._directory: Path | None = None
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
+        self.on_cache_news: Callable[[CacheNews], None] | None = None  # after `watch_cache`
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -284,6 +287,11 @@ class AsyncEngine:
         if still_open and self._death is None:
             self._send(Abort(still_open))
 
+    def watch_cache(self, is_on: bool) -> None:
+        """Have the core tell `on_cache_news` what is cached, all at once and then the changes; or no more."""
+        if self._death is None:
+            self._send(WatchCache(is_on))
+
     @property
     def num_open(self) -> int:
         """Sequences under way."""
@@ -319,6 +327,9 @@ class AsyncEngine:
                 self._deliver(output)
             if self.on_step is not None:
                 self.on_step(message)
+        elif isinstance(message, CacheNews):
+            if self.on_cache_news is not None:
+                self.on_cache_news(message)
         elif isinstance(message, Heartbeat):
             if message.overdue_s > 0 and not (self._heartbeat and self._heartbeat.overdue_s):
                 self._dump_stacks()

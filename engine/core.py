@@ -8,8 +8,9 @@ import gc
 import time
 from collections.abc import Callable
 
+from penstock.engine.cache_log import CacheLog
 from penstock.engine.config import EngineConfig
-from penstock.engine.messages import Output, Stats, Submit
+from penstock.engine.messages import CacheNews, Output, Stats, Submit
 from penstock.engine.scheduler import Scheduler
 from penstock.executor.protocol import Executor, ModelInfo
 
@@ -25,6 +26,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
+        self.cache_log = CacheLog({"device": self.scheduler.pool})
         self._clock = clock
         self.last_step_tokens = 0
         # What a heartbeat of another thread reads; each is one assignment.
@@ -62,6 +64,10 @@ class EngineCore:
         self.num_collected += 1
         self.step_started_s = self._clock() if scheduler.num_under_way > 1 else None
         return scheduler.apply(result)
+
+    def cache_news(self) -> list[CacheNews]:
+        """What has changed in the cache since the last call; nothing while nobody watches."""
+        return self.cache_log.news()
 
     def stats(self) -> Stats:
         return self.scheduler.stats()

@@ -33,6 +33,7 @@ from penstock.engine.messages import (
     Shutdown,
     Submit,
     ToCore,
+    WatchCache,
 )
 from penstock.executor.protocol import ExecutorError, open_executor
 
@@ -118,11 +119,15 @@ def _serve(core: EngineCore, link: Link) -> None:
             elif isinstance(message, Abort):
                 for request_id in message.request_ids:
                     _keep(outputs, core.abort(request_id))
+            elif isinstance(message, WatchCache):
+                core.cache_log.watch(message.is_on)
             elif isinstance(message, Shutdown):
                 return
         if core.has_work():
             outputs += core.step()
         link.send(Outputs(outputs, core.stats(), core.last_step_tokens))
+        for news in core.cache_news():
+            link.send(news)
 
 
 def _keep(outputs: list[Output], output: Output | None) -> None:

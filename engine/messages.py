@@ -31,11 +31,17 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     request_ids: list[str]
 
 
+class WatchCache(msgspec.Struct, frozen=True, tag="watch", array_like=True):
+    """From now on, say what is cached: all of it at once, then every change. Or stop saying it."""
+
+    is_on: bool
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     """Stop at once. A drain is the front's: it stops submitting and waits."""
 
 
-ToCore = Submit | Abort | Shutdown
+ToCore = Submit | Abort | WatchCache | Shutdown
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -77,6 +83,15 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     step_tokens: int = 0  # positions computed by the step these come from
 
 
+class CacheNews(msgspec.Struct, frozen=True, tag="cache", array_like=True):
+    """What a tier has cached since the last news: the first 8 bytes of keys, run together. No key is in both."""
+
+    tier: str
+    stored: bytes
+    removed: bytes
+    is_snapshot: bool = False  # `stored` is all there is
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
     """A line about a stage of the start."""
 
@@ -101,4 +116,4 @@ class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
     error: str
 
 
-FromCore = Outputs | Progress | Ready | Heartbeat | Dead
+FromCore = Outputs | CacheNews | Progress | Ready | Heartbeat | Dead

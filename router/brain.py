@@ -23,24 +23,28 @@ from penstock.router.load import Charge, Fleet, Ledger, ReplicaLoad
 from penstock.router.policy import Column, PolicyConfig
 
 TIE_S = 1e-6
+UNKNOWN_BLOCKS = 2**14  # of a replica that does not say: little enough that the guess forgets in time
 NO_CACHE: frozenset[str] = frozenset()
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replica says of itself; `prefill_tokens_per_s` is a hint for the time before anything is learned."""
+    """What a replica says of itself. One that says nothing has keys of the router's own making, which serve to guess.
 
-    fingerprint: bytes
-    block_size: int
-    num_blocks: int
+    `num_blocks` 0: unknown. `prefill_tokens_per_s`: a hint for the time before anything is learned.
+    """
+
+    fingerprint: bytes = b""
+    block_size: int = 16
+    num_blocks: int = 0
     max_num_batched_tokens: int = 8192
     prefill_tokens_per_s: float | None = None
     hash: HashName = "sha256"
 
     def check(self) -> "ReplicaInfo":
         KeySpace(self.hash, self.fingerprint, self.block_size).check()
-        for field in ("num_blocks", "max_num_batched_tokens"):
-            if not 1 <= getattr(self, field) <= 2**31:
-                raise ValueError(f"{field}: {getattr(self, field)} is outside 1 … 2^31")
+        for field, least in (("num_blocks", 0), ("max_num_batched_tokens", 1)):
+            if not least <= getattr(self, field) <= 2**31:
+                raise ValueError(f"{field}: {getattr(self, field)} is outside {least} … 2^31")
         if self.prefill_tokens_per_s is not None and not self.prefill_tokens_per_s > 0:
             raise ValueError(f"prefill_tokens_per_s: {self.prefill_tokens_per_s} is not above 0")
         return self
@@ -90,8 +94,9 @@ class Brain:
         space = KeySpace(info.hash, info.fingerprint, info.block_size)
         if space not in self._spaces:
             self._spaces = (*self._spaces, space)
-        row = self.fleet.add(info.num_blocks * info.block_size, info.prefill_tokens_per_s or self._usual_speed())
-        cache = self.knowledge.add(row, space, info.num_blocks)
+        capacity = info.num_blocks * info.block_size or np.inf
+        row = self.fleet.add(capacity, info.prefill_tokens_per_s or self._usual_speed())
+        cache = self.knowledge.add(row, space, info.num_blocks or UNKNOWN_BLOCKS)
         replica = Replica(name, info, ReplicaLoad(self.fleet, row), cache)
         self._replicas[name] = self._rows[row] = replica
         self._count_spaces()
@@ -249,7 +254,7 @@ class Brain:
             "active_requests": int(self.fleet.active[row]),
             "queued_tokens": round(backlog),
             "held_tokens": int(self.fleet.held[row]),
-            "capacity_tokens": int(self.fleet.capacity[row]),
+            "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
             "prefill_tokens_per_s": round(float(self.fleet.speed[row]), 1),
             "cached_blocks": self.knowledge.num_held(cache),
             "knowledge": "approximate" if cache.is_guess else "events",

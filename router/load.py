@@ -32,7 +32,7 @@ class Fleet:
         self._columns = np.zeros((len(self.FIELDS), 8))
         self._name_columns()
 
-    def add(self, capacity: int, speed: float) -> int:
+    def add(self, capacity: float, speed: float) -> int:
         if self._free:
             row = self._free.pop()
         else:

@@ -30,6 +30,7 @@ from penstock.engine.server.completions import completions
 from penstock.engine.server.config import ServerConfig
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, Handler
+from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 from penstock.engine.server.tokens import detokenize, tokenize
 from penstock.engine.text.template import ChatTemplate
@@ -115,7 +116,13 @@ def _routes(service: Service) -> list[Route]:
     def model(name: str) -> reply.Model:
         info = service.info
         return reply.Model(
-            name, started, info.max_model_len, service.model_name, info.block_size, info.fingerprint.hex()
+            name,
+            started,
+            info.max_model_len,
+            service.model_name,
+            info.block_size,
+            info.fingerprint.hex(),
+            info.num_blocks - 1,  # block 0 holds nothing
         )
 
     async def models(request: Request) -> Response:
@@ -150,14 +157,15 @@ def _routes(service: Service) -> list[Route]:
         "/v1/models": models,
         "/v1/models/{model:path}": one_model,
     }
-    document = pages.openapi(POSTS, [*gets, "/openapi.json", "/docs"], ErrorReply)
+    document = pages.openapi(POSTS, [*gets, "/kv_events", "/openapi.json", "/docs"], ErrorReply)
     encoded = msgspec.json.encode(document)
 
     async def openapi(request: Request) -> Response:
         return Response(encoded, media_type="application/json")
 
     gets |= {"/openapi.json": openapi, "/docs": _page(pages.docs(document))}
-    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()] + [
+    gets_by_path: dict[str, Callable] = {**gets, "/kv_events": KvEvents(service)}
+    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets_by_path.items()] + [
         Route(post.path, Endpoint(service, post.handler), methods=["POST"]) for post in POSTS
     ]
 

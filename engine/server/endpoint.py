@@ -36,7 +36,7 @@ class Endpoint:
         try:
             _check_content_type(scope)
             body = await read_body(scope, receive, service.config.max_body_bytes)
-            await _unless_gone(receive, self._answer(call, body, send))
+            await unless_gone(receive, self._answer(call, body, send))
         except ClientGone:
             call.is_gone = True  # nobody to answer, and perhaps half an answer is out: the log is told, no one else
         finally:
@@ -71,7 +71,7 @@ async def _send_events(send: Send, events: AsyncGenerator[bytes, None]) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run `work`; cancel it when the client disconnects."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_disconnected(receive))

@@ -160,6 +160,7 @@ class Model(msgspec.Struct):
     root: str  # the first of the served names
     block_size: int  # with `fingerprint`: what a router needs to compute the keys of cached blocks
     fingerprint: str
+    num_blocks: int
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 

@@ -13,7 +13,7 @@ from tokenizers.models import BPE
 
 from penstock.engine.client import EngineDead, Generation, Health, QueueFull
 from penstock.engine.front import check_length, check_room, token_bytes
-from penstock.engine.messages import Output, Stats
+from penstock.engine.messages import CacheNews, Output, Stats
 from penstock.engine.output import Choice
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
@@ -62,6 +62,8 @@ class FakeEngine:
         self.info = info
         self.stats = Stats(num_blocks=info.num_blocks)
         self.on_step: Any = None
+        self.on_cache_news: Any = None
+        self.is_watched = False
         self.delay_s = delay_s
         self.max_open = max_open
         self.hold = False
@@ -109,6 +111,11 @@ class FakeEngine:
             name = f"{self._count}.{index}"
             self._open[name] = asyncio.ensure_future(self._run(name, generation, index, prompt_ids, params, options))
         return generation
+
+    def watch_cache(self, is_on: bool) -> None:
+        self.is_watched = is_on
+        if is_on:
+            self.on_cache_news(CacheNews("device", b"", b"", True))
 
     def abort(self, request_ids: Any) -> None:
         for name in list(request_ids):

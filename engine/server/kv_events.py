@@ -1,0 +1,149 @@
+"""`GET /kv_events`: what is cached here, and how that changes, to any number of listeners.
+
+The core is asked for news when the first listener comes, and told to stop when the last has left. In between the
+keys are mirrored here, so that a snapshot costs the core nothing. Each listener has a bounded backlog: who falls
+behind loses it and gets a new snapshot instead. engine/http/kv_stream.py has the frames.
+"""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from starlette.types import Receive, Scope, Send
+
+from penstock.engine.http.errors import ClientGone
+from penstock.engine.http.kv_stream import ALIVE_S, FRAME_KEYS, KEY_BYTES, Alive, Changes, Hello, Snapshot, pack
+from penstock.engine.messages import CacheNews
+from penstock.engine.server.endpoint import unless_gone
+from penstock.engine.server.service import Service
+
+MAX_BACKLOG_BYTES = 2**22  # more than a snapshot of half a million blocks: from there on a snapshot is cheaper
+_HEADERS = [(b"content-type", b"application/octet-stream"), (b"cache-control", b"no-store")]
+
+
+class KvEvents:
+    """The route, as an ASGI application; one per server."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._engine_id = secrets.token_hex(8)
+        self._seq = 0
+        self._mirror: dict[str, set[bytes]] | None = None  # tier → keys; None until the core's snapshot
+        self._listeners: set[_Listener] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        if scope["method"] != "HEAD":
+            try:
+                await unless_gone(receive, self._send_frames(send))
+            except ClientGone:
+                scope["penstock.call"].is_gone = True
+                return
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send_frames(self, send: Send) -> None:
+        async with aclosing(self.frames()) as frames:
+            async for frame in frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Packed frames for one listener, for as long as the server lives."""
+        listener = _Listener()
+        self._join(listener)
+        try:
+            info = self._service.info
+            yield pack(Hello(self._engine_id, "sha256", info.fingerprint, info.block_size, info.num_blocks - 1))
+            while not self._service.is_draining and self._service.engine.health().alive:
+                if listener.is_behind and self._mirror is not None:
+                    listener.is_behind = False
+                    for frame in self._snapshot(self._mirror):
+                        yield frame
+                while listener.backlog and not listener.is_behind:
+                    yield listener.take()
+                if not await listener.wait(ALIVE_S):
+                    yield pack(Alive(self._seq))
+        finally:
+            self._leave(listener)
+
+    def _join(self, listener: "_Listener") -> None:
+        self._listeners.add(listener)
+        if len(self._listeners) == 1:
+            self._service.engine.on_cache_news = self._take
+            self._service.engine.watch_cache(True)
+
+    def _leave(self, listener: "_Listener") -> None:
+        self._listeners.remove(listener)
+        if not self._listeners:
+            self._mirror = None
+            self._service.engine.watch_cache(False)
+
+    def _take(self, news: CacheNews) -> None:
+        if news.is_snapshot:
+            if self._mirror is None:
+                self._mirror = {}
+            self._mirror[news.tier] = set(_keys(news.stored))
+            for listener in self._listeners:
+                listener.fall_behind()
+        elif self._mirror is not None:  # else news from before the last listener left
+            keys = self._mirror.setdefault(news.tier, set())
+            keys.difference_update(_keys(news.removed))
+            keys.update(_keys(news.stored))
+            self._seq += 1
+            frame = pack(Changes(self._seq, news.tier, news.stored, news.removed))
+            for listener in self._listeners:
+                listener.put(frame)  # one that is too long for a frame is too long for a backlog
+
+    def _snapshot(self, mirror: dict[str, set[bytes]]) -> list[bytes]:
+        """All that is cached now, in parts; what changes while they are sent waits in the backlog."""
+        parts = []
+        for tier, keys in mirror.items():
+            run = b"".join(keys)
+            size = FRAME_KEYS * KEY_BYTES
+            parts += [(tier, run[start : start + size]) for start in range(0, len(run), size)]
+        parts = parts or [("device", b"")]
+        last = len(parts) - 1
+        return [pack(Snapshot(self._seq, tier, run, i == 0, i == last)) for i, (tier, run) in enumerate(parts)]
+
+
+class _Listener:
+    def __init__(self) -> None:
+        self.backlog: deque[bytes] = deque()
+        self.is_behind = True  # it needs a snapshot
+        self._num_bytes = 0
+        self._arrived = asyncio.Event()
+
+    def put(self, frame: bytes) -> None:
+        if self.is_behind:
+            return
+        self.backlog.append(frame)
+        self._num_bytes += len(frame)
+        if self._num_bytes > MAX_BACKLOG_BYTES:
+            self.fall_behind()
+        self._arrived.set()
+
+    def fall_behind(self) -> None:
+        self.backlog.clear()
+        self._num_bytes = 0
+        self.is_behind = True
+        self._arrived.set()
+
+    def take(self) -> bytes:
+        frame = self.backlog.popleft()
+        self._num_bytes -= len(frame)
+        return frame
+
+    async def wait(self, timeout_s: float) -> bool:
+        """False where nothing came in that time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._arrived.wait()
+        except TimeoutError:
+            return False
+        self._arrived.clear()
+        return True
+
+
+def _keys(run: bytes) -> list[bytes]:
+    return [run[start : start + KEY_BYTES] for start in range(0, len(run), KEY_BYTES)]

@@ -1,0 +1,206 @@
+"""The stream of cache events over HTTP: what a router hears, also when it is slow, late or one of many."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from penstock.cache.keys import block_keys, namespace_root
+from penstock.engine.client import AsyncEngine
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.http.kv_stream import Alive, Changes, Frame, FrameReader, Hello, Snapshot, StreamError, pack
+from penstock.engine.messages import CacheNews
+from penstock.engine.server import kv_events
+from penstock.engine.server.kv_events import KvEvents
+from penstock.executor.protocol import ExecutorConfig
+from tests.engine.server.fake import EOS, FakeEngine, byte_tokenizer
+from tests.engine.server.running import Running, running, until
+
+
+class Follower:
+    """A router's view of one replica, kept from its stream in a thread."""
+
+    def __init__(self, server: Running) -> None:
+        self.frames: list[Frame] = []
+        self.held: set[bytes] = set()
+        self._client = server.http
+        self._is_over = False
+
+    def run(self) -> None:
+        reader = FrameReader()
+        with self._client.stream("GET", "/kv_events", timeout=5) as response:
+            assert response.status_code == 200
+            for data in response.iter_raw():
+                for frame in reader.feed(data):
+                    self.take(frame)
+                if self._is_over:
+                    return
+
+    def take(self, frame: Frame) -> None:
+        if isinstance(frame, Snapshot):
+            self.held = (set() if frame.is_first else self.held) | keys(frame.keys)
+        elif isinstance(frame, Changes):
+            self.held = (self.held - keys(frame.removed)) | keys(frame.stored)
+        self.frames.append(frame)
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator["Follower"]:
+        thread = threading.Thread(target=self.run)
+        thread.start()
+        try:
+            until(lambda: any(isinstance(frame, Snapshot) and frame.is_last for frame in self.frames))
+            yield self
+        finally:
+            self._is_over = True  # seen with the next frame, at most a second later
+            thread.join(10)
+            assert not thread.is_alive()
+
+
+def keys(run: bytes) -> set[bytes]:
+    return {run[at : at + 8] for at in range(0, len(run), 8)}
+
+
+@pytest.fixture(scope="module")
+def server():
+    config = EngineConfig(
+        executor=ExecutorConfig(kind="oracle", max_model_len=4000, hf_overrides={"vocab_size": 256}),
+        scheduler=SchedulerConfig(),
+    )
+    with running(AsyncEngine(config, eos_ids=[EOS], text_stream=byte_tokenizer().stream)) as started:  # type: ignore[arg-type]
+        yield started
+
+
+def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(server):
+    info = server.engine.info
+    assert server.http.get("/v1/models").json()["data"][0]["num_blocks"] == info.num_blocks - 1
+
+    def expected(text: str) -> set[bytes]:
+        root = namespace_root(model=info.fingerprint)
+        return {key[:8] for key in block_keys(list(text.encode()), info.block_size, root=root)}
+
+    early, late = "said before " * 8, "said after " * 8
+    server.complete(early, max_tokens=1)
+    with Follower(server).following() as one, Follower(server).following() as two:
+        server.complete(late, max_tokens=1)
+        for follower in (one, two):
+            until(lambda follower=follower: expected(early) | expected(late) <= follower.held)
+            hello = follower.frames[0]
+            assert isinstance(hello, Hello) and hello.fingerprint == info.fingerprint
+            seqs = [frame.seq for frame in follower.frames if isinstance(frame, Changes)]
+            assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
+        until(lambda: any(isinstance(frame, Alive) for frame in one.frames))
+        assert one.held == two.held
+    with Follower(server).following() as again:
+        assert expected(early) | expected(late) <= again.held
+        assert again.frames[0] == hello
+
+
+def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(monkeypatch):
+    monkeypatch.setattr(kv_events, "MAX_BACKLOG_BYTES", 200)
+
+    async def run() -> list[Frame]:
+        engine = FakeEngine()
+        events = KvEvents(Stub(engine))  # type: ignore[arg-type]
+        frames = events.frames()
+        taken = [await anext(frames), await anext(frames)]
+        for number in range(20):
+            engine.on_cache_news(CacheNews("device", number.to_bytes(8, "little") * 2, b""))
+        taken.append(await anext(frames))
+        engine.on_cache_news(CacheNews("device", b"", (3).to_bytes(8, "little")))
+        taken.append(await anext(frames))
+        assert engine.is_watched
+        await frames.aclose()
+        assert not engine.is_watched
+        return [FrameReader().feed(data)[0] for data in taken]
+
+    hello, first, second, change = asyncio.run(run())
+    assert isinstance(hello, Hello) and first == Snapshot(0, "device", b"", True, True)
+    assert isinstance(second, Snapshot) and second.seq == 20 and second.is_first and second.is_last
+    assert keys(second.keys) == {number.to_bytes(8, "little") for number in range(20)}
+    assert change == Changes(21, "device", b"", (3).to_bytes(8, "little"))
+
+
+class Stub:
+    """As much of a service as the stream looks at."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.info = engine.info
+        self.is_draining = False
+
+
+def test_a_large_snapshot_comes_in_parts(monkeypatch):
+    monkeypatch.setattr(kv_events, "FRAME_KEYS", 4)
+
+    async def run() -> list[Frame]:
+        engine = FakeEngine()
+        events = KvEvents(Stub(engine))  # type: ignore[arg-type]
+        first = events.frames()
+        await anext(first), await anext(first)
+        for tier in ("device", "host"):
+            engine.on_cache_news(CacheNews(tier, b"".join(n.to_bytes(8, "big") for n in range(10)), b""))
+        second = events.frames()
+        await anext(second)
+        parts = [FrameReader().feed(await anext(second))[0] for _ in range(6)]
+        await first.aclose(), await second.aclose()
+        return parts
+
+    parts = asyncio.run(run())
+    assert [len(part.keys) // 8 for part in parts] == [4, 4, 2, 4, 4, 2]
+    assert [part.tier for part in parts] == ["device"] * 3 + ["host"] * 3
+    assert [part.is_first for part in parts] == [True] + [False] * 5
+    assert [part.is_last for part in parts] == [False] * 5 + [True]
+    assert {part.seq for part in parts} == {2}
+
+
+def test_the_stream_ends_when_the_server_drains():
+    async def run() -> None:
+        stub = Stub(FakeEngine())
+        frames = KvEvents(stub).frames()  # type: ignore[arg-type]
+        await anext(frames)
+        stub.is_draining = True
+        assert [frame async for frame in frames] == []
+
+    asyncio.run(run())
+
+
+def test_a_head_request_gets_the_head_alone(server):
+    assert server.http.head("/kv_events").status_code == 200
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_frames_survive_any_cut_of_the_bytes(size):
+    sent: list[Frame] = [Hello("e", "sha256", b"f", 16, 10), Snapshot(3, "device", b"8" * 16, True, True), Alive(3)]
+    sent.append(Changes(4, "host", b"a" * 8, b"b" * 8, True))
+    data = b"".join(pack(frame) for frame in sent)
+    reader = FrameReader()
+    got = [frame for at in range(0, len(data), size) for frame in reader.feed(data[at : at + size])]
+    assert got == sent
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"\xff\xff\xff\xff", "4194304"),
+        (b"\x01\x00\x00\x00\xc1", "frame"),
+        (pack(Snapshot(0, "device", b"seven..", True, True)), "7 bytes are not a whole number"),
+    ],
+)
+def test_what_is_no_frame_is_an_error_that_says_so(data, message):
+    with pytest.raises(StreamError, match=message):
+        FrameReader().feed(data)
+
+
+def test_a_listener_that_leaves_without_a_word_is_forgotten(server):
+    with httpx.Client(base_url=server.url, timeout=5) as client, client.stream("GET", "/kv_events"):
+        pass
+    server.complete("anything else", max_tokens=1)
+    events = next(route.app for route in _routes(server) if getattr(route, "path", "") == "/kv_events")
+    until(lambda: not events._listeners)
+
+
+def _routes(server: Running):
+    return server.app._inner.app.router.routes
