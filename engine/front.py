@@ -62,6 +62,8 @@ def submissions(
     skip_prefix_cache: bool = False,
 ) -> list[Submit]:
     """One message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache."""
+    if params.structured_outputs is not None:
+        raise InvalidRequest("structured_outputs", "the engine cannot constrain its output yet")
     room = info.max_model_len - len(prompt) // 4
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return [

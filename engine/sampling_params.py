@@ -7,6 +7,7 @@ Every limit lives here, so the server, the offline API and the router answer the
 import math
 import secrets
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -18,6 +19,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024  # characters; the detokenizer holds this much text back
 MAX_LISTED_IDS = 4096  # per list of token ids or biases; each becomes work in every step
 MAX_LOGIT_BIAS = 100.0
+MAX_GRAMMAR_CHARS = 256 * 1024  # of a schema, expression or grammar
+MAX_GRAMMAR_DEPTH = 64  # objects and lists within each other in a schema
+MAX_CHOICES = 1024
 MAX_COUNT = 2**31 - 1  # of anything counted in tokens: the executor holds it in 32 bits
 
 
@@ -27,6 +31,47 @@ class InvalidRequest(ValueError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the answer must look like, in exactly one of these forms. The names are those of vLLM."""
+
+    json: str | dict[str, Any] | bool | None = None  # a JSON schema, as text or as an object
+    json_object: bool | None = None  # any JSON object
+    regex: str | None = None  # the whole answer matches; Rust's syntax, without look-around and back-references
+    choice: list[str] | None = None  # one of these texts
+    grammar: str | None = None  # Lark, as llguidance has it
+    structural_tag: str | dict[str, Any] | None = None  # free text with constrained pieces between tags
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set. `json_object=False` asks for nothing, like a field left out."""
+        (name,) = self._given()
+        return name
+
+    def check(self, field: str = "structured_outputs") -> None:
+        """Raise InvalidRequest unless exactly one form is given and its size is bearable.
+
+        Whether it can be compiled is found out by the engine (engine/grammar), which takes longer.
+        """
+        given = self._given()
+        if len(given) != 1:
+            raise InvalidRequest(
+                field,
+                f"{', '.join(given) or 'nothing'} given; exactly one of {', '.join(self.__struct_fields__)} is expected",
+            )
+        field = f"{field}.{given[0]}"
+        value = getattr(self, given[0])
+        if given == ["choice"]:
+            _choices(field, value)
+        elif isinstance(value, str):
+            _grammar_size(field, len(value))
+        elif isinstance(value, dict):
+            _depth(field, value)
+
+    def _given(self) -> list[str]:
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return [n for n, value in values.items() if value is not None and not (n == "json_object" and value is False)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -94,6 +140,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(self, field) is not None:
                 _integer(field, getattr(self, field), 0, max_logprobs)
+        if self.structured_outputs is not None:
+            self.structured_outputs.check()
 
     def sampling(self, eos_ids: Iterable[int], index: int = 0) -> Sampling:
         """The executor's view, for choice `index` of `n`. An absent seed is drawn here, once."""
@@ -140,6 +188,34 @@ def _token_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
         raise InvalidRequest(field, f"{len(ids)} entries; at most {MAX_LISTED_IDS} are allowed")
     for token in ids:
         _integer(field, token, 0, vocab_size - 1)
+
+
+def _choices(field: str, choices: list[str]) -> None:
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise InvalidRequest(field, f"{len(choices)} texts; 1 to {MAX_CHOICES} are allowed")
+    if not all(isinstance(choice, str) and choice for choice in choices):
+        raise InvalidRequest(field, "every choice must be a text of at least one character")
+    _grammar_size(field, sum(map(len, choices)))
+
+
+def _grammar_size(field: str, num_chars: int) -> None:
+    if not 1 <= num_chars <= MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(field, f"{num_chars} characters; 1 to {MAX_GRAMMAR_CHARS} are allowed")
+
+
+def _depth(field: str, schema: dict[str, Any]) -> None:
+    """Level by level, so that no depth can exhaust the stack."""
+    level: list[Any] = [schema]
+    depth = 0
+    while level := [
+        value
+        for item in level
+        for value in (item.values() if isinstance(item, dict) else item)
+        if isinstance(value, (dict, list))
+    ]:
+        depth += 1
+        if depth >= MAX_GRAMMAR_DEPTH:
+            raise InvalidRequest(field, f"nested more than {MAX_GRAMMAR_DEPTH} deep, which is the limit")
 
 
 def _short(value: object) -> str:

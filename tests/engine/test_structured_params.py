@@ -1,0 +1,70 @@
+"""What SamplingParams says about structured outputs before anything is compiled."""
+
+import json
+
+import msgspec
+import pytest
+
+from penstock.engine.sampling_params import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_CHARS,
+    MAX_GRAMMAR_DEPTH,
+    InvalidRequest,
+    SamplingParams,
+    StructuredOutputs,
+)
+
+
+def nested(depth: int) -> dict:
+    schema: dict = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": {"type": "object"}},
+        {"json": '{"type": "object"}'},
+        {"json": True},
+        {"json": False},
+        {"json_object": True},
+        {"json_object": False, "regex": "a+"},
+        {"choice": ["yes", "no"]},
+        {"grammar": 'start: "a"'},
+        {"structural_tag": {"structures": [], "triggers": []}},
+        {"json": nested(MAX_GRAMMAR_DEPTH)},
+    ],
+)
+def test_one_form_is_accepted_and_survives_the_wire(fields: dict) -> None:
+    wanted = StructuredOutputs(**fields)
+    SamplingParams(structured_outputs=wanted).check(100)
+    assert msgspec.json.decode(msgspec.json.encode(wanted), type=StructuredOutputs) == wanted
+    assert wanted.kind == list(fields)[-1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({}, "structured_outputs", "nothing given; exactly one of json, json_object"),
+        ({"json_object": False}, "structured_outputs", "nothing given"),
+        ({"json": {}, "regex": "a"}, "structured_outputs", "json, regex given"),
+        ({"regex": ""}, "structured_outputs.regex", "0 characters"),
+        ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "structured_outputs.regex", f"1 to {MAX_GRAMMAR_CHARS} are allowed"),
+        ({"choice": []}, "structured_outputs.choice", f"0 texts; 1 to {MAX_CHOICES}"),
+        ({"choice": ["a"] * (MAX_CHOICES + 1)}, "structured_outputs.choice", f"{MAX_CHOICES + 1} texts"),
+        ({"choice": ["a", ""]}, "structured_outputs.choice", "at least one character"),
+        ({"json": nested(MAX_GRAMMAR_DEPTH + 1)}, "structured_outputs.json", f"more than {MAX_GRAMMAR_DEPTH} deep"),
+        ({"json": nested(100_000)}, "structured_outputs.json", "deep"),
+    ],
+)
+def test_any_other_is_refused_with_the_field_and_the_limit(fields: dict, field: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        SamplingParams(structured_outputs=StructuredOutputs(**fields)).check(100)
+    assert caught.value.field == field
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError, match="whitespace"):
+        msgspec.json.decode(json.dumps({"regex": "a", "whitespace": 1}), type=StructuredOutputs)
