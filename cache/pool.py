@@ -51,6 +51,10 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def find(self, key: bytes) -> int:
+        """The block that carries this content; 0 when there is none."""
+        return self._index.get(key, 0)
+
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of these are free at the moment: holding them takes that many from the free ones."""
         refs = self._refs

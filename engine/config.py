@@ -1,5 +1,6 @@
 """What the user said, split by who needs it. Frozen; unknown names are errors; nothing here looks at hardware."""
 
+import re
 from typing import Any
 
 import msgspec
@@ -41,6 +42,8 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         value = given.get(name, low)
         if not isinstance(value, int) or value < low:
             raise ConfigError(f"{name}: {value!r} given; an integer of at least {low} is expected")
+    if "kv_host_bytes" in given:
+        given["kv_host_bytes"] = _size("kv_host_bytes", given["kv_host_bytes"])
     if given.get("max_num_seqs", 256) > given.get("max_num_batched_tokens", 2048):
         raise ConfigError(
             f"max_num_batched_tokens: {given.get('max_num_batched_tokens', 2048)} is less than max_num_seqs "
@@ -62,3 +65,26 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         )
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
+
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {f"{unit}i": 1024 ** (index + 1) for index, unit in enumerate("kmgt")}
+
+
+def size_bytes(text: str) -> int:
+    """`8GiB`, `500MB`, `1.5g` or a plain number of bytes; ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1073741824")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _size(name: str, value: int | str) -> int:
+    """A number of bytes, or a text that says it."""
+    try:
+        size = size_bytes(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from None
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"{name}: {value!r} given; a size of at least one byte is expected, like '8GiB'")
+    return size

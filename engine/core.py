@@ -19,6 +19,10 @@ from penstock.executor.protocol import Executor, ModelInfo
 STEP_DEADLINE_S = 60.0
 STEP_DEADLINE_PER_TOKEN_S = 0.5
 
+# Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
+POLL_S = 0.0005
+SETTLE_S = 10.0
+
 
 class EngineCore:
     """Every submitted request ends in exactly one output with a finish reason, from `submit`, `abort` or `step`."""
@@ -63,7 +67,10 @@ class EngineCore:
         result = self.executor.collect()
         self.num_collected += 1
         self.step_started_s = self._clock() if scheduler.num_under_way > 1 else None
-        return scheduler.apply(result)
+        outputs = scheduler.apply(result)
+        if not result.tokens and result.transfers is not None and not result.transfers.completions:
+            time.sleep(POLL_S)
+        return outputs
 
     def cache_news(self) -> list[CacheNews]:
         """What has changed in the cache since the last call; nothing while nobody watches."""
@@ -72,7 +79,24 @@ class EngineCore:
     def stats(self) -> Stats:
         return self.scheduler.stats()
 
+    @property
+    def is_settled(self) -> bool:
+        """No block is on its way between the tiers; an idle core that is not goes on stepping."""
+        return self.scheduler.tiers is None or self.scheduler.tiers.is_idle
+
+    def settle(self, timeout_s: float = SETTLE_S) -> None:
+        """Without requests: let what was computed last reach the tiers."""
+        ends_s = time.monotonic() + timeout_s
+        while not self.has_work() and not self.is_settled and time.monotonic() < ends_s:
+            self.step()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content, in all tiers; refused while requests run or a store does not settle."""
+        self.settle()
+        return self.scheduler.reset_prefix_cache()
+
     def close(self) -> None:
+        self.settle()
         self.executor.close()
 
     def _expect(self, num_tokens: int) -> None:

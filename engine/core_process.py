@@ -38,6 +38,7 @@ from penstock.engine.messages import (
 from penstock.executor.protocol import ExecutorError, open_executor
 
 HEARTBEAT_S = 1.0
+TRANSFER_POLL_S = 0.005  # an idle core whose blocks are on their way to the tiers goes on with them this often
 IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once
 
 
@@ -106,7 +107,13 @@ def _serve(core: EngineCore, link: Link) -> None:
     checked = False
     while True:
         working = core.has_work()
-        messages = link.receive(0.0 if working else None if checked else IDLE_CHECK_S)
+        patience_s = None if checked else IDLE_CHECK_S
+        if not core.is_settled:
+            patience_s = TRANSFER_POLL_S
+        messages = link.receive(0.0 if working else patience_s)
+        if not working and not messages and not core.is_settled:
+            core.step()
+            continue
         if not working and not messages:
             core.scheduler.check()
             checked = True

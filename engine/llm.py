@@ -87,10 +87,12 @@ class LLM:
 
     def get_metrics(self) -> dict[str, float]:
         """Gauges and counters of the engine core by name."""
-        return msgspec.structs.asdict(self._running().stats())
+        stats = msgspec.structs.asdict(self._running().stats())
+        tiers = stats.pop("tiers")
+        return stats | {f"kv_{tier}_{name}": value for tier in tiers for name, value in tiers[tier].items()}
 
     def reset_prefix_cache(self) -> bool:
-        return self._running().scheduler.reset_prefix_cache()
+        return self._running().reset_prefix_cache()
 
     def shutdown(self) -> None:
         """Free the model and its memory; the object cannot be used afterwards."""

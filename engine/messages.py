@@ -75,6 +75,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     step_s: float = 0.0  # total time of all steps
+    tiers: dict[str, dict[str, float]] = {}  # "host", "disk", …: gauges and counters of each
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):

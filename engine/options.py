@@ -4,22 +4,19 @@ The names are those that users of vLLM know. A flag left out is None and means t
 """
 
 import argparse
-import re
 from typing import Any, get_args
 
+from penstock.engine import config
 from penstock.engine.config import SchedulerConfig
 from penstock.executor.protocol import Device, DType, ExecutorConfig, LoadFormat
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_UNITS |= {f"{unit}i": 1024 ** (index + 1) for index, unit in enumerate("kmgt")}
-
 
 def size_bytes(text: str) -> int:
-    """`8GiB`, `500MB`, `1.5g` or a plain number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1073741824")
-    return int(float(match[1]) * _UNITS[match[2]])
+    """A size on the command line, as `config.size_bytes` reads it."""
+    try:
+        return config.size_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +41,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=size_bytes,
         metavar="SIZE",
         help="memory for the KV cache, like 8GiB",
+    )
+    add(
+        "--kv-host-bytes",
+        type=size_bytes,
+        metavar="SIZE",
+        help="memory of the host for KV blocks that the cache has no room for (default: none)",
     )
     add(
         "--gpu-memory-utilization",

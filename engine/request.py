@@ -18,7 +18,9 @@ class Request:
         "blocks",
         "finished",
         "first_scheduled_s",
+        "is_restoring",
         "keys",
+        "looked",
         "max_tokens",
         "num_cached",
         "num_pending",
@@ -85,6 +87,9 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.started_output = False
         self.finished = False
+        # Kept by engine/tiering.py:
+        self.looked = False  # since it joined the queue, the tiers were asked for its blocks
+        self.is_restoring = False  # it runs, but blocks of its prefix have yet to be copied to the device
 
     @property
     def num_ready(self) -> int:

@@ -16,8 +16,11 @@ from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.engine.request import Request
+from penstock.engine.tiering import Tiering
 from penstock.engine.waiting import WaitingQueue
-from penstock.executor.protocol import Admission, ModelInfo, Row, Step, StepResult
+from penstock.executor.protocol import Admission, ModelInfo, Row, Step, StepResult, Transfers
+
+LOOK_AHEAD = 8  # so many requests at the head of the queue have their blocks read from the tiers
 
 
 class Plan(NamedTuple):
@@ -26,6 +29,7 @@ class Plan(NamedTuple):
     step_id: int
     requests: list[Request]
     rows: list[Row]
+    transfers: Transfers | None
 
 
 class Scheduler:
@@ -38,6 +42,8 @@ class Scheduler:
         self.pool = BlockPool(info.num_blocks)
         self.running: dict[Request, None] = {}  # in order of admission
         self.waiting = WaitingQueue(config.patience_s)
+        saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
+        self.tiers = Tiering(info, self.pool, saves_per_step) if info.host_slots else None
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._under_way: deque[Plan] = deque()
@@ -109,6 +115,8 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         planned: dict[Request, Row] = {}
         preempted = False
+        if self.tiers is not None:
+            self._turn_to_tiers(self.tiers)
         for request in list(self.running):
             if budget == 0:
                 break
@@ -116,7 +124,7 @@ class Scheduler:
                 continue
             ready = request.num_ready
             count = min(ready - request.num_scheduled, budget)
-            if count == 0 or not self._wants_more(request):
+            if count == 0 or request.is_restoring or not self._wants_more(request):
                 continue
             end = request.num_scheduled + count
             missing = -(-end // self.block_size) - len(request.blocks)
@@ -139,12 +147,28 @@ class Scheduler:
         admissions = [] if preempted else self._admit(budget, planned)
         # Not before: an admission of this very step must not be handed a block that a row of it writes.
         self._drop_replaced()
-        if not planned:
+        transfers = None if self.tiers is None else self.tiers.end_step()
+        if not planned and not admissions and transfers is None and not self._must_ask():
             return None
         self._num_steps += 1
-        step = Step(self._num_steps, admissions, list(planned.values()))
-        self._under_way.append(Plan(step.step_id, list(planned), step.rows))
+        step = Step(self._num_steps, admissions, list(planned.values()), transfers)
+        self._under_way.append(Plan(step.step_id, list(planned), step.rows, transfers))
         return step
+
+    def _turn_to_tiers(self, tiers: Tiering) -> None:
+        """Whoever has waited for the tiers comes back; those next in the queue go and wait where it is worth it."""
+        now = self._clock()
+        tiers.begin_step(len(self.running), now)
+        for request in tiers.resume(now):
+            self.waiting.add(request)
+        if self.waiting and tiers.index.stores:
+            for request in self.waiting.front(LOOK_AHEAD):
+                if not request.looked and not tiers.is_full() and tiers.look(request, now):
+                    self.waiting.remove(request)
+
+    def _must_ask(self) -> bool:
+        """Transfers end without a word unless a step asks; one that is under way will."""
+        return self.tiers is not None and not self._under_way and not self.tiers.is_idle
 
     def _admit(self, budget: int, planned: dict[Request, Row]) -> list[Admission]:
         admissions: list[Admission] = []
@@ -154,7 +178,13 @@ class Scheduler:
             # A preempted request whose last tokens are still being computed comes back when they are known.
             if request is None or request.num_pending > 0:
                 break
-            if not self._claim_blocks(request):
+            if self.tiers is not None and not request.looked:
+                if self.tiers.is_full():
+                    break
+                if self.tiers.look(request, now):
+                    self.waiting.remove(request)
+                    continue
+            if not self._claim_blocks(request, is_busy=bool(planned)):
                 break
             self.waiting.remove(request)
             self.running[request] = None
@@ -174,6 +204,8 @@ class Scheduler:
                     adapter=request.adapter,
                 )
             )
+            if request.is_restoring:  # its first row comes in a later step than the last block it reads
+                continue
             count = min(len(request.tokens) - request.num_scheduled, budget)
             end = request.num_scheduled + count
             planned[request] = self._row(request, count, sample=end == len(request.tokens))
@@ -181,31 +213,45 @@ class Scheduler:
             self._register(request)
         return admissions
 
-    def _claim_blocks(self, request: Request) -> bool:
+    def _claim_blocks(self, request: Request, is_busy: bool) -> bool:
         """Give a waiting request its cached prefix and blocks for all its tokens, or nothing.
 
         Nothing is admitted in part: a prompt that cannot fit would sit on blocks until it is preempted. A
         block per running request stays free, so that those do not have to preempt the newcomer at once.
         """
         num_tokens = len(request.tokens)
-        cached: list[int] = []
+        places: list[int] = []  # device blocks, and host slots as negatives
         if not request.skip_prefix_cache:
-            cached = self.pool.lookup(request.keys)
+            places = self.pool.lookup(request.keys) if self.tiers is None else self.tiers.places(request, is_busy)
+        cached = places if self.tiers is None else [place for place in places if place > 0]
         missing = -(-num_tokens // self.block_size) - len(cached)
         reserve = min(len(self.running), self.pool.num_usable // 8)
         if missing + self.pool.num_idle(cached) + reserve > self.pool.num_free:
             return False
         if not request.skip_prefix_cache and request.first_scheduled_s is None:
             self._prefix_queries += num_tokens
-            self._prefix_hits += len(cached) * self.block_size
+            self._prefix_hits += len(places) * self.block_size
         self.pool.hold(cached)
         request.blocks = cached + self.pool.allocate(missing)
         request.num_registered = len(cached)
+        if self.tiers is not None:
+            self._restore(self.tiers, request, places, len(cached))
         # The logits of the last token are always needed. Where all its tokens are cached, it is computed
         # again and not stored again: the blocks belong to others too.
-        request.write_from = len(cached) * self.block_size
+        request.write_from = len(places) * self.block_size
         request.num_scheduled = min(request.write_from, num_tokens - 1)
         return True
+
+    def _restore(self, tiers: Tiering, request: Request, places: list[int], num_device: int) -> None:
+        """Put the claimed blocks in the order of the chain, and have those that lie in the host copied."""
+        if num_device < len(places):
+            on_device, new = iter(request.blocks[:num_device]), iter(request.blocks[num_device:])
+            chain = [next(on_device if place > 0 else new) for place in places]
+            request.blocks = [*chain, *new]
+            # The pool hears of these blocks when the first row is planned: until then nobody else may read them.
+            request.num_registered = next(index for index, place in enumerate(places) if place < 0)
+        restored = zip(places, request.blocks[: len(places)], strict=True)
+        tiers.restore(request, [(-place, block) for place, block in restored if place < 0])
 
     def _row(self, request: Request, count: int, sample: bool) -> Row:
         sample = sample and request.pooling is None
@@ -242,6 +288,8 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Give up slot and blocks. Steps under way may still write to them: later ones run after those."""
+        if self.tiers is not None:
+            self.tiers.leave(request)
         del self.running[request]
         self._free_slots.append(request.slot)
         self.pool.release(request.blocks)
@@ -256,6 +304,9 @@ class Scheduler:
         plan = self._under_way.popleft()
         assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
         self._step_s += result.elapsed_s
+        if self.tiers is not None:
+            self.tiers.finish_step(plan.transfers, result.transfers, self._clock())
+            self.tiers.rates.note_step(sum(row.count for row in plan.rows), len(plan.rows), result.elapsed_s)
         outputs = []
         for index, (request, row, token) in enumerate(zip(plan.requests, plan.rows, result.tokens, strict=True)):
             if row.sample:
@@ -300,7 +351,10 @@ class Scheduler:
         if request.slot >= 0:
             self._leave(request)
         else:
-            self.waiting.remove(request)
+            if request in self.waiting:
+                self.waiting.remove(request)
+            if self.tiers is not None:  # it may be waiting there, or hold something
+                self.tiers.leave(request)
         request.finished = True
         del self._requests[request.request_id]
         return self._output(request, tokens or [], finish_reason=reason, **fields)
@@ -335,6 +389,8 @@ class Scheduler:
         full = min(request.num_scheduled // self.block_size, len(request.keys))
         for index in range(request.num_registered, full):
             block = self.pool.register(request.blocks[index], request.keys[index])
+            if self.tiers is not None:
+                self.tiers.index.offer(request.keys[index])
             if block != request.blocks[index]:
                 self._replaced.append(request.blocks[index])
                 request.blocks[index] = block
@@ -348,13 +404,15 @@ class Scheduler:
     # -- looking in ----------------------------------------------------------------------------------------
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; refused while requests hold blocks."""
+        """Forget all cached content; refused while requests or transfers hold blocks."""
+        if self.has_work() or (self.tiers is not None and not self.tiers.forget()):
+            return False
         return self.pool.forget()
 
     def stats(self) -> Stats:
         return Stats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + (0 if self.tiers is None else self.tiers.num_loading),
             num_blocks=self.pool.num_usable,
             num_used_blocks=self.pool.num_usable - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
@@ -365,13 +423,15 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             step_s=self._step_s,
+            tiers={} if self.tiers is None else self.tiers.stats(),
         )
 
     def check(self) -> None:
         """Assert every invariant across requests, slots and blocks; O(blocks + tokens)."""
         self.pool.check()
-        assert set(self._requests.values()) == set(self.running) | set(self.waiting)
-        assert not set(self.running) & set(self.waiting)
+        loading = set(self.tiers.loading) if self.tiers is not None else set()
+        assert set(self._requests.values()) == set(self.running) | set(self.waiting) | loading
+        assert len(self._requests) == len(self.running) + len(self.waiting) + len(loading)
         slots = [r.slot for r in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.config.max_num_seqs)), "every slot is held once or free"
         refs: dict[int, int] = {}
@@ -380,6 +440,11 @@ class Scheduler:
             assert request.num_scheduled <= request.num_ready <= len(request.blocks) * self.block_size + 1
             for block in request.blocks:
                 refs[block] = refs.get(block, 0) + 1
+        for plan in self._under_way:
+            for block, _ in plan.transfers.saves if plan.transfers else ():
+                refs[block] = refs.get(block, 0) + 1
+        if self.tiers is not None:
+            self.tiers.check([plan.transfers for plan in self._under_way])
         assert not self._replaced
         for block in range(1, self.pool.num_blocks):
             assert self.pool.refs(block) == refs.get(block, 0), f"block {block}: references differ from owners"

@@ -44,6 +44,20 @@ class WaitingQueue:
             heapq.heappop(self._by_priority)
         return self._by_priority[0][2]
 
+    def front(self, count: int) -> list[Request]:
+        """The first `count` by priority and arrival, patience aside; they stay in the queue."""
+        heap: list[tuple[int, int, Request]] = self._by_priority
+        found: dict[Request, None] = {}  # one that came back may stand in the heap twice
+        # Walks the heap from its top: whatever comes next is a child of what came before.
+        edge = [(heap[0], 0)] if heap else []
+        while edge and len(found) < count:
+            entry, index = heapq.heappop(edge)
+            if entry[2] in self._waiting:
+                found[entry[2]] = None
+            for child in range(2 * index + 1, min(2 * index + 3, len(heap))):
+                heapq.heappush(edge, (heap[child], child))
+        return list(found)
+
     def remove(self, request: Request) -> None:
         del self._waiting[request]
         if len(self._by_arrival) > 2 * len(self._waiting) + 64:

@@ -8,10 +8,13 @@ what a real executor would silently get wrong.
 """
 
 from collections import deque
+from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 import xxhash
 
+from penstock.cache.tiers.base import Store
 from penstock.executor.protocol import (
     Admission,
     ExecutorConfig,
@@ -22,19 +25,26 @@ from penstock.executor.protocol import (
     StepResult,
     TokenLogprobs,
 )
+from penstock.executor.transfers import NumpyCopier, RankTransfers, host_arena, host_slots
 
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 2048
 
 
 class OracleExecutor:
-    """Sizes come from the config (`kv_cache_bytes` counts 8 bytes a position, `hf_overrides` the vocabulary)."""
+    """Sizes come from the config (`kv_cache_bytes` counts 8 bytes a position, `hf_overrides` the vocabulary).
 
-    def __init__(self, config: ExecutorConfig, max_in_flight: int = 2) -> None:
+    `stores` lie beneath the host tier.
+    """
+
+    def __init__(
+        self, config: ExecutorConfig, max_in_flight: int = 2, stores: Mapping[str, Store] | None = None
+    ) -> None:
         max_model_len = config.max_model_len or MAX_MODEL_LEN
         block_bytes = 8 * config.block_size
         num_blocks = (config.kv_cache_bytes or 2**23) // block_bytes
         vocab_size = int(config.hf_overrides.get("vocab_size", VOCAB_SIZE))
+        slots = host_slots(config, block_bytes)
         model = xxhash.xxh3_64_intdigest(f"oracle {vocab_size} {config.seed}".encode())
         self.info = ModelInfo(
             architecture="Oracle",
@@ -49,11 +59,18 @@ class OracleExecutor:
             fingerprint=model.to_bytes(8, "little"),
             max_in_flight=max_in_flight,
             memory={"KV cache": num_blocks * block_bytes},
+            host_slots=slots,
+            stores=tuple(stores or ()),
         )
         self._model = model
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
         self._kv = np.zeros((num_blocks, config.block_size), dtype=np.uint64)
+        self._transfers: RankTransfers | None = None
+        if slots:
+            arena = host_arena(slots, block_bytes)
+            copier = NumpyCopier(self._kv.view(np.uint8), arena)
+            self._transfers = RankTransfers(arena, block_bytes, copier, dict(stores or {}))
         self._slots: dict[int, _Slot] = {}
         self._queue: deque[Step] = deque()
         self._last_step_id = 0
@@ -74,12 +91,23 @@ class OracleExecutor:
             self._slots[admission.slot] = _Slot(admission, self._model, self.info.max_model_len)
         self._written.clear()
         result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {})
+        # Copies run beside the rows: whoever relies on either order must be found out.
+        copies_first = step.step_id % 2 == 0
+        if self._transfers is not None and copies_first:
+            self._transfers.begin(step.transfers)
         for index, row in enumerate(step.rows):
             self._run(self._slots[row.slot], row, index, result)
-        return result
+        if self._transfers is None:
+            assert step.transfers is None, "there is nowhere to move blocks to"
+            return result
+        if not copies_first:
+            self._transfers.begin(step.transfers)
+        return msgspec.structs.replace(result, transfers=self._transfers.end())
 
     def close(self) -> None:
         self._queue.clear()
+        if self._transfers is not None:
+            self._transfers.close()
 
     def _run(self, slot: "_Slot", row: Row, index: int, result: StepResult) -> None:
         end = row.start + row.count

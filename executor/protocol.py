@@ -73,13 +73,33 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     write_from: int = 0
 
 
+class Transfers(msgspec.Struct, frozen=True):
+    """KV blocks that a step moves between the tiers: the device's blocks, the host's slots, and stores beneath.
+
+    Saves and restores run beside the rows of their step, before or after them as the executor likes: they see
+    what earlier steps wrote, and the rows of later steps see what they wrote. None of their blocks is written by
+    a row of the same step, and no slot is both read and written in it. They are over when the step's result is
+    there, and they cannot fail.
+
+    Reads and writes only begin with their step. Each ends in exactly one completion with its ticket, in the
+    result of this step or of any later one; until then its host slot belongs to the store.
+    """
+
+    saves: list[tuple[int, int]] = []  # device block → host slot
+    restores: list[tuple[int, int]] = []  # host slot → device block
+    reads: list[tuple[int, str, bytes, int]] = []  # ticket, store ("disk", "peer"), block key → host slot
+    writes: list[tuple[int, bytes, int]] = []  # ticket, block key, host slot → disk
+
+
 class Step(msgspec.Struct, frozen=True):
     """One forward pass. Within it, every key and value is written before any is read, layer by layer, so a
-    later row may read a block that an earlier row of the same step fills. A step without rows is legal."""
+    later row may read a block that an earlier row of the same step fills. A step without rows is legal: it
+    carries transfers, or asks for the completions there are."""
 
     step_id: int
     admissions: list[Admission]
     rows: list[Row]
+    transfers: Transfers | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
@@ -88,6 +108,21 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     ids: tuple[int, ...]  # the chosen token first, then the most likely ones in order
     values: tuple[float, ...]
     rank: int  # of the chosen token; 1 is the most likely
+
+
+class TransferResult(msgspec.Struct, frozen=True):
+    """What became of transfers: those of any step, up to this result.
+
+    With several ranks each reports its own, and `executor/transfers.py` `Merge` makes one of them: a ticket is
+    complete when every rank has completed it, and ok when it is on all; a key is in a store while all have it.
+    """
+
+    completions: list[tuple[int, bool]] = []  # ticket, ok: a failed read has left no usable byte in its slot
+    found: dict[str, list[bytes]] = {}  # store → keys that can be read from it from now on
+    lost: dict[str, list[bytes]] = {}  # store → keys that it has given up
+    num_copied: int = 0  # blocks saved and restored …
+    copy_s: float = 0.0  # … in this time
+    stores: dict[str, dict[str, float]] = {}  # store → its gauges and counters, when they were last asked
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -101,6 +136,7 @@ class StepResult(msgspec.Struct, frozen=True):
     embeddings: dict[int, bytes] = {}  # row → float32 little-endian, on the row that completes the prompt
     errors: dict[int, str] = {}  # a failure that is one row's own; its request ends, the others go on
     elapsed_s: float = 0.0
+    transfers: TransferResult | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +154,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: bytes  # digest of the weights' content and of whatever else changes the numbers
     max_in_flight: int  # steps that may be submitted before the first is collected
     memory: dict[str, int] = {}  # what the bytes went to, in the order to print
+    host_slots: int = 0  # blocks that the host tier holds; 0: no tiers
+    stores: tuple[str, ...] = ()  # what lies beneath the host tier, nearest first
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,6 +171,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_bytes: int | None = None  # None: a share of the free memory
+    kv_host_bytes: int = 0  # of all ranks together
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False

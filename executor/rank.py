@@ -16,6 +16,7 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.runner import ModelRunner
 from penstock.executor.sampler import Sampler
 from penstock.executor.slots import Slots
+from penstock.executor.tiers import open_transfers
 
 
 class Rank:
@@ -33,7 +34,8 @@ class Rank:
         sampler = Sampler(spec.vocab_size, config.max_num_seqs, device) if group.is_first else None
         slots = Slots(config.max_num_seqs, plan.max_model_len, config.block_size, device)
         pages = [(self.kv[:, layer, 0], self.kv[:, layer, 1]) for layer in range(model.num_layers)]
-        self.runner = ModelRunner(model, pages, sampler, slots, device, group)
+        self._tiers = open_transfers(config, self.kv)
+        self.runner = ModelRunner(model, pages, sampler, slots, device, group, self._tiers.transfers)
         self.info = ModelInfo(
             architecture=loaded.architecture,
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -46,9 +48,19 @@ class Rank:
             block_bytes=plan.block_bytes,
             fingerprint=loaded.fingerprint,
             max_in_flight=1 if device.type == "cpu" and group.world == 1 else 2,
-            memory={"weights": loaded.weight_bytes, "KV cache": plan.num_blocks * plan.block_bytes},
+            memory={
+                "weights": loaded.weight_bytes,
+                "KV cache": plan.num_blocks * plan.block_bytes,
+                **self._tiers.memory,
+            },
+            host_slots=self._tiers.host_slots,
+            stores=self._tiers.stores,
         )
         progress(f"Loaded and {plan.num_blocks} KV blocks allocated in {time.monotonic() - started_s:.1f} s")
+
+    def close(self) -> None:
+        """Leave the tiers in order; call it after the last step."""
+        self._tiers.close()
 
 
 def choose_device(asked: str, index: int = 0) -> torch.device:

@@ -18,6 +18,7 @@ from penstock.executor.pooling import Pooler
 from penstock.executor.protocol import Step, StepResult, TokenLogprobs
 from penstock.executor.sampler import Sampled, Sampler, prompt_logprobs
 from penstock.executor.slots import Slots
+from penstock.executor.transfers import RankTransfers
 
 PROMPT_LOGPROB_ROWS = 128  # logits of so many prompt positions at a time: a whole prompt's would fill the memory
 
@@ -44,14 +45,17 @@ class ModelRunner:
         slots: Slots,
         device: torch.device,
         group: Group,
+        transfers: RankTransfers | None = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._slots, self._device = model, pages, sampler, slots, device
-        self._group = group
+        self._group, self._transfers = group, transfers
         self._pooler = Pooler()
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         launched = Launched(step, time.monotonic())
+        if self._transfers is not None:
+            self._transfers.begin(step.transfers)
         for admission in step.admissions:
             assert admission.adapter is None, "adapters are refused before they come here"
             tokens = self._slots.admit(admission)
@@ -82,6 +86,7 @@ class ModelRunner:
             launched.embeddings,
             errors,
             time.monotonic() - launched.started_s,
+            None if self._transfers is None else self._transfers.end(),
         )
 
     def _compute(self, layout: Layout, launched: Launched) -> None:

@@ -32,4 +32,5 @@ class UniprocExecutor:
     def close(self) -> None:
         """Forget the model and the cache; their memory goes with the last reference."""
         self._in_flight.clear()
+        self._rank.close()
         del self._runner, self._rank

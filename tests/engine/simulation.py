@@ -14,6 +14,8 @@ from penstock.engine.messages import Output, Submit
 from penstock.engine.scheduler import Scheduler
 from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling, Step
+from penstock.executor.transfers import ALIGNMENT
+from tests.cache.flaky_store import FlakyStore
 
 BLOCK_SIZE = 4
 
@@ -25,7 +27,7 @@ def submit(request_id: str, tokens: list[int], max_tokens: int = 8, **options) -
 
 @dataclass
 class World:
-    """A scheduler over an oracle, with a clock that moves by one second per step."""
+    """A scheduler over an oracle, with a clock that moves by `step_s` per step."""
 
     num_blocks: int = 200
     max_in_flight: int = 2
@@ -36,6 +38,9 @@ class World:
     patience_s: float = 1000.0
     enable_prefix_caching: bool = True
     max_queued_requests: int = 4096
+    host_slots: int = 0  # 0: no tiers
+    store: FlakyStore | None = None  # beneath the host, as its disk
+    step_s: float = 1.0  # what a step takes on the clock
     now_s: float = 0.0
     outputs: dict[str, list[Output]] = field(default_factory=dict)
 
@@ -46,9 +51,11 @@ class World:
             kv_cache_bytes=self.num_blocks * BLOCK_SIZE * 8,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            kv_host_bytes=self.host_slots * ALIGNMENT,
             hf_overrides={"vocab_size": self.vocab_size},
         )
-        self.executor = OracleExecutor(executor_config, self.max_in_flight)
+        stores = {} if self.store is None else {"disk": self.store}
+        self.executor = OracleExecutor(executor_config, self.max_in_flight, stores)
         scheduler_config = SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -67,7 +74,7 @@ class World:
 
     def step(self, check: bool = True) -> None:
         """Fill the pipeline, take in one result."""
-        self.now_s += 1.0
+        self.now_s += self.step_s
         while self.scheduler.num_under_way < self.max_in_flight:
             step = self.scheduler.schedule()
             if check:
@@ -80,8 +87,8 @@ class World:
                 self._keep(output)
             if check:
                 self.scheduler.check()
-        else:
-            assert not self.scheduler.has_work(), "requests wait and nothing moves"
+            return
+        assert not self.scheduler.has_work(), "requests wait and nothing moves"
 
     def run(self, check: bool = True, limit: int = 10_000) -> None:
         for _ in range(limit):
@@ -89,6 +96,15 @@ class World:
                 return
             self.step(check)
         raise AssertionError(f"not finished after {limit} steps")
+
+    def settle(self, limit: int = 1000) -> None:
+        """Step until nothing is on its way between the tiers."""
+        self.run()
+        for _ in range(limit):
+            if self.scheduler.tiers is None or self.scheduler.tiers.is_idle:
+                return
+            self.step()
+        raise AssertionError(f"transfers are still under way after {limit} steps")
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.tokens]

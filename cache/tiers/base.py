@@ -1,0 +1,66 @@
+"""What the tiers beneath the device's blocks agree on. It knows keys and bytes, nothing of requests or tensors.
+
+Two sides work together. The engine core owns the index (cache/tiers/index.py): which key lies in which host slot,
+in which store, and what is on its way. The ranks own the bytes (executor/transfers.py): each has the host slots of
+its share of every block, and its own instance of each store. A block is there only when every rank has its part.
+
+    device blocks ⇄ host slots ⇄ disk, peer
+      (save, restore)      (read, write)
+
+Everything passes through the host: a store reads into a host slot and writes from one, and only bytes that it has
+checked count as read.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple, Protocol
+
+DISK, PEER = "disk", "peer"
+
+
+class Counts(NamedTuple):
+    """Leading blocks of a chain by the nearest tier that has them, in one walk without a system call."""
+
+    device: int
+    host: int
+    loading: int  # on their way to the host
+    stores: dict[str, int]
+
+
+class Completion(Protocol):
+    """The end of a load or of a store, exactly one for each."""
+
+    kind: Literal["load", "store"]
+    ticket: int  # of a load
+    key: bytes
+    ok: bool
+
+
+class Store(Protocol):
+    """One rank's bytes beneath the host tier: a disk, or the tiers of another engine.
+
+    No call blocks: work is queued, and `poll` tells how it ended. A store that cannot serve in time completes with
+    `ok` False, whatever the reason (full, broken, stalled, a lease that has run out): it is a miss, never an error.
+    A peer takes no `put`; it leases what it has from `start_load` on, and the lease ends with the completion.
+    """
+
+    def contains(self, key: bytes) -> bool: ...
+
+    def put(self, key: bytes, buffer: Any) -> bool:
+        """Take a copy in time. True borrows the buffer until the completion; False does not, and there is none."""
+        ...
+
+    def start_load(self, key: bytes, out: Any) -> int | None:
+        """A ticket, and `out` borrowed until its completion; None where the key is not there (any more)."""
+        ...
+
+    def poll(self) -> Iterable[Completion]: ...
+
+    def changes(self) -> tuple[list[bytes], list[bytes]]:
+        """Keys that can be read since the last call, those of an earlier life included; and keys that cannot."""
+        ...
+
+    def flush(self) -> None: ...
+
+    def stats(self) -> Any: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,81 @@
+"""Load or compute again? What was measured of the device, the host copies and the store says which is sooner.
+
+Nothing is known at first: then loading is tried, and the first figures come with it.
+"""
+
+MIN_PATIENCE_S = 0.01  # a read gets at least this long before it counts as late …
+UNKNOWN_PATIENCE_S = 2.0  # … and this long while nothing has been measured
+PATIENCE = 3.0  # else so many times what it should take, and never longer than computing
+
+
+class Rate:
+    """Amount per second, as a moving average in which large samples weigh more."""
+
+    def __init__(self, full_weight: float) -> None:
+        self.per_s: float | None = None
+        self._full_weight = full_weight
+
+    def add(self, amount: float, seconds: float) -> None:
+        if amount <= 0 or seconds <= 0:
+            return
+        sample = amount / seconds
+        weight = min(max(amount / self._full_weight, 0.02), 0.5)
+        self.per_s = sample if self.per_s is None else self.per_s + weight * (sample - self.per_s)
+
+    def seconds(self, amount: float) -> float:
+        """How long this amount takes; 0 while nothing is known."""
+        return 0.0 if self.per_s is None else amount / self.per_s
+
+
+class Rates:
+    def __init__(self, block_bytes: int, block_size: int) -> None:
+        full_weight = max(32 * 2**20 // max(block_bytes, 1), 1)
+        self.reads = Rate(full_weight)  # blocks
+        self.copies = Rate(full_weight)  # blocks
+        self.prefill = Rate(full_weight=1024)  # tokens
+        self.step_s = 0.0
+        self._block_size = block_size
+        self._busy_since_s: float | None = None  # reads are under way, and none has ended since then
+
+    def note_step(self, num_tokens: int, num_rows: int, elapsed_s: float) -> None:
+        """Only steps that are mostly prompts say how fast prompts are computed."""
+        if num_rows and elapsed_s > 0:
+            self.step_s += 0.2 * (elapsed_s - self.step_s)
+            if num_tokens >= 4 * num_rows:
+                self.prefill.add(num_tokens, elapsed_s)
+
+    def begin_reads(self, count: int, now_s: float) -> None:
+        if count and self._busy_since_s is None:
+            self._busy_since_s = now_s
+
+    def end_reads(self, num_read: int, num_left: int, now_s: float) -> None:
+        """A store is measured by what it delivers while it has something to do."""
+        if num_read and self._busy_since_s is not None:
+            self.reads.add(num_read, now_s - self._busy_since_s)
+            self._busy_since_s = now_s
+        if not num_left:
+            self._busy_since_s = None
+
+    def is_load_faster(self, num_queued: int, num_gained: int, num_host: int) -> bool:
+        """Reading `num_queued` blocks, those ahead included, against computing the `num_gained` that become usable."""
+        if self.reads.per_s is None or self.prefill.per_s is None:
+            return True
+        load_s = self.reads.seconds(num_queued) + self.copies.seconds(num_queued + num_host)
+        return load_s + self.step_s < self._compute_s(num_gained)
+
+    def is_restore_faster(self, num_host: int, num_gained: int, is_busy: bool) -> bool:
+        """Restoring takes its copies, and a step more where others compute meanwhile."""
+        if self.copies.per_s is None or self.prefill.per_s is None:
+            return True
+        restore_s = self.copies.seconds(num_host) + (self.step_s if is_busy else 0.0)
+        return restore_s < self._compute_s(num_gained)
+
+    def patience_s(self, num_queued: int, num_gained: int) -> float:
+        """How long to wait for reads that have just been queued."""
+        if self.reads.per_s is None or self.prefill.per_s is None:
+            return UNKNOWN_PATIENCE_S
+        longest = min(PATIENCE * self.reads.seconds(num_queued) + 2 * self.step_s, self._compute_s(num_gained))
+        return max(longest, MIN_PATIENCE_S)
+
+    def _compute_s(self, num_blocks: int) -> float:
+        return self.prefill.seconds(num_blocks * self._block_size)

@@ -1,0 +1,314 @@
+"""When KV blocks move between the tiers: the scheduler's view of host memory, disk and peers.
+
+The index (cache/tiers/index.py) knows what is where; this file decides. A request near the head of the queue
+whose chain goes on in a store waits aside while it is read into the host, never longer than computing it again
+would take, and nobody else waits with it. At its admission the chain's blocks in the host are restored to the
+device, a bounded number of bytes a step, and its first row is planned when the last of them has been sent. Every
+full block of the device is offered to the host, and from there to the disk, so whoever is evicted or preempted
+leaves a clean copy.
+
+    waiting ──look──▶ loading ──read, failed or late──▶ waiting ──admitted──▶ restoring ──▶ computing
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from penstock.cache.pool import BlockPool
+from penstock.cache.tiers.index import TierIndex
+from penstock.engine.rates import Rates
+from penstock.engine.request import Request
+from penstock.executor.protocol import ModelInfo, TransferResult, Transfers
+
+RESTORE_BYTES = 64 * 2**20  # a step restores no more than this, or one block
+PROBE_BLOCKS = 16  # what is read for the measure alone, when computing seems faster …
+PROBE_EVERY_S = 30.0  # … this often
+
+
+class Loading:
+    """A request that waits for reads: which, and until when."""
+
+    __slots__ = ("deadline_s", "wanted")
+
+    def __init__(self, wanted: dict[int, int], deadline_s: float) -> None:
+        self.wanted = wanted  # ticket → index of its block in the chain
+        self.deadline_s = deadline_s
+
+
+class Tiering:
+    def __init__(self, info: ModelInfo, pool: BlockPool, saves_per_step: int) -> None:
+        self.index = TierIndex(info.host_slots, info.stores)
+        self.rates = Rates(info.block_bytes, info.block_size)
+        self._pool = pool
+        self._block_size, self._block_bytes = info.block_size, info.block_bytes
+        self._saves_per_step = saves_per_step
+        self._restores_per_step = max(1, RESTORE_BYTES // max(info.block_bytes, 1))
+        self._max_pins = info.host_slots // 2  # for requests that have not been admitted yet
+        self._loading: dict[Request, Loading] = {}
+        self._waiters: dict[int, list[Request]] = {}  # ticket → who waits for it
+        self._pins: dict[Request, dict[int, str]] = {}  # slots held for a request → where they came from
+        self._num_pins = 0  # of all, and of the reads that will become pins
+        self._restoring: dict[Request, deque[tuple[int, int]]] = {}  # (slot, block) still to be sent
+        self._restored: list[Request] = []  # whose last restores go with the step being planned
+        self._saves: list[tuple[int, int]] = []  # of the step being planned
+        self._now_s = self._next_probe_s = 0.0
+        self._stores: dict[str, dict[str, float]] = {}
+        self.counts: Counter[str] = Counter()
+
+    # -- before admission ----------------------------------------------------------------------------------
+
+    @property
+    def loading(self) -> Iterable[Request]:
+        """Requests that wait aside for their reads."""
+        return self._loading
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    def look(self, request: Request, now_s: float) -> bool:
+        """Start what the request should have read before it is admitted. True: it waits aside from now on.
+
+        Each stay in the queue has one look: what failed or came late is computed.
+        """
+        request.looked = True
+        if request.skip_prefix_cache:
+            return False
+        slots, missing, num_blocks = self._chain(request.keys, self._max_pins - self._num_pins)
+        if not missing:
+            return False
+        num_gained = num_blocks - missing[0][0]
+        if not self.rates.is_load_faster(len(missing) + len(self.index.reads), num_gained, len(slots)):
+            self._probe([key for _, key in missing], now_s)
+            return False
+        self._pin(request, slots, "host")  # before anything is read: a read takes the slot next to be evicted
+        wanted: dict[int, int] = {}
+        for place, key in missing:
+            ticket = self.index.start_load(key)
+            if ticket is None:  # no free slot: the chain is usable up to here
+                break
+            wanted[ticket] = place
+            self._waiters.setdefault(ticket, []).append(request)
+        if not wanted:
+            self._unpin(request)
+            return False
+        self._num_pins += len(wanted)
+        self._loading[request] = Loading(wanted, now_s + self.rates.patience_s(len(self.index.reads), num_gained))
+        return True
+
+    def is_full(self) -> bool:
+        """Others wait for their reads, and what they hold is all that may be held: a look would find no room."""
+        return self._num_pins >= self._max_pins and bool(self._loading)
+
+    def resume(self, now_s: float) -> list[Request]:
+        """Who has waited to the end: all was read, or it takes too long."""
+        done = []
+        for request, loading in self._loading.items():
+            if not loading.wanted or now_s >= loading.deadline_s:
+                done.append(request)
+        for request in done:
+            self._stop_loading(request)
+        return done
+
+    def _chain(self, keys: Sequence[bytes], room: int) -> tuple[list[int], list[tuple[int, bytes]], int]:
+        """Walk the chain as far as any tier has it and no more than `room` host slots are needed: the slots that
+        have their part, (index, key) of what has to be read, and how many blocks that is in all."""
+        slots: list[int] = []
+        missing: list[tuple[int, bytes]] = []
+        find, host, pending = self._pool.find, self.index.host.find, self.index.ticket_of
+        for index, key in enumerate(keys):
+            if find(key):
+                continue
+            if len(slots) + len(missing) >= room:
+                return slots, missing, index
+            slot = host(key)
+            if slot:
+                slots.append(slot)
+            elif pending(key) is not None or self.index.store_of(key) is not None:
+                missing.append((index, key))
+            else:
+                return slots, missing, index
+        return slots, missing, len(keys)
+
+    def _probe(self, keys: list[bytes], now_s: float) -> None:
+        """Read a little that nobody waits for: a store that was slow once must be able to show that it is no more."""
+        if now_s >= self._next_probe_s and not self.index.reads:
+            self._next_probe_s = now_s + PROBE_EVERY_S
+            for key in keys[: min(PROBE_BLOCKS, self._max_pins - self._num_pins)]:
+                self.index.start_load(key)
+
+    def _stop_loading(self, request: Request) -> None:
+        self._num_pins -= len(self._loading.pop(request).wanted)
+
+    def _pin(self, request: Request, slots: Sequence[int], source: str) -> None:
+        self.index.pin(slots)
+        self._pins.setdefault(request, {}).update(dict.fromkeys(slots, source))
+        self._num_pins += len(slots)
+
+    def _unpin(self, request: Request) -> None:
+        slots = self._pins.pop(request, {})
+        self._num_pins -= len(slots)
+        self.index.unpin(list(slots))
+
+    # -- admission -----------------------------------------------------------------------------------------
+
+    def places(self, request: Request, is_busy: bool) -> list[int]:
+        """The leading blocks of the request that need not be computed: device blocks, and host slots as negatives."""
+        places = self.index.places(request.keys, self._pool)
+        num_host = sum(place < 0 for place in places)
+        if num_host:
+            first = next(index for index, place in enumerate(places) if place < 0)
+            if not self.rates.is_restore_faster(num_host, len(places) - first, is_busy):
+                return places[:first]
+        return places
+
+    def restore(self, request: Request, pairs: list[tuple[int, int]]) -> None:
+        """The request was admitted: it computes as soon as these host slots are in these blocks."""
+        if request.first_scheduled_s is None:
+            sources = self._pins.get(request, {})
+            for slot, _ in pairs:
+                self.counts[f"hits_{sources.get(slot, 'host')}"] += self._block_size
+        if pairs:
+            self.index.pin(slot for slot, _ in pairs)
+            self._restoring[request] = deque(pairs)
+            request.is_restoring = True
+        self._unpin(request)
+
+    def leave(self, request: Request) -> None:
+        """The request is aborted, over or preempted, whatever it was doing here."""
+        if request in self._loading:
+            self._stop_loading(request)
+        self._unpin(request)
+        pairs = self._restoring.pop(request, None)
+        if pairs is not None:
+            self.index.unpin([slot for slot, _ in pairs])
+        request.is_restoring = request.looked = False
+        self.index.touch(request.keys[: request.num_registered])
+
+    # -- one step ------------------------------------------------------------------------------------------
+
+    def begin_step(self, num_running: int, now_s: float) -> None:
+        """Before anything of the next step is planned: what earlier steps filled can be saved now."""
+        for request in self._restored:
+            request.is_restoring = False
+        self._restored.clear()
+        self._now_s = now_s
+        keep_free = min(num_running, self._pool.num_usable // 8)
+        self._saves = self.index.take_saves(self._pool, self._saves_per_step, keep_free)
+
+    def end_step(self) -> Transfers | None:
+        """What the planned step moves."""
+        restores: list[tuple[int, int]] = []
+        for request, pairs in self._restoring.items():
+            while pairs and len(restores) < self._restores_per_step:
+                restores.append(pairs.popleft())
+            if not pairs:
+                self._restored.append(request)
+            if len(restores) == self._restores_per_step:
+                break
+        for request in self._restored:
+            del self._restoring[request]
+        self.counts["restores"] += len(restores)
+        reads, writes = self.index.take_reads(), self.index.take_writes()
+        self.rates.begin_reads(len(reads), self._now_s)
+        if not (self._saves or restores or reads or writes):
+            return None
+        return Transfers(self._saves, restores, reads, writes)
+
+    def finish_step(self, transfers: Transfers | None, result: TransferResult | None, now_s: float) -> None:
+        """The step's saves and restores are over; reads and writes of any step may be."""
+        if transfers is not None:
+            self.index.finish_saves(transfers.saves, self._pool)
+            self.index.unpin([slot for slot, _ in transfers.restores])
+        if result is None:
+            return
+        num_read = sum(self._complete(ticket, ok) for ticket, ok in result.completions)
+        self.rates.end_reads(num_read, len(self.index.reads), now_s)
+        self.rates.copies.add(result.num_copied, result.copy_s)
+        self.index.note(result.found, result.lost)
+        self._stores.update(result.stores)
+
+    def _complete(self, ticket: int, ok: bool) -> bool:
+        """True for a read that brought its block."""
+        read = self.index.reads.get(ticket)
+        slot = self.index.complete(ticket, ok)
+        for request in self._waiters.pop(ticket, ()):
+            loading = self._loading.get(request)
+            place = None if loading is None else loading.wanted.pop(ticket, None)
+            if loading is None or place is None:  # it did not wait so long
+                continue
+            self._num_pins -= 1
+            if slot:
+                assert read is not None
+                self._pin(request, (slot,), read.store)
+            else:
+                self._give_up_after(loading, place)
+        return slot != 0
+
+    def _give_up_after(self, loading: Loading, place: int) -> None:
+        """Block `place` of the chain will not come: what lies behind it is of no use to this request."""
+        beyond = [ticket for ticket, other in loading.wanted.items() if other > place]
+        for ticket in beyond:
+            del loading.wanted[ticket]
+        self._num_pins -= len(beyond)
+
+    # -- looking in ----------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """No transfer is under way or waits for a step to carry it."""
+        return self.index.is_idle and not self._restoring and not self._restored
+
+    def forget(self) -> bool:
+        return self.index.forget()
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Gauges and counters by tier."""
+        index, counts = self.index, self.index.counts
+        tiers: dict[str, dict[str, float]] = {
+            "host": {
+                "hit_tokens": self.counts["hits_host"],
+                "used_blocks": index.host.num_cached,
+                "capacity_blocks": index.host.num_usable,
+                "pinned_blocks": index.host.num_usable - index.host.num_free,
+                "stored_blocks": counts["saves"],
+                "loaded_blocks": self.counts["restores"],
+                "evicted_blocks": counts["evictions"],
+                "dropped_host_full": counts["drops_host_full"],
+                "dropped_evicted": counts["drops_evicted"],
+                "queued_blocks": index.num_offers,
+                "bytes_per_s": (self.rates.copies.per_s or 0.0) * self._block_bytes,
+            }
+        }
+        for name in index.stores:
+            tiers[name] = {
+                "hit_tokens": self.counts[f"hits_{name}"],
+                "used_blocks": len(index.stores[name]),
+                "loaded_blocks": counts[f"reads_{name}"],
+                "failed_loads": counts[f"failed_reads_{name}"],
+                "loading_blocks": sum(read.store == name for read in index.reads.values()),
+                **self._stores.get(name, {}),
+            }
+        if "disk" in tiers:
+            tiers["disk"] |= {
+                "stored_blocks": counts["writes"],
+                "storing_blocks": len(index.writes),
+                "dropped_by_disk": counts["drops_disk"],
+                "dropped_unwritten": counts["drops_unwritten"],
+                "bytes_per_s": (self.rates.reads.per_s or 0.0) * self._block_bytes,
+            }
+        return tiers
+
+    def check(self, under_way: Sequence[Transfers | None]) -> None:
+        """Assert every invariant; `under_way` are the transfers of the steps that have no result yet."""
+        pins = [slot for slots in self._pins.values() for slot in slots]
+        assert self._num_pins == len(pins) + sum(len(loading.wanted) for loading in self._loading.values())
+        pins += [slot for pairs in self._restoring.values() for slot, _ in pairs]
+        pins += [slot for transfers in under_way if transfers for slot, _ in transfers.restores]
+        self.index.check(pins)
+        for request, loading in self._loading.items():
+            assert request.slot < 0 and not request.finished
+            for ticket in loading.wanted:
+                assert ticket in self.index.reads and request in self._waiters[ticket]
+        assert self._waiters.keys() <= self.index.reads.keys(), "somebody waits for a read that is over"
+        for request in self._restoring:
+            assert request.is_restoring and request.slot >= 0

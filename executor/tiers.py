@@ -1,0 +1,39 @@
+"""The tiers of one rank, over a KV cache of torch: slots, stores and the right way to copy. Executors open one each."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.transfers import NumpyCopier, RankTransfers, host_arena, host_slots
+
+
+@dataclass(frozen=True, slots=True)
+class RankTiers:
+    """`transfers` is None without tiers; `host_slots`, `stores` and `memory` are for `ModelInfo`."""
+
+    transfers: RankTransfers | None = None
+    host_slots: int = 0
+    stores: tuple[str, ...] = ()
+    memory: dict[str, int] = field(default_factory=dict)
+
+    def close(self) -> None:
+        if self.transfers is not None:
+            self.transfers.close()
+
+
+def open_transfers(config: ExecutorConfig, kv: torch.Tensor) -> RankTiers:
+    """`kv` [blocks, …], contiguous: whatever belongs to one block lies together."""
+    block_bytes = kv[0].numel() * kv.element_size()
+    slots = host_slots(config, block_bytes)
+    if slots == 0:
+        return RankTiers()
+    arena = host_arena(slots, block_bytes)
+    blocks = kv.view(kv.shape[0], -1).view(torch.uint8)  # [blocks, bytes of a block]
+    if kv.is_cuda:
+        from penstock.executor.cuda_copies import CudaCopier
+
+        transfers = RankTransfers(arena, block_bytes, CudaCopier(blocks, arena), {})
+    else:
+        transfers = RankTransfers(arena, block_bytes, NumpyCopier(blocks.numpy(), arena), {})
+    return RankTiers(transfers, slots, (), {"host tier": arena.nbytes})

@@ -1,0 +1,226 @@
+"""One rank's part in the tiers: the host slots, the stores beneath them, and the copies between slots and blocks.
+
+Whoever runs steps calls `begin` when a step starts and `end` for its result. Nothing here decides anything, and
+nothing imports torch: how a block is copied is the copier's business (`NumpyCopier` where the device's memory is
+the host's, executor/cuda_copies.py where it is not).
+"""
+
+import mmap
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from penstock.cache.tiers.base import DISK, Store
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, TransferResult, Transfers
+
+ALIGNMENT = 4096  # a slot starts on a page, so that a store may read straight into it
+STATS_EVERY_S = 1.0
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class Copier(Protocol):
+    """Moves blocks. Copies of one `start` may overlap anything but the rows of later steps."""
+
+    def begin_step(self) -> None:
+        """The rows from here on come after all copies that were started so far."""
+        ...
+
+    def start(self, saves: Pairs, restores: Pairs) -> None: ...
+
+    def finish(self) -> float:
+        """Wait for the copies of the oldest `start` that has not been finished; how many seconds they took."""
+        ...
+
+    def settle(self, slots: Iterable[int]) -> None:
+        """Wait until no copy reads or writes these host slots: a store is about to."""
+        ...
+
+
+def host_slots(config: ExecutorConfig, block_bytes: int) -> int:
+    """How many blocks the host tier of one rank holds; what was asked for and cannot be is an error."""
+    if not config.kv_host_bytes:
+        return 0
+    slots = config.kv_host_bytes // config.tensor_parallel_size // _stride(block_bytes)
+    if slots < 2:
+        raise ExecutorError(
+            f"kv_host_bytes: {config.kv_host_bytes} given; a block takes {_stride(block_bytes)} bytes on each of "
+            f"{config.tensor_parallel_size} ranks, and at least two are needed"
+        )
+    return slots
+
+
+def host_arena(slots: int, block_bytes: int) -> np.ndarray:
+    """uint8 [slots + 1, bytes of a slot]; slot 0 is never used. Memory is taken as slots are first written."""
+    pages = mmap.mmap(-1, (slots + 1) * _stride(block_bytes))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8).reshape(slots + 1, -1)
+
+
+class RankTransfers:
+    """Owns `arena`, `stores` and the transfers under way. One thread may begin steps while another ends them."""
+
+    def __init__(self, arena: np.ndarray, block_bytes: int, copier: Copier, stores: dict[str, Store]) -> None:
+        self._slots = arena[:, :block_bytes]
+        self._copier = copier
+        self._stores = stores
+        self._loads: dict[tuple[str, int], int] = {}  # (store, its ticket) → ours
+        self._puts: dict[bytes, int] = {}  # key → our ticket
+        self._done: list[tuple[int, bool]] = []  # completions to report
+        self._num_copied: list[int] = []  # blocks, by step under way
+        self._stats_at_s = 0.0
+        self._lock = threading.Lock()  # of the stores and what is known of them
+
+    def begin(self, transfers: Transfers | None) -> None:
+        """Start a step's transfers; called before its rows are launched."""
+        self._copier.begin_step()
+        if transfers is None:
+            self._num_copied.append(0)
+            return
+        self._num_copied.append(len(transfers.saves) + len(transfers.restores))
+        if self._num_copied[-1]:
+            self._copier.start(transfers.saves, transfers.restores)
+        # The core has seen the end of whatever used these slots before; this rank may lag behind the one it heard.
+        used = [read[-1] for read in transfers.reads] + [write[-1] for write in transfers.writes]
+        self._copier.settle(used)
+        with self._lock:
+            self._start(transfers)
+
+    def end(self) -> TransferResult:
+        """With the result of the oldest step that has begun: what has been completed since the last."""
+        num_copied = self._num_copied.pop(0)
+        seconds = self._copier.finish() if num_copied else 0.0
+        with self._lock:
+            return self._report(num_copied, seconds)
+
+    def close(self) -> None:
+        """Nothing borrows a slot afterwards."""
+        while self._num_copied:
+            if self._num_copied.pop(0):
+                self._copier.finish()
+        for store in self._stores.values():
+            store.flush()
+            store.close()
+
+    def _start(self, transfers: Transfers) -> None:
+        for ticket, name, key, slot in transfers.reads:
+            theirs = self._stores[name].start_load(key, memoryview(self._slots[slot]))
+            if theirs is None:
+                self._done.append((ticket, False))
+            else:
+                self._loads[name, theirs] = ticket
+        for ticket, key, slot in transfers.writes:
+            if self._stores[DISK].put(key, memoryview(self._slots[slot])):
+                self._puts[key] = ticket
+            else:  # it is there already, or the queue is full
+                self._done.append((ticket, self._stores[DISK].contains(key)))
+
+    def _report(self, num_copied: int, seconds: float) -> TransferResult:
+        found, lost = {}, {}
+        for name, store in self._stores.items():
+            for completion in store.poll():
+                if completion.kind == "load":
+                    self._done.append((self._loads.pop((name, completion.ticket)), completion.ok))
+                else:
+                    self._done.append((self._puts.pop(completion.key), completion.ok))
+            came, went = store.changes()
+            if came:
+                found[name] = came
+            if went:
+                lost[name] = went
+        done, self._done = self._done, []
+        return TransferResult(done, found, lost, num_copied, seconds, self._stats())
+
+    def _stats(self) -> dict[str, dict[str, float]]:
+        now_s = time.monotonic()
+        if now_s < self._stats_at_s:
+            return {}
+        self._stats_at_s = now_s + STATS_EVERY_S
+        return {name: _numbers(store.stats()) for name, store in self._stores.items()}
+
+
+class NumpyCopier:
+    """Copies at once, where blocks and slots are both the host's memory."""
+
+    def __init__(self, blocks: np.ndarray, arena: np.ndarray) -> None:
+        self._blocks = blocks  # uint8 [blocks, bytes of a block]
+        self._slots = arena[:, : blocks.shape[1]]
+        self._seconds: list[float] = []
+
+    def begin_step(self) -> None:
+        pass
+
+    def start(self, saves: Pairs, restores: Pairs) -> None:
+        started_s = time.perf_counter()
+        for block, slot in saves:
+            self._slots[slot] = self._blocks[block]
+        for slot, block in restores:
+            self._blocks[block] = self._slots[slot]
+        self._seconds.append(time.perf_counter() - started_s)
+
+    def finish(self) -> float:
+        return self._seconds.pop(0)
+
+    def settle(self, slots: Iterable[int]) -> None:
+        pass
+
+
+class Merge:
+    """Makes one result of those of all ranks. A rank's result counts when it comes; none is waited for."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._open: dict[int, tuple[int, bool]] = {}  # ticket → ranks that have completed it, ok on all of them
+        self._has: dict[str, Counter[bytes]] = {}  # store → key → ranks that have it
+
+    def merge(self, results: Sequence[TransferResult]) -> TransferResult:
+        """`results` in any number and order, each rank's own in the order it gave them."""
+        completions = []
+        stores: dict[str, dict[str, float]] = {}
+        for result in results:
+            for ticket, ok in result.completions:
+                count, all_ok = self._open.pop(ticket, (0, True))
+                if count + 1 == self._num_ranks:
+                    completions.append((ticket, all_ok and ok))
+                else:
+                    self._open[ticket] = (count + 1, all_ok and ok)
+            for name, numbers in result.stores.items():
+                stores[name] = numbers  # of whichever rank spoke last: they all do the same
+        found, lost = self._changes(results)
+        num_copied = max((result.num_copied for result in results), default=0)  # every rank copies the same blocks
+        slowest_s = max((result.copy_s for result in results), default=0.0)
+        return TransferResult(completions, found, lost, num_copied, slowest_s, stores)
+
+    def _changes(self, results: Sequence[TransferResult]) -> tuple[dict[str, list[bytes]], dict[str, list[bytes]]]:
+        before: dict[tuple[str, bytes], bool] = {}
+        for result in results:
+            for changes, step in ((result.found, 1), (result.lost, -1)):
+                for name, keys in changes.items():
+                    has = self._has.setdefault(name, Counter())
+                    for key in keys:
+                        before.setdefault((name, key), has[key] == self._num_ranks)
+                        has[key] += step
+                        if has[key] == 0:
+                            del has[key]
+        found: dict[str, list[bytes]] = {}
+        lost: dict[str, list[bytes]] = {}
+        for (name, key), was_there in before.items():
+            is_there = self._has[name][key] == self._num_ranks
+            if is_there != was_there:
+                (found if is_there else lost).setdefault(name, []).append(key)
+        return found, lost
+
+
+def _stride(block_bytes: int) -> int:
+    return -(-block_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _numbers(stats: Any) -> dict[str, float]:
+    """A store's counters; what is not a number is not for a dashboard."""
+    pairs = stats.items() if isinstance(stats, dict) else ((name, getattr(stats, name)) for name in stats.__slots__)
+    return {name: float(value) for name, value in pairs if isinstance(value, int | float)}

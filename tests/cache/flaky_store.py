@@ -1,0 +1,105 @@
+"""A store in memory that keeps the contract of `cache/tiers/base.py` and nothing more: it is late, it forgets, it
+fails, it refuses, and it takes the borrowed buffers at their word."""
+
+import random
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Done(NamedTuple):
+    kind: str
+    ticket: int
+    key: bytes
+    ok: bool
+
+
+@dataclass
+class FlakyStore:
+    """Every probability is of one operation; `delay` is the most polls it takes. The defaults never fail."""
+
+    seed: int = 0
+    delay: int = 0
+    refuses: float = 0.0  # a put, at once
+    fails_put: float = 0.0
+    fails_load: float = 0.0
+    misses: float = 0.0  # start_load says None although the key was there
+    capacity: int = 10**9
+    data: dict[bytes, bytes] = field(default_factory=dict)
+    is_stalled: bool = False  # nothing completes
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._under_way: list[list] = []  # [polls left, kind, ticket, key, buffer, ok]
+        self._num_tickets = 0
+        self._found: dict[bytes, None] = dict.fromkeys(self.data)
+        self._lost: dict[bytes, None] = {}
+
+    def contains(self, key: bytes) -> bool:
+        return key in self.data
+
+    def put(self, key: bytes, buffer: memoryview) -> bool:
+        assert not self.closed and all(entry[3] != key for entry in self._under_way), "a put of a key under way"
+        if key in self.data or self._rng.random() < self.refuses:
+            return False
+        ok = self._rng.random() >= self.fails_put
+        self._under_way.append([self._rng.randint(0, self.delay), "store", 0, key, buffer, ok])
+        return True
+
+    def start_load(self, key: bytes, out: memoryview) -> int | None:
+        assert not self.closed
+        if key not in self.data or self._rng.random() < self.misses:
+            return None
+        self._num_tickets += 1
+        ok = self._rng.random() >= self.fails_load
+        out[:] = bytes([0xAA]) * len(out)  # borrowed: no byte of it may matter to anybody now
+        self._under_way.append([self._rng.randint(0, self.delay), "load", self._num_tickets, key, out, ok])
+        return self._num_tickets
+
+    def poll(self) -> list[Done]:
+        if self.is_stalled:
+            return []
+        done, rest = [], []
+        for entry in self._under_way:
+            if entry[0] > 0:
+                entry[0] -= 1
+                rest.append(entry)
+                continue
+            _, kind, ticket, key, buffer, ok = entry
+            # The buffer is read and written only now: whoever reused it early is found out.
+            if kind == "store" and ok:
+                self._insert(key, bytes(buffer))
+            elif kind == "load":
+                ok = ok and key in self.data
+                buffer[:] = self.data[key] if ok else bytes([0x55]) * len(buffer)
+            done.append(Done(kind, ticket, key, ok))
+        self._under_way = rest
+        return done
+
+    def changes(self) -> tuple[list[bytes], list[bytes]]:
+        changes = list(self._found), list(self._lost)
+        self._found.clear()
+        self._lost.clear()
+        return changes
+
+    def flush(self) -> None:
+        self.is_stalled = False
+        while self._under_way:
+            self.poll()
+
+    def stats(self) -> dict[str, float]:
+        return {"entries": len(self.data)}
+
+    def close(self) -> None:
+        assert not self._under_way, "closed while it borrows buffers"
+        self.closed = True
+
+    def _insert(self, key: bytes, value: bytes) -> None:
+        self.data[key] = value
+        self._found[key] = None
+        self._lost.pop(key, None)
+        while len(self.data) > self.capacity:
+            oldest = next(iter(self.data))
+            del self.data[oldest]
+            self._lost[oldest] = None
+            self._found.pop(oldest, None)

@@ -1,0 +1,140 @@
+"""The index of the tiers by itself, and the merging of what several ranks report."""
+
+from penstock.cache.pool import BlockPool
+from penstock.cache.tiers.index import TierIndex
+from penstock.executor.protocol import TransferResult
+from penstock.executor.transfers import Merge
+
+
+def key(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+def fill(device: BlockPool, index: TierIndex, numbers: list[int]) -> list[int]:
+    blocks = device.allocate(len(numbers))
+    for number, block in zip(numbers, blocks, strict=True):
+        device.register(block, key(number))
+        index.offer(key(number))
+    return blocks
+
+
+def save_all(device: BlockPool, index: TierIndex) -> int:
+    saves = index.take_saves(device, 100, 0)
+    index.finish_saves(saves, device)
+    index.check()
+    return len(saves)
+
+
+def test_a_block_can_be_matched_only_when_the_step_that_saves_it_is_over():
+    device, index = BlockPool(10), TierIndex(4, [])
+    device.release(fill(device, index, [1]))
+    saves = index.take_saves(device, 100, 0)
+    assert device.refs(saves[0][0]) == 1 and not index.host.find(key(1))
+    index.check()
+    index.finish_saves(saves, device)
+    assert index.host.find(key(1)) == saves[0][1] and device.num_free == 9
+
+
+def test_a_full_host_gives_up_what_was_used_longest_ago_and_the_end_of_a_chain_first():
+    device, index = BlockPool(20), TierIndex(3, [])
+    fill(device, index, [1, 2, 3])
+    save_all(device, index)
+    index.touch([key(1), key(2), key(3)])
+    fill(device, index, [4])
+    save_all(device, index)
+    assert [bool(index.host.find(key(n))) for n in (1, 2, 3, 4)] == [True, True, False, True]
+    assert index.counts["evictions"] == 1
+
+
+def test_a_pinned_slot_is_never_evicted_and_a_full_host_drops_what_is_offered():
+    device, index = BlockPool(20), TierIndex(2, [])
+    fill(device, index, [1, 2])
+    save_all(device, index)
+    slots = [index.host.find(key(1)), index.host.find(key(2))]
+    index.pin(slots)
+    fill(device, index, [3])
+    assert save_all_with(device, index, slots) == 0 and index.counts["drops_host_full"] == 1
+    index.unpin(slots)
+    fill(device, index, [4])
+    assert save_all(device, index) == 1
+
+
+def save_all_with(device: BlockPool, index: TierIndex, pins: list[int]) -> int:
+    saves = index.take_saves(device, 100, 0)
+    index.finish_saves(saves, device)
+    index.check(pins)
+    return len(saves)
+
+
+def test_free_device_blocks_wait_with_their_save_until_there_are_others_to_hand_out():
+    device, index = BlockPool(4), TierIndex(4, [])
+    device.release(fill(device, index, [1]))
+    device.allocate(2)
+    assert index.take_saves(device, 100, keep_free=1) == [] and index.num_offers == 1
+    assert len(index.take_saves(device, 100, keep_free=0)) == 1
+
+
+def test_what_was_evicted_before_its_save_is_dropped():
+    device, index = BlockPool(3), TierIndex(4, [])
+    device.release(fill(device, index, [1]))
+    device.allocate(2)
+    assert save_all(device, index) == 0 and index.counts["drops_evicted"] == 1
+
+
+def test_a_slow_disk_pins_a_quarter_of_the_host_at_most():
+    device, index = BlockPool(50), TierIndex(40, ["disk"])
+    fill(device, index, list(range(1, 41)))
+    save_all(device, index)
+    assert len(index.take_writes()) == 10 and index.take_writes() == []
+    index.complete(next(iter(index.writes)), True)
+    assert len(index.take_writes()) == 1
+    index.check()
+
+
+def test_a_failed_read_frees_its_slot_and_is_not_believed_again():
+    index = TierIndex(4, ["disk"])
+    index.note({"disk": [key(1)]}, {})
+    ticket = index.start_load(key(1))
+    assert index.start_load(key(1)) == ticket and len(index.take_reads()) == 1
+    assert index.complete(ticket, False) == 0
+    assert index.start_load(key(1)) is None and index.host.num_free == 4
+    index.check()
+
+
+def test_a_read_whose_key_was_computed_meanwhile_changes_nothing():
+    device, index = BlockPool(10), TierIndex(4, ["disk"])
+    index.note({"disk": [key(1)]}, {})
+    ticket = index.start_load(key(1))
+    fill(device, index, [1])
+    save_all(device, index)
+    slot = index.host.find(key(1))
+    assert index.complete(ticket, True) == slot
+    index.check()
+
+
+def test_the_nearest_store_that_has_a_key_is_read():
+    index = TierIndex(4, ["disk", "peer"])
+    index.note({"disk": [key(1)], "peer": [key(1), key(2)]}, {})
+    for number in (1, 2):
+        index.start_load(key(number))
+    assert [store for _, store, _, _ in index.take_reads()] == ["disk", "peer"]
+    counts = index.match([key(1), key(2), key(3)], BlockPool(4))
+    assert counts.loading == 2
+
+
+def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are():
+    merge = Merge(3)
+    first = merge.merge([TransferResult([(1, True), (2, True)]), TransferResult([(1, True)])])
+    assert first.completions == []
+    assert merge.merge([TransferResult([(2, False), (1, True)])]).completions == [(1, True)]
+    assert merge.merge([TransferResult([(2, True)])]).completions == [(2, False)]
+
+
+def test_a_key_is_in_a_store_while_every_rank_has_it():
+    merge = Merge(2)
+    assert merge.merge([TransferResult(found={"disk": [key(1)]})]).found == {}
+    assert merge.merge([TransferResult(found={"disk": [key(1)]})]).found == {"disk": [key(1)]}
+    assert merge.merge([TransferResult(lost={"disk": [key(1)]})]).lost == {"disk": [key(1)]}
+    assert merge.merge([TransferResult(lost={"disk": [key(1)]})]).lost == {}
+    back = TransferResult(found={"disk": [key(1)]})
+    assert merge.merge([back, back, TransferResult(lost={"disk": [key(1)]})]) == TransferResult()
