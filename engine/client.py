@@ -25,6 +25,7 @@ from penstock.engine.front import Pooling, check_length, check_room, submissions
 from penstock.engine.messages import (
     Abort,
     CacheNews,
+    CacheReset,
     Dead,
     FromCore,
     Heartbeat,
@@ -32,6 +33,7 @@ from penstock.engine.messages import (
     Outputs,
     Progress,
     Ready,
+    ResetCache,
     Shutdown,
     Stats,
     ToCore,
@@ -150,6 +152,7 @@ class AsyncEngine:
         self._heartbeat: Heartbeat | None = None
         self._heard_s = time.monotonic()
         self._death: str | None = None
+        self._resets: dict[int, asyncio.Future[bool]] = {}
         self._closing = False
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -292,6 +295,15 @@ class AsyncEngine:
         if self._death is None:
             self._send(WatchCache(is_on))
 
+    async def reset_prefix_cache(self) -> bool:
+        """Have the core forget all cached content; False while something uses it."""
+        if self._death is not None:
+            raise EngineDead(self._death)
+        number = next(self._ids)
+        self._resets[number] = asyncio.get_running_loop().create_future()
+        self._send(ResetCache(number))
+        return await self._resets[number]
+
     @property
     def num_open(self) -> int:
         """Sequences under way."""
@@ -330,6 +342,10 @@ class AsyncEngine:
         elif isinstance(message, CacheNews):
             if self.on_cache_news is not None:
                 self.on_cache_news(message)
+        elif isinstance(message, CacheReset):
+            waiting = self._resets.pop(message.number)
+            if not waiting.done():  # else whoever asked has left
+                waiting.set_result(message.ok)
         elif isinstance(message, Heartbeat):
             if message.overdue_s > 0 and not (self._heartbeat and self._heartbeat.overdue_s):
                 self._dump_stacks()
@@ -364,6 +380,9 @@ class AsyncEngine:
         assert self._ready is not None
         if not self._ready.done():
             self._ready.set_exception(EngineDead(self._death))
+        for waiting in self._resets.values():
+            if not waiting.done():
+                waiting.set_exception(EngineDead(self._death))
         for request_id in list(self._open):
             self._deliver(Output(request_id, [], finish_reason="error", error=self._death))
 

@@ -22,6 +22,7 @@ STEP_DEADLINE_PER_TOKEN_S = 0.5
 # Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
 POLL_S = 0.0005
 SETTLE_S = 10.0
+RESET_S = 1.0  # a reset waits no longer for them: new requests wait with it
 
 
 class EngineCore:
@@ -30,7 +31,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
-        self.cache_log = CacheLog({"device": self.scheduler.pool})
+        self.cache_log = CacheLog(self.scheduler.pools())
         self._clock = clock
         self.last_step_tokens = 0
         # What a heartbeat of another thread reads; each is one assignment.
@@ -92,7 +93,7 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content, in all tiers; refused while requests run or a store does not settle."""
-        self.settle()
+        self.settle(RESET_S)
         return self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:

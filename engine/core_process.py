@@ -23,6 +23,7 @@ from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore, settle_garbage
 from penstock.engine.messages import (
     Abort,
+    CacheReset,
     Dead,
     FromCore,
     Heartbeat,
@@ -30,6 +31,7 @@ from penstock.engine.messages import (
     Outputs,
     Progress,
     Ready,
+    ResetCache,
     Shutdown,
     Submit,
     ToCore,
@@ -128,6 +130,8 @@ def _serve(core: EngineCore, link: Link) -> None:
                     _keep(outputs, core.abort(request_id))
             elif isinstance(message, WatchCache):
                 core.cache_log.watch(message.is_on)
+            elif isinstance(message, ResetCache):
+                link.send(CacheReset(message.number, core.reset_prefix_cache()))
             elif isinstance(message, Shutdown):
                 return
         if core.has_work():

@@ -37,11 +37,17 @@ class WatchCache(msgspec.Struct, frozen=True, tag="watch", array_like=True):
     is_on: bool
 
 
+class ResetCache(msgspec.Struct, frozen=True, tag="reset_cache", array_like=True):
+    """Forget all cached content; answered by a `CacheReset` with the same number."""
+
+    number: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
     """Stop at once. A drain is the front's: it stops submitting and waits."""
 
 
-ToCore = Submit | Abort | WatchCache | Shutdown
+ToCore = Submit | Abort | WatchCache | ResetCache | Shutdown
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -117,4 +123,11 @@ class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
     error: str
 
 
-FromCore = Outputs | CacheNews | Progress | Ready | Heartbeat | Dead
+class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset", array_like=True):
+    """`ok` is False where requests or transfers were under way, and nothing was forgotten."""
+
+    number: int
+    ok: bool
+
+
+FromCore = Outputs | CacheNews | Progress | Ready | Heartbeat | Dead | CacheReset

@@ -403,6 +403,10 @@ class Scheduler:
 
     # -- looking in ----------------------------------------------------------------------------------------
 
+    def pools(self) -> dict[str, BlockPool]:
+        """What can be matched, by tier; what a store has passes through the host first."""
+        return {"device": self.pool} if self.tiers is None else {"device": self.pool, "host": self.tiers.index.host}
+
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content; refused while requests or transfers hold blocks."""
         if self.has_work() or (self.tiers is not None and not self.tiers.forget()):

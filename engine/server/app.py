@@ -24,6 +24,7 @@ from penstock.engine.http.errors import ErrorReply, HttpError, clip
 from penstock.engine.http.request_id import client_id
 from penstock.engine.server import pages, schema
 from penstock.engine.server import replies as reply
+from penstock.engine.server.cache import reset_prefix_cache
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
@@ -58,6 +59,7 @@ POSTS = (
     Post("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
     Post("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
     Post("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
+    Post("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
 )
 
 

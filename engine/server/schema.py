@@ -149,6 +149,10 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
 
 
+class ResetRequest(msgspec.Struct, kw_only=True):
+    """POST /reset_prefix_cache"""
+
+
 class Unserved(NamedTuple):
     """Why a known field is refused, and the values with which it changes nothing."""
 

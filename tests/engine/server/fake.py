@@ -117,6 +117,9 @@ class FakeEngine:
         if is_on:
             self.on_cache_news(CacheNews("device", b"", b"", True))
 
+    async def reset_prefix_cache(self) -> bool:
+        return not self._open
+
     def abort(self, request_ids: Any) -> None:
         for name in list(request_ids):
             task = self._open.get(name)

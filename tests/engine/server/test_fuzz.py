@@ -11,7 +11,7 @@ from penstock.engine.server.schema import HARMLESS, UNSERVED
 from tests.engine.server.fake import FakeEngine
 from tests.engine.server.running import MODEL, Running, running, until
 
-PATHS = {post.path: post.takes.__struct_fields__ for post in POSTS}
+PATHS = {post.path: post.takes.__struct_fields__ or ("model",) for post in POSTS}
 SCALARS = [None, True, False, 0, 1, -1, 2, 7, 299, 300, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.0, 0.5, 1e300, -1.5]
 SCALARS += [
     "",
@@ -84,7 +84,7 @@ class Generator:
             body[field] = self.value() if self.choose.random() < 0.4 else self.likely(field)
         if self.choose.random() < 0.1:
             body[self.choose.choice([*HARMLESS, *UNSERVED, "nonsense"])] = self.value()
-        if self.choose.random() < 0.05:
+        if body and self.choose.random() < 0.05:
             body.pop(self.choose.choice(list(body)))
         return body
 

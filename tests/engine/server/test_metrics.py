@@ -74,6 +74,17 @@ def test_gauges_and_counters_are_the_engine_s(server):
     assert seen["vllm:iteration_tokens_total_sum{}"] == 40
 
 
+def test_tiers_are_labelled_and_absent_without_any(server):
+    assert not [name for name in samples(server) if "kv_tier" in name]
+    tiers = {"host": {"hit_tokens": 32, "used_blocks": 5}, "disk": {"hit_tokens": 16, "bytes_per_s": 1e9}}
+    server.engine.stats = Stats(num_blocks=64, tiers=tiers)
+    seen = samples(server)
+    assert seen["penstock:kv_tier_hit_tokens_total{tier=host}"] == 32
+    assert seen["penstock:kv_tier_hit_tokens_total{tier=disk}"] == 16
+    assert seen["penstock:kv_tier_used_blocks{tier=host}"] == 5
+    assert seen["penstock:kv_tier_bytes_per_s{tier=disk}"] == 1e9
+
+
 def test_requests_are_measured_once_whole_or_streamed(server):
     server.complete("abc", max_tokens=5)
     server.complete("abc", max_tokens=5, stream=True)
