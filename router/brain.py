@@ -95,7 +95,8 @@ class Brain:
         if space not in self._spaces:
             self._spaces = (*self._spaces, space)
         capacity = info.num_blocks * info.block_size or np.inf
-        row = self.fleet.add(capacity, info.prefill_tokens_per_s or self._usual_speed())
+        told = info.prefill_tokens_per_s
+        row = self.fleet.add(capacity, told or self._usual_speed(), is_known=told is not None)
         cache = self.knowledge.add(row, space, info.num_blocks or UNKNOWN_BLOCKS)
         replica = Replica(name, info, ReplicaLoad(self.fleet, row), cache)
         self._replicas[name] = self._rows[row] = replica
@@ -147,10 +148,11 @@ class Brain:
             backlog, num_tokens - cached, fleet.speed, fleet.active, overflow, self.policy.decode_s
         )
         is_shut = fleet.is_open == 0.0
+        scores = ttft + self.policy.wear * fleet.crowding() * (num_tokens - cached) / fleet.speed
         for name in exclude:
             if name in self._replicas:
                 is_shut[self._replicas[name].load.row] = True
-        row = self._pick(ttft, cached, is_shut, session)
+        row = self._pick(scores, cached, is_shut, num_tokens, session)
         if row < 0:
             return None
         replica = self._rows[row]
@@ -171,14 +173,14 @@ class Brain:
             float(ttft[row]),
         )
 
-    def _pick(self, ttft: Column, cached: Column, is_shut: Any, session: str | None) -> int:
+    def _pick(self, costs: Column, cached: Column, is_shut: Any, num_tokens: int, session: str | None) -> int:
         fleet, name = self.fleet, self.policy.name
         if name == "round-robin":
             return self._next_in_turn(is_shut)
         if name == "predicted-ttft":
-            scores = ttft
+            scores = costs
         elif name == "prefix":
-            scores = policies.prefix(cached, fleet.active)
+            scores = policies.prefix(cached, fleet.active, ~is_shut, num_tokens)
         else:
             scores = fleet.active.copy()
         scores[is_shut] = np.inf
@@ -299,9 +301,9 @@ class Brain:
         assert len(self._rows) == len(self._replicas)
 
     def _usual_speed(self) -> float:
-        """What a newcomer is taken to do: the median of the others."""
+        """What a newcomer is taken to do until it has shown it: the mean of the others."""
         speeds = [float(self.fleet.speed[row]) for row in self._rows]
-        return float(np.median(speeds)) if speeds else self.policy.first_tokens_per_s
+        return float(np.mean(speeds)) if speeds else self.policy.first_tokens_per_s
 
     def _count_spaces(self) -> None:
         if len(self._space_of_row) < self.fleet.num_rows:

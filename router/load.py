@@ -16,7 +16,7 @@ MIN_SAMPLE_TOKENS = 256  # shorter waits say more about the network than about t
 class Fleet:
     """One row per replica; a freed row is used again. Columns are views of one array that grows by doubling."""
 
-    FIELDS = ("queued", "head", "head_since", "active", "held", "capacity", "speed", "is_open")
+    FIELDS = ("queued", "head", "head_since", "active", "held", "capacity", "speed", "is_known", "filled", "is_open")
     queued: Column  # tokens placed there whose first token has not come
     head: Column  # of these, the oldest request's
     head_since: Column  # when that one's turn came, as far as we can tell
@@ -24,6 +24,8 @@ class Fleet:
     held: Column  # tokens of KV that they hold or will need
     capacity: Column  # tokens of KV there are
     speed: Column  # learned, tokens of prefill per second
+    is_known: Column  # 1: the speed was learned or told; where it is 0, that of the others is assumed
+    filled: Column  # tokens of new content that went there of late: what its cache had to make room for
     is_open: npt.NDArray[np.float64]  # 1: takes requests
 
     def __init__(self) -> None:
@@ -32,7 +34,7 @@ class Fleet:
         self._columns = np.zeros((len(self.FIELDS), 8))
         self._name_columns()
 
-    def add(self, capacity: float, speed: float) -> int:
+    def add(self, capacity: float, speed: float, is_known: bool) -> int:
         if self._free:
             row = self._free.pop()
         else:
@@ -42,7 +44,7 @@ class Fleet:
                 self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
             self._name_columns()
         self._columns[:, row] = 0.0
-        self.capacity[row], self.speed[row] = capacity, speed
+        self.capacity[row], self.speed[row], self.is_known[row] = capacity, speed, is_known
         return row
 
     def remove(self, row: int) -> None:
@@ -50,10 +52,30 @@ class Fleet:
         self.speed[row] = 1.0  # a divisor
         self._free.append(row)
 
+    def learn(self, row: int, speed: float) -> None:
+        """Whoever has done nothing yet is taken to be like the others. A fixed guess would keep it idle for ever
+        where it is too low: what it is worth shows only in work."""
+        self.speed[row], self.is_known[row] = speed, 1.0
+        if not self.is_known.all():
+            self.speed[self.is_known == 0.0] = self.speed[self.is_known == 1.0].mean()
+
     def backlog(self, now_s: float) -> Column:
         """Queued tokens, less what the oldest request must have got done since its turn came."""
         done = np.minimum((now_s - self.head_since) * self.speed, self.head)
         return self.queued - np.maximum(done, 0.0)
+
+    def fill(self, row: int, num_tokens: float) -> None:
+        """Of late: within about as many tokens as the fleet's caches hold together."""
+        total = self.capacity.sum()
+        if np.isfinite(total):
+            self.filled *= max(1.0 - num_tokens / total, 0.0)
+        self.filled[row] += num_tokens
+
+    def crowding(self) -> Column:
+        """How much new content went there of late, as a share of its capacity, in units of the fleet's mean."""
+        share = self.filled / np.where(self.capacity > 0, self.capacity, np.inf)
+        mean = share.mean()
+        return share / mean if mean > 0 else share
 
     def _name_columns(self) -> None:
         for index, field in enumerate(self.FIELDS):
@@ -78,6 +100,7 @@ class ReplicaLoad:
         fleet.active[row] += 1
         fleet.queued[row] += charge.own_tokens
         fleet.held[row] += charge.held_tokens
+        fleet.fill(row, charge.own_tokens)
         if len(self._waiting) == 1:
             self._new_head(now_s)
 
@@ -100,7 +123,7 @@ class ReplicaLoad:
             return
         self._sample_tokens = SPEED_MEMORY * self._sample_tokens + num_tokens
         self._sample_s = SPEED_MEMORY * self._sample_s + seconds
-        self.fleet.speed[self.row] = self._sample_tokens / self._sample_s
+        self.fleet.learn(self.row, self._sample_tokens / self._sample_s)
 
     def check(self) -> None:
         if not self.is_gone:

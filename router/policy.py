@@ -19,6 +19,7 @@ Column = npt.NDArray[np.float64]
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: PolicyName = "predicted-ttft"
+    wear: float = 0.5  # what new content costs beside its time, where as much of it went as to the mean replica
     decode_s: float = 0.004  # an answer under way delays a first token by this much
     first_tokens_per_s: float = 5_000.0  # prefill speed of a replica of which nothing is known
     affinity_s: float = 0.05  # a session stays where it was unless another replica is better by more
@@ -35,7 +36,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for field in ("first_tokens_per_s", "hope_s", "stall_s", "max_sessions", "max_facts"):
             if not getattr(self, field) > 0:
                 raise ValueError(f"{field}: {getattr(self, field)} is not above 0")
-        for field in ("decode_s", "affinity_s"):
+        for field in ("decode_s", "affinity_s", "wear"):
             if not getattr(self, field) >= 0:
                 raise ValueError(f"{field}: {getattr(self, field)} is below 0")
         for field in ("host_credit", "disk_credit"):
@@ -51,9 +52,15 @@ def predicted_ttft(
     return (queued + own + overflow) / speed + decode_s * active
 
 
-def prefix(cached: Column, active: Column) -> Column:
-    """The longest match; equal ones by the fewest requests."""
-    return active / (active.sum() + 1.0) - cached
+def prefix(cached: Column, active: Column, is_open: npt.NDArray[np.bool_], num_tokens: int) -> Column:
+    """The longest match, of equal ones the fewest requests.
+
+    A match of less than a third of the prompt is none, and a replica with far more requests than the mean has none:
+    without these two rules every prompt follows the first one that began alike, and one replica does all the work.
+    """
+    mean = active[is_open].mean() if is_open.any() else 0.0
+    counts = (3.0 * cached >= num_tokens) & (active <= 1.5 * mean + 8.0)
+    return active / (active.sum() + 1.0) - np.where(counts, cached, 0.0)
 
 
 def best(scores: Column, tolerance: float, rng: np.random.Generator) -> int:

@@ -1,0 +1,202 @@
+"""Small fleets under simulated time: spreading, floods, broken event streams, restarts."""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from benchmarks.route_model import Arrival, Settings, Simulation, pooled_hit
+
+from penstock.engine.http.kv_stream import Changes, Frame, Snapshot
+from penstock.router.policy import PolicyConfig
+
+SMALL = Settings(num_replicas=4, num_blocks=120)
+
+
+def keys(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**63, count, dtype=np.uint64)
+
+
+def conversations(count: int = 40, turns: int = 6, gap_s: float = 0.4, seed: int = 0) -> list[Arrival]:
+    """Chats of several turns, each a longer prompt than the last, mixed with one another; all begin with one block."""
+    rng = random.Random(seed)
+    turn_of = Counter[int]()
+    arrivals = []
+    for number in range(count * turns):
+        chat = rng.choice([chat for chat in range(count) if turn_of[chat] < turns])
+        turn_of[chat] += 1
+        own = np.concatenate([keys(0, 1), keys(chat + 1, 3 * turns)])[: 3 * turn_of[chat] + 1]
+        at_s = number * gap_s * rng.uniform(0.9, 1.1)
+        arrivals.append(Arrival(at_s, 512 * len(own) + 100, 20, own, session=str(chat)))
+    return sorted(arrivals, key=lambda arrival: arrival.at_s)
+
+
+def play(arrivals: list[Arrival], policy: str = "predicted-ttft", settings: Settings = SMALL, **options) -> Simulation:
+    simulation = Simulation(settings, PolicyConfig(name=policy, **options), seed=1)
+    simulation.run(arrivals)
+    assert len(simulation.outcomes) == len(arrivals)
+    simulation.brain.check()
+    loads = simulation.brain.view().values()
+    assert all(load["active_requests"] == load["queued_tokens"] == 0 for load in loads), "all load is released"
+    return simulation
+
+
+def test_the_default_policy_keeps_most_of_a_pooled_caches_hits_and_beats_round_robin():
+    arrivals = conversations(gap_s=0.1)
+    ours, turns = play(arrivals).report(), play(arrivals, "round-robin").report()
+    assert ours["hit"] >= 0.85 * pooled_hit(arrivals, 4 * 120)
+    assert ours["ttft_p95_s"] <= 0.55 * turns["ttft_p95_s"]
+    assert ours["hit"] > turns["hit"]
+
+
+def test_an_idle_fleet_uses_all_of_its_caches():
+    arrivals = conversations(count=60, gap_s=5.0)
+    report = play(arrivals).report()
+    assert report["hit"] >= 0.97 * pooled_hit(arrivals, 4 * 120)
+    without = play(arrivals, wear=0.0).report()
+    assert without["imbalance"] > 2 * report["imbalance"], "the first block alone would draw everybody to one replica"
+
+
+@pytest.mark.parametrize("policy", ["predicted-ttft", "least-loaded", "round-robin"])
+def test_a_hot_prefix_is_spread_over_the_fleet(policy):
+    hot = keys(1, 20)
+    arrivals = [
+        Arrival(number * 0.02, 512 * 21, 50, np.concatenate([hot, keys(number + 2, 1)])) for number in range(800)
+    ]
+    simulation = play(arrivals, policy, Settings(num_replicas=4))
+    counts = Counter(outcome.replica for outcome in simulation.outcomes[len(simulation.outcomes) // 8 :])
+    assert len(counts) == 4 and max(counts.values()) <= 1.25 * len(arrivals) / 4
+
+
+def test_one_tenants_flood_leaves_the_others_their_hits():
+    others = conversations(count=10, turns=6, gap_s=1.0)
+    end_s = others[-1].at_s
+    flood = [Arrival(end_s * number / 300, 512 * 8, 1, keys(10_000 + number, 8)) for number in range(300)]
+    names = {id(arrival.keys) for arrival in flood}
+    settings = Settings(num_replicas=4, num_blocks=1000)
+    simulation = Simulation(settings, PolicyConfig(max_facts=2**13), seed=1)
+    simulation.run(sorted(others + flood, key=lambda arrival: arrival.at_s))
+    alone = play(others, settings=settings)
+    hit = [outcome for outcome in simulation.outcomes if outcome.cached_tokens]
+    assert len(names) == 300
+    assert sum(outcome.cached_tokens for outcome in hit) >= 0.95 * sum(o.cached_tokens for o in alone.outcomes)
+    assert simulation.brain.metrics()["index_facts"] <= 2**13
+
+
+class Trouble:
+    """Stands between the replicas and the brain: loses, repeats, holds back and forges frames."""
+
+    def __init__(self, simulation: Simulation, seed: int) -> None:
+        self.simulation = simulation
+        self.rng = random.Random(seed)
+        self.held_back: list[tuple[str, Frame]] = []
+        self.num_reconnects = 0
+        simulation.say = self.say
+
+    def say(self, name: str, frame: Frame) -> None:
+        brain, chance = self.simulation.brain, self.rng.random()
+        if chance < 0.1:  # lost
+            return
+        if chance < 0.2:  # late, behind others
+            self.held_back.append((name, frame))
+            return
+        if chance < 0.25 and isinstance(frame, Changes):  # forged
+            frame = Changes(frame.seq, "device", keys(self.rng.randrange(10**6), 200).tobytes(), b"")
+        brain.apply_events(name, [frame] * self.rng.choice((1, 1, 2)))
+        while self.held_back and self.rng.random() < 0.5:
+            late, old = self.held_back.pop()
+            brain.apply_events(late, [old])
+
+    def reconnect(self, simulation: Simulation) -> None:
+        """What the data plane does once a second."""
+        for name, replica in simulation.replicas.items():
+            if simulation.brain.needs_snapshot(name):
+                self.num_reconnects += 1
+                simulation.brain.apply_events(name, replica.snapshot())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_events_that_are_lost_repeated_reordered_and_forged_cost_hits_and_nothing_else(seed):
+    arrivals = conversations(gap_s=0.2)
+    simulation = Simulation(SMALL, PolicyConfig(), seed=1)
+    trouble = Trouble(simulation, seed)
+    simulation.run(arrivals, every=trouble.reconnect)
+    assert len(simulation.outcomes) == len(arrivals) and trouble.num_reconnects > 5
+    simulation.brain.check()
+    assert simulation.report()["hit"] >= 0.8 * play(arrivals).report()["hit"]
+    for view in simulation.brain.view().values():
+        assert view["cached_blocks"]["device"] <= 2 * SMALL.num_blocks + 1024
+
+
+def test_without_any_events_the_guess_keeps_most_of_the_hits():
+    arrivals = conversations(gap_s=0.2)
+    simulation = Simulation(SMALL, PolicyConfig(), seed=1)
+    simulation.say = lambda name, frame: None
+    simulation.run(arrivals)
+    assert simulation.brain.metrics()["approximate_replicas"] == 4
+    assert simulation.report()["hit"] >= 0.8 * play(arrivals).report()["hit"]
+
+
+def test_predictions_agree_with_what_the_replicas_found():
+    metrics = play(conversations(gap_s=0.4)).brain.metrics()
+    assert metrics["compared_requests_total"] == 240
+    assert metrics["cached_tokens_error_total"] <= 0.02 * metrics["compared_prompt_tokens_total"]
+    assert metrics["actual_cached_tokens_total"] > 0
+
+
+def test_the_speed_of_each_replica_is_learned():
+    simulation = Simulation(SMALL, PolicyConfig(first_tokens_per_s=500.0), seed=1)
+    slow = simulation.replicas["r3"]
+    slow.settings = SMALL._replace(tokens_per_s=3_000.0)
+    simulation.run(conversations(count=100, gap_s=0.2))
+    speeds = {name: view["prefill_tokens_per_s"] for name, view in simulation.brain.view().items()}
+    assert all(9_000 < speeds[name] < 15_000 for name in ("r0", "r1", "r2")) and 2_000 < speeds["r3"] < 4_000
+    done = {name: replica.num_tokens_done for name, replica in simulation.replicas.items()}
+    assert done["r3"] < 0.7 * min(done["r0"], done["r1"], done["r2"])
+
+
+def test_a_full_replica_is_passed_over_for_one_with_room():
+    simulation = Simulation(Settings(num_replicas=2, num_blocks=100), PolicyConfig(wear=0.0), seed=1)
+    brain = simulation.brain
+    full = brain.choose(None, num_tokens=51_000, exclude=frozenset({"r1"}))
+    assert full is not None
+    full.first_token(0)
+    brain.apply_events("r0", [Snapshot(1, "device", keys(1, 18).tobytes(), True, True)])
+    simulation.arrive(Arrival(0.0, 512 * 20, 1, keys(1, 20)))
+    assert len(simulation.replicas["r1"].outcomes) == 0 and simulation.replicas["r1"]._is_busy
+
+
+def test_a_session_stays_where_it_was_unless_another_is_much_better():
+    simulation = Simulation(SMALL, PolicyConfig(affinity_s=0.05), seed=1)
+    first = simulation.brain.choose(None, num_tokens=10, session="chat")
+    assert first is not None
+    for _ in range(20):
+        charge = simulation.brain.choose(None, num_tokens=10, session="chat")
+        assert charge is not None and charge.replica == first.replica
+        charge.release(True)
+    for _ in range(4):
+        simulation.brain.choose(None, num_tokens=1_000, exclude=frozenset(simulation.replicas) - {first.replica})
+    moved = simulation.brain.choose(None, num_tokens=10, session="chat")
+    assert moved is not None and moved.replica != first.replica
+
+
+def test_equals_are_chosen_by_lot_and_the_lot_is_repeatable():
+    def order(seed: int) -> list[str]:
+        simulation = Simulation(SMALL, PolicyConfig(wear=0.0), seed=seed)
+        names = []
+        for _ in range(40):
+            charge = simulation.brain.choose(None, num_tokens=0)
+            assert charge is not None
+            names.append(charge.replica)
+            charge.release(True)
+        return names
+
+    assert order(1) == order(1) != order(2)
+    assert set(order(1)) == {"r0", "r1", "r2", "r3"}
+
+
+def test_round_robin_takes_turns_among_those_that_are_available():
+    brain = Simulation(SMALL, PolicyConfig(name="round-robin"), seed=1).brain
+    brain.set_available("r2", False)
+    charges = [brain.choose(None, num_tokens=1) for _ in range(7)]
+    assert [charge.replica for charge in charges if charge] == ["r0", "r1", "r3", "r0", "r1", "r3", "r0"]

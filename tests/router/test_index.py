@@ -1,0 +1,203 @@
+"""The index in C against a plain model of it: random lives, eviction, retired slots, threads."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from penstock.router.index import MAX_SLOTS, RouteIndex
+
+
+def chain(seed: int, length: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 2**64, length, dtype=np.uint64)
+
+
+class Model:
+    """What the index should say, with nothing forgotten for want of room."""
+
+    def __init__(self) -> None:
+        self.facts: dict[int, set[int]] = {}
+        self.hopes: list[dict[int, set[int]]] = [{}, {}]
+
+    def holds(self, slot: int, key: int) -> bool:
+        return any(key in part.get(slot, ()) for part in (self.facts, *self.hopes))
+
+    def count(self, slot: int, keys: list[int]) -> int:
+        return next((i for i, key in enumerate(keys) if not self.holds(slot, key)), len(keys))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_life_gives_the_counts_of_a_plain_model(seed):
+    rng = random.Random(seed)
+    index, model = RouteIndex(20_000, 20_000, seed=seed), Model()
+    chains = [chain(100 * seed + i, rng.randint(1, 60)) for i in range(6)]
+    slots: list[int] = []
+    num_compared = num_retired = 0
+    for step in range(1000):
+        action = rng.random()
+        if len(slots) < 3 or action < 0.02:
+            slots.append(index.add_slot(10_000))
+        elif action < 0.04 and len(slots) > 6:
+            index.retire_slot(gone := slots.pop(rng.randrange(len(slots))))
+            for part in (model.facts, *model.hopes):
+                part.pop(gone, None)
+            num_retired += 1
+        elif action < 0.5:
+            slot, keys = rng.choice(slots), rng.choice(chains)
+            keys = keys[: rng.randint(0, len(keys))]
+            assert index.store(slot, keys) == 0
+            model.facts.setdefault(slot, set()).update(keys.tolist())
+        elif action < 0.65:  # the end of a chain goes first
+            slot, keys = rng.choice(slots), rng.choice(chains)
+            keys = keys[rng.randint(0, len(keys)) :]
+            index.remove(slot, keys)
+            model.facts.setdefault(slot, set()).difference_update(keys.tolist())
+        elif action < 0.8:
+            slot, keys = rng.choice(slots), rng.choice(chains)
+            index.hope(slot, keys)
+            fresh = set(keys.tolist()) - model.facts.get(slot, set())
+            model.hopes[0].setdefault(slot, set()).update(fresh)
+        elif action < 0.85:
+            index.fade()
+            model.hopes = [{}, model.hopes[0]]
+        keys = rng.choice(chains)
+        match = index.match(keys)
+        whole = keys.tolist()
+        for slot in slots:
+            count = model.count(slot, whole)
+            if not any(model.holds(slot, key) for key in whole[count:]):  # as the index takes it to be
+                num_compared += 1
+                assert match.counts[slot] == count, (step, slot)
+        if step % 100 == 0:
+            index.check()
+            assert all(index.num_held(slot) == len(model.facts.get(slot, ())) for slot in slots)
+    assert num_compared > 3000 and num_retired > 2
+    index.check()
+
+
+def test_one_match_answers_for_a_thousand_slots():
+    index = RouteIndex(2**20, seed=1)
+    keys = chain(1, 500)
+    slots = [index.add_slot(1000) for _ in range(1000)]
+    for number, slot in enumerate(slots):
+        index.store(slot, keys[: number // 2])
+    assert index.match(keys).counts[slots].tolist() == [number // 2 for number in range(1000)]
+    index.check()
+
+
+def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chains_first():
+    index = RouteIndex(100, seed=1)
+    slot = index.add_slot(1000)
+    old, new = chain(1, 60), chain(2, 60)
+    index.store(slot, old)
+    index.store(slot, new)
+    assert index.match(new).counts[slot] == 60
+    assert index.match(old).counts[slot] == 40
+    assert index.stats().num_facts == 100 and index.stats().num_evicted == 20
+    index.hope(slot, old[:40])  # asked for again
+    index.store(slot, chain(3, 50))
+    assert index.match(old).counts[slot] == 40
+    assert index.match(new).counts[slot] == 10
+    index.check()
+
+
+def test_hopes_fade_at_the_second_call_and_push_out_no_fact():
+    index = RouteIndex(1000, num_hopes=50, seed=1)
+    slot = index.add_slot(1000)
+    known, hoped = chain(1, 100), chain(2, 50)
+    index.store(slot, known)
+    index.hope(slot, hoped)
+    for flood in range(3, 30):
+        index.hope(slot, chain(flood, 50))
+    assert index.match(known).counts[slot] == 100 and index.match(hoped).counts[slot] == 0
+    index.hope(slot, hoped)
+    index.fade()
+    assert index.match(hoped).counts[slot] == 50
+    index.fade()
+    assert index.match(hoped).counts[slot] == 0
+    assert index.stats().num_hopes == 0
+    index.check()
+
+
+def test_a_slot_takes_no_more_than_its_limit():
+    index = RouteIndex(1000, seed=1)
+    greedy, other = index.add_slot(10), index.add_slot(1000)
+    index.store(other, chain(1, 500))
+    assert index.store(greedy, chain(2, 300)) == 290
+    assert index.num_held(greedy) == 10 and index.num_held(other) == 500
+    index.check()
+
+
+def test_a_retired_slot_holds_nothing_at_once_and_its_number_comes_back_clean():
+    index = RouteIndex(50_000, seed=1)
+    keys = chain(1, 20_000)
+    first, other = index.add_slot(30_000), index.add_slot(30_000)
+    index.store(first, keys)
+    index.store(other, keys)
+    index.retire_slot(first)
+    index.retire_slot(first)  # of no further effect
+    assert index.store(first, keys) == 0 and index.num_held(first) == 0
+    assert index.match(keys).counts.tolist() == [0, 20_000]
+    numbers = set()
+    for _ in range(20):
+        index.fade()  # each sweeps a stretch
+        index.check()
+        numbers.add(slot := index.add_slot(30_000))
+        index.retire_slot(slot)
+    assert first in numbers and len(numbers) < 20
+    assert index.match(keys).counts[other] == 20_000
+
+
+def test_when_all_numbers_are_taken_retired_ones_are_swept_at_once():
+    index = RouteIndex(1000, seed=1)
+    slots = [index.add_slot(10) for _ in range(MAX_SLOTS)]
+    index.store(slots[-1], chain(1, 5))
+    with pytest.raises(RuntimeError, match=f"{MAX_SLOTS} are in use"):
+        index.add_slot(10)
+    index.retire_slot(slots[-1])
+    again = index.add_slot(10)
+    assert again == slots[-1] and index.match(chain(1, 5)).counts[again] == 0
+    index.check()
+
+
+def test_keys_of_32_bytes_count_by_their_first_8():
+    index = RouteIndex(100, seed=1)
+    slot = index.add_slot(100)
+    keys = chain(1, 3)
+    whole = b"".join(int(key).to_bytes(8, "little") + bytes(24) for key in keys)
+    index.store(slot, whole, key_bytes=32)
+    assert index.match(keys).counts[slot] == 3
+    index.remove(slot, whole[32:], key_bytes=32)
+    assert index.match(keys).counts[slot] == 1
+
+
+def test_threads_may_change_and_match_at_once():
+    index = RouteIndex(2000, num_hopes=200, seed=1)
+    slots = [index.add_slot(2000) for _ in range(4)]
+    failures: list[str] = []
+
+    def work(number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(400):
+            keys = chain(rng.randrange(40), 60)
+            action = rng.choice([index.store, index.remove, index.hope])
+            action(rng.choice(slots), keys)
+            counts = index.match(keys).counts
+            if counts.min() < 0 or counts.max() > 60:
+                failures.append(f"{counts}")
+            if rng.random() < 0.02:
+                index.fade()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    index.check()
+
+
+def test_a_size_that_cannot_be_is_refused_by_name():
+    with pytest.raises(ValueError, match="capacity: 0 is outside"):
+        RouteIndex(0)
