@@ -55,21 +55,23 @@ def measure_scale(num_replicas: int, blocks_each: int, num_tokens: int) -> dict[
         brain.apply_snapshot(name, held[name].tobytes())
     memory_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     prompts = [rng.integers(0, 150_000, num_tokens, dtype="<i4").tobytes() for _ in range(20)]
+    seqs = dict.fromkeys(held, 0)
     decide_us, choose_us, num_events, churn_s = [], [], 0, 0.0
-    for seq in range(1, 301):
+    for number in range(300):
         batches = []
-        for name in rng.choice(list(held), 8):
+        for name in rng.choice(list(held), 8, replace=False):
             keys = held[name]
+            seqs[name] += 1
             at = rng.integers(0, blocks_each - 64)
             gone, keys[at : at + 64] = keys[at : at + 64].tobytes(), rng.integers(0, 2**64, 64, dtype=np.uint64)
-            batches.append((name, Changes(seq, "device", keys[at : at + 64].tobytes(), gone)))
+            batches.append((name, Changes(seqs[name], "device", keys[at : at + 64].tobytes(), gone)))
         start = time.thread_time()
         for name, changes in batches:
             brain.apply_events(name, [changes])
         churn_s += time.thread_time() - start
         num_events += 8 * 128
         start = time.thread_time()
-        prompt = brain.prepare(prompts[seq % len(prompts)])
+        prompt = brain.prepare(prompts[number % len(prompts)])
         middle = time.thread_time()
         charge = brain.choose(prompt, num_tokens=num_tokens)
         end = time.thread_time()

@@ -4,8 +4,8 @@
  * generations, of which the older is emptied at each `fade`, so a hope lives between one and two fading intervals
  * and no clock is needed here. A flood of requests can only push hopes out, never facts.
  *
- * A full table evicts its least recently used entry, and a replica counts at most as many facts as its limit,
- * whatever it claims: memory is bounded. route_table.h has the table.
+ * A full table of facts evicts its least recently used entry, full hopes fade early, and a replica counts at most as
+ * many facts as its limit, whatever it claims: memory is bounded. route_table.h has the table.
  *
  * A retired slot is dead at once (its bit in `live` falls) and swept out of the facts a stretch at a time by the
  * calls that change the index, so that no call walks the whole table. */
@@ -251,6 +251,10 @@ uint64_t penstock_route_store(void *opened, uint32_t slot, const uint8_t *keys, 
     /* Backwards: a chain's start becomes its most recently used part, so that its end is evicted first. */
     for (size_t i = is_live(index, slot) ? num_keys : 0; i-- > 0;) {
         uint64_t key = low_64(keys + i * stride);
+        if (i >= FAR) {
+            fetch_bucket(&index->facts, index->seed, low_64(keys + (i - FAR) * stride), group);
+            fetch_entry(&index->facts, index->seed, low_64(keys + (i - NEAR) * stride), group);
+        }
         uint32_t at = find(&index->facts, index->seed, key, group);
         if (at) touch(&index->facts, at);
         if (at && index->facts.entries[at].mask & bit) continue;
@@ -287,24 +291,29 @@ void penstock_route_remove(void *opened, uint32_t slot, const uint8_t *keys, siz
     pthread_mutex_unlock(&index->lock);
 }
 
-void penstock_route_hope(void *opened, uint32_t slot, const uint64_t *keys, size_t num_keys) {
+static void hope(struct index *index, uint64_t key, uint32_t group, uint64_t bit) {
+    struct table *hopes = &index->hopes[0];
+    uint32_t at = find(hopes, index->seed, key, group);
+    if (!at) {
+        if (hopes->num_entries == hopes->capacity) fade(index); /* a flood shortens the lives of hopes */
+        at = add(hopes, index->seed, key, group);
+    }
+    hopes->entries[at].mask |= bit;
+}
+
+void penstock_route_hope(void *opened, uint32_t slot, const uint64_t *keys, size_t num_keys, size_t num_known) {
     struct index *index = opened;
     uint32_t group = slot / SLOTS_PER_GROUP;
     uint64_t bit = 1ull << slot % SLOTS_PER_GROUP;
-    struct table *hopes = &index->hopes[0];
     pthread_mutex_lock(&index->lock);
     for (size_t i = is_live(index, slot) ? num_keys : 0; i-- > 0;) {
-        uint32_t at = find(&index->facts, index->seed, keys[i], group);
-        if (at) touch(&index->facts, at); /* asked for again: worth keeping */
-        if (at && index->facts.entries[at].mask & bit) continue;
-        at = find(hopes, index->seed, keys[i], group);
-        if (at) {
-            touch(hopes, at);
-        } else {
-            if (hopes->num_entries == hopes->capacity) drop(hopes, index->seed, hopes->oldest);
-            at = add(hopes, index->seed, keys[i], group);
+        if (i >= FAR) {
+            fetch_bucket(i - FAR < num_known ? &index->facts : &index->hopes[0], index->seed, keys[i - FAR], group);
+            fetch_entry(i - NEAR < num_known ? &index->facts : &index->hopes[0], index->seed, keys[i - NEAR], group);
         }
-        hopes->entries[at].mask |= bit;
+        uint32_t at = i < num_known ? find(&index->facts, index->seed, keys[i], group) : NONE;
+        if (at) touch(&index->facts, at); /* asked for again: worth keeping */
+        if (!at || !(index->facts.entries[at].mask & bit)) hope(index, keys[i], group, bit);
     }
     index->version++;
     pthread_mutex_unlock(&index->lock);

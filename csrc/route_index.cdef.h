@@ -17,8 +17,9 @@ void penstock_route_retire_slot(void *index, uint32_t slot);
 uint64_t penstock_route_store(void *index, uint32_t slot, const uint8_t *keys, size_t num_keys, size_t stride);
 void penstock_route_remove(void *index, uint32_t slot, const uint8_t *keys, size_t num_keys, size_t stride);
 
-/* Hopes: `slot` will soon hold these blocks. They fade at the second `fade` after they were spoken. */
-void penstock_route_hope(void *index, uint32_t slot, const uint64_t *keys, size_t num_keys);
+/* Hopes: `slot` will soon hold these blocks. They fade at the second `fade` after they were spoken. Facts among the
+ * first `num_known` are only marked as used. */
+void penstock_route_hope(void *index, uint32_t slot, const uint64_t *keys, size_t num_keys, size_t num_known);
 void penstock_route_fade(void *index);
 
 /* counts[slot] = how many leading blocks it holds, by facts or hopes, for slots below `num_slots`. Returns the index's

@@ -161,7 +161,8 @@ class Brain:
         if prompt is not None:
             for space, match in prompt.matches:
                 if space == replica.cache.space and len(match.keys):
-                    self.knowledge.expect(replica.cache, match.keys)
+                    num_known = int(cached[row]) // space.block_size + 1
+                    self.knowledge.expect(replica.cache, match.keys, min(num_known, len(match.keys)))
         self.ledger.num_placed += 1
         return Charge(
             self.ledger,

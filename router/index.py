@@ -70,8 +70,10 @@ class RouteIndex:
         with _buffer(keys) as raw:
             lib.penstock_route_remove(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
 
-    def hope(self, slot: int, keys: Keys) -> None:
-        lib.penstock_route_hope(self._index, slot, ffi.from_buffer("uint64_t[]", keys), len(keys))
+    def hope(self, slot: int, keys: Keys, num_known: int | None = None) -> None:
+        """`num_known`: how many leading keys may be facts of this slot; where not given, all may."""
+        known = len(keys) if num_known is None else num_known
+        lib.penstock_route_hope(self._index, slot, ffi.from_buffer("uint64_t[]", keys), len(keys), known)
 
     def fade(self) -> None:
         lib.penstock_route_fade(self._index)

@@ -144,13 +144,13 @@ class Knowledge:
 
     # -- what the router thinks itself ---------------------------------------------------------------------
 
-    def expect(self, cache: ReplicaCache, keys: Keys) -> None:
-        """A request with these keys goes there now."""
+    def expect(self, cache: ReplicaCache, keys: Keys, num_known: int) -> None:
+        """A request with these keys goes there now; the first `num_known` it should have."""
         slot = int(self._slots[0, cache.row])
         if slot == NOBODY:
             slot = self._slots[0, cache.row] = self.index.add_slot(self._limit(cache))
         if not cache.is_guess:
-            self.index.hope(slot, keys)
+            self.index.hope(slot, keys, num_known)
             return
         self.index.store(slot, keys)
         if self.index.num_held(slot) >= max(cache.num_blocks // 2, 1):

@@ -10,13 +10,26 @@ import numpy.typing as npt
 from penstock.router.policy import Column
 
 SPEED_MEMORY = 0.9  # weight of the past at each sample
+UNKNOWN_CAPACITY = 2.0**18  # tokens
 MIN_SAMPLE_TOKENS = 256  # shorter waits say more about the network than about the replica
 
 
 class Fleet:
     """One row per replica; a freed row is used again. Columns are views of one array that grows by doubling."""
 
-    FIELDS = ("queued", "head", "head_since", "active", "held", "capacity", "speed", "is_known", "filled", "is_open")
+    FIELDS = (
+        "queued",
+        "head",
+        "head_since",
+        "active",
+        "held",
+        "capacity",
+        "speed",
+        "is_known",
+        "filled",
+        "per_capacity",
+        "is_open",
+    )
     queued: Column  # tokens placed there whose first token has not come
     head: Column  # of these, the oldest request's
     head_since: Column  # when that one's turn came, as far as we can tell
@@ -26,11 +39,13 @@ class Fleet:
     speed: Column  # learned, tokens of prefill per second
     is_known: Column  # 1: the speed was learned or told; where it is 0, that of the others is assumed
     filled: Column  # tokens of new content that went there of late: what its cache had to make room for
+    per_capacity: Column  # one over the capacity, where that is not known over a middling one
     is_open: npt.NDArray[np.float64]  # 1: takes requests
 
     def __init__(self) -> None:
         self._free: list[int] = []
         self.num_rows = 0
+        self._total_capacity = 0.0
         self._columns = np.zeros((len(self.FIELDS), 8))
         self._name_columns()
 
@@ -45,9 +60,12 @@ class Fleet:
             self._name_columns()
         self._columns[:, row] = 0.0
         self.capacity[row], self.speed[row], self.is_known[row] = capacity, speed, is_known
+        self.per_capacity[row] = 1.0 / (UNKNOWN_CAPACITY if np.isinf(capacity) else capacity)
+        self._total_capacity += 1.0 / self.per_capacity[row]
         return row
 
     def remove(self, row: int) -> None:
+        self._total_capacity -= 1.0 / self.per_capacity[row]
         self._columns[:, row] = 0.0
         self.speed[row] = 1.0  # a divisor
         self._free.append(row)
@@ -56,7 +74,7 @@ class Fleet:
         """Whoever has done nothing yet is taken to be like the others. A fixed guess would keep it idle for ever
         where it is too low: what it is worth shows only in work."""
         self.speed[row], self.is_known[row] = speed, 1.0
-        if not self.is_known.all():
+        if self.is_known.min() == 0.0:
             self.speed[self.is_known == 0.0] = self.speed[self.is_known == 1.0].mean()
 
     def backlog(self, now_s: float) -> Column:
@@ -66,16 +84,14 @@ class Fleet:
 
     def fill(self, row: int, num_tokens: float) -> None:
         """Of late: within about as many tokens as the fleet's caches hold together."""
-        total = self.capacity.sum()
-        if np.isfinite(total):
-            self.filled *= max(1.0 - num_tokens / total, 0.0)
+        self.filled *= max(1.0 - num_tokens / self._total_capacity, 0.0)
         self.filled[row] += num_tokens
 
     def crowding(self) -> Column:
         """How much new content went there of late, as a share of its capacity, in units of the fleet's mean."""
-        share = self.filled / np.where(self.capacity > 0, self.capacity, np.inf)
-        mean = share.mean()
-        return share / mean if mean > 0 else share
+        share = self.filled * self.per_capacity
+        total = float(share.sum())
+        return share * ((self.num_rows - len(self._free)) / total) if total > 0 else share
 
     def _name_columns(self) -> None:
         for index, field in enumerate(self.FIELDS):
