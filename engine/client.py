@@ -305,6 +305,10 @@ class AsyncEngine:
         return await self._resets[number]
 
     @property
+    def max_num_batched_tokens(self) -> int:
+        return self._config.scheduler.max_num_batched_tokens
+
+    @property
     def num_open(self) -> int:
         """Sequences under way."""
         return len(self._open)

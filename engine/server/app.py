@@ -118,19 +118,23 @@ def _routes(service: Service) -> list[Route]:
     def model(name: str) -> reply.Model:
         info = service.info
         return reply.Model(
-            name,
-            started,
-            info.max_model_len,
-            service.model_name,
-            info.block_size,
-            info.fingerprint.hex(),
-            info.num_blocks - 1,  # block 0 holds nothing
+            id=name,
+            created=started,
+            max_model_len=info.max_model_len,
+            root=service.model_name,
+            block_size=info.block_size,
+            fingerprint=info.fingerprint.hex(),
+            num_blocks=info.num_blocks - 1,  # block 0 holds nothing
+            max_num_batched_tokens=service.engine.max_num_batched_tokens,
+            text_digest=service.text_digest,
         )
 
     async def models(request: Request) -> Response:
+        await service.know_text_digest()
         return _json(reply.Models([model(name) for name in service.config.served_model_names]))
 
     async def one_model(request: Request) -> Response:
+        await service.know_text_digest()
         return _json(model(service.check_model(request.path_params["model"])))
 
     async def health(request: Request) -> Response:

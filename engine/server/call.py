@@ -22,6 +22,8 @@ class Call:
         self.begun_s = time.monotonic()
         self.num_prompt_tokens = 0
         self.num_tokens = 0
+        self.prompt_ids: list[int] | None = None  # given by a router in place of the text
+        self.reports = False  # a router wants to know how much was cached
         self.is_gone = False  # the client left before the answer was complete
         self.answers: list[Answering] = []
 

@@ -40,10 +40,13 @@ async def _accept(service: Service, call: Call, body: bytes) -> ChatJob:
         special["max_tokens"] = max_tokens  # None: as many as the context allows
     params = sampling_params(service, request, **special)
     with service.admit(params.n):
-        text = await render(request, service.template, service.info)
+        if call.prompt_ids is None:
+            inputs: list[str] | list[list[int]] = [await render(request, service.template, service.info)]
+        else:
+            inputs = [call.prompt_ids]
         prompts = await to_ids(
             "messages",
-            [text],
+            inputs,
             service.tokenizer,
             service.info,
             add_special_tokens=bool(request.add_special_tokens),  # the template has written them
@@ -57,7 +60,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> ChatJob:
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
         )
-    return Job(service, call, request, params, prompts, [text], answers)
+    return Job(service, call, request, params, prompts, [None], answers)
 
 
 def _complete(job: ChatJob, choices: list[Choice]) -> Chat:

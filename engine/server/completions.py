@@ -40,7 +40,10 @@ async def _accept(service: Service, call: Call, body: bytes) -> CompletionJob:
         logprobs=request.logprobs,
         prompt_logprobs=max((value for value in asked if value is not None), default=None),
     )
-    inputs = decode_inputs("prompt", request.prompt, MAX_SEQUENCES, service.info)
+    if call.prompt_ids is None:
+        inputs = decode_inputs("prompt", request.prompt, MAX_SEQUENCES, service.info)
+    else:
+        inputs = [call.prompt_ids]
     num_sequences = len(inputs) * params.n
     if num_sequences > MAX_SEQUENCES:
         raise HttpError(

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from penstock.engine.http import token_form
 from penstock.engine.http.body import read_body
 from penstock.engine.http.errors import ClientGone, HttpError
 from penstock.engine.server.answers import DONE
@@ -34,8 +35,11 @@ class Endpoint:
         service, call = self._service, scope["penstock.call"]
         service.num_open_requests += 1
         try:
-            _check_content_type(scope)
+            kind = _check_content_type(scope)
+            call.reports = any(name == token_form.REPORT_HEADER for name, _ in scope["headers"])
             body = await read_body(scope, receive, service.config.max_body_bytes)
+            if kind == token_form.CONTENT_TYPE:
+                body, call.prompt_ids = token_form.unpack(body)
             await unless_gone(receive, self._answer(call, body, send))
         except ClientGone:
             call.is_gone = True  # nobody to answer, and perhaps half an answer is out: the log is told, no one else
@@ -46,9 +50,9 @@ class Endpoint:
     async def _answer(self, call: Call, body: bytes, send: Send) -> None:
         reply = await self._handler(self._service, call, body)
         if isinstance(reply, msgspec.Struct):
-            await send_json(send, 200, msgspec.json.encode(reply))
+            await send_json(send, 200, msgspec.json.encode(reply), _report(call))
         else:
-            await _send_events(send, reply)
+            await _send_events(send, reply, call)
 
 
 async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
@@ -58,13 +62,32 @@ async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str
     await send({"type": "http.response.body", "body": body})
 
 
-async def _send_events(send: Send, events: AsyncGenerator[bytes, None]) -> None:
-    """The status is out before the first token: what goes wrong later becomes an event, and the end mark follows."""
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+def _report(call: Call) -> dict[str, str]:
+    """How much of the prompt was cached, for a router that asked."""
+    if not call.reports or not call.answers:
+        return {}
+    return {token_form.CACHED_HEADER: str(sum(each.generation.num_cached_tokens or 0 for each in call.answers))}
+
+
+async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Call) -> None:
+    """The status is out before the first token: what goes wrong later becomes an event, and the end mark follows.
+
+    For a router it is the other way round: only with the first token is it known what was cached, and up to then a
+    failure is still a status, with which it asks another engine.
+    """
+    async with aclosing(events):
+        first = await anext(events, b"") if call.reports else b""
+        headers = [*_EVENTS, *((name.encode(), value.encode()) for name, value in _report(call).items())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await _send_pieces(send, events, first)
+
+
+async def _send_pieces(send: Send, events: AsyncGenerator[bytes, None], first: bytes) -> None:
     try:
-        async with aclosing(events):
-            async for data in events:
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+        if first:
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+        async for data in events:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
     except REFUSALS as error:
         body = b"data: " + as_http_error(error).body() + b"\n\n" + DONE
         await send({"type": "http.response.body", "body": body, "more_body": True})
@@ -91,8 +114,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _check_content_type(scope: Scope) -> None:
+def _check_content_type(scope: Scope) -> bytes:
     """JSON must be called JSON. A web page can make a browser post plain text anywhere, but not this."""
     given = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    if given.split(b";")[0].strip().lower() != b"application/json":
+    kind = given.split(b";")[0].strip().lower()
+    if kind not in (b"application/json", token_form.CONTENT_TYPE):
         raise HttpError(415, "content-type: 'application/json' is expected", param="content-type")
+    return kind

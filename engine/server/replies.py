@@ -161,6 +161,8 @@ class Model(msgspec.Struct):
     block_size: int  # with `fingerprint`: what a router needs to compute the keys of cached blocks
     fingerprint: str
     num_blocks: int
+    max_num_batched_tokens: int
+    text_digest: str  # of tokenizer and template: a router with the same one may send token ids in place of text
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 

@@ -4,6 +4,7 @@ A request is admitted before it is tokenized, so that a full server says so at o
 tokenized count as if they were in the queue already.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Answering, Call
 from penstock.engine.server.config import ServerConfig
 from penstock.engine.server.metrics import Metrics
+from penstock.engine.text.room import text_digest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -34,6 +36,7 @@ class Service:
         self.config = config
         self.metrics = Metrics(config.served_model_names[0], engine)
         self.is_draining = False
+        self.text_digest = ""  # see know_text_digest
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
         self._num_preparing = 0  # sequences admitted but not yet with the engine
         self._answering: set[Answering] = set()
@@ -41,6 +44,11 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.config.served_model_names[0]
+
+    async def know_text_digest(self) -> None:
+        """Computed when it is first asked for: writing a large vocabulary out takes a tenth of a second."""
+        if not self.text_digest:
+            self.text_digest = await asyncio.to_thread(text_digest, self.tokenizer, self.template)
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with; one that is not served is a 404."""

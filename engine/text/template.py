@@ -5,6 +5,8 @@ engine/text/sandbox.py; what a template raises, and where it fails on the messag
 as a fault of `messages`.
 """
 
+import hashlib
+import json
 import secrets
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ class ChatTemplate:
         environment = Sandbox()
         self._templates = {name: _compile(environment, name, source) for name, source in named.items()}
         self._special_tokens = special_tokens or {}
+        said = json.dumps([named, self._special_tokens], sort_keys=True)
+        self.digest = hashlib.sha256(said.encode()).hexdigest()
 
     def render(
         self,

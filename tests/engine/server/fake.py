@@ -60,6 +60,7 @@ class FakeEngine:
 
     def __init__(self, *, delay_s: float = 0.0, max_open: int = 4096, info: ModelInfo = INFO) -> None:
         self.info = info
+        self.max_num_batched_tokens = 2048
         self.stats = Stats(num_blocks=info.num_blocks)
         self.on_step: Any = None
         self.on_cache_news: Any = None

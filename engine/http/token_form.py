@@ -1,0 +1,38 @@
+"""A request whose prompt travels as token ids: what a router that has tokenized sends to an engine.
+
+    u32 little-endian: length of the JSON │ the JSON, its `messages` or `prompt` null │ ids, int32 little-endian
+
+39,000 ids are 156 KB here and 284 KB of JSON, and the engine neither renders nor tokenizes again. Whoever may ask at
+all may ask in this form: ids are checked against the vocabulary, as those in a `prompt` are.
+"""
+
+import struct
+from array import array
+
+import msgspec
+from msgspec import Raw
+
+from penstock.engine.http.body import split_object
+from penstock.engine.http.errors import HttpError
+
+CONTENT_TYPE = b"application/x-penstock-tokens"
+REPORT_HEADER = b"x-penstock-report"  # a router asks for the next one; a stream then begins with its first token
+CACHED_HEADER = "x-penstock-cached-tokens"
+
+
+def pack(body: bytes, field: str, ids: bytes) -> bytes:
+    """`body`, a JSON object, with `field` null and its ids behind it."""
+    text = msgspec.json.encode({**split_object(body), field: Raw(b"null")})
+    return struct.pack("<I", len(text)) + text + ids
+
+
+def unpack(form: bytes) -> tuple[bytes, list[int]]:
+    """The JSON and the ids."""
+    if len(form) < 4:
+        raise HttpError(400, "the body is shorter than its own length field")
+    end = 4 + struct.unpack_from("<I", form)[0]
+    if end > len(form) or (len(form) - end) % 4:
+        raise HttpError(400, f"the body has {len(form)} bytes; its JSON ends at {end} and ids of 4 bytes follow")
+    ids = array("i")
+    ids.frombytes(form[end:])
+    return form[4:end], ids.tolist()

@@ -1,0 +1,27 @@
+"""The text room of one model, whole: its tokenizer and its chat template, and a digest that says which they are.
+
+Two processes with equal digests make the same ids of the same request. The router forwards ids only to an engine
+whose digest is its own.
+"""
+
+import hashlib
+
+from penstock.engine.model_files import resolve_model
+from penstock.engine.text.template import ChatTemplate, load_template
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
+
+
+def load_text(model: str | None, chat_template: str | None = None) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Both from the model's files, which need no weights. Raises ModelNotFound or ModelRefused."""
+    files = resolve_model(model, need_weights=False)
+    return load_tokenizer(files), load_template(files, chat_template)
+
+
+def text_digest(tokenizer: Tokenizer, template: ChatTemplate | None) -> str:
+    """32 hexadecimal characters over everything that decides which ids a text becomes."""
+    parts = (tokenizer.backend.to_str(), "" if template is None else template.digest)
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:32]

@@ -1,0 +1,137 @@
+"""Tokenizing with a memory: a text is cut at its special tokens, and pieces that were seen before are not done again.
+
+A conversation sends everything that was said with every turn. No token reaches across a special token, so the ids
+of the whole are those of the pieces, one after the other; cut anywhere else they are not (every third text
+differed). Whether a tokenizer keeps to this is checked when it is loaded, not assumed: special tokens that take
+neighbouring spaces with them, or that overlap another added token, are no places to cut.
+"""
+
+import re
+import threading
+from array import array
+from collections import OrderedDict
+
+from penstock.engine.text.tokenizer import Tokenizer
+
+CAPACITY_BYTES = 64 << 20
+MIN_CHARS = 32  # a shorter piece is tokenized as fast as it is looked up
+OVERHEAD_BYTES = 200  # of an entry beside its text and ids
+PIECES = ("Hello", " two words ", "\n\nA line.\n", "naïve 你好", "", "  ", "x" * 40, "def f(x):\n    return x")
+
+
+class SegmentCache:
+    """Safe to use from several threads. Ids are int32 little-endian, as the engine core takes them."""
+
+    def __init__(self, tokenizer: Tokenizer, capacity_bytes: int = CAPACITY_BYTES) -> None:
+        self.num_hits = self.num_misses = 0  # of characters
+        self._tokenizer = tokenizer
+        self._capacity_bytes = capacity_bytes
+        self._size_bytes = 0
+        self._known: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self._frame = _frame(tokenizer)
+        self._cuts = _cuts(tokenizer)
+        words = sorted(self._cuts, key=len, reverse=True)  # the longest of several that begin at one place wins
+        self._pattern = re.compile(f"({'|'.join(map(re.escape, words))})") if words else None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether there is anything to gain: else every text is tokenized whole."""
+        return self._pattern is not None
+
+    def encode(self, text: str, add_special_tokens: bool) -> bytes:
+        if self._pattern is None or (add_special_tokens and self._frame is None):
+            return _pack(self._tokenizer.encode(text, add_special_tokens))
+        pieces = self._pattern.split(text)  # text, special, text, special, …, text
+        found = [self._cuts.get(piece) if place % 2 else self._recall(piece) for place, piece in enumerate(pieces)]
+        missing = [place for place, ids in enumerate(found) if ids is None]
+        if missing:
+            encoded = self._tokenizer.encode_batch([pieces[place] for place in missing], False)
+            for place, ids in zip(missing, encoded, strict=True):
+                found[place] = _pack(ids)
+                self._remember(pieces[place], found[place] or b"")
+        whole = b"".join(ids for ids in found if ids)
+        if add_special_tokens and self._frame is not None:
+            return self._frame[0] + whole + self._frame[1]
+        return whole
+
+    def _recall(self, piece: str) -> bytes | None:
+        if not piece:
+            return b""
+        if len(piece) < MIN_CHARS:
+            return None
+        with self._lock:
+            ids = self._known.get(piece)
+            if ids is None:
+                self.num_misses += len(piece)
+            else:
+                self.num_hits += len(piece)
+                self._known.move_to_end(piece)
+        return ids
+
+    def _remember(self, piece: str, ids: bytes) -> None:
+        if len(piece) < MIN_CHARS or self._cost(piece, ids) > self._capacity_bytes:
+            return
+        with self._lock:
+            if piece not in self._known:
+                self._known[piece] = ids
+                self._size_bytes += self._cost(piece, ids)
+            while self._size_bytes > self._capacity_bytes:
+                self._size_bytes -= self._cost(*self._known.popitem(last=False))
+
+    def _cost(self, piece: str, ids: bytes) -> int:
+        return OVERHEAD_BYTES + 4 * len(piece) + len(ids)  # a str takes up to 4 bytes a character
+
+    def check(self) -> None:
+        with self._lock:
+            assert self._size_bytes == sum(self._cost(piece, ids) for piece, ids in self._known.items())
+            assert self._size_bytes <= self._capacity_bytes
+
+
+def _cuts(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The special tokens at which a text may be cut, and their ids; none if the tokenizer fails the test."""
+    added = {token_id: token for token_id, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    texts = [token.content for token in added.values()]
+    cuts = {
+        token.content: _pack([token_id])
+        for token_id, token in added.items()
+        if token.special
+        and not (token.lstrip or token.rstrip or token.single_word or token.normalized)
+        and token.content
+        and not any(_overlap(token.content, other) for other in texts if other != token.content)
+    }
+    return cuts if all(_is_cut_exactly(tokenizer, word, ids) for word, ids in list(cuts.items())[:16]) else {}
+
+
+def _overlap(word: str, other: str) -> bool:
+    """Whether the two could claim the same characters."""
+    if word in other or other in word:
+        return True
+    sizes = range(1, min(len(word), len(other)))
+    return any(word[-size:] == other[:size] or other[-size:] == word[:size] for size in sizes)
+
+
+def _is_cut_exactly(tokenizer: Tokenizer, word: str, ids: bytes) -> bool:
+    apart = [_pack(each) for each in tokenizer.encode_batch(PIECES, False)]
+    pairs = [(left, right) for left in range(len(PIECES)) for right in range(len(PIECES))]
+    whole = tokenizer.encode_batch([PIECES[left] + word + PIECES[right] for left, right in pairs], False)
+    return all(
+        _pack(each) == apart[left] + ids + apart[right] for each, (left, right) in zip(whole, pairs, strict=True)
+    )
+
+
+def _frame(tokenizer: Tokenizer) -> tuple[bytes, bytes] | None:
+    """What `add_special_tokens` puts before and behind any text; None if it does anything else."""
+    frame = None
+    for text in ("a", "Hello there", " x\n"):
+        framed, bare = _pack(tokenizer.encode(text, True)), _pack(tokenizer.encode(text, False))
+        place = framed.find(bare)
+        found = (framed[:place], framed[place + len(bare) :])
+        if place < 0 or place % 4 or frame not in (None, found):
+            return None
+        frame = found
+    return frame
+
+
+def _pack(ids: list[int]) -> bytes:
+    return array("i", ids).tobytes()

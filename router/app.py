@@ -1,0 +1,272 @@
+"""What the router answers itself, and what it hands to a replica. Sits between the edge and the fleet.
+
+Deny by default, as the engine's server does: with a key every route needs it but `GET /health` and `GET /`. Who
+may change the fleet holds another key, for a replica that a tenant could add would read the others' prompts.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from penstock.engine.http.auth import Keys
+from penstock.engine.http.body import decode
+from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.http.token_form import REPORT_HEADER
+from penstock.router.config import RouterConfig, canonical_url
+from penstock.router.edge import ClientConnection, Edge, Request
+from penstock.router.exchange import Exchange, Plan
+from penstock.router.fleet import Fleet, Group
+from penstock.router.metrics import Metrics
+from penstock.router.replica import Replica
+from penstock.router.text import Asked, Texts
+from penstock.router.wire import REWRITTEN, Headers, passing, path_of
+
+log = logging.getLogger("penstock.router")
+
+PROXIED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"})
+OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/v1/models"})
+OPEN = frozenset({(b"GET", "/health"), (b"HEAD", "/health"), (b"GET", "/"), (b"HEAD", "/")})
+LOOK_S = 0.5  # how often running requests and the loop's lag are looked at
+JSON = [(b"content-type", b"application/json")]
+TEXT = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
+
+_ASKED = msgspec.json.Decoder(Asked)
+
+
+class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of POST and DELETE /replicas."""
+
+    url: str
+
+
+class App:
+    def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str) -> None:
+        self.config = config
+        self.fleet = fleet
+        self.texts = texts
+        self.version = version
+        self.metrics = Metrics(fleet)
+        self.edge = Edge(self, config.limits)
+        self.metrics.edge = self.edge
+        self.is_draining = False
+        self.exchanges: set[Exchange] = set()
+        # Set by whoever runs the probes and, with several workers, carries changes to the others.
+        self.probe_now: Callable[[Replica], None] = lambda replica: None
+        self.on_change: Callable[[str, str], None] = lambda method, url: None
+        self._keys = Keys(config.api_keys)
+        self._admin_keys = Keys(config.admin_api_keys)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._started_s = int(time.time())
+        fleet.on_down = self._move_from
+
+    def start(self) -> None:
+        self.edge.start()
+        self._look(asyncio.get_running_loop().time())
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.edge.close()
+        for task in self._tasks:
+            task.cancel()
+
+    # The edge asks.
+
+    def admit(self, request: Request) -> HttpError | None:
+        """Before the body is read: key, route, method, drain and load."""
+        try:
+            path = path_of(request.target)
+        except HttpError as error:
+            return error
+        if not self._may(request, path):
+            message = "the request needs an API key: 'Authorization: Bearer <key>'"
+            return HttpError(401, message, headers={"www-authenticate": "Bearer"})
+        if path in PROXIED:
+            return self._objection(request)
+        allowed = (b"GET", b"HEAD") if path != "/replicas" else (b"GET", b"HEAD", b"POST", b"DELETE")
+        method = request.method.decode("latin-1")
+        if path not in OWN:
+            return HttpError(404, f"{method[:16]} {clip(path)}: there is no such route")
+        if request.method not in allowed:
+            return HttpError(405, f"{method[:16]}: not a method of this route")
+        return None
+
+    def handle(self, request: Request, connection: ClientConnection) -> None:
+        path = path_of(request.target)
+        if path in PROXIED:
+            exchange = Exchange(self, request, connection)
+            connection.reader = exchange
+            task = asyncio.get_running_loop().create_task(self._proxy(exchange, path))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        try:
+            status, headers, body = self._own(request, path)
+        except HttpError as error:
+            self.refuse(request, connection, error)
+            return
+        self.metrics.count(request, status)
+        connection.answer(status, headers, body)
+
+    def refuse(self, request: Request, connection: ClientConnection, error: HttpError) -> None:
+        self.metrics.count(request, error.status)
+        connection.refuse(error)
+
+    def _may(self, request: Request, path: str) -> bool:
+        if not self._keys or (request.method, path) in OPEN or self._keys.admit(request.headers):
+            return True
+        return path == "/replicas" and bool(self._admin_keys) and self._admin_keys.admit(request.headers)
+
+    def _objection(self, request: Request) -> HttpError | None:
+        if request.method != b"POST":
+            return HttpError(405, f"{request.method.decode('latin-1')[:16]}: not a method of this route")
+        kind = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            return HttpError(415, "content-type: 'application/json' is expected", param="content-type")
+        if self.is_draining:
+            return HttpError(503, "the router is shutting down", headers={"retry-after": "1"})
+        limit = self.config.max_requests * max(len(self.fleet.replicas), 1)
+        if len(self.exchanges) >= limit:
+            return HttpError(
+                429,
+                f"{limit} requests are under way, which is the limit (--max-requests)",
+                headers={"retry-after": "1"},
+            )
+        return None
+
+    # A request for a replica.
+
+    async def _proxy(self, exchange: Exchange, path: str) -> None:
+        request, connection = exchange.request, exchange.connection
+        self.exchanges.add(exchange)
+        try:
+            asked = decode(_ASKED, request.body)
+            group = self.fleet.group_of(asked.model)
+            await exchange.run(group, await self._plan(request, path, asked, group))
+        except HttpError as error:
+            if connection.current is request:
+                self.refuse(request, connection, error)
+        except Exception:
+            log.exception("a request failed in the router")  # the top of a task: it must not vanish
+            if connection.current is request:
+                connection.transport.abort()
+        finally:
+            self.exchanges.discard(exchange)
+
+    async def _plan(self, request: Request, path: str, asked: Asked, group: Group) -> Plan:
+        prepared = await self.texts.prepare(path, request.body, asked, group.brain)
+        headers = self._upstream_headers(request)
+        plain = [*headers, (b"content-type", b"application/json")]
+        with_ids = None
+        if prepared.body_with_ids is not None:
+            with_ids = ([*headers, *prepared.headers_with_ids], prepared.body_with_ids)
+        session = request.header(b"x-session-id")
+        return Plan(
+            target=request.target,
+            headers=plain,
+            body=request.body,
+            with_ids=with_ids,
+            text_digest=self.texts.digest,
+            model=asked.model,
+            session=session.decode("latin-1")[:256] if session is not None else asked.session,
+            prompt=prepared.prompt,
+            num_tokens=prepared.num_tokens,
+        )
+
+    def _upstream_headers(self, request: Request) -> Headers:
+        """The client's, cleaned. Its key passes only where the router has none of its own to ask for or to give."""
+        headers = passing(request.headers, REWRITTEN)
+        if self.config.backend_api_key is not None:
+            headers.append((b"authorization", b"Bearer " + self.config.backend_api_key.encode()))
+        elif not self._keys and (given := request.header(b"authorization")) is not None:
+            headers.append((b"authorization", given))
+        headers.append((REPORT_HEADER, b"cached-tokens"))
+        return headers
+
+    def _move_from(self, replica: Replica) -> None:
+        for exchange in list(self.exchanges):
+            if exchange.replica is replica:
+                exchange.move(f"{replica.url} is down: {replica.reason}")
+
+    def _look(self, due_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self.metrics.loop_lag.observe(max(loop.time() - due_s, 0.0))
+        now_s = time.monotonic()
+        for exchange in list(self.exchanges):
+            exchange.look(now_s, self.config.patience.response_s)
+        for replica in self.fleet.replicas.values():
+            replica.pool.sweep()
+        due_s = loop.time() + LOOK_S
+        self._timer = loop.call_at(due_s, self._look, due_s)
+
+    # The router's own routes.
+
+    def _own(self, request: Request, path: str) -> tuple[int, Headers, bytes]:
+        if path == "/replicas" and request.method in (b"POST", b"DELETE"):
+            return self._change(request)
+        if path == "/metrics":
+            return 200, TEXT, self.metrics.text()
+        if path == "/":
+            return 200, [(b"content-type", b"text/plain; charset=utf-8")], b"Penstock router\n"
+        status, reply = self._status(path)
+        return status, JSON, msgspec.json.encode(reply)
+
+    def _status(self, path: str) -> tuple[int, Any]:
+        if path in ("/health", "/ping"):
+            return 200, {"status": "ok"}
+        if path == "/ready":
+            if self.is_draining:
+                return 503, {"status": "the router is shutting down"}
+            is_ready = any(
+                self.fleet.is_available(each) for each in self.fleet.replicas.values() if each.root is not None
+            )
+            return (200, {"status": "ok"}) if is_ready else (503, {"status": "no replica is available"})
+        if path == "/version":
+            return 200, {"version": self.version}
+        if path == "/replicas":
+            return 200, {"replicas": list(self.fleet.views())}
+        return 200, {"object": "list", "data": self._models()}
+
+    def _models(self) -> list[dict[str, Any]]:
+        return [
+            {"id": name, "object": "model", "created": self._started_s, "owned_by": "penstock", "root": group.root}
+            for group in self.fleet.groups.values()
+            for name in group.names
+        ]
+
+    def _change(self, request: Request) -> tuple[int, Headers, bytes]:
+        if not self._admin_keys:
+            raise HttpError(403, "the fleet can be changed only where the router was started with --admin-api-key")
+        if not self._admin_keys.admit(request.headers):
+            raise HttpError(403, "changing the fleet needs the admin key")
+        change = decode(msgspec.json.Decoder(Change), request.body)
+        try:
+            url = canonical_url(change.url)
+        except ValueError as error:
+            raise HttpError(400, f"url: {error}", param="url") from None
+        method = request.method.decode()
+        self.apply(method, url)
+        self.on_change(method, url)
+        return 200, JSON, msgspec.json.encode({"replicas": list(self.fleet.views())})
+
+    def apply(self, method: str, url: str) -> None:
+        """Add or take out a replica. One that is taken out finishes what it has begun."""
+        replica = self.fleet.replicas.get(url)
+        if method == "POST":
+            if replica is not None and replica.state != "removing":
+                raise HttpError(400, f"url: {url} is already a replica", param="url")
+            if replica is not None:
+                self.fleet.forget(replica)
+            self.probe_now(self.fleet.add(url))
+        elif replica is None:
+            raise HttpError(404, f"url: {clip(url)} is not a replica", param="url")
+        else:
+            with self.fleet.observing(replica):
+                replica.remove()
+            self.probe_now(replica)

@@ -1,0 +1,104 @@
+"""What the operator says about the router. `resolve` turns it into what runs; ValueError names the option."""
+
+import re
+from collections.abc import Mapping
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.engine.http.limits import Limits
+
+API_KEY_VARIABLE = "PENSTOCK_API_KEY"
+ADMIN_KEY_VARIABLE = "PENSTOCK_ADMIN_API_KEY"
+BACKEND_KEY_VARIABLE = "PENSTOCK_BACKEND_API_KEY"
+
+PolicyName = Literal["predicted-ttft", "prefix", "least-loaded", "round-robin"]
+POLICIES: tuple[str, ...] = get_args(PolicyName)
+
+
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
+    """How long the router waits for replicas, and how much failing it makes up for."""
+
+    connect_s: float = 2.0
+    response_s: float = 600.0  # without a byte from the replica: a queue may be long, a dead one shows by its probe
+    probe_interval_s: float = 0.5
+    probe_timeout_s: float = 1.0
+    drain_s: float = 30.0
+    retry_share: float = 0.15  # retries per request over time; see router/budget.py
+    max_ejected_share: float = 0.5  # of a model's replicas that misbehaviour may take out; the dead are always out
+
+
+class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    backends: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = 8080  # 0: any free port
+    workers: int = 1
+    policy: PolicyName = "predicted-ttft"
+    api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
+    backend_api_key: str | None = None
+    tokenizer: str | None = None  # a model as `penstock serve` takes it; None: no tokens, byte prefixes
+    chat_template: str | None = None
+    max_requests: int = 512  # under way at one replica
+    limits: Limits = Limits()
+    patience: Patience = Patience()
+
+
+def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfig:
+    """Add the keys of the environment and refuse what cannot run."""
+    for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, BACKEND_KEY_VARIABLE):
+        if environment.get(variable) == "":  # a mistake in a deployment, and must not open the router
+            raise ValueError(f"{variable} is set but empty; unset it to run without that key")
+    if not 0 <= config.port <= 65535:
+        raise ValueError(f"port: {config.port} is out of range; it must be from 0 to 65535")
+    if not 1 <= config.workers <= 256:
+        raise ValueError(f"workers: {config.workers} is out of range; it must be from 1 to 256")
+    if config.workers > 1 and config.port == 0:
+        raise ValueError("port: 0 is not possible with several workers; they share one given port")
+    if config.max_requests < 1:
+        raise ValueError(f"max_requests: {config.max_requests} is too small; it must be at least 1")
+    _check_patience(config.patience)
+    urls = tuple(canonical_url(url) for url in config.backends)
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ValueError(f"backend: {url} is given more than once")
+    return msgspec.structs.replace(
+        config,
+        backends=urls,
+        api_keys=(*config.api_keys, *_from(environment, API_KEY_VARIABLE)),
+        admin_api_keys=(*config.admin_api_keys, *_from(environment, ADMIN_KEY_VARIABLE)),
+        backend_api_key=config.backend_api_key or environment.get(BACKEND_KEY_VARIABLE),
+    )
+
+
+def canonical_url(url: str) -> str:
+    """`http://host:port`, by which a replica is known; anything else is refused."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise ValueError(f"backend: {url[:120]!r} is not a URL") from None
+    if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
+        raise ValueError(f"backend: {url[:120]!r} is not of the form http://HOST:PORT")
+    if not re.fullmatch(r"[A-Za-z0-9._:-]+", host):
+        raise ValueError(f"backend: {host[:80]!r} is not a host name or an address")
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port if port is not None else 80}"
+
+
+def _from(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
+    return (environment[variable],) if variable in environment else ()
+
+
+def _check_patience(patience: Patience) -> None:
+    for name in ("connect_s", "response_s", "probe_interval_s", "probe_timeout_s"):
+        value = getattr(patience, name)
+        if not 0 < value < float("inf"):
+            raise ValueError(f"{name}: {value} is out of range; it must be above 0")
+    if not 0 <= patience.drain_s < float("inf"):
+        raise ValueError(f"drain_s: {patience.drain_s} is out of range; it must be at least 0")
+    for name in ("retry_share", "max_ejected_share"):
+        value = getattr(patience, name)
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name}: {value} is out of range; it must be from 0 to 1")

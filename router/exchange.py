@@ -1,0 +1,298 @@
+"""One proxied request: choose a replica, send, relay; and until the first byte is out, another replica if one fails.
+
+The answer's head is held back until its first byte of body: up to then the client has seen nothing, so the request
+can go elsewhere. Afterwards never, for half an answer cannot be taken back: a stream that breaks ends with an
+error event. Load is charged when a replica is chosen and released exactly once, whatever happens.
+"""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from penstock.engine.http.errors import HttpError, error_body
+from penstock.engine.http.token_form import CACHED_HEADER
+from penstock.router.brain import Charge, Prompt
+from penstock.router.edge import ClientConnection, Request
+from penstock.router.fleet import Group
+from penstock.router.replica import Replica
+from penstock.router.upstream import ConnectFailed, Upstream
+from penstock.router.wire import HOP_BY_HOP, Headers, answer_head, passing, request_head
+
+if TYPE_CHECKING:
+    from penstock.router.app import App
+
+MAX_HELD_BYTES = 64 * 1024  # of an answer that may yet be replaced by another replica's
+MAX_LOST = 2  # replicas that may break on one request: it may be the reason
+STALLED_S = 10.0  # how long a stream may stand still when its replica is down
+CACHED = CACHED_HEADER.encode()
+BUSY = frozenset({429, 503})  # answers that another replica may better
+
+Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "moved", "late"]
+
+
+class Plan(NamedTuple):
+    """What is sent, and by what a replica is chosen. The body is the client's; `with_ids` has the token ids in it."""
+
+    target: bytes
+    headers: Headers
+    body: bytes
+    with_ids: tuple[Headers, bytes] | None
+    text_digest: str | None  # of the tokenizer that made the ids: only a replica with the same may take them
+    model: str | None
+    session: str | None
+    prompt: Prompt | None
+    num_tokens: int
+
+
+class Exchange:
+    """Reads an answer (it is the connection's reader and the upstream's leg) and carries it to the client."""
+
+    def __init__(self, app: "App", request: Request, connection: ClientConnection) -> None:
+        self.app = app
+        self.request = request
+        self.connection = connection
+        self.replica: Replica | None = None
+        self.has_begun = False
+        self.begun_s = time.monotonic()
+        self._upstream: Upstream | None = None
+        self._charge: Charge | None = None
+        self._outcome: asyncio.Future[Outcome] | None = None
+        self._is_gone = False
+        self._reason = ""
+        self._status = 0
+        self._headers: Headers = []
+        self._is_framed = True
+        self._held: list[bytes] = []  # the body of a busy answer
+        self._num_data = self._num_reported = 0
+        self._quiet_since_s = self.begun_s
+        self._num_data_then = 0
+
+    async def run(self, group: Group, plan: Plan) -> None:
+        """Until the client has an answer or is gone."""
+        fleet, tried, num_lost = self.app.fleet, set[str](), 0
+        fleet.budget.deposit(fleet.num_under_way)
+        while not self._is_gone:
+            charge = fleet.choose(
+                group,
+                plan.model,
+                plan.prompt,
+                num_tokens=plan.num_tokens,
+                session=plan.session,
+                tried=frozenset(tried),
+            )
+            if charge is None:
+                self._give_up(fleet.refusal(group, plan.model))
+                return
+            outcome = await self._ask(fleet.replicas[charge.replica], charge, plan)
+            if outcome in ("answered", "gone"):
+                return
+            tried.add(charge.replica)
+            num_lost += outcome == "lost"
+            if outcome == "late":
+                self._give_up(HttpError(504, f"the replica did not answer: {self._reason}"))
+                return
+            if num_lost >= MAX_LOST or (outcome != "unreachable" and not fleet.budget.take()):
+                self.app.metrics.not_retried[outcome] += 1
+                self._give_up(HttpError(502, f"the replica failed: {self._reason}", headers={"retry-after": "1"}))
+                return
+            self.app.metrics.retries[outcome] += 1
+
+    def _give_up(self, error: HttpError) -> None:
+        """Nobody else can be asked: a busy replica's own answer, if there was one, or an error."""
+        if self._is_gone:
+            return
+        self.connection.reader = None
+        if self._held and self._status in BUSY:
+            self.app.metrics.count(self.request, self._status)
+            self._flush_held()
+            self.connection.finish(self._keeps())
+        else:
+            self.app.refuse(self.request, self.connection, error)
+
+    # One replica.
+
+    async def _ask(self, replica: Replica, charge: Charge, plan: Plan) -> Outcome:
+        fleet = self.app.fleet
+        self.replica, self._charge = replica, charge
+        replica.begin()
+        fleet.num_under_way += 1
+        is_ok = False
+        try:
+            outcome = await self._send(replica, plan)
+            is_ok = outcome == "answered" and self._status < 500
+        except ConnectFailed as error:
+            outcome, self._reason = "unreachable", str(error)
+        finally:
+            self._report_progress()
+            charge.release(is_ok)
+            replica.end()
+            fleet.num_under_way -= 1
+            self.replica = self._upstream = self._charge = None
+        self._judge(replica, outcome)
+        return outcome
+
+    async def _send(self, replica: Replica, plan: Plan) -> Outcome:
+        headers, body = plan.headers, plan.body
+        if plan.with_ids is not None and replica.text_digest == plan.text_digest:
+            headers, body = plan.with_ids
+        head = request_head(plan.target, replica.host_header, headers, len(body), is_http10=self.request.is_http10)
+        while True:
+            kept = replica.pool.take_idle()
+            upstream = kept or await replica.pool.connect()
+            if self._is_gone:
+                upstream.drop()
+                return "gone"
+            self._upstream = upstream
+            self._outcome = asyncio.get_running_loop().create_future()
+            upstream.send(head, body, self)
+            outcome = await self._outcome
+            # A kept connection that the replica had closed meanwhile says nothing about the replica.
+            if outcome != "lost" or kept is None or upstream.has_heard:
+                return outcome
+
+    def _judge(self, replica: Replica, outcome: Outcome) -> None:
+        """What the outcome says about the replica."""
+        now_s = time.monotonic()
+        with self.app.fleet.observing(replica):
+            if outcome == "answered" and (self._status < 500 or self._status in (501, 505)):
+                replica.answered()
+            elif outcome == "answered":
+                replica.failed(f"it answered {self._status}", now_s)
+            elif outcome == "unreachable":
+                replica.unreachable(self._reason)
+            elif outcome == "lost":
+                replica.connection_broke(self._reason, now_s)
+            elif outcome == "late":
+                replica.failed(self._reason, now_s)
+            elif outcome == "busy" and self._status == 503:
+                replica.said_it_drains()
+        if outcome in ("unreachable", "lost") or (outcome == "busy" and self._status == 503):
+            self.app.probe_now(replica)
+
+    # What comes from the replica.
+
+    def head(self, status: int, headers: Headers, is_framed: bool) -> None:
+        self._status, self._headers, self._is_framed, self._held = status, headers, is_framed, []
+
+    def data(self, data: bytes) -> None:
+        self._num_data += 1
+        if self.has_begun:
+            self.connection.transport.write(data)
+        elif self._status in BUSY and sum(map(len, self._held)) < MAX_HELD_BYTES:
+            self._held.append(data)
+        else:
+            self._begin(data)
+
+    def ended(self) -> None:
+        self._upstream = None  # it may be serving somebody else by the time the client is slow
+        if self._status in BUSY and not self.has_begun:
+            self._held = self._held or [b""]
+            self._reason = f"it answered {self._status}"
+            self._settle("busy")
+            return
+        if not self.has_begun:
+            self._begin(b"")
+        self.connection.finish(self._keeps())
+        self._settle("answered")
+
+    def lost(self, reason: str) -> None:
+        self._reason = reason
+        if not self.has_begun:
+            self._settle("lost")
+            return
+        # The status is out: what the failure means for the replica is said here, the client gets what is left to say.
+        replica = self.replica
+        if replica is not None:
+            with self.app.fleet.observing(replica):
+                replica.connection_broke(reason, time.monotonic())
+            self.app.probe_now(replica)
+        self._break_off(reason)
+
+    def _begin(self, data: bytes) -> None:
+        """The first byte: from here on nothing can be asked of another replica."""
+        self.has_begun = True
+        assert self._charge is not None
+        cached = next((value for name, value in self._headers if name == CACHED), b"")
+        self._charge.first_token(int(cached) if cached.isdigit() else None)
+        self.app.metrics.count(self.request, self._status)
+        self.app.metrics.first_byte.observe(time.monotonic() - self.begun_s)
+        self._held.append(data)
+        self._flush_held()
+
+    def _flush_held(self) -> None:
+        headers = passing(self._headers, HOP_BY_HOP)
+        if any(name == b"transfer-encoding" for name, _ in self._headers):
+            headers.append((b"transfer-encoding", b"chunked"))
+        head = answer_head(self._status, headers, self._keeps())
+        self.connection.transport.write(head + b"".join(self._held))
+        self._held = []
+
+    def _keeps(self) -> bool:
+        return self._is_framed and self.request.keep_alive and not self.app.edge.is_closing
+
+    def _break_off(self, reason: str) -> None:
+        """Half an answer is out. A stream can still say so if its framing is whole; else the connection is cut."""
+        self.app.metrics.broken_streams += 1
+        upstream = self._upstream
+        is_stream = any(
+            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._headers
+        )
+        if upstream is not None and upstream.is_at_boundary and is_stream:
+            event = b"data: " + error_body(502, f"the replica failed: {reason}") + b"\n\ndata: [DONE]\n\n"
+            self.connection.transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
+            self.connection.finish(keep_alive=False)
+        else:
+            self.connection.transport.abort()
+        self._status = 502
+        self._settle("answered")
+
+    # What comes from the client and the router.
+
+    def pause(self) -> None:
+        if self._upstream is not None and not self._upstream.is_closed:
+            self._upstream.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._upstream is not None and not self._upstream.is_closed:
+            self._upstream.transport.resume_reading()
+
+    def client_gone(self) -> None:
+        """Dropping the connection is how an engine learns that nobody reads any more."""
+        self._is_gone = True
+        self.app.metrics.num_client_gone += 1
+        if self._upstream is not None:
+            self._upstream.drop()
+        self._settle("gone")
+
+    def move(self, reason: str) -> None:
+        """The replica is down and has not answered: ask another."""
+        if self._upstream is not None and not self.has_begun:
+            self._upstream.drop()
+            self._reason = reason
+            self._settle("moved")
+
+    def look(self, now_s: float, response_s: float) -> None:
+        """Called twice a second: tells the brain of the progress, and ends what has stood still for too long."""
+        if self._num_data != self._num_data_then or self._upstream is None or self.connection.is_paused:
+            self._num_data_then, self._quiet_since_s = self._num_data, now_s
+            self._report_progress()
+            return
+        quiet_s = now_s - self._quiet_since_s
+        is_down = self.replica is not None and self.replica.state == "down"
+        if quiet_s > response_s or (is_down and self.has_begun and quiet_s > STALLED_S):
+            self._reason = f"not a byte for {quiet_s:.0f} s"
+            upstream = self._upstream
+            if self.has_begun:
+                self._break_off(self._reason)
+            else:
+                self._settle("late")
+            upstream.drop()
+
+    def _report_progress(self) -> None:
+        if self._charge is not None and self._num_data > self._num_reported:
+            self._charge.tokens(self._num_data - self._num_reported)
+            self._num_reported = self._num_data
+
+    def _settle(self, outcome: Outcome) -> None:
+        if self._outcome is not None and not self._outcome.done():
+            self._outcome.set_result(outcome)

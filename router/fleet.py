@@ -1,0 +1,190 @@
+"""All replicas, grouped by the model they serve; who may be asked, and who is asked next.
+
+The brain of a group chooses; the fleet tells it who is available, and bounds what misbehaviour may do: of a
+group, at most a share may be out for their conduct, however badly they behave. The dead are always out.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.engine.http.errors import HttpError, clip
+from penstock.router.brain import Brain, Charge, Prompt, ReplicaInfo
+from penstock.router.budget import RetryBudget
+from penstock.router.config import RouterConfig
+from penstock.router.replica import Replica, State
+
+log = logging.getLogger("penstock.router")
+
+BY_CONDUCT = frozenset[State]({"suspect", "ejected"})
+
+
+class Group:
+    """The replicas of one model, and the brain that knows their caches."""
+
+    def __init__(self, root: str, brain: Brain) -> None:
+        self.root = root
+        self.brain = brain
+        self.replicas: dict[str, Replica] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for replica in self.replicas.values() for name in replica.models))
+
+    def lacking(self, name: str | None) -> frozenset[str]:
+        """Replicas of the group that do not serve the model under this name."""
+        if name is None:
+            return frozenset()
+        return frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
+
+
+class Fleet:
+    def __init__(self, config: RouterConfig, new_brain: Callable[[], Brain], clock: Callable[[], float]) -> None:
+        self.config = config
+        self.replicas: dict[str, Replica] = {}
+        self.groups: dict[str, Group] = {}
+        self.budget = RetryBudget(config.patience.retry_share)
+        self.num_under_way = 0
+        self.on_down: Callable[[Replica], None] = lambda replica: None  # requests that wait there are moved
+        self._new_brain = new_brain
+        self._clock = clock
+
+    def add(self, url: str) -> Replica:
+        replica = self.replicas[url] = Replica(url, self.config.patience.connect_s)
+        return replica
+
+    def introduce(self, replica: Replica, root: str, models: tuple[str, ...], info: ReplicaInfo) -> None:
+        """A replica has said what it serves; also when it has come back as something else."""
+        self._leave_group(replica)
+        if root not in self.groups:
+            self.groups[root] = Group(root, self._new_brain())
+        group = self.groups[root]
+        replica.root, replica.models = root, models
+        group.replicas[replica.url] = replica
+        group.brain.add_replica(replica.url, info)
+        self.settle(replica)
+
+    def forget(self, replica: Replica) -> None:
+        self._leave_group(replica)
+        del self.replicas[replica.url]
+        replica.pool.close()
+
+    def group_of(self, model: str | None) -> Group:
+        """The group that serves `model`; where only one is served, its name may be left out."""
+        if model is None and len(self.groups) == 1:
+            return next(iter(self.groups.values()))
+        for group in self.groups.values():
+            if model is not None and any(model in replica.models for replica in group.replicas.values()):
+                return group
+        if not self.groups:
+            raise HttpError(503, "no replica has been reached yet", headers={"retry-after": "1"})
+        served = ", ".join(name for group in self.groups.values() for name in group.names)
+        if model is None:
+            raise HttpError(400, f"model: several are served, so one must be named: {served}", param="model")
+        raise HttpError(404, f"model: {clip(model)!r} is not served here; {served} is", param="model")
+
+    def choose(
+        self,
+        group: Group,
+        model: str | None,
+        prompt: Prompt | None,
+        *,
+        num_tokens: int,
+        session: str | None,
+        tried: frozenset[str],
+    ) -> Charge | None:
+        """Who should answer; None when nobody is left to ask."""
+        full = {url for url, each in group.replicas.items() if each.num_under_way >= self._limit_of(each)}
+        exclude = tried | group.lacking(model) | full
+        return group.brain.choose(prompt, num_tokens=num_tokens, session=session, exclude=exclude)
+
+    def refusal(self, group: Group, model: str | None) -> HttpError:
+        """Why nobody was left to ask: all are full, or none is there."""
+        lacking = group.lacking(model)
+        here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
+        if here and all(each.num_under_way >= self._limit_of(each) for each in here):
+            count = sum(each.num_under_way for each in here)
+            return HttpError(
+                429,
+                f"{count} requests are under way at {len(here)} replicas, which is the limit (--max-requests)",
+                headers={"retry-after": "1"},
+            )
+        return HttpError(503, f"no replica of {clip(group.root)!r} is available", headers={"retry-after": "1"})
+
+    def settle(self, replica: Replica) -> None:
+        """Bring availability in line with the state of a replica that may have changed, and of its group."""
+        group = self.groups.get(replica.root or "")
+        if group is not None:
+            for each in group.replicas.values():
+                group.brain.set_available(each.url, self.is_available(each))
+
+    def is_available(self, replica: Replica) -> bool:
+        if replica.is_up:
+            return True
+        return replica.state in BY_CONDUCT and replica not in self._held_out(self.groups[replica.root or ""])
+
+    def changed(self, replica: Replica, before: State) -> None:
+        """A state was set: say so, and let those who wait at a dead replica go elsewhere."""
+        if replica.state == before:
+            return
+        log.info("%s: %s → %s (%s)", replica.url, before, replica.state, replica.reason)
+        self.settle(replica)
+        if replica.state == "down":
+            self.on_down(replica)
+
+    def observing(self, replica: Replica) -> "_Observation":
+        """`with fleet.observing(replica): replica.failed(…)`: what follows from a change of state happens."""
+        return _Observation(self, replica)
+
+    def views(self) -> Iterator[dict[str, Any]]:
+        seen = {root: group.brain.view() for root, group in self.groups.items()}
+        for replica in self.replicas.values():
+            known = seen.get(replica.root or "", {})
+            yield {
+                "url": replica.url,
+                "state": replica.state,
+                "reason": replica.reason,
+                "models": list(replica.models),
+                "is_available": replica.root is not None and self.is_available(replica),
+                "requests_under_way": replica.num_under_way,
+                "requests": replica.num_requests,
+                "failures": replica.num_failures,
+                "brain": known.get(replica.url),
+            }
+
+    def _held_out(self, group: Group) -> set[Replica]:
+        """Of those out by conduct, the ones that stay out: the worst, up to the share."""
+        room = int(len(group.replicas) * self.config.patience.max_ejected_share)
+        out = [each for each in group.replicas.values() if each.state in BY_CONDUCT]
+        out.sort(key=lambda each: (each.state != "ejected", each.url))
+        return set(out[:room])
+
+    def _limit_of(self, replica: Replica) -> int:
+        return 1 if replica.state == "trial" else self.config.max_requests
+
+    def _leave_group(self, replica: Replica) -> None:
+        group = self.groups.get(replica.root or "")
+        if group is not None and group.replicas.pop(replica.url, None) is not None:
+            group.brain.remove_replica(replica.url)
+            if not group.replicas:
+                del self.groups[group.root]
+        replica.root, replica.models = None, ()
+
+    def check(self) -> None:
+        assert self.num_under_way == sum(replica.num_under_way for replica in self.replicas.values())
+        for group in self.groups.values():
+            assert group.replicas, f"the group {group.root} is empty"
+            assert all(self.replicas.get(url) is each for url, each in group.replicas.items())
+        for replica in self.replicas.values():
+            replica.check()
+
+
+class _Observation:
+    def __init__(self, fleet: Fleet, replica: Replica) -> None:
+        self._fleet, self._replica, self._before = fleet, replica, replica.state
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._fleet.changed(self._replica, self._before)

@@ -1,0 +1,190 @@
+"""`penstock route`: from the command line to a running router, and its end.
+
+The first SIGTERM drains: `/ready` and new requests answer 503, those under way finish. The second ends it at once.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from penstock import __version__
+from penstock.engine.http.limits import Limits
+from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
+from penstock.engine.text.room import load_text
+from penstock.router.app import App
+from penstock.router.brain import Brain, PolicyConfig
+from penstock.router.config import POLICIES, Patience, RouterConfig, resolve
+from penstock.router.fleet import Fleet
+from penstock.router.kv_link import KvLinks
+from penstock.router.probe import Prober, ServedModel
+from penstock.router.replica import Replica
+from penstock.router.text import Texts
+
+log = logging.getLogger("penstock.router")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    defaults, limits, patience = RouterConfig(), Limits(), Patience()
+    add = parser.add_argument
+    add("--backend", action="append", default=[], metavar="URL", help="a replica, http://HOST:PORT; repeat for each")
+    add("--host", default=defaults.host, help="address to listen on (default: %(default)s, this machine only)")
+    add("--port", type=int, default=defaults.port, help="0 takes any free port (default: %(default)s)")
+    add("--workers", type=int, default=defaults.workers, metavar="N", help="processes that share the port")
+    add("--policy", choices=POLICIES, default=defaults.policy, help="default: %(default)s")
+    add("--tokenizer", metavar="MODEL", help="the replicas' model, for its tokenizer: hub name, folder or .gguf file")
+    add("--chat-template", metavar="FILE", help="as the replicas were given, if they were")
+    add("--api-key", action="append", default=[], metavar="KEY", help="ask clients for this key; repeat for several")
+    add("--admin-api-key", action="append", default=[], metavar="KEY", help="whoever has it may change the fleet")
+    add("--backend-api-key", metavar="KEY", help="the key that the replicas ask for")
+    add("--max-requests", type=int, default=defaults.max_requests, metavar="N", help="under way at one replica")
+    add("--max-body-bytes", type=int, default=limits.max_body_bytes, metavar="N", help="limit of a body")
+    add("--max-connections", type=int, default=limits.max_connections, metavar="N", help="default: %(default)s")
+    add("--response-timeout", type=float, default=patience.response_s, metavar="S", help="without a byte of an answer")
+    add("--probe-interval", type=float, default=patience.probe_interval_s, metavar="S", help="default: %(default)g")
+    add("--retry-share", type=float, default=patience.retry_share, metavar="X", help="retries per request")
+    add("--max-ejected-share", type=float, default=patience.max_ejected_share, metavar="X", help="of the replicas")
+    add("--drain-timeout", type=float, default=patience.drain_s, metavar="S", help="default: %(default)g")
+
+
+def run(args: argparse.Namespace) -> int:
+    """ValueError and OSError are the user's to mend, and one line on stderr."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
+    config = resolve(_config(args), os.environ)
+    from penstock.router.workers import run_workers
+
+    return run_workers(config) if config.workers > 1 else run_one(config)
+
+
+def _config(args: argparse.Namespace) -> RouterConfig:
+    return RouterConfig(
+        backends=tuple(args.backend),
+        host=args.host,
+        port=args.port,
+        workers=args.workers,
+        policy=args.policy,
+        api_keys=tuple(args.api_key),
+        admin_api_keys=tuple(args.admin_api_key),
+        backend_api_key=args.backend_api_key,
+        tokenizer=args.tokenizer,
+        chat_template=args.chat_template,
+        max_requests=args.max_requests,
+        limits=Limits(max_body_bytes=args.max_body_bytes, max_connections=args.max_connections),
+        patience=Patience(
+            response_s=args.response_timeout,
+            probe_interval_s=args.probe_interval,
+            retry_share=args.retry_share,
+            max_ejected_share=args.max_ejected_share,
+            drain_s=args.drain_timeout,
+        ),
+    )
+
+
+def run_one(config: RouterConfig) -> int:
+    import uvloop
+
+    sock = bind_socket(config.host, config.port)
+    return uvloop.run(serve(config, sock, announce=True))
+
+
+class Router:
+    """The running router of one process, on one event loop."""
+
+    def __init__(self, config: RouterConfig, texts: Texts) -> None:
+        self.config = config
+        self.texts = texts
+        self.fleet = Fleet(config, lambda: Brain(PolicyConfig(config.policy)), time.monotonic)
+        self.app = App(config, self.fleet, texts, __version__)
+        self.prober = Prober(self.fleet, config, self._on_info)
+        self.links = KvLinks(self.fleet, config)
+        self.app.probe_now = self.prober.watch
+        self._server: asyncio.Server | None = None
+
+    async def start(self, sock: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self.app.start()
+        for url in self.config.backends:
+            self.prober.watch(self.fleet.add(url))
+        self._server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
+
+    async def drain(self, stop: asyncio.Event) -> None:
+        """Let what is under way finish, as long as the drain may take."""
+        self.app.is_draining = True
+        deadline_s = time.monotonic() + self.config.patience.drain_s
+        while self.app.exchanges and not stop.is_set() and time.monotonic() < deadline_s:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), 0.05)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.app.edge.shutdown()
+        await asyncio.sleep(0)
+        await self.links.close()
+        await self.prober.close()
+        self.app.close()
+        for replica in self.fleet.replicas.values():
+            replica.pool.close()
+        self.texts.close()
+
+    def _on_info(self, replica: Replica, model: ServedModel) -> None:
+        self.texts.max_model_len = max(self.texts.max_model_len, model.max_model_len or 0)
+        if self.texts.digest is not None and model.text_digest not in (None, self.texts.digest):
+            log.warning(
+                "%s has another tokenizer or chat template than --tokenizer names: it is sent text, and what it has "
+                "cached is only guessed",
+                replica.url,
+            )
+        self.links.watch(replica)
+
+
+def texts_of(config: RouterConfig) -> Texts:
+    if config.tokenizer is None:
+        return Texts()
+    texts = Texts(*load_text(config.tokenizer, config.chat_template))
+    if texts.segments is not None and not texts.segments.is_exact:
+        log.warning("this tokenizer cannot be cut at special tokens; every prompt is tokenized whole")
+    return texts
+
+
+async def serve(config: RouterConfig, sock: socket.socket, *, announce: bool) -> int:
+    """Until a signal has drained it; the exit code."""
+    router = Router(config, texts_of(config))
+    with _signals() as (drain, stop):
+        await router.start(sock)
+        if announce:
+            _announce(url_of(sock), config)
+        await drain.wait()
+        log.info("shutting down: %d requests are under way", len(router.app.exchanges))
+        await router.drain(stop)
+        await router.close()
+    return 0
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
+    drain, stop, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: (stop if drain.is_set() else drain).set())
+    try:
+        yield drain, stop
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _announce(url: str, config: RouterConfig) -> None:
+    print(f"Routing to {len(config.backends)} replicas by {config.policy}: {url}", flush=True)
+    if config.tokenizer is None:
+        print("  without --tokenizer, what replicas have cached is guessed from the bytes of requests", flush=True)
+    settings = json.loads(msgspec.json.encode(config.patience))
+    log.debug("patience: %s", settings)

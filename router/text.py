@@ -1,0 +1,190 @@
+"""From a request's body to what the brain needs: token ids, a salt, a length. And the body that carries the ids.
+
+Tokenizing happens here once, in threads, and the engine is sent the ids. They are sent only where they are beyond
+doubt what the engine would have made itself: from fields that are known not to touch the prompt, and to a replica
+with the same tokenizer and template. In every other case the ids are no more than a hint about its cache, and the
+replica gets the client's own bytes. Without a tokenizer four bytes of JSON stand for a token: no engine knows
+such keys, but requests that begin alike still meet.
+"""
+
+import asyncio
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from penstock.engine.http import token_form
+from penstock.engine.http.body import split_object
+from penstock.engine.http.errors import HttpError
+from penstock.engine.text.room import text_digest
+from penstock.engine.text.segments import SegmentCache
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.router.brain import Brain, Prompt
+from penstock.router.wire import Headers
+
+INLINE_BYTES = 2048  # done on the event loop: about as long as handing it to a thread takes
+THREADS = 2
+MAX_CHARS_PER_TOKEN = 128  # as in the engine: a text beyond this times the context is refused there, unread here
+BYTES_PER_TOKEN = 4
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+# Fields that do not touch the prompt. One that is not listed keeps the ids at home.
+BESIDE_THE_PROMPT = frozenset(
+    {
+        *("model", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature"),
+        *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop"),
+        *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logit_bias", "allowed_token_ids"),
+        *("banned_token_ids", "skip_special_tokens", "return_token_ids", "priority", "cache_salt", "request_id"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "user", "metadata", "store", "service_tier"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"),
+    }
+)
+RENDERED = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"}
+)
+# What a template may be told by fields of their own; the engine refuses them inside chat_template_kwargs.
+TEMPLATE_FIELDS = frozenset({"tools", "documents", *RENDERED}) - {"chat_template_kwargs", "messages"}
+PLAIN_MESSAGE = frozenset({"role", "content", "name", "reasoning_content"})
+PLAIN_ROLES = frozenset({"system", "developer", "user", "assistant"})
+
+_ANY = msgspec.json.Decoder(Any)
+_IDS = msgspec.json.Decoder(list[int])
+
+
+class Asked(msgspec.Struct):
+    """The fields that the router looks at. The rest is between the client and the replica."""
+
+    model: str | None = None
+    prompt: Raw = msgspec.field(default_factory=Raw)
+    messages: Raw = msgspec.field(default_factory=Raw)
+    cache_salt: str | None = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
+
+    @property
+    def session(self) -> str | None:
+        for given in (self.session_id, self.prompt_cache_key):
+            if isinstance(given, str) and given:
+                return given[:256]
+        return None
+
+
+class Prepared(NamedTuple):
+    prompt: Prompt | None
+    num_tokens: int
+    headers_with_ids: Headers = []
+    body_with_ids: bytes | None = None
+
+
+class Ids(NamedTuple):
+    """int32 little-endian. `is_exact`: the engine would have made the same."""
+
+    packed: bytes
+    is_exact: bool
+
+
+class Texts:
+    def __init__(self, tokenizer: Tokenizer | None = None, template: ChatTemplate | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.segments = SegmentCache(tokenizer) if tokenizer is not None else None
+        self.digest = text_digest(tokenizer, template) if tokenizer is not None else None
+        self.max_model_len = 0  # the longest context of the replicas; 0: not known yet
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def prepare(self, path: str, body: bytes, asked: Asked, brain: Brain) -> Prepared:
+        """Raises HttpError for a body that no replica would take."""
+        if path not in (CHAT, COMPLETIONS):
+            return Prepared(None, len(body) // BYTES_PER_TOKEN)
+        if len(body) <= INLINE_BYTES:
+            return self._prepare(path, body, asked, brain)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._prepare, path, body, asked, brain)
+
+    def _prepare(self, path: str, body: bytes, asked: Asked, brain: Brain) -> Prepared:
+        ids = self._ids(path, body, asked)
+        if ids is None:
+            text = bytes(asked.messages if path == CHAT else asked.prompt)
+            whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
+            return Prepared(brain.prepare(whole, asked.cache_salt, None), len(text) // BYTES_PER_TOKEN)
+        prompt = brain.prepare(ids.packed, asked.cache_salt, None)
+        num_tokens = len(ids.packed) // 4
+        if not ids.is_exact:
+            return Prepared(prompt, num_tokens)
+        form = token_form.pack(body, "messages" if path == CHAT else "prompt", ids.packed)
+        return Prepared(prompt, num_tokens, [(b"content-type", token_form.CONTENT_TYPE)], form)
+
+    def _ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
+        """None: no tokenizer, several prompts, or something that only the replica can judge."""
+        fields = split_object(body)
+        if path == COMPLETIONS and bytes(asked.prompt)[:1] == b"[":
+            return _given_ids(asked.prompt, fields)
+        limit = MAX_CHARS_PER_TOKEN * self.max_model_len
+        if self.segments is None or (limit and len(body) > 4 * limit):
+            return None
+        try:
+            return self._render(fields) if path == CHAT else self._complete(asked.prompt, fields)
+        except (ValueError, HttpError):
+            return None  # the replica says what is wrong, in its own words
+
+    def _complete(self, prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
+        text, adds = _ANY.decode(prompt), _value(fields, "add_special_tokens")
+        if not isinstance(text, str) or self.segments is None:
+            return None
+        is_exact = fields.keys() <= BESIDE_THE_PROMPT | {"prompt", "add_special_tokens"}
+        return Ids(self.segments.encode(text, adds is not False), is_exact)
+
+    def _render(self, fields: dict[str, Raw]) -> Ids | None:
+        if self.template is None or self.segments is None:
+            return None
+        messages, variables = _value(fields, "messages"), _value(fields, "chat_template_kwargs") or {}
+        is_exact = (
+            fields.keys() <= BESIDE_THE_PROMPT | RENDERED | {"add_special_tokens"}
+            and all(map(_is_plain, messages))
+            and not TEMPLATE_FIELDS & variables.keys()
+        )
+        if (effort := _value(fields, "reasoning_effort")) is not None:
+            variables["reasoning_effort"] = effort
+        continues = bool(_value(fields, "continue_final_message"))
+        opens = _value(fields, "add_generation_prompt")
+        text = self.template.render(
+            [{name: value for name, value in message.items() if value is not None} for message in messages],
+            add_generation_prompt=not continues if opens is None else opens,
+            continue_final_message=continues,
+            tools=_value(fields, "tools"),
+            documents=_value(fields, "documents"),
+            **variables,
+        )
+        return Ids(self.segments.encode(text, bool(_value(fields, "add_special_tokens"))), is_exact)
+
+
+def _given_ids(prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
+    """Ids that the client gave: no text to make of them, but binary saves the engine reading them as JSON."""
+    try:
+        ids = array("i", _IDS.decode(prompt))
+    except (msgspec.MsgspecError, OverflowError):
+        return None  # several prompts, or ids that the replica will refuse
+    is_exact = bool(ids) and fields.keys() <= BESIDE_THE_PROMPT | {"prompt", "add_special_tokens", "echo"}
+    return Ids(ids.tobytes(), is_exact)
+
+
+def _is_plain(message: object) -> bool:
+    return (
+        isinstance(message, dict)
+        and message.keys() <= PLAIN_MESSAGE
+        and message.get("role") in PLAIN_ROLES
+        and isinstance(message.get("content"), (str, list))
+    )
+
+
+def _value(fields: dict[str, Raw], name: str) -> Any:
+    raw = fields.get(name)
+    return None if raw is None else _ANY.decode(raw)

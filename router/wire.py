@@ -1,0 +1,70 @@
+"""The HTTP/1.1 that the router writes: heads of answers and of requests to replicas, and which headers pass.
+
+Hop-by-hop headers (and what a Connection header names) end here in both directions, and so do the router's own
+`x-penstock-` names when they come from a client.
+"""
+
+from http import HTTPStatus
+
+from penstock.engine.http.errors import HttpError
+
+Headers = list[tuple[bytes, bytes]]
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PRIVATE = b"x-penstock-"
+
+HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+# Of a request, what the router writes itself.
+REWRITTEN = HOP_BY_HOP | {b"host", b"content-length", b"content-type", b"expect", b"authorization"}
+STATUS_LINES = {
+    status: b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode()) for status in map(int, HTTPStatus)
+}
+
+
+def answer_head(status: int, headers: Headers, keep_alive: bool) -> bytes:
+    parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+    for name, value in headers:
+        parts += (name, b": ", value, b"\r\n")
+    parts.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
+    return b"".join(parts)
+
+
+def passing(headers: Headers, dropped: frozenset[bytes]) -> Headers:
+    """The headers that may pass, without `dropped` and what a Connection header names."""
+    named: set[bytes] = set()
+    for name, value in headers:
+        if name == b"connection":
+            named.update(word.strip().lower() for word in value.split(b","))
+    if named - {b"keep-alive", b"close"}:
+        dropped = dropped | named
+    return [(name, value) for name, value in headers if name not in dropped and not name.startswith(PRIVATE)]
+
+
+def request_head(
+    target: bytes, host: bytes, headers: Headers, content_length: int, *, is_http10: bool = False
+) -> bytes:
+    """A POST to a replica. `headers` are clean; they came through `passing`."""
+    parts = [b"POST ", target, b" HTTP/1.0\r\nhost: " if is_http10 else b" HTTP/1.1\r\nhost: ", host, b"\r\n"]
+    for name, value in headers:
+        parts += (name, b": ", value, b"\r\n")
+    parts.append(b"content-length: %d\r\n\r\n" % content_length)
+    return b"".join(parts)
+
+
+def path_of(target: bytes) -> str:
+    """The path of a request line, exactly as it will be matched: no decoding, no normalising."""
+    if not target.startswith(b"/"):
+        raise HttpError(400, "the request target must begin with '/'")
+    return target.partition(b"?")[0].decode("latin-1")

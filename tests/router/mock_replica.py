@@ -1,0 +1,155 @@
+"""Replicas for fleets: the real HTTP server and the real scheduler over the oracle executor, at the speed of a GPU.
+
+    python -m tests.router.mock_replica --count 8 --prefill-tps 20000 --inter-token-s 0.01
+
+Prints one line `PORT PID` for each replica, and ends them when its standard input closes. Each is a process of
+its own, forked after the imports, so that eight of them start in a second; kill, stop and drain them as you like.
+The engine core lives in the server's process: a step takes the time that its tokens would take, and no more CPU.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import uvloop
+
+from penstock.engine.client import AsyncEngine, EngineDead
+from penstock.engine.config import EngineConfig, engine_config
+from penstock.engine.core import EngineCore
+from penstock.engine.http.listen import bind_socket
+from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore
+from penstock.engine.server.config import ServerConfig, resolve
+from penstock.engine.server.serve import serve
+from penstock.executor.oracle import OracleExecutor
+from tests.engine.server.fake import byte_tokenizer, line_template
+
+MODEL = "mock"
+
+
+class MockEngine(AsyncEngine):
+    """The engine's client with its core in the same process, whose steps take `tokens / prefill_tps + inter_token_s`."""
+
+    def __init__(self, config: EngineConfig, *, prefill_tps: float, inter_token_s: float, **options: Any) -> None:
+        super().__init__(config, **options)
+        self._prefill_tps = prefill_tps
+        self._inter_token_s = inter_token_s
+        self._work = asyncio.Event()
+        self._core = EngineCore(config, OracleExecutor(config.executor, max_in_flight=1))
+
+    async def start(self) -> None:
+        self._ready = asyncio.get_running_loop().create_future()
+        self._receive(Ready(self._core.info))
+        self.info = await self._ready
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        self._closing = True
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._die("the engine is closed")
+
+    def _send(self, message: ToCore) -> None:
+        if isinstance(message, Submit):
+            refused = [self._core.submit(message)]
+        elif isinstance(message, Abort):
+            refused = [self._core.abort(request_id) for request_id in message.request_ids]
+        else:
+            assert isinstance(message, Shutdown)
+            raise EngineDead("the core has no process of its own")
+        self._work.set()
+        outputs = [output for output in refused if output is not None]
+        if outputs:
+            # Not from here: the request is not listed yet.
+            asyncio.get_running_loop().call_soon(self._receive, Outputs(outputs, self._core.stats(), 0))
+
+    async def _run(self) -> None:
+        """Steps while there is work. Time is slept, so that many replicas fit on a core."""
+        core, beaten_s = self._core, 0.0
+        while True:
+            if (now_s := time.monotonic()) > beaten_s + 1.0:
+                self._receive(Heartbeat(core.num_collected, 0.0, 0.0))
+                beaten_s = now_s
+            if not core.has_work():
+                self._work.clear()
+                core.scheduler.check()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._work.wait(), 1.0)
+                continue
+            outputs = core.step()
+            await asyncio.sleep(core.last_step_tokens / self._prefill_tps + self._inter_token_s)
+            self._receive(Outputs(outputs, core.stats(), core.last_step_tokens))
+
+
+async def replica(options: argparse.Namespace, port: int, report: int) -> int:
+    config = engine_config(
+        "oracle",
+        {
+            "executor": "oracle",
+            "kv_cache_bytes": 8 * options.kv_tokens,
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "max_queued_requests": options.max_queued,
+            "hf_overrides": {"vocab_size": 300},  # of the byte tokenizer
+        },
+    )
+    tokenizer = byte_tokenizer()
+    engine = MockEngine(
+        config,
+        prefill_tps=options.prefill_tps,
+        inter_token_s=options.inter_token_s,
+        eos_ids=frozenset(),
+        text_stream=tokenizer.stream,
+    )
+    await engine.start()
+    server = resolve(
+        ServerConfig(port=port, served_model_names=tuple(options.model), api_keys=tuple(options.api_key)), {}
+    )
+    sock = bind_socket(server.host, port)
+
+    def announce(url: str) -> None:
+        os.write(report, f"{sock.getsockname()[1]} {os.getpid()}\n".encode())
+
+    try:
+        return await serve(engine, tokenizer, line_template(), server, sock=sock, on_listening=announce)
+    finally:
+        await engine.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--port", type=int, default=0, help="of a single replica")
+    parser.add_argument("--model", nargs="+", default=[MODEL])
+    parser.add_argument("--api-key", action="append", default=[])
+    parser.add_argument("--prefill-tps", type=float, default=1e6)
+    parser.add_argument("--inter-token-s", type=float, default=0.0)
+    parser.add_argument("--kv-tokens", type=int, default=1 << 20)
+    parser.add_argument("--max-model-len", type=int, default=65536)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-queued", type=int, default=4096)
+    options = parser.parse_args()
+    children = []
+    for _ in range(options.count):
+        pid = os.fork()
+        if pid == 0:
+            os.close(0)
+            code = 1
+            try:
+                code = uvloop.run(replica(options, options.port, sys.stdout.fileno()))
+            finally:
+                os._exit(code)
+        children.append(pid)
+    sys.stdin.buffer.read()  # until whoever started us is done
+    for pid in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()
