@@ -7,7 +7,7 @@ may change the fleet holds another key, for a replica that a tenant could add wo
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -17,14 +17,14 @@ from penstock.engine.http.auth import Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.token_form import REPORT_HEADER
-from penstock.router.config import RouterConfig, canonical_url
+from penstock.router.config import RouteError, RouterConfig, canonical_url
 from penstock.router.edge import ClientConnection, Edge, Request
 from penstock.router.exchange import Exchange, Plan
 from penstock.router.fleet import Fleet, Group
 from penstock.router.metrics import Metrics
 from penstock.router.replica import Replica
-from penstock.router.text import Asked, Texts
-from penstock.router.wire import REWRITTEN, Headers, passing, path_of
+from penstock.router.text import Asked, Prepared, Texts
+from penstock.router.wire import REWRITTEN, Headers, passing
 
 log = logging.getLogger("penstock.router")
 
@@ -80,10 +80,9 @@ class App:
 
     def admit(self, request: Request) -> HttpError | None:
         """Before the body is read: key, route, method, drain and load."""
-        try:
-            path = path_of(request.target)
-        except HttpError as error:
-            return error
+        path = request.path
+        if not path.startswith("/"):
+            return HttpError(400, "the request target must begin with '/'")
         if not self._may(request, path):
             message = "the request needs an API key: 'Authorization: Bearer <key>'"
             return HttpError(401, message, headers={"www-authenticate": "Bearer"})
@@ -98,15 +97,11 @@ class App:
         return None
 
     def handle(self, request: Request, connection: ClientConnection) -> None:
-        path = path_of(request.target)
-        if path in PROXIED:
-            exchange = Exchange(self, request, connection)
-            connection.reader = exchange
-            task = asyncio.get_running_loop().create_task(self._proxy(exchange, path))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-            return
+        path = request.path
         try:
+            if path in PROXIED:
+                self._proxy(request, connection)
+                return
             status, headers, body = self._own(request, path)
         except HttpError as error:
             self.refuse(request, connection, error)
@@ -142,42 +137,61 @@ class App:
 
     # A request for a replica.
 
-    async def _proxy(self, exchange: Exchange, path: str) -> None:
+    def _proxy(self, request: Request, connection: ClientConnection) -> None:
+        asked = decode(_ASKED, request.body)
+        group = self.fleet.group_of(asked.model)
+        exchange = Exchange(self, request, connection)
+        if not self.texts.is_long(request.path, request.body):
+            prepared = self.texts.prepare(request.path, request.body, asked, group.brain)
+            self._begin(exchange, group, asked, prepared)
+        else:
+            self.spawn(self._prepare_aside(exchange, group, asked))
+
+    async def _prepare_aside(self, exchange: Exchange, group: Group, asked: Asked) -> None:
         request, connection = exchange.request, exchange.connection
+        connection.reader = exchange
         self.exchanges.add(exchange)
         try:
-            asked = decode(_ASKED, request.body)
-            group = self.fleet.group_of(asked.model)
-            await exchange.run(group, await self._plan(request, path, asked, group))
+            prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.brain)
         except HttpError as error:
-            if connection.current is request:
-                self.refuse(request, connection, error)
-        except Exception:
-            log.exception("a request failed in the router")  # the top of a task: it must not vanish
-            if connection.current is request:
-                connection.transport.abort()
-        finally:
-            self.exchanges.discard(exchange)
+            exchange.refuse(error)
+            return
+        if connection.current is request:
+            self._begin(exchange, group, asked, prepared)
 
-    async def _plan(self, request: Request, path: str, asked: Asked, group: Group) -> Plan:
-        prepared = await self.texts.prepare(path, request.body, asked, group.brain)
+    def _begin(self, exchange: Exchange, group: Group, asked: Asked, prepared: Prepared) -> None:
+        request = exchange.request
         headers = self._upstream_headers(request)
-        plain = [*headers, (b"content-type", b"application/json")]
         with_ids = None
         if prepared.body_with_ids is not None:
             with_ids = ([*headers, *prepared.headers_with_ids], prepared.body_with_ids)
+        headers.append((b"content-type", b"application/json"))
         session = request.header(b"x-session-id")
-        return Plan(
-            target=request.target,
-            headers=plain,
-            body=request.body,
-            with_ids=with_ids,
-            text_digest=self.texts.digest,
-            model=asked.model,
-            session=session.decode("latin-1")[:256] if session is not None else asked.session,
-            prompt=prepared.prompt,
-            num_tokens=prepared.num_tokens,
+        plan = Plan(
+            request.target,
+            headers,
+            request.body,
+            with_ids,
+            self.texts.digest,
+            asked.model,
+            session.decode("latin-1")[:256] if session is not None else asked.session,
+            prepared.prompt,
+            prepared.num_tokens,
         )
+        exchange.connection.reader = exchange
+        self.exchanges.add(exchange)
+        exchange.start(group, plan)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task that is kept until it is done; what it dies of is logged."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a request failed in the router", exc_info=error)
 
     def _upstream_headers(self, request: Request) -> Headers:
         """The client's, cleaned. Its key passes only where the router has none of its own to ask for or to give."""
@@ -248,7 +262,7 @@ class App:
         change = decode(msgspec.json.Decoder(Change), request.body)
         try:
             url = canonical_url(change.url)
-        except ValueError as error:
+        except RouteError as error:
             raise HttpError(400, f"url: {error}", param="url") from None
         method = request.method.decode()
         self.apply(method, url)

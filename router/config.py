@@ -1,4 +1,4 @@
-"""What the operator says about the router. `resolve` turns it into what runs; ValueError names the option."""
+"""What the operator says about the router. `resolve` turns it into what runs; RouteError names the option."""
 
 import re
 from collections.abc import Mapping
@@ -15,6 +15,10 @@ BACKEND_KEY_VARIABLE = "PENSTOCK_BACKEND_API_KEY"
 
 PolicyName = Literal["predicted-ttft", "prefix", "least-loaded", "round-robin"]
 POLICIES: tuple[str, ...] = get_args(PolicyName)
+
+
+class RouteError(ValueError):
+    """An option of the router cannot be used as given; the message names it."""
 
 
 class Patience(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,20 +53,20 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
     """Add the keys of the environment and refuse what cannot run."""
     for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, BACKEND_KEY_VARIABLE):
         if environment.get(variable) == "":  # a mistake in a deployment, and must not open the router
-            raise ValueError(f"{variable} is set but empty; unset it to run without that key")
+            raise RouteError(f"{variable} is set but empty; unset it to run without that key")
     if not 0 <= config.port <= 65535:
-        raise ValueError(f"port: {config.port} is out of range; it must be from 0 to 65535")
+        raise RouteError(f"port: {config.port} is out of range; it must be from 0 to 65535")
     if not 1 <= config.workers <= 256:
-        raise ValueError(f"workers: {config.workers} is out of range; it must be from 1 to 256")
+        raise RouteError(f"workers: {config.workers} is out of range; it must be from 1 to 256")
     if config.workers > 1 and config.port == 0:
-        raise ValueError("port: 0 is not possible with several workers; they share one given port")
+        raise RouteError("port: 0 is not possible with several workers; they share one given port")
     if config.max_requests < 1:
-        raise ValueError(f"max_requests: {config.max_requests} is too small; it must be at least 1")
+        raise RouteError(f"max_requests: {config.max_requests} is too small; it must be at least 1")
     _check_patience(config.patience)
     urls = tuple(canonical_url(url) for url in config.backends)
     for url in urls:
         if urls.count(url) > 1:
-            raise ValueError(f"backend: {url} is given more than once")
+            raise RouteError(f"backend: {url} is given more than once")
     return msgspec.structs.replace(
         config,
         backends=urls,
@@ -78,11 +82,11 @@ def canonical_url(url: str) -> str:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        raise ValueError(f"backend: {url[:120]!r} is not a URL") from None
+        raise RouteError(f"backend: {url[:120]!r} is not a URL") from None
     if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
-        raise ValueError(f"backend: {url[:120]!r} is not of the form http://HOST:PORT")
+        raise RouteError(f"backend: {url[:120]!r} is not of the form http://HOST:PORT")
     if not re.fullmatch(r"[A-Za-z0-9._:-]+", host):
-        raise ValueError(f"backend: {host[:80]!r} is not a host name or an address")
+        raise RouteError(f"backend: {host[:80]!r} is not a host name or an address")
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{port if port is not None else 80}"
 
@@ -95,10 +99,10 @@ def _check_patience(patience: Patience) -> None:
     for name in ("connect_s", "response_s", "probe_interval_s", "probe_timeout_s"):
         value = getattr(patience, name)
         if not 0 < value < float("inf"):
-            raise ValueError(f"{name}: {value} is out of range; it must be above 0")
+            raise RouteError(f"{name}: {value} is out of range; it must be above 0")
     if not 0 <= patience.drain_s < float("inf"):
-        raise ValueError(f"drain_s: {patience.drain_s} is out of range; it must be at least 0")
+        raise RouteError(f"drain_s: {patience.drain_s} is out of range; it must be at least 0")
     for name in ("retry_share", "max_ejected_share"):
         value = getattr(patience, name)
         if not 0 <= value <= 1:
-            raise ValueError(f"{name}: {value} is out of range; it must be from 0 to 1")
+            raise RouteError(f"{name}: {value} is out of range; it must be from 0 to 1")

@@ -23,20 +23,24 @@ NEVER = float("inf")
 
 
 class Request:
-    """A request as it came; the body is complete."""
+    """A request as it came; the body is complete. `path` is as it will be matched: nothing decoded or normalised."""
 
-    __slots__ = ("body", "headers", "is_http10", "keep_alive", "method", "target")
+    __slots__ = ("body", "fields", "headers", "is_http10", "keep_alive", "method", "path", "target")
 
-    def __init__(self, method: bytes, target: bytes, headers: Headers, is_http10: bool, keep_alive: bool) -> None:
+    def __init__(
+        self, method: bytes, target: bytes, headers: Headers, fields: dict[bytes, bytes], version: str, keep_alive: bool
+    ) -> None:
         self.method = method
         self.target = target
+        self.path = target.partition(b"?")[0].decode("latin-1")
         self.headers = headers  # names in lower case
+        self.fields = fields  # the same by name; of several the last
         self.body = b""
-        self.is_http10 = is_http10
+        self.is_http10 = version == "1.0"
         self.keep_alive = keep_alive
 
     def header(self, name: bytes) -> bytes | None:
-        return next((value for given, value in self.headers if given == name), None)
+        return self.fields.get(name)
 
 
 class Handler(Protocol):
@@ -186,7 +190,10 @@ class ClientConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._arriving is None:  # a trailer is dropped
-            self._headers.append((name.lower(), value))
+            name = name.lower()
+            self._headers.append((name, value))
+            self._fields[name] = value
+            self._num_field_bytes += len(name) + len(value) + 4
 
     def on_headers_complete(self) -> None:
         self._is_inside_headers = False
@@ -195,7 +202,8 @@ class ClientConnection(asyncio.Protocol):
             self._parser.get_method(),
             self._target,
             self._headers,
-            version == "1.0",
+            self._fields,
+            version,
             self._parser.should_keep_alive() and version == "1.1" and not self.edge.is_closing,
         )
         objection = self._objection(request, version) or self.edge.handler.admit(request)
@@ -229,25 +237,28 @@ class ClientConnection(asyncio.Protocol):
 
     def _objection(self, request: Request, version: str) -> HttpError | None:
         """What is valid for the parser and not for us."""
-        size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
-        if size > self.limits.max_header_bytes:
+        if len(request.target) + self._num_field_bytes > self.limits.max_header_bytes:
             return HttpError(431, f"the headers are larger than {self.limits.max_header_bytes} bytes")
         if version not in ("1.1", "1.0"):
             return HttpError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
-        names = [name for name, _ in request.headers]
-        if names.count(b"host") != 1 and (version == "1.1" or b"host" in names):
+        fields = self._fields
+        is_doubtful = len(fields) < len(self._headers)  # a name came twice; usually none does
+        if b"host" not in fields and version == "1.1" or is_doubtful and self._count(b"host") > 1:
             return HttpError(400, "host: exactly one is expected", param="host")
-        coding = request.header(b"transfer-encoding")
+        if is_doubtful and self._count(b"transfer-encoding") > 1:
+            return HttpError(400, "transfer-encoding: given more than once", param="transfer-encoding")
+        coding = fields.get(b"transfer-encoding")
         if coding is not None and (coding.lower() != b"chunked" or version == "1.0"):
             return HttpError(501, "transfer-encoding: only 'chunked' is understood", param="transfer-encoding")
-        if names.count(b"transfer-encoding") > 1:
-            return HttpError(400, "transfer-encoding: given more than once", param="transfer-encoding")
-        if int((request.header(b"content-length") or b"0")[:20]) > self.limits.max_body_bytes:
+        if int(fields.get(b"content-length", b"0")[:20]) > self.limits.max_body_bytes:
             return self._too_large()
-        expect = request.header(b"expect")
+        expect = fields.get(b"expect")
         if expect is not None and expect.lower() != b"100-continue":
             return HttpError(417, "expect: only '100-continue' is understood", param="expect")
         return None
+
+    def _count(self, wanted: bytes) -> int:
+        return sum(name == wanted for name, _ in self._headers)
 
     def _too_large(self) -> HttpError:
         return HttpError(413, f"the body is larger than {self.limits.max_body_bytes} bytes (--max-body-bytes)")
@@ -357,6 +368,8 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self) -> None:
         self._target = b""
         self._headers: Headers = []
+        self._fields: dict[bytes, bytes] = {}
+        self._num_field_bytes = 0
         self._body = []
         self._num_body_bytes = 0
         self._num_header_bytes = 0

@@ -3,6 +3,9 @@
 The answer's head is held back until its first byte of body: up to then the client has seen nothing, so the request
 can go elsewhere. Afterwards never, for half an answer cannot be taken back: a stream that breaks ends with an
 error event. Load is charged when a replica is chosen and released exactly once, whatever happens.
+
+Callbacks, not tasks: on the way through a healthy fleet nothing here waits, and a task and a future for each request
+cost as much as all of its parsing.
 """
 
 import asyncio
@@ -51,12 +54,16 @@ class Exchange:
         self.app = app
         self.request = request
         self.connection = connection
-        self.replica: Replica | None = None
+        self.replica: Replica | None = None  # the one that is being asked
         self.has_begun = False
         self.begun_s = time.monotonic()
+        self._group: Group
+        self._plan: Plan
+        self._tried: set[str] = set()
+        self._num_lost = 0
         self._upstream: Upstream | None = None
+        self._is_kept = False  # the connection has served others before
         self._charge: Charge | None = None
-        self._outcome: asyncio.Future[Outcome] | None = None
         self._is_gone = False
         self._reason = ""
         self._status = 0
@@ -67,94 +74,117 @@ class Exchange:
         self._quiet_since_s = self.begun_s
         self._num_data_then = 0
 
-    async def run(self, group: Group, plan: Plan) -> None:
-        """Until the client has an answer or is gone."""
-        fleet, tried, num_lost = self.app.fleet, set[str](), 0
-        fleet.budget.deposit(fleet.num_under_way)
-        while not self._is_gone:
-            charge = fleet.choose(
-                group,
-                plan.model,
-                plan.prompt,
-                num_tokens=plan.num_tokens,
-                session=plan.session,
-                tried=frozenset(tried),
-            )
-            if charge is None:
-                self._give_up(fleet.refusal(group, plan.model))
-                return
-            outcome = await self._ask(fleet.replicas[charge.replica], charge, plan)
-            if outcome in ("answered", "gone"):
-                return
-            tried.add(charge.replica)
-            num_lost += outcome == "lost"
-            if outcome == "late":
-                self._give_up(HttpError(504, f"the replica did not answer: {self._reason}"))
-                return
-            if num_lost >= MAX_LOST or (outcome != "unreachable" and not fleet.budget.take()):
-                self.app.metrics.not_retried[outcome] += 1
-                self._give_up(HttpError(502, f"the replica failed: {self._reason}", headers={"retry-after": "1"}))
-                return
-            self.app.metrics.retries[outcome] += 1
+    def start(self, group: Group, plan: Plan) -> None:
+        self._group, self._plan = group, plan
+        self.app.fleet.budget.deposit(self.app.fleet.num_under_way)
+        self._next()
 
-    def _give_up(self, error: HttpError) -> None:
-        """Nobody else can be asked: a busy replica's own answer, if there was one, or an error."""
-        if self._is_gone:
-            return
-        self.connection.reader = None
-        if self._held and self._status in BUSY:
-            self.app.metrics.count(self.request, self._status)
-            self._flush_held()
-            self.connection.finish(self._keeps())
-        else:
+    def refuse(self, error: HttpError) -> None:
+        """End without an answer of a replica."""
+        self.app.exchanges.discard(self)
+        if not self._is_gone:
+            self.connection.reader = None
             self.app.refuse(self.request, self.connection, error)
 
-    # One replica.
+    # One replica after the other.
 
-    async def _ask(self, replica: Replica, charge: Charge, plan: Plan) -> Outcome:
-        fleet = self.app.fleet
-        self.replica, self._charge = replica, charge
-        replica.begin()
-        fleet.num_under_way += 1
-        is_ok = False
+    def _next(self) -> None:
+        fleet, plan = self.app.fleet, self._plan
+        charge = fleet.choose(
+            self._group,
+            plan.model,
+            plan.prompt,
+            num_tokens=plan.num_tokens,
+            session=plan.session,
+            tried=self._tried,
+        )
+        if charge is None:
+            self._give_up(fleet.refusal(self._group, plan.model))
+            return
+        self._charge = charge
+        self.replica = fleet.replicas[charge.replica]
+        fleet.begin(self.replica)
+        upstream = self.replica.pool.take_idle()
+        if upstream is not None:
+            self._send(upstream, is_kept=True)
+        else:
+            self.app.spawn(self._connect(self.replica))
+
+    async def _connect(self, replica: Replica) -> None:
         try:
-            outcome = await self._send(replica, plan)
-            is_ok = outcome == "answered" and self._status < 500
+            upstream = await replica.pool.connect()
         except ConnectFailed as error:
-            outcome, self._reason = "unreachable", str(error)
-        finally:
-            self._report_progress()
-            charge.release(is_ok)
-            replica.end()
-            fleet.num_under_way -= 1
-            self.replica = self._upstream = self._charge = None
-        self._judge(replica, outcome)
-        return outcome
+            if self.replica is replica:
+                self._reason = str(error)
+                self._settle("unreachable")
+            return
+        if self.replica is replica:
+            self._send(upstream, is_kept=False)
+        else:
+            upstream.drop()  # the client left, or the replica went down, meanwhile
 
-    async def _send(self, replica: Replica, plan: Plan) -> Outcome:
+    def _send(self, upstream: Upstream, *, is_kept: bool) -> None:
+        plan, replica = self._plan, self.replica
+        assert replica is not None
         headers, body = plan.headers, plan.body
         if plan.with_ids is not None and replica.text_digest == plan.text_digest:
             headers, body = plan.with_ids
         head = request_head(plan.target, replica.host_header, headers, len(body), is_http10=self.request.is_http10)
-        while True:
-            kept = replica.pool.take_idle()
-            upstream = kept or await replica.pool.connect()
-            if self._is_gone:
-                upstream.drop()
-                return "gone"
-            self._upstream = upstream
-            self._outcome = asyncio.get_running_loop().create_future()
-            upstream.send(head, body, self)
-            outcome = await self._outcome
-            # A kept connection that the replica had closed meanwhile says nothing about the replica.
-            if outcome != "lost" or kept is None or upstream.has_heard:
-                return outcome
+        self._upstream, self._is_kept = upstream, is_kept
+        upstream.send(head, body, self)
+
+    def _settle(self, outcome: Outcome) -> None:
+        """The replica has done what it will do. The one place where its load is given back."""
+        replica, charge, fleet = self.replica, self._charge, self.app.fleet
+        if replica is None or charge is None:
+            return
+        self._report_progress()
+        charge.release(outcome == "answered" and self._status < 500)
+        self.replica = self._upstream = self._charge = None
+        fleet.end(replica)
+        self._judge(replica, outcome)
+        if outcome in ("answered", "gone"):
+            self.app.exchanges.discard(self)
+        else:
+            self._go_on(replica, outcome)
+
+    def _go_on(self, replica: Replica, outcome: Outcome) -> None:
+        """Nothing is out yet: ask another replica, within reason."""
+        self._tried.add(replica.url)
+        self._num_lost += outcome == "lost"
+        metrics = self.app.metrics
+        if outcome == "late":
+            self._give_up(HttpError(504, f"the replica did not answer: {self._reason}"))
+        elif self._num_lost >= MAX_LOST or (outcome != "unreachable" and not self.app.fleet.budget.take()):
+            metrics.not_retried[outcome] += 1
+            self._give_up(HttpError(502, f"the replica failed: {self._reason}", headers={"retry-after": "1"}))
+        else:
+            metrics.retries[outcome] += 1
+            # Not from here: this may be the callback of a connection that is being closed.
+            asyncio.get_running_loop().call_soon(self._retry)
+
+    def _retry(self) -> None:
+        if not self._is_gone:
+            self._next()
+
+    def _give_up(self, error: HttpError) -> None:
+        """Nobody else can be asked: a busy replica's own answer, if there was one, or an error."""
+        if not self._is_gone and self._held and self._status in BUSY:
+            self.app.exchanges.discard(self)
+            self.app.metrics.count(self.request, self._status)
+            self._flush_held()
+            self.connection.finish(self._keeps())
+        else:
+            self.refuse(error)
 
     def _judge(self, replica: Replica, outcome: Outcome) -> None:
         """What the outcome says about the replica."""
+        is_well = outcome == "answered" and (self._status < 500 or self._status in (501, 505))
+        if is_well and replica.is_sound:
+            return
         now_s = time.monotonic()
         with self.app.fleet.observing(replica):
-            if outcome == "answered" and (self._status < 500 or self._status in (501, 505)):
+            if is_well:
                 replica.answered()
             elif outcome == "answered":
                 replica.failed(f"it answered {self._status}", now_s)
@@ -197,16 +227,15 @@ class Exchange:
 
     def lost(self, reason: str) -> None:
         self._reason = reason
-        if not self.has_begun:
+        replica, upstream = self.replica, self._upstream
+        if self.has_begun:
+            self._break_off(reason)
+        elif self._is_kept and upstream is not None and not upstream.has_heard and replica is not None:
+            # A kept connection that the replica had closed meanwhile says nothing about the replica.
+            self._upstream = None
+            self.app.spawn(self._connect(replica))
+        else:
             self._settle("lost")
-            return
-        # The status is out: what the failure means for the replica is said here, the client gets what is left to say.
-        replica = self.replica
-        if replica is not None:
-            with self.app.fleet.observing(replica):
-                replica.connection_broke(reason, time.monotonic())
-            self.app.probe_now(replica)
-        self._break_off(reason)
 
     def _begin(self, data: bytes) -> None:
         """The first byte: from here on nothing can be asked of another replica."""
@@ -233,7 +262,7 @@ class Exchange:
     def _break_off(self, reason: str) -> None:
         """Half an answer is out. A stream can still say so if its framing is whole; else the connection is cut."""
         self.app.metrics.broken_streams += 1
-        upstream = self._upstream
+        upstream, replica = self._upstream, self.replica
         is_stream = any(
             name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._headers
         )
@@ -244,6 +273,8 @@ class Exchange:
         else:
             self.connection.transport.abort()
         self._status = 502
+        if replica is not None:
+            self.app.probe_now(replica)
         self._settle("answered")
 
     # What comes from the client and the router.
@@ -260,15 +291,17 @@ class Exchange:
         """Dropping the connection is how an engine learns that nobody reads any more."""
         self._is_gone = True
         self.app.metrics.num_client_gone += 1
+        self.app.exchanges.discard(self)
         if self._upstream is not None:
             self._upstream.drop()
         self._settle("gone")
 
     def move(self, reason: str) -> None:
         """The replica is down and has not answered: ask another."""
-        if self._upstream is not None and not self.has_begun:
-            self._upstream.drop()
+        if not self.has_begun:
             self._reason = reason
+            if self._upstream is not None:
+                self._upstream.drop()
             self._settle("moved")
 
     def look(self, now_s: float, response_s: float) -> None:
@@ -281,18 +314,13 @@ class Exchange:
         is_down = self.replica is not None and self.replica.state == "down"
         if quiet_s > response_s or (is_down and self.has_begun and quiet_s > STALLED_S):
             self._reason = f"not a byte for {quiet_s:.0f} s"
-            upstream = self._upstream
+            self._upstream.drop()
             if self.has_begun:
                 self._break_off(self._reason)
             else:
                 self._settle("late")
-            upstream.drop()
 
     def _report_progress(self) -> None:
         if self._charge is not None and self._num_data > self._num_reported:
             self._charge.tokens(self._num_data - self._num_reported)
             self._num_reported = self._num_data
-
-    def _settle(self, outcome: Outcome) -> None:
-        if self._outcome is not None and not self._outcome.done():
-            self._outcome.set_result(outcome)

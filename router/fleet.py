@@ -16,6 +16,7 @@ from penstock.router.replica import Replica, State
 
 log = logging.getLogger("penstock.router")
 
+NOBODY: frozenset[str] = frozenset()
 BY_CONDUCT = frozenset[State]({"suspect", "ejected"})
 
 
@@ -26,6 +27,8 @@ class Group:
         self.root = root
         self.brain = brain
         self.replicas: dict[str, Replica] = {}
+        self.is_mixed = False  # whether some replica does not know a name that another answers to
+        self.full: set[str] = set()  # replicas that have as many requests as they may
 
     @property
     def names(self) -> list[str]:
@@ -33,7 +36,7 @@ class Group:
 
     def lacking(self, name: str | None) -> frozenset[str]:
         """Replicas of the group that do not serve the model under this name."""
-        if name is None:
+        if name is None or not self.is_mixed:
             return frozenset()
         return frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
 
@@ -43,6 +46,7 @@ class Fleet:
         self.config = config
         self.replicas: dict[str, Replica] = {}
         self.groups: dict[str, Group] = {}
+        self._by_name: dict[str, Group] = {}
         self.budget = RetryBudget(config.patience.retry_share)
         self.num_under_way = 0
         self.on_down: Callable[[Replica], None] = lambda replica: None  # requests that wait there are moved
@@ -62,6 +66,7 @@ class Fleet:
         replica.root, replica.models = root, models
         group.replicas[replica.url] = replica
         group.brain.add_replica(replica.url, info)
+        self._name_groups()
         self.settle(replica)
 
     def forget(self, replica: Replica) -> None:
@@ -73,9 +78,9 @@ class Fleet:
         """The group that serves `model`; where only one is served, its name may be left out."""
         if model is None and len(self.groups) == 1:
             return next(iter(self.groups.values()))
-        for group in self.groups.values():
-            if model is not None and any(model in replica.models for replica in group.replicas.values()):
-                return group
+        group = self._by_name.get(model or "")
+        if group is not None:
+            return group
         if not self.groups:
             raise HttpError(503, "no replica has been reached yet", headers={"retry-after": "1"})
         served = ", ".join(name for group in self.groups.values() for name in group.names)
@@ -91,12 +96,25 @@ class Fleet:
         *,
         num_tokens: int,
         session: str | None,
-        tried: frozenset[str],
+        tried: set[str],
     ) -> Charge | None:
         """Who should answer; None when nobody is left to ask."""
-        full = {url for url, each in group.replicas.items() if each.num_under_way >= self._limit_of(each)}
-        exclude = tried | group.lacking(model) | full
+        exclude = NOBODY
+        if tried or group.full or group.is_mixed:
+            exclude = group.lacking(model) | group.full | tried
         return group.brain.choose(prompt, num_tokens=num_tokens, session=session, exclude=exclude)
+
+    def begin(self, replica: Replica) -> None:
+        """A request goes to the replica."""
+        replica.begin()
+        self.num_under_way += 1
+        if replica.num_under_way >= self._limit_of(replica) and replica.root is not None:
+            self.groups[replica.root].full.add(replica.url)
+
+    def end(self, replica: Replica) -> None:
+        replica.end()
+        self.num_under_way -= 1
+        self._count_full(replica)
 
     def refusal(self, group: Group, model: str | None) -> HttpError:
         """Why nobody was left to ask: all are full, or none is there."""
@@ -128,6 +146,7 @@ class Fleet:
         if replica.state == before:
             return
         log.info("%s: %s → %s (%s)", replica.url, before, replica.state, replica.reason)
+        self._count_full(replica)
         self.settle(replica)
         if replica.state == "down":
             self.on_down(replica)
@@ -162,19 +181,37 @@ class Fleet:
     def _limit_of(self, replica: Replica) -> int:
         return 1 if replica.state == "trial" else self.config.max_requests
 
+    def _count_full(self, replica: Replica) -> None:
+        group = self.groups.get(replica.root or "")
+        if group is None:
+            return
+        if replica.num_under_way >= self._limit_of(replica):
+            group.full.add(replica.url)
+        else:
+            group.full.discard(replica.url)
+
+    def _name_groups(self) -> None:
+        self._by_name = {name: group for group in self.groups.values() for name in group.names}
+        for group in self.groups.values():
+            group.is_mixed = len({replica.models for replica in group.replicas.values()}) > 1
+
     def _leave_group(self, replica: Replica) -> None:
         group = self.groups.get(replica.root or "")
         if group is not None and group.replicas.pop(replica.url, None) is not None:
             group.brain.remove_replica(replica.url)
+            group.full.discard(replica.url)
             if not group.replicas:
                 del self.groups[group.root]
         replica.root, replica.models = None, ()
+        self._name_groups()
 
     def check(self) -> None:
         assert self.num_under_way == sum(replica.num_under_way for replica in self.replicas.values())
         for group in self.groups.values():
             assert group.replicas, f"the group {group.root} is empty"
             assert all(self.replicas.get(url) is each for url, each in group.replicas.items())
+            for url, each in group.replicas.items():
+                assert (url in group.full) == (each.num_under_way >= self._limit_of(each)), f"{url} is miscounted"
         for replica in self.replicas.values():
             replica.check()
 

@@ -1,4 +1,8 @@
-"""Counters of the data plane, as text for /metrics. Labels are routes, statuses, replicas and outcomes: bounded sets."""
+"""Counters of the router, as text for /metrics. Labels are routes, statuses, replicas and reasons: bounded sets.
+
+With several workers each knows what the others counted a second ago (router/workers.py), and whichever is asked
+answers with the sums. States, caches and load are its own view.
+"""
 
 from bisect import bisect_left
 from collections import Counter
@@ -15,6 +19,19 @@ FIRST_BYTE_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 
 LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 STATES = ("starting", "up", "suspect", "down", "draining", "ejected", "trial", "removing")
 
+# name → what it counts, and its labels
+COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "requests": ("Answers, by route and status.", ("route", "status")),
+    "refused": ("Refused before there was a request, by status.", ("status",)),
+    "retries": ("Requests sent to another replica, by reason.", ("reason",)),
+    "not_retried": ("Failures passed on for want of budget, by reason.", ("reason",)),
+    "client_gone": ("Clients that left before the end.", ()),
+    "broken_streams": ("Answers that broke after their first byte.", ()),
+    "replica_requests": ("Requests sent to a replica.", ("replica",)),
+    "replica_failures": ("Failures seen of a replica.", ("replica",)),
+}
+SEPARATOR = "\x1f"  # between a counter's name and its labels in a report
+
 
 class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -25,13 +42,6 @@ class Histogram:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
-
-    def family(self, name: str, help_text: str) -> Metric:
-        buckets, seen = [], 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            seen += count
-            buckets.append((bound, seen))
-        return HistogramMetricFamily(name, help_text, buckets=buckets, sum_value=self.total)
 
 
 class Metrics(Collector):
@@ -45,52 +55,93 @@ class Metrics(Collector):
         self.broken_streams = 0
         self.first_byte = Histogram(FIRST_BYTE_S)
         self.loop_lag = Histogram(LAG_S)
+        self.others: dict[int, dict[str, float]] = {}  # worker → what it last reported
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def count(self, request: Request, status: int) -> None:
         """`request` has passed admission, so its path is one of ours."""
-        self.requests[request.target.partition(b"?")[0].decode("latin-1"), status] += 1
+        self.requests[request.path, status] += 1
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+    def own_counters(self) -> dict[str, float]:
+        """What this process has counted, flat: a name with its labels → the value."""
+        found: dict[str, float] = {}
+        for (route, status), count in self.requests.items():
+            found[_key("requests", route, status)] = count
+        for name, counts in (("retries", self.retries), ("not_retried", self.not_retried)):
+            found |= {_key(name, reason): count for reason, count in counts.items()}
+        if self.edge is not None:
+            found |= {_key("refused", status): count for status, count in self.edge.refused.items()}
+        found |= {_key("client_gone"): self.num_client_gone, _key("broken_streams"): self.broken_streams}
+        for replica in self.fleet.replicas.values():
+            found[_key("replica_requests", replica.url)] = replica.num_requests
+            found[_key("replica_failures", replica.url)] = replica.num_failures
+        for name, histogram in self._histograms():
+            found |= {_key(name, place): count for place, count in enumerate(histogram.counts)}
+            found[_key(name, "sum")] = histogram.total
+        for group in self.fleet.groups.values():
+            found |= {_key("brain", group.root, name): value for name, value in group.brain.metrics().items()}
+        return found
 
     def describe(self) -> Iterable[Metric]:
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        yield _counter("requests", "Answers by route and status.", ("route", "status"), self.requests)
-        refused = self.edge.refused if self.edge is not None else Counter[int]()
-        yield _counter("refused", "Refused before there was a request, by status.", ("status",), refused)
-        yield _counter("retries", "Requests sent to another replica, by reason.", ("reason",), self.retries)
-        yield _counter("not_retried", "Failures passed on for want of budget.", ("reason",), self.not_retried)
-        yield _counter("client_gone", "Clients that left before the end.", (), Counter({(): self.num_client_gone}))
-        yield _counter(
-            "broken_streams", "Answers that broke after the first byte.", (), Counter({(): self.broken_streams})
-        )
-        yield self.first_byte.family("penstock:router_first_byte_seconds", "Request complete to first byte relayed.")
-        yield self.loop_lag.family("penstock:router_loop_lag_seconds", "How late the event loop ran a timer.")
+        summed: Counter[str] = Counter()
+        for counters in (self.own_counters(), *self.others.values()):
+            summed.update(counters)
+        by_name: dict[str, list[tuple[list[str], float]]] = {}
+        for key, value in sorted(summed.items()):
+            name, *labels = key.split(SEPARATOR)
+            by_name.setdefault(name, []).append((labels, value))
+        for name, (help_text, names) in COUNTERS.items():
+            family = CounterMetricFamily(f"penstock:router_{name}", help_text, labels=names)
+            for values, count in by_name.get(name, ()):
+                family.add_metric(values, count)
+            yield family
+        for name, histogram in self._histograms():
+            yield _histogram(name, histogram.bounds, dict((labels[0], value) for labels, value in by_name[name]))
+        yield from _brain(by_name.get("brain", []))
         yield from self._of_replicas()
 
+    def _histograms(self) -> Iterator[tuple[str, Histogram]]:
+        yield "first_byte_seconds", self.first_byte
+        yield "loop_lag_seconds", self.loop_lag
+
     def _of_replicas(self) -> Iterator[Metric]:
-        state = GaugeMetricFamily(
-            "penstock:router_replica_state", "1 for the state it is in.", labels=("replica", "state")
-        )
+        state = GaugeMetricFamily("penstock:router_replica_state", "1: its state.", labels=("replica", "state"))
         under_way = GaugeMetricFamily("penstock:router_under_way", "Requests under way.", labels=("replica",))
-        requests = CounterMetricFamily("penstock:router_replica_requests", "Requests sent.", labels=("replica",))
-        failures = CounterMetricFamily("penstock:router_replica_failures", "Failures seen.", labels=("replica",))
         for replica in self.fleet.replicas.values():
             for name in STATES:
                 state.add_metric((replica.url, name), float(replica.state == name))
             under_way.add_metric((replica.url,), replica.num_under_way)
-            requests.add_metric((replica.url,), replica.num_requests)
-            failures.add_metric((replica.url,), replica.num_failures)
-        yield from (state, under_way, requests, failures)
+        yield from (state, under_way)
 
 
-def _counter(name: str, help_text: str, labels: Sequence[str], counts: Counter) -> Metric:
-    family = CounterMetricFamily(f"penstock:router_{name}", help_text, labels=labels)
-    for key, count in sorted(counts.items()):
-        family.add_metric([str(part) for part in (key if isinstance(key, tuple) else (key,))], count)
-    return family
+def _key(*parts: object) -> str:
+    return SEPARATOR.join(map(str, parts))
+
+
+def _histogram(name: str, bounds: Sequence[float], counts: dict[str, float]) -> Metric:
+    buckets, seen = [], 0.0
+    for place, bound in enumerate((*map(str, bounds), "+Inf")):
+        seen += counts[str(place)]
+        buckets.append((bound, seen))
+    help_text = {"first_byte_seconds": "Request complete to first byte relayed."}.get(name, "How late a timer ran.")
+    return HistogramMetricFamily(f"penstock:router_{name}", help_text, buckets=buckets, sum_value=counts["sum"])
+
+
+def _brain(found: list[tuple[list[str], float]]) -> Iterator[Metric]:
+    """The brain's own counters and gauges, per model: predicted against actual cached tokens among them."""
+    families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+    for (root, name), value in found:
+        is_counter = name.endswith("_total")
+        kind = CounterMetricFamily if is_counter else GaugeMetricFamily
+        plain = name.removesuffix("_total")
+        family = families.setdefault(name, kind(f"penstock:router_{plain}", f"See docs: {plain}.", labels=("model",)))
+        family.add_metric([root], value)
+    yield from families.values()

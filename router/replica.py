@@ -44,6 +44,11 @@ class Replica:
     def is_up(self) -> bool:
         return self.state in ("up", "trial")
 
+    @property
+    def is_sound(self) -> bool:
+        """Nothing is held against it: a good answer changes nothing."""
+        return self.state == "up" and self._failures_in_row == 0
+
     def begin(self) -> None:
         self.num_under_way += 1
         self.num_requests += 1

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -23,7 +23,7 @@ from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
 from penstock.engine.text.room import load_text
 from penstock.router.app import App
 from penstock.router.brain import Brain, PolicyConfig
-from penstock.router.config import POLICIES, Patience, RouterConfig, resolve
+from penstock.router.config import POLICIES, Patience, RouteError, RouterConfig, resolve
 from penstock.router.fleet import Fleet
 from penstock.router.kv_link import KvLinks
 from penstock.router.probe import Prober, ServedModel
@@ -57,12 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """ValueError and OSError are the user's to mend, and one line on stderr."""
+    """RouteError is the user's to mend, and one line on stderr."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     config = resolve(_config(args), os.environ)
     from penstock.router.workers import run_workers
 
-    return run_workers(config) if config.workers > 1 else run_one(config)
+    try:
+        sock = bind_socket(config.host, config.port, reuse_port=config.workers > 1)
+    except OSError as error:
+        raise RouteError(f"port: {error.strerror or error}") from None
+    return run_workers(config, sock) if config.workers > 1 else run_one(config, sock)
 
 
 def _config(args: argparse.Namespace) -> RouterConfig:
@@ -89,10 +93,9 @@ def _config(args: argparse.Namespace) -> RouterConfig:
     )
 
 
-def run_one(config: RouterConfig) -> int:
+def run_one(config: RouterConfig, sock: socket.socket) -> int:
     import uvloop
 
-    sock = bind_socket(config.host, config.port)
     return uvloop.run(serve(config, sock, announce=True))
 
 
@@ -156,11 +159,18 @@ def texts_of(config: RouterConfig) -> Texts:
     return texts
 
 
-async def serve(config: RouterConfig, sock: socket.socket, *, announce: bool) -> int:
+async def serve(
+    config: RouterConfig,
+    sock: socket.socket,
+    *,
+    announce: bool,
+    on_start: Callable[["Router"], None] = lambda router: None,
+) -> int:
     """Until a signal has drained it; the exit code."""
     router = Router(config, texts_of(config))
     with _signals() as (drain, stop):
         await router.start(sock)
+        on_start(router)
         if announce:
             _announce(url_of(sock), config)
         await drain.wait()

@@ -100,16 +100,17 @@ class Texts:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def prepare(self, path: str, body: bytes, asked: Asked, brain: Brain) -> Prepared:
-        """Raises HttpError for a body that no replica would take."""
+    def is_long(self, path: str, body: bytes) -> bool:
+        """Whether preparing it would hold up the event loop: then it is done aside, in a thread."""
+        return len(body) > INLINE_BYTES and path in (CHAT, COMPLETIONS)
+
+    async def prepare_aside(self, path: str, body: bytes, asked: Asked, brain: Brain) -> Prepared:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.prepare, path, body, asked, brain)
+
+    def prepare(self, path: str, body: bytes, asked: Asked, brain: Brain) -> Prepared:
+        """Raises HttpError for a body that no replica would take. Safe in any thread."""
         if path not in (CHAT, COMPLETIONS):
             return Prepared(None, len(body) // BYTES_PER_TOKEN)
-        if len(body) <= INLINE_BYTES:
-            return self._prepare(path, body, asked, brain)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._prepare, path, body, asked, brain)
-
-    def _prepare(self, path: str, body: bytes, asked: Asked, brain: Brain) -> Prepared:
         ids = self._ids(path, body, asked)
         if ids is None:
             text = bytes(asked.messages if path == CHAT else asked.prompt)
@@ -124,12 +125,12 @@ class Texts:
 
     def _ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
         """None: no tokenizer, several prompts, or something that only the replica can judge."""
-        fields = split_object(body)
         if path == COMPLETIONS and bytes(asked.prompt)[:1] == b"[":
-            return _given_ids(asked.prompt, fields)
+            return _given_ids(asked.prompt, split_object(body))
         limit = MAX_CHARS_PER_TOKEN * self.max_model_len
         if self.segments is None or (limit and len(body) > 4 * limit):
             return None
+        fields = split_object(body)
         try:
             return self._render(fields) if path == CHAT else self._complete(asked.prompt, fields)
         except (ValueError, HttpError):

@@ -53,7 +53,9 @@ class Upstream(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._headers: Headers = []
         self._head = b""  # bytes until the head of an answer is complete
-        self._in_body = self._is_complete = self._is_framed = self._keep = False
+        self._status = 0
+        self._headers_done = self._in_body = self._is_complete = self._is_framed = False
+        self._wants_more = self._keep = False
         self._is_excess = False
 
     def send(self, head: bytes, body: bytes, leg: Leg) -> None:
@@ -111,7 +113,7 @@ class Upstream(asyncio.Protocol):
             if len(self._head) > MAX_HEAD_BYTES:
                 self._fail(f"the headers of its answer are larger than {MAX_HEAD_BYTES} bytes")
             return b""
-        status = self._parser.get_status_code()
+        status = self._status
         if status < 200:
             self._fail(f"it sent an interim answer ({status}) that nobody asked for")
             return b""
@@ -121,7 +123,7 @@ class Upstream(asyncio.Protocol):
         names = {name for name, _ in self._headers}
         bodiless = status in (204, 304)
         self._is_framed = bodiless or b"content-length" in names or b"transfer-encoding" in names
-        self._keep = self._is_framed and self._parser.should_keep_alive()
+        self._keep = self._is_framed and self._wants_more
         leg.head(status, self._headers, self._is_framed)
         return rest
 
@@ -149,8 +151,6 @@ class Upstream(asyncio.Protocol):
 
     # What the parser finds. No on_body: the bytes are passed on as they are.
 
-    _headers_done = False
-
     def on_message_begin(self) -> None:
         if self.leg is None or self._is_complete or self._headers_done:
             self._is_excess = True
@@ -160,6 +160,9 @@ class Upstream(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        # Asked here and not later: with the end of a message the parser forgets.
+        self._status = self._parser.get_status_code()
+        self._wants_more = self._parser.should_keep_alive()
         self._headers_done = True
 
     def on_chunk_header(self) -> None:

@@ -6,8 +6,6 @@ Hop-by-hop headers (and what a Connection header names) end here in both directi
 
 from http import HTTPStatus
 
-from penstock.engine.http.errors import HttpError
-
 Headers = list[tuple[bytes, bytes]]
 
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -61,10 +59,3 @@ def request_head(
         parts += (name, b": ", value, b"\r\n")
     parts.append(b"content-length: %d\r\n\r\n" % content_length)
     return b"".join(parts)
-
-
-def path_of(target: bytes) -> str:
-    """The path of a request line, exactly as it will be matched: no decoding, no normalising."""
-    if not target.startswith(b"/"):
-        raise HttpError(400, "the request target must begin with '/'")
-    return target.partition(b"?")[0].decode("latin-1")

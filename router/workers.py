@@ -53,9 +53,8 @@ class Worker:
         self.pipe: Connection | None = None
 
 
-def run_workers(config: RouterConfig) -> int:
-    """Until all workers have ended; 0 if they ended because they were told to."""
-    sock = bind_socket(config.host, config.port, reuse_port=True)  # holds the port, takes no connection itself
+def run_workers(config: RouterConfig, sock: socket.socket) -> int:
+    """Until all workers have ended; 0 if they ended because they were told to. `sock` holds the port, no more."""
     parent = Parent(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, parent.pass_on)

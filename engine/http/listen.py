@@ -23,10 +23,11 @@ BACKLOG = 2048
 SPARE_FILES = 256  # file descriptors for everything that is not a client
 
 
-def bind_socket(host: str, port: int) -> socket.socket:
+def bind_socket(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
     """A TCP socket bound to the address, not listening yet: a client is refused until the server is up.
 
-    Bind before the model loads and a port clash shows at once; port 0 takes a free one.
+    Bind before the model loads and a port clash shows at once; port 0 takes a free one. With `reuse_port` several
+    processes may bind the same one, and the kernel deals connections out among those that listen.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -36,6 +37,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted sockets inherit these: a client whose machine vanished is noticed after 90 s.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)

@@ -44,12 +44,19 @@ def _user_errors() -> tuple[type[BaseException], ...]:
     from penstock.engine.model_files import ModelError
     from penstock.engine.sampling_params import InvalidRequest
     from penstock.executor.protocol import ExecutorError
+    from penstock.router.config import RouteError
 
-    return EngineDead, ConfigError, ModelError, InvalidRequest, ExecutorError
+    return EngineDead, ConfigError, ModelError, InvalidRequest, ExecutorError, RouteError
 
 
 def _serve() -> Command:
     from penstock.engine import serve
+
+    return serve.add_arguments, serve.run
+
+
+def _route() -> Command:
+    from penstock.router import serve
 
     return serve.add_arguments, serve.run
 
@@ -87,6 +94,7 @@ def _run_export(args: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "serve": ("Serve a model over an OpenAI-compatible API.", _serve),
+    "route": ("Put one address in front of many servers, each request where its prefix lies.", _route),
     "bench": ("Measure a server or the engine itself.", _bench),
     "export": ("Write a model as a Hugging Face folder (safetensors and tokenizer).", _export),
 }

@@ -21,7 +21,9 @@ def router(replicas):
 
 def test_an_answer_is_the_replicas_own(router, replicas):
     through = router.complete("abc", max_tokens=8).json()
-    direct = router.http.post(replicas[0].url + "/v1/completions", json={"prompt": "abc", "max_tokens": 8, "temperature": 0}).json()
+    direct = router.http.post(
+        replicas[0].url + "/v1/completions", json={"prompt": "abc", "max_tokens": 8, "temperature": 0}
+    ).json()
     assert through["choices"] == direct["choices"]
 
 

@@ -1,0 +1,198 @@
+"""The two ends around a proxy that is measured: a backend with canned answers, and a client of raw connections.
+
+Both are asyncio protocols without a framework, so that on two cores the proxy is what is busy. `python
+benchmarks/route_load.py backend` prints its port and serves until its standard input closes.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import uvloop
+
+EVENT = b'data: {"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":" word","logprobs":null}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+ANSWER = b'{"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":"' + b"x" * 900 + b'"}]}'
+MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
+
+
+def whole(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+def chunk(body: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(body), body)
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+STREAM_END = chunk(DONE) + b"0\r\n\r\n"
+
+
+class Backend(asyncio.Protocol):
+    """Answers a POST with 1 KB of JSON, or with `max_tokens` events, one of each open stream at a time."""
+
+    streams: dict["Backend", int] = {}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        self.data = b""
+        self.is_paused = False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.streams.pop(self, None)
+
+    def pause_writing(self) -> None:
+        self.is_paused = True
+
+    def resume_writing(self) -> None:
+        self.is_paused = False
+
+    def data_received(self, data: bytes) -> None:
+        self.data += data
+        while (end := self.data.find(b"\r\n\r\n")) >= 0:
+            head = self.data[:end].lower()
+            place = head.find(b"content-length:")
+            length = int(head[place + 15 :].split(b"\r\n", 1)[0]) if place >= 0 else 0
+            if len(self.data) < end + 4 + length:
+                return
+            body, self.data = self.data[end + 4 : end + 4 + length], self.data[end + 4 + length :]
+            self.answer(head, body)
+
+    def answer(self, head: bytes, body: bytes) -> None:
+        if head.startswith(b"get /kv_events"):
+            self.transport.write(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n")
+        elif head.startswith(b"get"):
+            self.transport.write(whole(MODELS if b"/v1/models" in head else b"{}"))
+        elif (place := body.find(b'"num_events":')) >= 0:
+            self.transport.write(STREAM_HEAD)
+            self.streams[self] = int(body[place + 13 :].split(b",")[0])
+        else:
+            self.transport.write(whole(ANSWER))
+
+
+async def produce() -> None:
+    """The steps of an engine: each gives every open stream an event, and begins when the loop is free."""
+    event = chunk(EVENT)
+    while True:
+        for stream, left in list(Backend.streams.items()):
+            if stream.is_paused:
+                continue
+            if left:
+                Backend.streams[stream] = left - 1
+                stream.transport.write(event)
+            else:
+                del Backend.streams[stream]
+                stream.transport.write(STREAM_END)
+        await asyncio.sleep(0 if Backend.streams else 0.001)
+
+
+async def backend() -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(Backend, "127.0.0.1", 0, backlog=1024)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    producing = loop.create_task(produce())
+    await loop.run_in_executor(None, sys.stdin.buffer.read)
+    producing.cancel()
+    os._exit(0)
+
+
+class Client(asyncio.Protocol):
+    """Sends one request after the other and times each; `stop` ends it."""
+
+    def __init__(self, request: bytes, end: bytes, times: list[float], until_s: float, pause_s: float) -> None:
+        self.request, self.end, self.times, self.until_s, self.pause_s = request, end, times, until_s, pause_s
+        self.done = asyncio.get_running_loop().create_future()
+        self.tail = b""
+        self.num_bytes = 0
+        self.due_s = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        self.due_s = time.perf_counter()
+        self.send()
+
+    def send(self) -> None:
+        self.sent_s = time.perf_counter() if not self.pause_s else self.due_s
+        self.transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        self.tail = (self.tail + data)[-len(self.end) :]
+        if self.tail != self.end:
+            return
+        self.tail = b""
+        now_s = time.perf_counter()
+        self.times.append(now_s - self.sent_s)
+        if now_s > self.until_s:
+            if not self.done.done():
+                self.done.set_result(None)
+            self.transport.close()
+        elif self.pause_s:
+            self.due_s += self.pause_s
+            asyncio.get_running_loop().call_later(max(self.due_s - now_s, 0), self.send)
+        else:
+            self.send()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(RuntimeError(f"the connection was lost: {exc}"))
+
+
+class Load(NamedTuple):
+    times_s: list[float]
+    seconds: float
+    cpu_s: float  # of the proxy
+
+    def quantile_ms(self, share: float) -> float:
+        ordered = sorted(self.times_s)
+        return 1000 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def request(body: bytes) -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nuser-agent: bench/1.0\r\naccept: */*\r\n"
+        b"content-type: application/json\r\nauthorization: Bearer sk-none\r\ncontent-length: %d\r\n\r\n" % len(body)
+    ) + body
+
+
+def json_request() -> bytes:
+    return request(b'{"model":"m","max_tokens":16,"temperature":0,"prompt":"' + b"word " * 190 + b'"}')
+
+
+def stream_request(num_events: int) -> bytes:
+    return request(b'{"model":"m","stream":true,"num_events":%d,"prompt":"word"}' % num_events)
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of CPU that the process has used, with all its threads."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def load(
+    port: int, pid: int, what: bytes, end: bytes, *, connections: int, seconds: float, pause_s: float = 0.0
+) -> Load:
+    """Each connection sends one request after the other, or one every `pause_s`."""
+
+    async def run() -> Load:
+        loop, times = asyncio.get_running_loop(), list[float]()
+        begun_s, begun_cpu_s = time.perf_counter(), cpu_s(pid)
+        clients = []
+        for _ in range(connections):
+            if pause_s:
+                await asyncio.sleep(pause_s / connections)
+            _, client = await loop.create_connection(
+                lambda: Client(what, end, times, begun_s + seconds, pause_s), "127.0.0.1", port
+            )
+            clients.append(client)
+        await asyncio.gather(*(client.done for client in clients))
+        return Load(times, time.perf_counter() - begun_s, cpu_s(pid) - begun_cpu_s)
+
+    return uvloop.run(run())
+
+
+if __name__ == "__main__":
+    uvloop.run(backend())
