@@ -18,7 +18,7 @@ from penstock.router.brain import Charge, Prompt
 from penstock.router.edge import ClientConnection, Request
 from penstock.router.fleet import Group
 from penstock.router.replica import Replica
-from penstock.router.upstream import ConnectFailed, Upstream
+from penstock.router.upstream import ConnectFailed, Dechunker, Upstream
 from penstock.router.wire import HOP_BY_HOP, Headers, answer_head, passing, request_head
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Exchange:
         self._status = 0
         self._headers: Headers = []
         self._is_framed = True
+        self._plain: Dechunker | None = None  # a client of HTTP/1.0 knows no chunks
         self._held: list[bytes] = []  # the body of a busy answer
         self._num_data = self._num_reported = 0
         self._quiet_since_s = self.begun_s
@@ -129,7 +130,7 @@ class Exchange:
         headers, body = plan.headers, plan.body
         if plan.with_ids is not None and replica.text_digest == plan.text_digest:
             headers, body = plan.with_ids
-        head = request_head(plan.target, replica.host_header, headers, len(body), is_http10=self.request.is_http10)
+        head = request_head(plan.target, replica.host_header, headers, len(body))
         self._upstream, self._is_kept = upstream, is_kept
         upstream.send(head, body, self)
 
@@ -203,9 +204,13 @@ class Exchange:
 
     def head(self, status: int, headers: Headers, is_framed: bool) -> None:
         self._status, self._headers, self._is_framed, self._held = status, headers, is_framed, []
+        is_chunked = any(name == b"transfer-encoding" for name, _ in headers)
+        self._plain = Dechunker() if is_chunked and self.request.is_http10 else None
 
     def data(self, data: bytes) -> None:
         self._num_data += 1
+        if self._plain is not None:
+            data = self._plain.feed(data)
         if self.has_begun:
             self.connection.transport.write(data)
         elif self._status in BUSY and sum(map(len, self._held)) < MAX_HELD_BYTES:
@@ -250,7 +255,7 @@ class Exchange:
 
     def _flush_held(self) -> None:
         headers = passing(self._headers, HOP_BY_HOP)
-        if any(name == b"transfer-encoding" for name, _ in self._headers):
+        if self._plain is None and any(name == b"transfer-encoding" for name, _ in self._headers):
             headers.append((b"transfer-encoding", b"chunked"))
         head = answer_head(self._status, headers, self._keeps())
         self.connection.transport.write(head + b"".join(self._held))
@@ -266,7 +271,7 @@ class Exchange:
         is_stream = any(
             name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._headers
         )
-        if upstream is not None and upstream.is_at_boundary and is_stream:
+        if upstream is not None and upstream.is_at_boundary and is_stream and self._plain is None:
             event = b"data: " + error_body(502, f"the replica failed: {reason}") + b"\n\ndata: [DONE]\n\n"
             self.connection.transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
             self.connection.finish(keep_alive=False)

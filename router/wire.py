@@ -50,11 +50,9 @@ def passing(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     return [(name, value) for name, value in headers if name not in dropped and not name.startswith(PRIVATE)]
 
 
-def request_head(
-    target: bytes, host: bytes, headers: Headers, content_length: int, *, is_http10: bool = False
-) -> bytes:
+def request_head(target: bytes, host: bytes, headers: Headers, content_length: int) -> bytes:
     """A POST to a replica. `headers` are clean; they came through `passing`."""
-    parts = [b"POST ", target, b" HTTP/1.0\r\nhost: " if is_http10 else b" HTTP/1.1\r\nhost: ", host, b"\r\n"]
+    parts = [b"POST ", target, b" HTTP/1.1\r\nhost: ", host, b"\r\n"]
     for name, value in headers:
         parts += (name, b": ", value, b"\r\n")
     parts.append(b"content-length: %d\r\n\r\n" % content_length)

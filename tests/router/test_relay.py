@@ -1,10 +1,13 @@
-"""Requests through the router to a real server and back."""
+"""Requests through the router to a replica and back."""
 
 import json
+import socket
 
 import pytest
 
-from tests.router.fleet import mock_replicas, running_router
+from tests.router.fleet import mock_replicas, running_router, until
+from tests.router.raw import connect, exchange, post, read_all, status
+from tests.router.stub import stub, whole
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +22,23 @@ def router(replicas):
         yield started
 
 
+@pytest.fixture(scope="module")
+def backend():
+    with stub() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def before(backend):
+    """A router before the stub."""
+    with running_router(backend.url) as started:
+        yield started
+
+
 def test_an_answer_is_the_replicas_own(router, replicas):
+    body = {"prompt": "abc", "max_tokens": 8, "temperature": 0}
     through = router.complete("abc", max_tokens=8).json()
-    direct = router.http.post(
-        replicas[0].url + "/v1/completions", json={"prompt": "abc", "max_tokens": 8, "temperature": 0}
-    ).json()
+    direct = router.http.post(replicas[0].url + "/v1/completions", json=body).json()
     assert through["choices"] == direct["choices"]
 
 
@@ -34,3 +49,133 @@ def test_a_stream_arrives_event_by_event(router):
     assert lines[-1] == "data: [DONE]"
     text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1])
     assert text == router.complete("abc", max_tokens=20).json()["choices"][0]["text"]
+
+
+def test_an_error_of_the_replica_is_passed_on_as_it_is(router):
+    answer = router.complete("abc", temperature=-1)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "temperature"
+
+
+def test_many_requests_share_few_connections(router, replicas):
+    for _ in range(20):
+        assert router.complete().status_code == 200
+    assert all(replica.pool.num_idle <= 2 for replica in router.fleet.replicas.values())
+
+
+def test_a_chunked_body_reaches_the_replica_with_its_length(before, backend):
+    body = b'{"prompt":"abc"}'
+    pieces = b"5\r\n" + body[:5] + b"\r\n%x;note=1\r\n" % len(body[5:]) + body[5:] + b"\r\n0\r\ntrailer: x\r\n\r\n"
+    answer = exchange(before.port, post(pieces, b"transfer-encoding: chunked"))
+    assert status(answer) == 200
+    seen = backend.seen[-1]
+    assert (seen.body, seen.header(b"content-length")) == (body, [b"%d" % len(body)])
+    assert seen.header(b"transfer-encoding") == seen.header(b"trailer") == []
+
+
+def test_a_client_that_waits_for_100_continue_gets_it(before):
+    with connect(before.port) as sock:
+        head, _, body = post(b'{"prompt":"abc"}', b"expect: 100-continue").partition(b"\r\n\r\n")
+        sock.sendall(head + b"\r\n\r\n")
+        assert sock.recv(100) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        sock.sendall(body)
+        assert status(read_all(sock)) == 200
+
+
+def test_pipelined_requests_are_answered_in_order(before, backend):
+    backend.answer = lambda seen, sock: whole(seen.body)
+    bodies = [b'{"prompt":"%d"}' % index for index in range(50)]
+    try:
+        answer = exchange(before.port, b"".join(post(body, close=body == bodies[-1]) for body in bodies))
+    finally:
+        backend.answer = lambda seen, sock: whole()
+    assert [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]] == bodies
+
+
+def test_a_client_of_http_1_0_gets_an_answer_without_chunks(router):
+    body = b'{"prompt":"abc","max_tokens":3,"stream":true}'
+    request = post(body, close=False).replace(b"HTTP/1.1", b"HTTP/1.0")
+    head, _, events = exchange(router.port, request).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head.lower()
+    assert events.startswith(b"data: ") and events.endswith(b"data: [DONE]\n\n")
+
+
+def test_hop_by_hop_and_private_headers_end_at_the_router_in_both_directions(before, backend):
+    backend.answer = lambda seen, sock: whole(
+        b"{}", b"200 OK", b"connection: x-inner", b"x-inner: 1", b"x-outer: 2", b"x-penstock-cached-tokens: 7"
+    )
+    headers = (b"Connection: X-Mine, close", b"x-mine: 1", b"te: trailers", b"upgrade-insecure-requests: 1")
+    try:
+        answer = exchange(before.port, post(b'{"prompt":"abc"}', *headers, b"x-penstock-forged: 1", close=False))
+    finally:
+        backend.answer = lambda seen, sock: whole()
+    names = {name for name, _ in backend.seen[-1].headers}
+    assert not names & {b"connection", b"x-mine", b"te", b"x-penstock-forged"}
+    assert b"upgrade-insecure-requests" in names
+    head = answer.partition(b"\r\n\r\n")[0].lower()
+    assert b"x-outer: 2" in head and b"x-inner" not in head and b"x-penstock" not in head
+
+
+def test_the_host_of_the_client_is_replaced(before, backend):
+    exchange(before.port, post().replace(b"host: x", b"host: evil.example"))
+    assert backend.seen[-1].header(b"host") == [backend.url.removeprefix("http://").encode()]
+
+
+def test_without_a_length_the_answer_ends_with_the_connection(before, backend):
+    def unframed(seen, sock: socket.socket) -> None:
+        sock.sendall(b"HTTP/1.1 200 OK\r\n\r\nabc")
+
+    backend.answer = unframed
+    try:
+        answer = exchange(before.port, post(close=False))
+    finally:
+        backend.answer = lambda seen, sock: whole()
+    assert answer.endswith(b"\r\n\r\nabc") and b"connection: close" in answer
+
+
+def test_bytes_beyond_the_end_of_an_answer_reach_nobody(before, backend):
+    backend.answer = lambda seen, sock: whole(b"first") + whole(b"for somebody else")
+    try:
+        answer = exchange(before.port, post())
+    finally:
+        backend.answer = lambda seen, sock: whole()
+    assert b"somebody else" not in answer
+
+
+def test_when_a_client_leaves_the_engine_aborts(replicas):
+    with mock_replicas(1, inter_token_s=0.02) as slow, running_router(slow[0].url) as router:
+        body = b'{"prompt":"abc","max_tokens":5000,"stream":true,"ignore_eos":true}'
+        for stream in (True, False):
+            with connect(router.port) as sock:
+                sock.sendall(post(body if stream else body.replace(b"true", b"false", 1)))
+                until(lambda: slow[0].metric("vllm:num_requests_running") == 1)
+            until(lambda: slow[0].metric("vllm:num_requests_running") == 0)
+        assert slow[0].metric('vllm:request_success_total{finished_reason="abort"') == 2
+        assert router.app.metrics.num_client_gone == 2
+        until(lambda: not router.app.exchanges)
+
+
+def test_a_slow_reader_slows_the_replica_and_not_the_routers_memory(before, backend):
+    sent = []
+
+    def endless(seen, sock: socket.socket) -> None:
+        sock.settimeout(1.0)
+        sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        try:
+            while True:
+                sock.sendall(b"2710\r\n" + b"x" * 10000 + b"\r\n")
+                sent.append(10000)
+        except TimeoutError:
+            sent.append(0)
+
+    backend.answer = endless
+    try:
+        with connect(before.port, receive_buffer=4096) as sock:
+            sock.sendall(post())
+            until(lambda: bool(sent) and sent[-1] == 0)
+            held = next(iter(before.app.edge.connections)).transport.get_write_buffer_size()
+            # What is under way lies in the kernel's buffers; the router itself holds one read and its high-water mark.
+            assert held <= 512 * 1024
+            assert sum(sent) < 20_000_000
+    finally:
+        backend.answer = lambda seen, sock: whole()

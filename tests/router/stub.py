@@ -1,0 +1,98 @@
+"""A backend of raw sockets that does what a test says: answer, break off, stall, send rubbish."""
+
+import contextlib
+import json
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Iterator
+
+MODELS = json.dumps({"object": "list", "data": [{"id": "m"}]}).encode()
+
+
+def whole(body: bytes = b"{}", status: bytes = b"200 OK", *headers: bytes) -> bytes:
+    lines = b"".join(header + b"\r\n" for header in headers)
+    return b"HTTP/1.1 " + status + b"\r\n" + lines + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+class Seen:
+    """A request as the backend read it."""
+
+    def __init__(self, head: bytes, body: bytes) -> None:
+        lines = head.split(b"\r\n")
+        self.line = lines[0]
+        self.headers = [
+            (name.lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines[1:])
+        ]
+        self.body = body
+
+    def header(self, name: bytes) -> list[bytes]:
+        return [value for given, value in self.headers if given == name]
+
+
+class Stub(socketserver.ThreadingTCPServer):
+    """`answer` is called with each POST and its socket; it returns bytes to send, or None after which it hangs up."""
+
+    allow_reuse_address = daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, answer: Callable[[Seen, socket.socket], bytes | None]) -> None:
+        self.answer = answer
+        self.seen: list[Seen] = []
+        self.num_closed = 0  # connections that the router closed
+        self.is_ready = True
+        self.models = MODELS
+        super().__init__(("127.0.0.1", 0), _Connection)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Connection(socketserver.BaseRequestHandler):
+    server: Stub
+
+    def handle(self) -> None:
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        data = b""
+        with contextlib.suppress(OSError):
+            while True:
+                while b"\r\n\r\n" not in data:
+                    more = self.request.recv(65536)
+                    if not more:
+                        self.server.num_closed += 1
+                        return
+                    data += more
+                head, _, data = data.partition(b"\r\n\r\n")
+                seen = Seen(head, b"")
+                length = int((seen.header(b"content-length") or [b"0"])[0])
+                while len(data) < length:
+                    data += self.request.recv(1 << 20)
+                seen.body, data = data[:length], data[length:]
+                reply = self._reply(seen)
+                if reply is None:
+                    return
+                self.request.sendall(reply)
+
+    def _reply(self, seen: Seen) -> bytes | None:
+        path = seen.line.split(b" ")[1]
+        if path == b"/ready":
+            return whole() if self.server.is_ready else whole(b"{}", b"503 Service Unavailable")
+        if path == b"/v1/models":
+            return whole(self.server.models)
+        if seen.line.startswith(b"GET"):
+            return whole(b"{}", b"404 Not Found")
+        self.server.seen.append(seen)
+        return self.server.answer(seen, self.request)
+
+
+@contextlib.contextmanager
+def stub(answer: Callable[[Seen, socket.socket], bytes | None] = lambda seen, sock: whole()) -> Iterator[Stub]:
+    with Stub(answer) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
