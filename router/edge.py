@@ -113,6 +113,7 @@ class ClientConnection(asyncio.Protocol):
         self._late: Callable[[], None] = self._close
         self._arriving: Request | None = None  # headers are complete, the body is not
         self._is_refused = False
+        self._num_messages = 0
         self._body: list[bytes] = []
         self._begin()
 
@@ -152,30 +153,31 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
-        if self._arriving is None:
-            # Fed up to the limit and no further: an endless header costs what the limit says. Headers that begin
-            # inside a chunk are counted from the next one on, and by their own size when they are complete.
-            room = self.limits.max_header_bytes - self._num_header_bytes
-            if len(data) > room:
-                self._feed(data[:room])
-                if self._arriving is None and self._is_inside_headers and not self._is_refused:
-                    self._refuse(HttpError(431, f"the headers are larger than {self.limits.max_header_bytes} bytes"))
-                data = data[room:]
-            if self._num_header_bytes == 0 and self.current is None:
-                self._expect(self.limits.header_timeout_s, self._headers_are_late)
-            if not self._is_refused:
-                self._num_header_bytes += len(data)
-        if not self._is_refused:
-            self._feed(data)
+        if not self._is_inside_headers and self._arriving is None and self.current is None:
+            self._expect(self.limits.header_timeout_s, self._headers_are_late)
+        # Fed in slices of the limit: an endless header costs at most twice that.
+        limit = self.limits.max_header_bytes
+        for start in range(0, len(data), limit):
+            self._feed_slice(data[start : start + limit] if len(data) > limit else data)
+            if self._is_refused:
+                return
+
+    def _feed_slice(self, data: bytes) -> None:
+        began_before = self._is_inside_headers
+        num_before = self._num_messages
+        self._feed(data)
+        if self._is_inside_headers and began_before and self._num_messages == num_before:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > self.limits.max_header_bytes:
+                self._refuse(HttpError(431, f"the headers are larger than {self.limits.max_header_bytes} bytes"))
 
     def _feed(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._refuse(HttpError(400, "connection: the protocol cannot be changed"))
+            assert self._is_refused  # by its headers
         except httptools.HttpParserError:
-            if not self._is_refused:  # a refusal inside a callback ends the parser's work as well
-                self._refuse(HttpError(400, "this is not a valid HTTP/1.1 request"))
+            self._refuse(HttpError(400, "this is not a valid HTTP/1.1 request"))
         if self._waiting and not self._is_refused:
             self.transport.pause_reading()
 
@@ -183,6 +185,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._begin()
+        self._num_messages += 1
         self._is_inside_headers = True
 
     def on_url(self, url: bytes) -> None:
@@ -197,6 +200,8 @@ class ClientConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._is_inside_headers = False
+        if self._is_refused:
+            return
         version = self._parser.get_http_version()
         request = Request(
             self._parser.get_method(),
@@ -207,7 +212,6 @@ class ClientConnection(asyncio.Protocol):
             self._parser.should_keep_alive() and version == "1.1" and not self.edge.is_closing,
         )
         objection = self._objection(request, version) or self.edge.handler.admit(request)
-        self._num_header_bytes = 0
         self._arriving = request
         if objection is not None:
             self._refuse(objection)
@@ -241,6 +245,8 @@ class ClientConnection(asyncio.Protocol):
             return HttpError(431, f"the headers are larger than {self.limits.max_header_bytes} bytes")
         if version not in ("1.1", "1.0"):
             return HttpError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        if self._parser.should_upgrade():
+            return HttpError(400, "connection: the protocol cannot be changed", param="connection")
         fields = self._fields
         is_doubtful = len(fields) < len(self._headers)  # a name came twice; usually none does
         if b"host" not in fields and version == "1.1" or is_doubtful and self._count(b"host") > 1:
@@ -291,6 +297,8 @@ class ClientConnection(asyncio.Protocol):
             self._is_refused = True
             self._expect(self.limits.write_timeout_s, self.transport.abort)
             self.transport.close()
+        elif self._is_inside_headers:
+            self._expect(self.limits.header_timeout_s, self._headers_are_late)
         elif self._arriving is None:
             self._expect(KEEP_ALIVE_S, self._close)
         else:
@@ -346,6 +354,8 @@ class ClientConnection(asyncio.Protocol):
 
     def _refuse(self, error: HttpError) -> None:
         """End the connection with `error`, in its turn: an answer under way comes first."""
+        if self._is_refused:
+            return
         self._is_refused = True
         self._arriving = None
         self.edge.refused[error.status] += 1

@@ -63,6 +63,7 @@ class Exchange:
         self._num_lost = 0
         self._upstream: Upstream | None = None
         self._is_kept = False  # the connection has served others before
+        self._was_stale = False
         self._charge: Charge | None = None
         self._is_gone = False
         self._reason = ""
@@ -235,12 +236,18 @@ class Exchange:
         replica, upstream = self.replica, self._upstream
         if self.has_begun:
             self._break_off(reason)
-        elif self._is_kept and upstream is not None and not upstream.has_heard and replica is not None:
-            # A kept connection that the replica had closed meanwhile says nothing about the replica.
+        elif upstream is not None and replica is not None and self._may_be_stale(upstream):
             self._upstream = None
             self.app.spawn(self._connect(replica))
         else:
             self._settle("lost")
+
+    def _may_be_stale(self, upstream: Upstream) -> bool:
+        """A kept connection that the replica had closed meanwhile says nothing about the replica: once, a new one is
+        tried. It costs a retry all the same, for perhaps the request was read and is why it closed."""
+        is_stale = self._is_kept and not upstream.has_heard and not self._was_stale and self.app.fleet.budget.take()
+        self._was_stale |= is_stale
+        return is_stale
 
     def _begin(self, data: bytes) -> None:
         """The first byte: from here on nothing can be asked of another replica."""

@@ -1,0 +1,253 @@
+"""Replicas that die, stop, drain, fail and fill up, under load: what clients see, and what the fleet learns."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import threading
+from collections import Counter
+
+import httpx
+import msgspec
+import pytest
+
+from penstock.router.replica import FAILURES_TO_EJECT
+from tests.router.fleet import QUICK, mock_replicas, running_router, until
+from tests.router.raw import connect, exchange, post, status
+from tests.router.stub import stub, whole
+
+
+async def _load(url: str, count: int, concurrency: int, during=None, **fields) -> list[tuple[int, str]]:
+    """`count` requests, and `during` called when a third of them are done: (status, end of the answer) of each."""
+    gate, results = asyncio.Semaphore(concurrency), []
+    limits = httpx.Limits(max_connections=None)
+
+    async def one(client: httpx.AsyncClient, index: int) -> None:
+        body = {"prompt": f"prompt {index}", "max_tokens": 4, "temperature": 0, "ignore_eos": True, **fields}
+        async with gate:
+            answer = await client.post(url + "/v1/completions", json=body)
+            results.append((answer.status_code, answer.text[-400:]))
+            if during is not None and len(results) == count // 3:
+                await asyncio.to_thread(during)
+
+    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        await asyncio.gather(*(one(client, index) for index in range(count)))
+    return results
+
+
+def load(url: str, count: int, concurrency: int = 24, during=None, **fields) -> list[tuple[int, str]]:
+    return asyncio.run(_load(url, count, concurrency, during, **fields))
+
+
+def test_when_one_of_eight_is_killed_nobody_waiting_for_a_first_byte_notices():
+    with contextlib.ExitStack() as stack:
+        replicas = stack.enter_context(mock_replicas(8, prefill_tps=2000, inter_token_s=0.01))
+        router = stack.enter_context(running_router(*(each.url for each in replicas)))
+        results = load(router.url, 160, during=lambda: replicas[3].send(signal.SIGKILL))
+        assert Counter(code for code, _ in results) == {200: 160}
+        until(lambda: router.fleet.replicas[replicas[3].url].state == "down")
+        assert router.states().count("up") == 7
+
+
+def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_mark():
+    with mock_replicas(2, inter_token_s=0.02) as replicas, running_router(*(each.url for each in replicas)) as router:
+        body = {"prompt": "abc", "max_tokens": 5000, "stream": True, "ignore_eos": True}
+        with router.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            busy = next(each for each in router.fleet.replicas.values() if each.num_under_way)
+            next(each for each in replicas if each.url == busy.url).send(signal.SIGKILL)
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert json.loads(events[-2][6:])["error"]["code"] == 502
+        assert router.app.metrics.broken_streams == 1
+        assert not router.app.metrics.retries
+
+
+def test_a_stopped_replica_is_taken_out_and_what_waited_there_goes_elsewhere():
+    patience = msgspec.structs.replace(QUICK, probe_timeout_s=0.5)
+    with contextlib.ExitStack() as stack:
+        replicas = stack.enter_context(mock_replicas(3, prefill_tps=2000, inter_token_s=0.01))
+        router = stack.enter_context(running_router(*(each.url for each in replicas), patience=patience))
+        try:
+            results = load(router.url, 90, during=lambda: replicas[1].send(signal.SIGSTOP))
+            assert Counter(code for code, _ in results) == {200: 90}
+            until(lambda: router.fleet.replicas[replicas[1].url].state == "down")
+        finally:
+            replicas[1].send(signal.SIGCONT)
+        until(lambda: router.states().count("up") == 3)
+
+
+def test_when_all_are_down_the_answer_is_503_and_when_one_is_back_it_serves():
+    with mock_replicas(1) as first:
+        port = first[0].port
+        with running_router(first[0].url) as router:
+            first[0].send(signal.SIGKILL)
+            until(lambda: router.states() == ["down"])
+            answer = router.complete()
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert router.http.get("/ready").status_code == 503
+            assert router.http.get("/health").status_code == 200
+            with mock_replicas(1, port=port):
+                until(lambda: router.states() == ["up"])
+                assert router.complete().status_code == 200
+
+
+def test_a_rolling_restart_fails_no_request():
+    with contextlib.ExitStack() as stack:
+        replicas = [stack.enter_context(mock_replicas(1, inter_token_s=0.005))[0] for _ in range(3)]
+        router = stack.enter_context(running_router(*(each.url for each in replicas)))
+
+        def roll() -> None:
+            for replica in replicas:
+                replica.send(signal.SIGTERM)
+                until(lambda: router.fleet.replicas[replica.url].state == "down")  # noqa: B023
+                stack.enter_context(mock_replicas(1, port=replica.port, inter_token_s=0.005))
+                until(lambda: router.fleet.replicas[replica.url].state == "up")  # noqa: B023
+
+        done = threading.Event()
+        rolling = threading.Thread(target=lambda: (roll(), done.set()))
+        rolling.start()
+        results: list[tuple[int, str]] = []
+        while not done.is_set():
+            results += load(router.url, 40, concurrency=8)
+        rolling.join()
+        assert Counter(code for code, _ in results) == {200: len(results)}
+        assert not any('"finish_reason":"abort"' in text for _, text in results)
+
+
+def flaky(share: float):
+    """A backend that hangs up on this share of the requests."""
+    counts = Counter[str]()
+
+    def answer(seen, sock: socket.socket) -> bytes | None:
+        counts["all"] += 1
+        if (counts["all"] * share) % 1 < share:
+            counts["failed"] += 1
+            return None
+        return whole(b'{"ok":1}')
+
+    return answer
+
+
+def test_when_half_of_the_requests_fail_retries_stay_within_their_budget():
+    with contextlib.ExitStack() as stack:
+        backends = [stack.enter_context(stub(flaky(0.5))) for _ in range(4)]
+        router = stack.enter_context(running_router(*(each.url for each in backends)))
+        results = load(router.url, 600, concurrency=8)
+        assert {code for code, _ in results} <= {200, 502, 503}
+        asked = sum(len(each.seen) for each in backends)
+        assert asked <= 600 * 1.2
+        assert router.app.metrics.retries["lost"] > 20
+
+
+def test_a_request_that_breaks_two_replicas_is_not_given_to_a_third():
+    with contextlib.ExitStack() as stack:
+        backends = [stack.enter_context(stub(lambda seen, sock: None)) for _ in range(4)]
+        router = stack.enter_context(running_router(*(each.url for each in backends)))
+        answer = router.complete()
+        assert answer.status_code == 502
+        assert sum(bool(each.seen) for each in backends) == 2
+
+
+def test_a_busy_replicas_answer_is_replaced_by_anothers_and_passed_on_when_all_are_busy():
+    full = whole(b'{"error":{"message":"full"}}', b"429 Too Many Requests", b"retry-after: 7")
+    with contextlib.ExitStack() as stack:
+        busy, idle = stack.enter_context(stub(lambda seen, sock: full)), stack.enter_context(stub())
+        router = stack.enter_context(running_router(busy.url, idle.url, policy="round-robin"))
+        assert [router.complete().status_code for _ in range(6)] == [200] * 6
+        assert busy.seen and router.app.metrics.retries["busy"]
+        idle.answer = lambda seen, sock: full
+        answer = router.complete()
+        assert (answer.status_code, answer.headers["retry-after"], answer.json()["error"]["message"]) == (
+            429,
+            "7",
+            "full",
+        )
+        assert router.states() == ["up", "up"]  # full is not sick
+
+
+def test_a_replica_that_answers_with_errors_is_ejected_for_a_while_and_comes_back_by_a_trial():
+    sick = whole(b"{}", b"500 Internal Server Error")
+    with contextlib.ExitStack() as stack:
+        bad, good = stack.enter_context(stub(lambda seen, sock: sick)), stack.enter_context(stub())
+        router = stack.enter_context(running_router(bad.url, good.url, policy="round-robin"))
+        codes = [router.complete().status_code for _ in range(4 * FAILURES_TO_EJECT)]
+        assert codes.count(500) == FAILURES_TO_EJECT
+        assert router.fleet.replicas[bad.url].state == "ejected"
+        bad.answer = lambda seen, sock: whole()
+        until(lambda: router.fleet.replicas[bad.url].state == "trial")
+        router.complete(), router.complete()
+        until(lambda: router.fleet.replicas[bad.url].state == "up")
+
+
+def test_misconduct_never_takes_out_more_than_its_share():
+    sick = whole(b"{}", b"500 Internal Server Error")
+    with contextlib.ExitStack() as stack:
+        backends = [stack.enter_context(stub(lambda seen, sock: sick)) for _ in range(4)]
+        router = stack.enter_context(running_router(*(each.url for each in backends)))
+        for _ in range(100):
+            assert router.complete().status_code == 500  # the replicas' own word, not "nobody is there"
+        available = router.call(
+            lambda: [router.fleet.is_available(each) for each in router.fleet.replicas.values()].count(True)
+        )
+        assert available >= 2
+
+
+def test_beyond_the_requests_a_replica_may_have_the_answer_is_429():
+    release = threading.Event()
+
+    def wait(seen, sock):
+        release.wait(20)
+        return whole()
+
+    with stub(wait) as backend, running_router(backend.url, max_requests=2) as router:
+        socks = [connect(router.port) for _ in range(2)]
+        for sock in socks:
+            sock.sendall(post())
+        until(lambda: len(backend.seen) == 2)
+        answer = exchange(router.port, post())
+        assert status(answer) == 429 and b"retry-after: 1" in answer and b"max-requests" in answer
+        release.set()
+        assert [status(sock.recv(4096)) for sock in socks] == [200, 200]
+        for sock in socks:
+            sock.close()
+
+
+def silence(seen, sock: socket.socket) -> None:
+    threading.Event().wait(3)
+
+
+def test_a_replica_that_never_answers_is_given_up_without_a_second_try():
+    patience = msgspec.structs.replace(QUICK, response_s=0.3)
+    with contextlib.ExitStack() as stack:
+        mute = stack.enter_context(stub(silence))
+        other = stack.enter_context(stub())
+        router = stack.enter_context(running_router(mute.url, other.url, policy="round-robin", patience=patience))
+        codes = sorted(router.complete().status_code for _ in range(2))
+        assert codes == [200, 504]
+
+
+def test_a_kept_connection_that_the_replica_closed_costs_nothing():
+    def once(seen, sock: socket.socket) -> None:
+        sock.sendall(whole())  # and hangs up, without having said so
+
+    with stub(once) as backend, running_router(backend.url) as router:
+        assert [router.complete().status_code for _ in range(5)] == [200] * 5
+        assert router.fleet.replicas[backend.url].num_failures == 0
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"\x00\x01\x02",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nabcdef",
+        b"HTTP/1.1 103 Early Hints\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000,
+    ],
+)
+def test_rubbish_from_a_replica_is_a_502_and_never_passed_on(rubbish):
+    with stub(lambda seen, sock: rubbish) as backend, running_router(backend.url) as router:
+        answer = router.complete()
+        assert answer.status_code in (502, 503) and "error" in answer.json()
