@@ -106,12 +106,21 @@ class App:
         except HttpError as error:
             self.refuse(request, connection, error)
             return
+        except Exception:  # the top of a request: it must not end without an answer
+            self._fail(request, connection)
+            return
         self.metrics.count(request, status)
         connection.answer(status, headers, body)
 
     def refuse(self, request: Request, connection: ClientConnection, error: HttpError) -> None:
         self.metrics.count(request, error.status)
         connection.refuse(error)
+
+    def _fail(self, request: Request, connection: ClientConnection) -> None:
+        """A bug of ours. The traceback goes to the log, and nothing of it to the client."""
+        log.exception("a request failed in the router")
+        if connection.current is request:
+            self.refuse(request, connection, HttpError(500, "internal error"))
 
     def _may(self, request: Request, path: str) -> bool:
         if not self._keys or (request.method, path) in OPEN or self._keys.admit(request.headers):
@@ -155,6 +164,10 @@ class App:
             prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.brain)
         except HttpError as error:
             exchange.refuse(error)
+            return
+        except Exception:  # as in `handle`
+            self.exchanges.discard(exchange)
+            self._fail(request, connection)
             return
         if connection.current is request:
             self._begin(exchange, group, asked, prepared)

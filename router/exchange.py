@@ -123,7 +123,7 @@ class Exchange:
         if self.replica is replica:
             self._send(upstream, is_kept=False)
         else:
-            upstream.drop()  # the client left, or the replica went down, meanwhile
+            upstream.abandon()  # the client left, or the replica went down, meanwhile
 
     def _send(self, upstream: Upstream, *, is_kept: bool) -> None:
         plan, replica = self._plan, self.replica
@@ -305,7 +305,7 @@ class Exchange:
         self.app.metrics.num_client_gone += 1
         self.app.exchanges.discard(self)
         if self._upstream is not None:
-            self._upstream.drop()
+            self._upstream.drop(self)
         self._settle("gone")
 
     def move(self, reason: str) -> None:
@@ -313,7 +313,7 @@ class Exchange:
         if not self.has_begun:
             self._reason = reason
             if self._upstream is not None:
-                self._upstream.drop()
+                self._upstream.drop(self)
             self._settle("moved")
 
     def look(self, now_s: float, response_s: float) -> None:
@@ -326,7 +326,7 @@ class Exchange:
         is_down = self.replica is not None and self.replica.state == "down"
         if quiet_s > response_s or (is_down and self.has_begun and quiet_s > STALLED_S):
             self._reason = f"not a byte for {quiet_s:.0f} s"
-            self._upstream.drop()
+            self._upstream.drop(self)
             if self.has_begun:
                 self._break_off(self._reason)
             else:

@@ -72,7 +72,7 @@ class KvLinks:
                 except TimeoutError:
                     continue
         finally:
-            upstream.drop()
+            upstream.drop(stream)
 
     def _is_ours(self, replica: Replica) -> bool:
         return self._fleet.replicas.get(replica.url) is replica and replica.state != "removing"

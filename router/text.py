@@ -17,7 +17,6 @@ from msgspec import Raw
 
 from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
-from penstock.engine.http.errors import HttpError
 from penstock.engine.text.room import text_digest
 from penstock.engine.text.segments import SegmentCache
 from penstock.engine.text.template import ChatTemplate
@@ -45,14 +44,20 @@ BESIDE_THE_PROMPT = frozenset(
     }
 )
 RENDERED = frozenset(
-    {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"}
+    {
+        *("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"),
+        "add_special_tokens",
+    }
 )
-# What a template may be told by fields of their own; the engine refuses them inside chat_template_kwargs.
-TEMPLATE_FIELDS = frozenset({"tools", "documents", *RENDERED}) - {"chat_template_kwargs", "messages"}
+# What a template is told by fields of their own; the engine refuses them inside chat_template_kwargs.
+TEMPLATE_FIELDS = frozenset(
+    {"tools", "documents", "add_generation_prompt", "continue_final_message", "reasoning_effort"}
+)
 PLAIN_MESSAGE = frozenset({"role", "content", "name", "reasoning_content"})
 PLAIN_ROLES = frozenset({"system", "developer", "user", "assistant"})
 
-_ANY = msgspec.json.Decoder(Any)
+_TEXT = msgspec.json.Decoder(str)
+_FLAG = msgspec.json.Decoder(bool | None)
 _IDS = msgspec.json.Decoder(list[int])
 
 
@@ -72,6 +77,22 @@ class Asked(msgspec.Struct):
             if isinstance(given, str) and given:
                 return given[:256]
         return None
+
+
+class Chat(msgspec.Struct):
+    """What a chat template is told."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_special_tokens: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+_CHAT = msgspec.json.Decoder(Chat)
 
 
 class Prepared(NamedTuple):
@@ -132,39 +153,37 @@ class Texts:
             return None
         fields = split_object(body)
         try:
-            return self._render(fields) if path == CHAT else self._complete(asked.prompt, fields)
-        except (ValueError, HttpError):
+            return self._render(body, fields) if path == CHAT else self._complete(asked.prompt, fields)
+        except (ValueError, RecursionError, msgspec.MsgspecError):
             return None  # the replica says what is wrong, in its own words
 
     def _complete(self, prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
-        text, adds = _ANY.decode(prompt), _value(fields, "add_special_tokens")
-        if not isinstance(text, str) or self.segments is None:
+        if bytes(prompt)[:1] != b'"' or self.segments is None:
             return None
+        adds = _FLAG.decode(fields.get("add_special_tokens", b"null"))
         is_exact = fields.keys() <= BESIDE_THE_PROMPT | {"prompt", "add_special_tokens"}
-        return Ids(self.segments.encode(text, adds is not False), is_exact)
+        return Ids(self.segments.encode(_TEXT.decode(prompt), adds is not False), is_exact)
 
-    def _render(self, fields: dict[str, Raw]) -> Ids | None:
+    def _render(self, body: bytes, fields: dict[str, Raw]) -> Ids | None:
         if self.template is None or self.segments is None:
             return None
-        messages, variables = _value(fields, "messages"), _value(fields, "chat_template_kwargs") or {}
-        is_exact = (
-            fields.keys() <= BESIDE_THE_PROMPT | RENDERED | {"add_special_tokens"}
-            and all(map(_is_plain, messages))
-            and not TEMPLATE_FIELDS & variables.keys()
-        )
-        if (effort := _value(fields, "reasoning_effort")) is not None:
-            variables["reasoning_effort"] = effort
-        continues = bool(_value(fields, "continue_final_message"))
-        opens = _value(fields, "add_generation_prompt")
+        chat = _CHAT.decode(body)
+        variables = dict(chat.chat_template_kwargs or {})
+        if TEMPLATE_FIELDS & variables.keys():
+            return None
+        if chat.reasoning_effort is not None:
+            variables["reasoning_effort"] = chat.reasoning_effort
+        continues, opens = bool(chat.continue_final_message), chat.add_generation_prompt
         text = self.template.render(
-            [{name: value for name, value in message.items() if value is not None} for message in messages],
+            [{name: value for name, value in message.items() if value is not None} for message in chat.messages],
             add_generation_prompt=not continues if opens is None else opens,
             continue_final_message=continues,
-            tools=_value(fields, "tools"),
-            documents=_value(fields, "documents"),
+            tools=chat.tools,
+            documents=chat.documents,
             **variables,
         )
-        return Ids(self.segments.encode(text, bool(_value(fields, "add_special_tokens"))), is_exact)
+        is_exact = fields.keys() <= BESIDE_THE_PROMPT | RENDERED and all(map(_is_plain, chat.messages))
+        return Ids(self.segments.encode(text, bool(chat.add_special_tokens)), is_exact)
 
 
 def _given_ids(prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
@@ -177,15 +196,10 @@ def _given_ids(prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
     return Ids(ids.tobytes(), is_exact)
 
 
-def _is_plain(message: object) -> bool:
+def _is_plain(message: dict[str, Any]) -> bool:
+    """Nothing in it but what every version of the engine renders."""
     return (
-        isinstance(message, dict)
-        and message.keys() <= PLAIN_MESSAGE
+        message.keys() <= PLAIN_MESSAGE
         and message.get("role") in PLAIN_ROLES
         and isinstance(message.get("content"), (str, list))
     )
-
-
-def _value(fields: dict[str, Raw], name: str) -> Any:
-    raw = fields.get(name)
-    return None if raw is None else _ANY.decode(raw)

@@ -67,9 +67,16 @@ class Upstream(asyncio.Protocol):
         else:
             self.transport.writelines([head, body])
 
-    def drop(self) -> None:
-        """Whoever waited does not any more: the replica sees us leave and aborts."""
-        self.leg = None
+    def drop(self, leg: Leg) -> None:
+        """`leg` does not wait any more: the replica sees us leave and aborts. Without effect when its answer is
+        complete, for then the connection may be somebody else's already."""
+        if self.leg is leg:
+            self.leg = None
+            self._release(keep=False)
+
+    def abandon(self) -> None:
+        """A new connection that nobody needs any more."""
+        assert self.leg is None and self.num_answers == 0
         self._release(keep=False)
 
     # The transport.
@@ -289,8 +296,7 @@ async def fetch(pool: Pool, path: str, headers: Headers, timeout_s: float) -> tu
                 if kept is None or upstream.has_heard:
                     raise
             finally:
-                if upstream.leg is answer:
-                    upstream.drop()
+                upstream.drop(answer)
 
 
 class Dechunker:

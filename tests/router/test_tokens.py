@@ -1,0 +1,228 @@
+"""Tokenizing in the router: the same ids as the engine's, sent in place of the text, and text where in doubt."""
+
+import json
+import random
+
+import msgspec
+import pytest
+from tokenizers import AddedToken
+
+from penstock.engine.http import token_form
+from penstock.engine.http.errors import HttpError
+from penstock.engine.text.room import load_text, text_digest
+from penstock.engine.text.segments import SegmentCache
+from penstock.router.brain import Brain, PolicyConfig, ReplicaInfo
+from penstock.router.text import CHAT, COMPLETIONS, Asked, Texts
+from tests.engine.server.fake import byte_tokenizer, line_template
+from tests.router.fleet import mock_replicas, running_router
+from tests.router.stub import stub
+
+
+@pytest.fixture(scope="module")
+def smollm():
+    return load_text(None)
+
+
+@pytest.fixture(scope="module")
+def tokenizing():
+    with mock_replicas(2) as replicas, running_router(*(each.url for each in replicas), tokenizes=True) as router:
+        yield router
+
+
+WORDS = (
+    "Hello",
+    " world",
+    "\n\n",
+    "  ",
+    "def f(x):",
+    "你好",
+    "naïve",
+    "'s",
+    "12345",
+    "\t",
+    "<|im_",
+    "start|>",
+    "🙂",
+    "A",
+)
+
+
+def _text(rng: random.Random, specials: list[str]) -> str:
+    parts = [
+        rng.choice(specials) if rng.random() < 0.2 else rng.choice(WORDS) * rng.randrange(1, 12) for _ in range(12)
+    ]
+    return "".join(parts)
+
+
+def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm):
+    tokenizer, _ = smollm
+    cache = SegmentCache(tokenizer)
+    assert cache.is_exact
+    specials = [tokenizer.backend.id_to_token(token_id) for token_id in sorted(tokenizer.special_ids)]
+    rng = random.Random(1)
+    for _ in range(400):
+        text = _text(rng, specials)
+        for adds in (False, True):
+            packed = cache.encode(text, adds)
+            assert memoryview(packed).cast("i").tolist() == tokenizer.encode(text, adds)
+        cache.check()
+    assert cache.num_hits > 0
+
+
+def test_a_conversation_that_grows_is_tokenized_only_where_it_is_new(smollm):
+    tokenizer, template = smollm
+    cache = SegmentCache(tokenizer)
+    messages = []
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"Question {turn}: " + "why is that so? " * 20})
+        messages.append({"role": "assistant", "content": f"Answer {turn}: " + "because it is. " * 20})
+        missed_before = cache.num_misses
+        cache.encode(template.render(messages), False)
+        assert cache.num_misses - missed_before < 900
+
+
+def test_the_memory_of_segments_is_bounded(smollm):
+    cache = SegmentCache(smollm[0], capacity_bytes=20_000)
+    for index in range(100):
+        cache.encode(f"{index} " + "word " * 100 + "<|im_end|>" + f"{index} again " * 50, False)
+        cache.check()
+
+
+def test_special_tokens_that_take_their_spaces_along_are_no_places_to_cut():
+    tokenizer = byte_tokenizer()
+    tokenizer.backend.add_special_tokens([AddedToken("<greedy>", lstrip=True, special=True)])
+    tokenizer.backend.add_tokens([AddedToken("<eos>x", normalized=False)])
+    cache = SegmentCache(tokenizer)
+    assert not cache.is_exact  # the first is greedy, and the other may belong to a longer token
+    assert memoryview(cache.encode("a <greedy> b<eos>x", False)).cast("i").tolist() == tokenizer.encode(
+        "a <greedy> b<eos>x"
+    )
+
+
+def test_answers_are_the_same_with_and_without_tokenizing(tokenizing):
+    plain = [each.url for each in tokenizing.fleet.replicas.values()][0]
+    bodies = [
+        {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0},
+        {"messages": [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "ab"}], "max_tokens": 8,
+         "temperature": 0, "continue_final_message": True},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "part"}]}], "max_tokens": 8, "temperature": 0,
+         "chat_template_kwargs": {"enable_thinking": True}, "reasoning_effort": "high", "return_token_ids": True},
+        {"prompt": "abc<eos>def", "max_tokens": 8, "temperature": 0, "logprobs": 2},
+        {"prompt": "abc", "max_tokens": 8, "temperature": 0, "echo": True},
+        {"prompt": [1, 2, 3], "max_tokens": 8, "temperature": 0, "echo": True},
+        {"prompt": ["ab", "cd"], "max_tokens": 8, "temperature": 0},
+        {"prompt": "abcdef", "max_tokens": 8, "temperature": 0, "truncate_prompt_tokens": 3},
+        {"messages": [{"role": "tool", "content": "x"}], "max_tokens": 8},
+        {"messages": [{"role": "user", "content": 5}]},
+        {"messages": []},
+        {"prompt": [1, 2, 1000]},
+        {"prompt": [-1]},
+        {"prompt": []},
+        {"prompt": "abc", "nonsense": 1},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"add_generation_prompt": False}},
+    ]  # fmt: skip
+    for body in bodies:
+        path = CHAT if "messages" in body else COMPLETIONS
+        through = tokenizing.http.post(path, json=body)
+        direct = tokenizing.http.post(plain + path, json=body)
+        assert through.status_code == direct.status_code, body
+        assert _timeless(through.json()) == _timeless(direct.json()), body
+
+
+def _timeless(answer: dict) -> dict:
+    usage = answer.get("usage") or {}
+    usage.pop("prompt_tokens_details", None)
+    return {name: value for name, value in answer.items() if name not in ("id", "created")}
+
+
+def _prepared(body: dict, texts: Texts | None = None):
+    brain = Brain(PolicyConfig())
+    brain.add_replica("a", ReplicaInfo(fingerprint=b"m", block_size=16, num_blocks=64))
+    raw = json.dumps(body).encode()
+    texts = texts or Texts(byte_tokenizer(), line_template())
+    return texts.prepare(CHAT if "messages" in body else COMPLETIONS, raw, msgspec.json.decode(raw, type=Asked), brain)
+
+
+USER = [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "is_exact"),
+    [
+        ({"messages": USER}, True),
+        ({"messages": USER, "temperature": 0.5, "stop": "x", "cache_salt": "s"}, True),
+        ({"messages": USER, "tools": []}, False),
+        ({"messages": USER, "response_format": {"type": "text"}}, False),
+        ({"messages": USER, "truncate_prompt_tokens": 5}, False),
+        ({"messages": USER, "a_field_of_tomorrow": 1}, False),
+        ({"messages": USER, "chat_template_kwargs": {"tools": 1}}, False),
+        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, False),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, False),
+        ({"prompt": "hello"}, True),
+        ({"prompt": "hello", "echo": True}, False),
+        ({"prompt": [1, 2, 3], "echo": True}, True),
+        ({"prompt": ["a", "b"]}, False),
+    ],
+)
+def test_ids_are_sent_only_where_they_are_beyond_doubt(body, is_exact):
+    prepared = _prepared(body)
+    assert (prepared.body_with_ids is not None) == is_exact
+
+
+def test_a_field_that_two_names_share_is_refused_before_anything_is_made_of_it():
+    raw = b'{"prompt":"a","prompt":"b"}'
+    with pytest.raises(HttpError, match="more than once"):
+        Texts(byte_tokenizer()).prepare(COMPLETIONS, raw, msgspec.json.decode(raw, type=Asked), Brain(PolicyConfig()))
+
+
+def test_without_a_tokenizer_a_token_is_four_bytes():
+    prepared = _prepared({"prompt": "x" * 400}, Texts())
+    assert (prepared.num_tokens, prepared.body_with_ids) == (100, None)
+
+
+def test_a_replica_with_another_tokenizer_is_sent_text():
+    models = {"object": "list", "data": [{"id": "m", "text_digest": "another"}]}
+    with stub() as backend:
+        backend.models = json.dumps(models).encode()
+        with running_router(backend.url, tokenizes=True) as router:
+            router.complete("abc")
+        seen = backend.seen[-1]
+    assert seen.header(b"content-type") == [b"application/json"] and b'"abc"' in seen.body
+
+
+def test_the_digest_tells_tokenizers_and_templates_apart(smollm):
+    digests = {
+        text_digest(byte_tokenizer(), None),
+        text_digest(byte_tokenizer(), line_template()),
+        text_digest(smollm[0], None),
+        text_digest(*smollm),
+    }
+    assert len(digests) == 4
+    assert text_digest(byte_tokenizer(), line_template()) == text_digest(byte_tokenizer(), line_template())
+
+
+@pytest.mark.parametrize(
+    "form", [b"", b"\x01", b"\xff\xff\xff\xff{}", b"\x02\x00\x00\x00{}\x01", b"\x03\x00\x00\x00{}"]
+)
+def test_a_form_of_the_wrong_size_is_refused(form):
+    with pytest.raises(HttpError) as refusal:
+        token_form.unpack(form)
+    assert refusal.value.status == 400
+
+
+def test_ids_outside_the_vocabulary_are_refused_in_this_form_too(tokenizing):
+    url = next(iter(tokenizing.fleet.replicas))
+    for ids in (b"\xff\xff\xff\xff", b"\xe8\x03\x00\x00"):
+        form = token_form.pack(b'{"prompt":"x"}', "prompt", ids)
+        answer = tokenizing.http.post(
+            url + COMPLETIONS, content=form, headers={"content-type": token_form.CONTENT_TYPE.decode()}
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+
+
+def test_predicted_and_actual_cached_tokens_are_compared(tokenizing):
+    for _ in range(3):
+        tokenizing.chat("the same long beginning " * 40)
+    text = tokenizing.http.get("/metrics").text
+    compared = next(line for line in text.splitlines() if line.startswith("penstock:router_compared_requests_total"))
+    assert float(compared.split()[-1]) > 0
