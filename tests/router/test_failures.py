@@ -138,8 +138,7 @@ def test_when_half_of_the_requests_fail_retries_stay_within_their_budget():
         results = load(router.url, 600, concurrency=8)
         assert {code for code, _ in results} <= {200, 502, 503}
         asked = sum(len(each.seen) for each in backends)
-        assert asked <= 600 * 1.2
-        assert router.app.metrics.retries["lost"] > 20
+        assert 620 < asked <= 600 * 1.2
 
 
 def test_a_request_that_breaks_two_replicas_is_not_given_to_a_third():
