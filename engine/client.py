@@ -251,10 +251,12 @@ class AsyncEngine:
         pooling: Pooling | None = None,
         skip_prefix_cache: bool = False,
         is_continuation: bool = False,
+        grammar: str | None = None,
     ) -> Generation:
         """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates.
 
         `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own.
+        `grammar`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
         """
         params.check(self.info.vocab_size, self._max_logprobs)
         prompt = token_bytes(prompt_ids, self.info.vocab_size)
@@ -279,6 +281,7 @@ class AsyncEngine:
             cache_salt=cache_salt,
             pooling=pooling,
             skip_prefix_cache=skip_prefix_cache,
+            grammar=grammar,
         )
         for index, message in enumerate(messages):
             self._open[message.request_id] = (generation, index)

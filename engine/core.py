@@ -10,8 +10,10 @@ from collections.abc import Callable
 
 from penstock.engine.cache_log import CacheLog
 from penstock.engine.config import EngineConfig
+from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.grammar.desk import GrammarDesk
 from penstock.engine.messages import CacheNews, Output, Stats, Submit
-from penstock.engine.scheduler import Scheduler
+from penstock.engine.scheduler import Scheduler, refusal
 from penstock.executor.protocol import Executor, ModelInfo
 
 # A step may take this long before it counts as stuck, and this much longer for every position it computes.
@@ -28,9 +30,17 @@ RESET_S = 1.0  # a reset waits no longer for them: new requests wait with it
 class EngineCore:
     """Every submitted request ends in exactly one output with a finish reason, from `submit`, `abort` or `step`."""
 
-    def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        compiler: Compiler | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Without a compiler, requests with a grammar are refused."""
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
+        self._desk = None if compiler is None else GrammarDesk(self.scheduler, executor, compiler)
         self.cache_log = CacheLog(self.scheduler.pools())
         self._clock = clock
         self.last_step_tokens = 0
@@ -44,7 +54,11 @@ class EngineCore:
         return self.executor.info
 
     def submit(self, message: Submit) -> Output | None:
-        return self.scheduler.submit(message)
+        if message.grammar is None:
+            return self.scheduler.submit(message)
+        if self._desk is None:
+            return refusal(message, "grammar: this engine has no tokenizer to constrain an answer with")
+        return self._desk.submit(message)
 
     def abort(self, request_id: str) -> Output | None:
         return self.scheduler.abort(request_id)
@@ -53,22 +67,36 @@ class EngineCore:
         return self.scheduler.has_work()
 
     def step(self) -> list[Output]:
-        """Keep the executor's pipeline full, then take in the oldest result."""
-        scheduler = self.scheduler
+        """Keep the executor's pipeline full, then take in the oldest result.
+
+        The masks of constrained rows follow from all tokens before them. So those of a step that is submitted behind
+        another are set as soon as that one is collected; those of a step that is alone are filled while it computes.
+        """
+        scheduler, desk = self.scheduler, self._desk
+        outputs = [] if desk is None else desk.take_compiled()
         while scheduler.num_under_way < self.info.max_in_flight:
             step = scheduler.schedule()
             if step is None:
                 break
             self._expect(sum(row.count for row in step.rows))
-            self.executor.submit(step)
+            if desk is None or scheduler.num_under_way > 1:
+                self.executor.submit(step)
+            else:
+                desk.begin_masks()
+                self.executor.submit(step)
+                outputs += desk.set_masks()
         if not scheduler.num_under_way:
+            if desk is not None and scheduler.held:
+                return outputs + desk.wait_for_compiled()
             # A pool that holds the longest request alone can always admit somebody.
             assert not scheduler.has_work(), "requests wait, and nothing runs that could make room"
-            return []
+            return outputs
         result = self.executor.collect()
         self.num_collected += 1
         self.step_started_s = self._clock() if scheduler.num_under_way > 1 else None
-        outputs = scheduler.apply(result)
+        outputs += scheduler.apply(result)
+        if desk is not None and scheduler.num_under_way:
+            outputs += desk.set_masks()
         if not result.tokens and result.transfers is not None and not result.transfers.completions:
             time.sleep(POLL_S)
         return outputs
@@ -98,6 +126,8 @@ class EngineCore:
 
     def close(self) -> None:
         self.settle()
+        if self._desk is not None:
+            self._desk.close()
         self.executor.close()
 
     def _expect(self, num_tokens: int) -> None:

@@ -21,6 +21,8 @@ import zmq
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core import EngineCore, settle_garbage
+from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.grammar.vocabulary import load_vocabulary
 from penstock.engine.messages import (
     Abort,
     CacheReset,
@@ -56,7 +58,8 @@ def main() -> int:
     context = zmq.Context()
     link = Link(context, directory)
     try:
-        core = EngineCore(config, open_executor(config.executor, lambda line: link.send(Progress(line))))
+        executor = open_executor(config.executor, lambda line: link.send(Progress(line)))
+        core = EngineCore(config, executor, Compiler(lambda: load_vocabulary(config.executor, executor.info)))
         link.send(Ready(core.info))
         threading.Thread(target=_beat, args=(core, context, directory), daemon=True).start()
         settle_garbage()

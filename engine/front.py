@@ -60,10 +60,10 @@ def submissions(
     cache_salt: str | None = None,
     pooling: Pooling | None = None,
     skip_prefix_cache: bool = False,
+    grammar: str | None = None,
 ) -> list[Submit]:
     """One message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache."""
-    if params.structured_outputs is not None:
-        raise InvalidRequest("structured_outputs", "the engine cannot constrain its output yet")
+    assert (params.structured_outputs is None) == (grammar is None), "engine/grammar/check.py makes one of the other"
     room = info.max_model_len - len(prompt) // 4
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return [
@@ -77,6 +77,7 @@ def submissions(
             None,
             pooling,
             skip_prefix_cache,
+            grammar,
         )
         for index in range(params.n)
     ]

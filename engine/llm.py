@@ -18,6 +18,9 @@ import msgspec
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core import EngineCore
 from penstock.engine.front import Pooling, check_length, submissions, token_bytes
+from penstock.engine.grammar.check import GrammarCheck
+from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.messages import Output, Submit
 from penstock.engine.model_files import resolve_model
 from penstock.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, TextStream, Update, joined
@@ -44,7 +47,9 @@ class LLM:
         config = engine_config(str(files.path), options)
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
         self.template: ChatTemplate | None = load_template(files) if self.tokenizer else None
-        self._core: EngineCore | None = _start(config)
+        self._core: EngineCore | None = None
+        self._grammars: GrammarCheck | None = None
+        self._start(config)
         self._num_requests = 0
 
     @property
@@ -108,6 +113,14 @@ class LLM:
 
     # -- one batch -----------------------------------------------------------------------------------------
 
+    def _start(self, config: EngineConfig) -> None:
+        executor, tokenizer, compiler = open_executor(config.executor), self.tokenizer, None
+        if tokenizer is not None:
+            vocab_size = executor.info.vocab_size
+            compiler = Compiler(lambda: Vocabulary.of(tokenizer, vocab_size))
+            self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
+        self._core = EngineCore(config, executor, compiler)
+
     def _running(self) -> EngineCore:
         if self._core is None:
             raise RuntimeError("this LLM was shut down")
@@ -151,9 +164,17 @@ class LLM:
         eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
         self._num_requests += 1
         request_id = str(self._num_requests)
-        messages = submissions(request_id, tokens, params, info, eos_ids, pooling=pooling)
+        grammar = self._grammar(params)
+        messages = submissions(request_id, tokens, params, info, eos_ids, pooling=pooling, grammar=grammar)
         choices = [Choice(index, params, stream() if stream else None) for index in range(params.n)]
         return _Job(request_id, text, array("i", prompt), messages, choices)
+
+    def _grammar(self, params: SamplingParams) -> str | None:
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
+        return self._grammars.now(params.structured_outputs)
 
     def _run(self, jobs: list["_Job"], use_tqdm: bool) -> list[RequestOutput]:
         core = self._running()
@@ -308,10 +329,6 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _start(config: EngineConfig) -> EngineCore:
-    return EngineCore(config, open_executor(config.executor))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

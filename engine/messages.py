@@ -25,6 +25,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     adapter: str | None = None
     pooling: Literal["last", "mean"] | None = None
     skip_prefix_cache: bool = False
+    grammar: str | None = None  # what the answer must match, as engine/grammar/source.py wrote it
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):

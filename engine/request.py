@@ -2,6 +2,7 @@
 
 from array import array
 
+from penstock.engine.grammar.matcher import Matcher
 from penstock.executor.protocol import Sampling, TokenLogprobs
 
 
@@ -18,9 +19,11 @@ class Request:
         "blocks",
         "finished",
         "first_scheduled_s",
+        "grammar",
         "is_restoring",
         "keys",
         "looked",
+        "matcher",
         "max_tokens",
         "num_cached",
         "num_pending",
@@ -58,6 +61,8 @@ class Request:
         adapter: str | None = None,
         pooling: str | None = None,
         skip_prefix_cache: bool = False,
+        grammar: str | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         self.request_id = request_id
         self.sequence = sequence  # order of arrival, unique
@@ -69,6 +74,8 @@ class Request:
         self.adapter = adapter
         self.pooling = pooling
         self.skip_prefix_cache = skip_prefix_cache
+        self.grammar = grammar
+        self.matcher = matcher  # follows `tokens`; None while the grammar is being compiled, or without one
         self.root = root  # the namespace its block keys start from
 
         self.tokens = tokens  # array("i")

@@ -49,25 +49,31 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         (name,) = self._given()
         return name
 
-    def check(self, field: str = "structured_outputs") -> None:
-        """Raise InvalidRequest unless exactly one form is given and its size is bearable.
+    @property
+    def field(self) -> str:
+        """What objections to it are headed with."""
+        return f"structured_outputs.{self.kind}"
 
-        Whether it can be compiled is found out by the engine (engine/grammar), which takes longer.
+    def check(self, field: str | None = None) -> None:
+        """Raise InvalidRequest unless exactly one form is given and its size is bearable. `field` is what the user
+        called the value, if not by its name here.
+
+        Whether it can be compiled is found out by engine/grammar/check.py, which takes longer.
         """
         given = self._given()
         if len(given) != 1:
             raise InvalidRequest(
-                field,
+                "structured_outputs",
                 f"{', '.join(given) or 'nothing'} given; exactly one of {', '.join(self.__struct_fields__)} is expected",
             )
-        field = f"{field}.{given[0]}"
+        field = field or self.field
         value = getattr(self, given[0])
         if given == ["choice"]:
             _choices(field, value)
         elif isinstance(value, str):
             _grammar_size(field, len(value))
         elif isinstance(value, dict):
-            _depth(field, value)
+            check_depth(field, value)
 
     def _given(self) -> list[str]:
         values = {name: getattr(self, name) for name in self.__struct_fields__}
@@ -203,7 +209,7 @@ def _grammar_size(field: str, num_chars: int) -> None:
         raise InvalidRequest(field, f"{num_chars} characters; 1 to {MAX_GRAMMAR_CHARS} are allowed")
 
 
-def _depth(field: str, schema: dict[str, Any]) -> None:
+def check_depth(field: str, schema: dict[str, Any] | list[Any]) -> None:
     """Level by level, so that no depth can exhaust the stack."""
     level: list[Any] = [schema]
     depth = 0

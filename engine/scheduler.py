@@ -14,6 +14,7 @@ from typing import NamedTuple
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
+from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.engine.request import Request
 from penstock.engine.tiering import Tiering
@@ -44,6 +45,7 @@ class Scheduler:
         self.waiting = WaitingQueue(config.patience_s)
         saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
         self.tiers = Tiering(info, self.pool, saves_per_step) if info.host_slots else None
+        self.held: dict[Request, None] = {}  # their grammars are being compiled
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._under_way: deque[Plan] = deque()
@@ -57,16 +59,17 @@ class Scheduler:
 
     # -- requests come and go ------------------------------------------------------------------------------
 
-    def submit(self, message: Submit) -> Output | None:
-        """Queue a sequence. A refusal is its terminal output."""
+    def submit(self, message: Submit, matcher: Matcher | None = None) -> Output | None:
+        """Queue a sequence. A refusal is its terminal output. One with a grammar and no matcher is held until
+        `release` or `refuse`; it counts as waiting, keeps its place of arrival and can be aborted."""
         if message.request_id in self._requests:
-            return _refusal(message, "request_id: a request with this id is running")
+            return refusal(message, "request_id: a request with this id is running")
         if self.room == 0:
-            return _refusal(message, f"the queue is full ({len(self._requests)} sequences are under way)")
+            return refusal(message, f"the queue is full ({len(self._requests)} sequences are under way)")
         tokens = array("i")
         tokens.frombytes(message.tokens)
         if not 0 < len(tokens) < self.info.max_model_len + (message.pooling is not None):
-            return _refusal(message, f"prompt: {len(tokens)} tokens; 1 to {self.info.max_model_len - 1} can run")
+            return refusal(message, f"prompt: {len(tokens)} tokens; 1 to {self.info.max_model_len - 1} can run")
         root = namespace_root(model=self.info.fingerprint, adapter=message.adapter, salt=message.cache_salt)
         request = Request(
             message.request_id,
@@ -84,12 +87,34 @@ class Scheduler:
             or not self.config.enable_prefix_caching
             or message.sampling.prompt_logprobs is not None
             or message.pooling == "mean",
+            grammar=message.grammar,
+            matcher=matcher,
         )
         self._extend_keys(request)
         self._num_submitted += 1
         self._requests[request.request_id] = request
-        self.waiting.add(request)
+        if message.grammar is not None and matcher is None:
+            self.held[request] = None
+        else:
+            self.waiting.add(request)
         return None
+
+    def release(self, request_id: str, grammar: str, matcher: Matcher) -> None:
+        """The grammar of a held request is compiled; without effect if it has ended meanwhile."""
+        request = self._held(request_id, grammar)
+        if request is not None:
+            del self.held[request]
+            request.matcher = matcher
+            self.waiting.add(request)
+
+    def refuse(self, request_id: str, grammar: str, error: str) -> Output | None:
+        """The grammar of a held request cannot be compiled."""
+        request = self._held(request_id, grammar)
+        return None if request is None else self._finish(request, "error", error=error)
+
+    def _held(self, request_id: str, grammar: str) -> Request | None:
+        request = self._requests.get(request_id)
+        return request if request in self.held and request.grammar == grammar else None
 
     @property
     def room(self) -> int:
@@ -257,7 +282,8 @@ class Scheduler:
         sample = sample and request.pooling is None
         first = request.num_sent_blocks
         blocks = tuple(request.blocks[first:]) if first < len(request.blocks) else ()
-        row = Row(request.slot, request.num_scheduled, count, sample, first, blocks, request.write_from)
+        masked = sample and request.matcher is not None
+        row = Row(request.slot, request.num_scheduled, count, sample, first, blocks, request.write_from, masked)
         request.num_sent_blocks = len(request.blocks)
         request.num_scheduled += count
         if sample:
@@ -297,6 +323,28 @@ class Scheduler:
         request.blocks = []
         request.num_scheduled = request.num_registered = request.num_sent_blocks = 0
 
+    # -- masks ---------------------------------------------------------------------------------------------
+
+    def masked_rows(self) -> tuple[int, list[tuple[int, Matcher]]] | None:
+        """The oldest step under way and its constrained rows whose requests still run; None if it has no masked row.
+
+        Only the oldest step's masks can be computed: those of a later one depend on what this one samples.
+        """
+        plan = self._under_way[0]
+        if not any(row.masked for row in plan.rows):
+            return None
+        rows = [
+            (index, request.matcher)
+            for index, (request, row) in enumerate(zip(plan.requests, plan.rows, strict=True))
+            if row.masked and not request.finished and request.matcher is not None
+        ]
+        return plan.step_id, rows
+
+    def end_masked(self, row: int, error: str | None = None) -> Output:
+        """End the request of a row of the oldest step: its grammar is complete, or costs too much to go on with."""
+        request = self._under_way[0].requests[row]
+        return self._finish(request, "stop" if error is None else "error", error=error)
+
     # -- results -------------------------------------------------------------------------------------------
 
     def apply(self, result: StepResult) -> list[Output]:
@@ -334,8 +382,14 @@ class Scheduler:
             self._extend_keys(request)
             if request.slot >= 0:
                 self._register(request)
+        matcher = request.matcher
+        if matcher is not None and not matcher.advance(token):
+            return self._finish(request, "error", error=f"the grammar cannot go on: {matcher.error}")
         if token in request.stop_ids and request.num_outputs >= request.sampling.min_tokens:
             return self._finish(request, "stop", tokens=[token], logprobs=logprobs, stop_token=token)
+        if matcher is not None and matcher.is_complete:
+            end = token if token in matcher.vocabulary.eos_ids else None
+            return self._finish(request, "stop", tokens=[token], logprobs=logprobs, stop_token=end)
         if request.num_outputs >= request.max_tokens:
             return self._finish(request, "length", tokens=[token], logprobs=logprobs)
         return self._output(request, [token], logprobs=logprobs)
@@ -350,6 +404,8 @@ class Scheduler:
         """The one terminal output of a request; everything it held is free."""
         if request.slot >= 0:
             self._leave(request)
+        elif request in self.held:
+            del self.held[request]
         else:
             if request in self.waiting:
                 self.waiting.remove(request)
@@ -416,7 +472,7 @@ class Scheduler:
     def stats(self) -> Stats:
         return Stats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting) + (0 if self.tiers is None else self.tiers.num_loading),
+            num_waiting=len(self.waiting) + len(self.held) + (0 if self.tiers is None else self.tiers.num_loading),
             num_blocks=self.pool.num_usable,
             num_used_blocks=self.pool.num_usable - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
@@ -434,8 +490,8 @@ class Scheduler:
         """Assert every invariant across requests, slots and blocks; O(blocks + tokens)."""
         self.pool.check()
         loading = set(self.tiers.loading) if self.tiers is not None else set()
-        assert set(self._requests.values()) == set(self.running) | set(self.waiting) | loading
-        assert len(self._requests) == len(self.running) + len(self.waiting) + len(loading)
+        assert set(self._requests.values()) == {*self.running, *self.waiting, *self.held, *loading}
+        assert len(self._requests) == len(self.running) + len(self.waiting) + len(self.held) + len(loading)
         slots = [r.slot for r in self.running] + self._free_slots
         assert sorted(slots) == list(range(self.config.max_num_seqs)), "every slot is held once or free"
         refs: dict[int, int] = {}
@@ -452,7 +508,9 @@ class Scheduler:
         assert not self._replaced
         for block in range(1, self.pool.num_blocks):
             assert self.pool.refs(block) == refs.get(block, 0), f"block {block}: references differ from owners"
-        for request in self.waiting:
+        for request in self.held:
+            assert request.grammar is not None and request.matcher is None and not request.tokens[request.num_prompt :]
+        for request in (*self.waiting, *self.held):
             assert request.slot == -1 and not request.blocks and request.num_scheduled == 0
         pending: dict[Request, int] = {}
         for plan in self._under_way:
@@ -462,5 +520,5 @@ class Scheduler:
             assert request.num_pending == pending.get(request, 0)
 
 
-def _refusal(message: Submit, error: str) -> Output:
+def refusal(message: Submit, error: str) -> Output:
     return Output(message.request_id, [], finish_reason="error", error=error)

@@ -8,7 +8,7 @@ what a real executor would silently get wrong.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -73,6 +73,8 @@ class OracleExecutor:
             self._transfers = RankTransfers(arena, block_bytes, copier, dict(stores or {}))
         self._slots: dict[int, _Slot] = {}
         self._queue: deque[Step] = deque()
+        self._masks: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by step; read late, as a real executor may
+        self._unmasked: Step | None = None  # submitted, and its masks are still to come
         self._last_step_id = 0
         self._written: set[tuple[int, int]] = set()
 
@@ -80,10 +82,23 @@ class OracleExecutor:
         assert len(self._queue) < self.info.max_in_flight, "too many steps in flight"
         assert step.step_id > self._last_step_id, "steps out of order"
         self._last_step_id = step.step_id
+        assert self._unmasked is None, "a step is submitted before the masks of the one before"
         self._queue.append(step)
+        if any(row.masked for row in step.rows):
+            self._unmasked = step
+
+    def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
+        step, self._unmasked = self._unmasked, None
+        assert step is not None and step.step_id == step_id, "masks that no step waits for"
+        assert rows.dtype == masks.dtype == np.int32 and masks.flags["C_CONTIGUOUS"]
+        assert len(rows) == len(masks) == len(set(rows.tolist()))
+        assert all(step.rows[row].masked for row in rows)
+        assert len(rows) == 0 or masks.shape[1] * 32 >= self.info.vocab_size
+        self._masks[step_id] = rows, masks
 
     def collect(self) -> StepResult:
         step = self._queue.popleft()
+        assert step is not self._unmasked, "a step is collected before its masks came"
         assert sum(row.count for row in step.rows) <= self._max_num_batched_tokens
         assert len({row.slot for row in step.rows}) == len(step.rows), "a slot twice in one step"
         for admission in step.admissions:
@@ -91,12 +106,14 @@ class OracleExecutor:
             self._slots[admission.slot] = _Slot(admission, self._model, self.info.max_model_len)
         self._written.clear()
         result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {})
+        rows, masks = self._masks.pop(step.step_id, ((), ()))
+        allowed = {int(row): _allowed_ids(mask, self.info.vocab_size) for row, mask in zip(rows, masks, strict=True)}
         # Copies run beside the rows: whoever relies on either order must be found out.
         copies_first = step.step_id % 2 == 0
         if self._transfers is not None and copies_first:
             self._transfers.begin(step.transfers)
         for index, row in enumerate(step.rows):
-            self._run(self._slots[row.slot], row, index, result)
+            self._run(self._slots[row.slot], row, index, result, allowed.get(index))
         if self._transfers is None:
             assert step.transfers is None, "there is nowhere to move blocks to"
             return result
@@ -109,7 +126,7 @@ class OracleExecutor:
         if self._transfers is not None:
             self._transfers.close()
 
-    def _run(self, slot: "_Slot", row: Row, index: int, result: StepResult) -> None:
+    def _run(self, slot: "_Slot", row: Row, index: int, result: StepResult, allowed: list[int] | None = None) -> None:
         end = row.start + row.count
         slot.table = slot.table[: row.first_block] + list(row.blocks) if row.blocks else slot.table
         assert 0 not in slot.table, "block 0 was handed out"
@@ -118,7 +135,7 @@ class OracleExecutor:
         self._write(slot, row)
         if row.sample:
             assert end == len(slot.tokens), "a token is sampled twice"
-            token = self._sample(slot, end)
+            token = self._sample(slot, end, allowed)
             slot.tokens.append(token)
             result.tokens[index] = token
             if slot.sampling.logprobs is not None:
@@ -151,9 +168,15 @@ class OracleExecutor:
     def _context_hash(self, slot: "_Slot", end: int) -> int:
         return xxhash.xxh3_64_intdigest(self._kv[slot.table].reshape(-1)[:end].tobytes())
 
-    def _sample(self, slot: "_Slot", end: int) -> int:
-        seed = slot.sampling.seed if slot.sampling.temperature > 0 else 0
-        choices = slot.sampling.allowed_ids or range(self.info.vocab_size)
+    def _sample(self, slot: "_Slot", end: int, allowed: list[int] | None) -> int:
+        sampling = slot.sampling
+        seed = sampling.seed if sampling.temperature > 0 else 0
+        choices: Sequence[int] = sampling.allowed_ids or range(self.info.vocab_size)
+        if allowed is not None:
+            too_short = end - slot.num_prompt < sampling.min_tokens
+            banned = {*sampling.banned_ids, *(sampling.stop_ids if too_short else ())}
+            choices = [token for token in allowed if token in choices and token not in banned]
+            assert choices, "a mask leaves nothing to choose from"
         return choices[(self._context_hash(slot, end) ^ seed) % len(choices)]
 
     def _logprobs(self, token: int, num: int) -> TokenLogprobs:
@@ -161,6 +184,10 @@ class OracleExecutor:
         vocab_size = self.info.vocab_size
         ids = (token, *((token + i) % vocab_size for i in range(vocab_size if num < 0 else num)))
         return TokenLogprobs(ids, tuple(-0.5 - max(i - 1, 0) for i in range(len(ids))), 1)
+
+
+def _allowed_ids(mask: np.ndarray, vocab_size: int) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:vocab_size]).tolist()
 
 
 class _Slot:

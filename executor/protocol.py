@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
 
 ExecutorKind = Literal["auto", "uniproc", "multiproc", "ray", "oracle"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -71,6 +72,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     first_block: int = 0
     blocks: tuple[int, ...] = ()
     write_from: int = 0
+    masked: bool = False  # it samples, and only what `set_masks` allows
 
 
 class Transfers(msgspec.Struct, frozen=True):
@@ -185,6 +187,19 @@ class Executor(Protocol):
     info: ModelInfo
 
     def submit(self, step: Step) -> None: ...
+
+    def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
+        """What the masked rows of a step may sample: called once for every step that has such rows, after its
+        `submit` and before the next one and its `collect`. The forward pass may run before it, sampling waits for it.
+
+        rows [n] int32: indices into the step's rows, all of them masked. A masked row that is not among them samples
+        freely: its request has ended, and nobody reads the token. masks [n, words] int32, contiguous, words × 32 not
+        less than the vocabulary: token t may be sampled in row rows[i] if bit t % 32 of masks[i, t // 32] is set.
+
+        The arrays are the caller's, who leaves them as they are until the step after this one is collected (two
+        buffers take turns). Who sends them elsewhere may read them in place and needs no copy.
+        """
+        ...
 
     def collect(self) -> StepResult:
         """The result of the oldest submitted step; waits for it."""

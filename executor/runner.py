@@ -12,6 +12,7 @@ import torch
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.layout import Layout
+from penstock.executor.masking import RowMasks
 from penstock.executor.models.registry import Model
 from penstock.executor.parallel import Group
 from penstock.executor.pooling import Pooler
@@ -34,6 +35,7 @@ class Launched:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     embeddings: dict[int, bytes] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    unsampled: tuple[Layout, torch.Tensor] | None = None  # its logits [S, vocabulary] wait for masks
 
 
 class ModelRunner:
@@ -67,7 +69,18 @@ class ModelRunner:
             self._compute(Layout(step.rows), launched)
         return launched
 
+    @torch.inference_mode()
+    def sample_masked(self, launched: Launched, rows: np.ndarray, masks: np.ndarray) -> None:
+        """The second half of `launch` for a step with masked rows. rows [n], masks [n, words] as in `set_masks`."""
+        if self._sampler is None:  # this rank got the tokens from the first one
+            return
+        assert launched.unsampled is not None, "masks for a step that needs none, or got them already"
+        (layout, logits), launched.unsampled = launched.unsampled, None
+        place = {row: place for place, row in enumerate(layout.order[layout.samples].tolist())}
+        self._choose(layout, logits, launched, RowMasks([place[row] for row in rows.tolist()], masks))
+
     def finish(self, launched: Launched) -> StepResult:
+        assert launched.unsampled is None, "a step is collected before its masks came"
         tokens, logprobs, errors = [-1] * len(launched.step.rows), {}, launched.errors
         if launched.sampled is not None:
             rows = launched.sampled_rows
@@ -173,13 +186,22 @@ class ModelRunner:
         return found
 
     def _sample(self, layout: Layout, hidden: torch.Tensor, launched: Launched) -> None:
-        """hidden [S, hidden]; the tokens go to the table for the next step, and on their way to the host."""
-        slots, positions = layout.slots[layout.samples], layout.context_lens[layout.samples]
+        """hidden [S, hidden] of the rows that sample."""
         logits = self._model.logits(hidden)
+        if logits is not None and any(row.masked for row in launched.step.rows):
+            launched.unsampled = layout, logits
+        else:
+            self._choose(layout, logits, launched)
+
+    def _choose(
+        self, layout: Layout, logits: torch.Tensor | None, launched: Launched, masks: RowMasks | None = None
+    ) -> None:
+        """The tokens go to the table for the next step, and on their way to the host. logits [S, vocabulary]."""
+        slots, positions = layout.slots[layout.samples], layout.context_lens[layout.samples]
         if logits is None or self._sampler is None:
             tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         else:
-            launched.sampled = self._sampler.start(logits, slots.tolist(), positions.tolist())
+            launched.sampled = self._sampler.start(logits, slots.tolist(), positions.tolist(), masks)
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens
         index = self._tensor(slots * self._slots.width + positions)

@@ -3,7 +3,7 @@
 `start` only launches work and never waits for a device; what needs the host (log-probabilities, failures) is
 fetched by `Sampled.wait`. The draw depends on a request's seed and the token's position, never on the batch.
 
-Order, as in vLLM: raw log-probabilities; allowed, banned and (before min_tokens) stop tokens; logit bias;
+Order, as in vLLM: raw log-probabilities; a grammar's mask; allowed, banned and (before min_tokens) stop tokens; logit bias;
 repetition, frequency and presence penalties; then the largest logit, or temperature, min-p, top-k, top-p
 and a draw. Greedy rows without edits cost one pass over the logits and no copy of them.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.executor.draw import BLOCK, draw, filter_weights, uniforms
 from penstock.executor.edits import Edits, is_edited
 from penstock.executor.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
+from penstock.executor.masking import RowMasks
 from penstock.executor.penalties import Seen, is_penalized
 from penstock.executor.protocol import Sampling, TokenLogprobs
 
@@ -26,7 +27,9 @@ __all__ = ["Sampled", "Sampler", "prompt_logprobs"]
 # Weights of so many bytes are worked on at once: on a CPU they stay in the cache.
 WORK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-NOTHING_LEFT = "no token is left to choose from: allowed and banned tokens, stop tokens and biases exclude them all"
+NOTHING_LEFT = (
+    "no token is left to choose from: the grammar, allowed and banned tokens, stop tokens and biases exclude them all"
+)
 
 
 @dataclass(frozen=True)
@@ -80,13 +83,18 @@ class Sampler:
         sampled = self.start(logits, slots, positions)
         return sampled.tokens, *sampled.wait()
 
-    def start(self, logits: Tensor, slots: list[int], positions: list[int]) -> Sampled:
-        """logits [S, V], unchanged afterwards; positions[i] is where in its request the token of row i will be."""
+    def start(self, logits: Tensor, slots: list[int], positions: list[int], masks: RowMasks | None = None) -> Sampled:
+        """logits [S, V], unchanged afterwards but for what `masks` takes away; positions[i] is where in its request
+        the token of row i will be."""
         key = tuple(slots)
         if self._plan is None or self._plan.slots != key:
             # The same requests decode step after step; what follows from their options alone is kept.
             self._plan = self._make_plan(key)
         plan = self._plan
+        raw = logits
+        if masks is not None:
+            raw = logits.clone() if plan.logprobs else logits
+            masks.apply(logits)
         if plan.has_plain:
             largest, tokens = logits.max(-1)
         else:  # several times faster without the index
@@ -102,7 +110,7 @@ class Sampler:
         for part in plan.parts:
             if part.edits is not None:
                 part.edits.count(tokens[part.index], where[part.rows], self._seen)
-        logprobs = [(rows, token_logprobs(logits[index], tokens[index], num)) for num, rows, index in plan.logprobs]
+        logprobs = [(rows, token_logprobs(raw[index], tokens[index], num)) for num, rows, index in plan.logprobs]
         return Sampled(tokens, bounds, logprobs)
 
     def _sample_part(

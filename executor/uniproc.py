@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, StepResult
 from penstock.executor.rank import Rank, choose_device
@@ -10,7 +12,9 @@ from penstock.executor.runner import Launched
 
 
 class UniprocExecutor:
-    """On the CPU `submit` computes at once. On a GPU it returns when the work is queued, and `collect` waits."""
+    """On the CPU `submit` computes at once. On a GPU it returns when the work is queued, and `collect` waits.
+
+    A step with masked rows is computed by `submit` up to its logits, and sampled by `set_masks`."""
 
     def __init__(self, config: ExecutorConfig, progress: Callable[[str], None] = lambda line: None) -> None:
         if config.tensor_parallel_size != 1:
@@ -25,6 +29,11 @@ class UniprocExecutor:
     def submit(self, step: Step) -> None:
         assert len(self._in_flight) < self.info.max_in_flight, "too many steps in flight"
         self._in_flight.append(self._runner.launch(step))
+
+    def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
+        launched = self._in_flight[-1]
+        assert launched.step.step_id == step_id, "masks come before the next step is submitted"
+        self._runner.sample_masked(launched, rows, masks)
 
     def collect(self) -> StepResult:
         return self._runner.finish(self._in_flight.popleft())

@@ -1,6 +1,7 @@
 """POST /v1/chat/completions: one conversation, whole or streamed."""
 
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -9,6 +10,7 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.output import Update
 from penstock.engine.server.answers import Choice, Job, sampling_params, stream, whole
 from penstock.engine.server.call import Call
+from penstock.engine.server.formats import wanted_outputs
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import render, to_ids
 from penstock.engine.server.replies import Chat, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta
@@ -35,11 +37,14 @@ async def _accept(service: Service, call: Call, body: bytes) -> ChatJob:
     if request.top_logprobs is not None and not request.logprobs:
         raise HttpError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    special = {"logprobs": (request.top_logprobs or 0) if request.logprobs else None}
+    wanted = wanted_outputs(request)
+    special: dict[str, Any] = {"structured_outputs": wanted.outputs}
+    special["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None
     if max_tokens is not None or "max_tokens" not in service.config.default_sampling:
         special["max_tokens"] = max_tokens  # None: as many as the context allows
     params = sampling_params(service, request, **special)
     with service.admit(params.n):
+        grammar = await service.grammar(wanted)
         if call.prompt_ids is None:
             inputs: list[str] | list[list[int]] = [await render(request, service.template, service.info)]
         else:
@@ -59,6 +64,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> ChatJob:
             is_length_asked=max_tokens is not None,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
+            grammar=grammar,
         )
     return Job(service, call, request, params, prompts, [None], answers)
 

@@ -8,6 +8,7 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.output import Update
 from penstock.engine.server.answers import Choice, Job, sampling_params, stream, whole
 from penstock.engine.server.call import Call
+from penstock.engine.server.formats import wanted_outputs
 from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import decode_inputs, to_ids
 from penstock.engine.server.replies import Completion, CompletionChoice, CompletionLogprobs
@@ -34,9 +35,11 @@ async def _accept(service: Service, call: Call, body: bytes) -> CompletionJob:
     call.note_client_id(request.request_id)
     # The echoed prompt shows its log-probabilities as well.
     asked = [request.prompt_logprobs, request.logprobs if request.echo else None]
+    wanted = wanted_outputs(request)
     params = sampling_params(
         service,
         request,
+        structured_outputs=wanted.outputs,
         logprobs=request.logprobs,
         prompt_logprobs=max((value for value in asked if value is not None), default=None),
     )
@@ -50,6 +53,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> CompletionJob:
             400, f"n: {len(inputs)} prompts × {params.n} choices; at most {MAX_SEQUENCES} are allowed", param="n"
         )
     with service.admit(num_sequences):
+        grammar = await service.grammar(wanted)
         prompts = await to_ids(
             "prompt",
             inputs,
@@ -66,6 +70,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> CompletionJob:
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             is_continuation=True,
+            grammar=grammar,
         )
     return Job(service, call, request, params, prompts, [_given_text(request, each) for each in inputs], answers)
 

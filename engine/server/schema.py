@@ -11,6 +11,7 @@ from msgspec import Meta, Raw
 
 from penstock.engine.http.body import decode, split_object
 from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.sampling_params import StructuredOutputs
 
 MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
@@ -40,6 +41,22 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False  # never added; accepted, since padding does not change the answer
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`response_format.json_schema`. The answer always keeps to the schema, whatever `strict` says."""
+
+    schema: dict[str, Any] | bool | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] = []
+    triggers: list[str] = []
 
 
 class Sampled(msgspec.Struct, kw_only=True):
@@ -74,6 +91,8 @@ class Sampled(msgspec.Struct, kw_only=True):
     priority: Priority | None = None
     cache_salt: Salt | None = None
     request_id: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionRequest(Sampled, kw_only=True):
@@ -177,20 +196,18 @@ HARMLESS = frozenset(
     }
 )
 _TOOLS = "tools are not supported yet"
-_STRUCTURED = "structured output is not supported yet; only plain text can be generated"
+_GUIDED = "use structured_outputs"
 UNSERVED: dict[str, Unserved] = {
     "tools": Unserved(_TOOLS, ([],)),
     "tool_choice": Unserved(_TOOLS, ("none", "auto")),
     "functions": Unserved(_TOOLS, ([],)),
     "function_call": Unserved(_TOOLS, ("none", "auto")),
-    "response_format": Unserved(_STRUCTURED, ({"type": "text"},)),
-    "structured_outputs": Unserved(_STRUCTURED, ({},)),
-    "guided_json": Unserved(_STRUCTURED),
-    "guided_regex": Unserved(_STRUCTURED),
-    "guided_choice": Unserved(_STRUCTURED),
-    "guided_grammar": Unserved(_STRUCTURED),
-    "guided_decoding_backend": Unserved(_STRUCTURED),
-    "guided_whitespace_pattern": Unserved(_STRUCTURED),
+    "guided_json": Unserved(_GUIDED),
+    "guided_regex": Unserved(_GUIDED),
+    "guided_choice": Unserved(_GUIDED),
+    "guided_grammar": Unserved(_GUIDED),
+    "guided_decoding_backend": Unserved(_GUIDED),
+    "guided_whitespace_pattern": Unserved(_GUIDED),
     "echo": Unserved("messages are not repeated in the answer", (False,)),
     "suffix": Unserved("text cannot be inserted before a suffix", ("",)),
     "best_of": Unserved("only n choices are sampled, all of them are returned", (1,)),

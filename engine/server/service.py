@@ -12,10 +12,14 @@ from typing import Any
 import msgspec
 
 from penstock.engine.client import AsyncEngine, EngineDead, QueueFull
+from penstock.engine.grammar.check import GrammarCheck
+from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Answering, Call
 from penstock.engine.server.config import ServerConfig
+from penstock.engine.server.formats import Wanted
 from penstock.engine.server.metrics import Metrics
 from penstock.engine.text.room import text_digest
 from penstock.engine.text.template import ChatTemplate
@@ -38,6 +42,8 @@ class Service:
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
+        compiler = Compiler(lambda: Vocabulary.of(tokenizer, engine.info.vocab_size))
+        self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
         self._num_preparing = 0  # sequences admitted but not yet with the engine
         self._answering: set[Answering] = set()
 
@@ -61,6 +67,10 @@ class Service:
 
     def check_sampling(self, params: SamplingParams) -> None:
         params.check(self.info.vocab_size, self.config.max_logprobs)
+
+    async def grammar(self, wanted: Wanted) -> str | None:
+        """The grammar of what a request wants, for `generate`; raises InvalidRequest where there can be none."""
+        return None if wanted.outputs is None else await self._grammars.soon(wanted.outputs, wanted.field)
 
     @contextlib.contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:

@@ -43,6 +43,7 @@ class Tokenizer:
         self.chat_templates = chat_templates or {}  # "default", "tool_use" … → source
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_texts = frozenset(token.content for token in added.values() if token.special)
         self._detokenizer = Detokenizer(backend, self.special_ids)
 
     @property

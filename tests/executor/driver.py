@@ -4,6 +4,7 @@ A `Sequence` owns a slot and its blocks. A test decides what each step computes,
 size, share blocks, preempt, and mix.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,7 +64,7 @@ class Driver:
             )
         )
 
-    def row(self, sequence: Sequence, count: int | None = None, write_from: int = 0) -> Row:
+    def row(self, sequence: Sequence, count: int | None = None, write_from: int = 0, masked: bool = False) -> Row:
         """The next `count` positions (None: all there are); samples when they reach the end of what is known."""
         start = sequence.computed
         count = len(sequence.tokens) - start if count is None else count
@@ -79,16 +80,27 @@ class Driver:
             first_block=first,
             blocks=tuple(sequence.blocks[first:]),
             write_from=write_from,
+            masked=masked,
         )
 
-    def step_unchecked(self, *parts: tuple[Sequence, Row]) -> StepResult:
+    def step_unchecked(
+        self, *parts: tuple[Sequence, Row], masks: Mapping[int, set[int] | None] | None = None
+    ) -> StepResult:
+        """`masks`: what each masked row may sample; None for one that is given no mask."""
         self._step_id += 1
         self.executor.submit(Step(self._step_id, self._admissions, [row for _, row in parts]))
         self._admissions = []
+        if masks is not None:
+            given = {row: tokens for row, tokens in masks.items() if tokens is not None}
+            flags = np.zeros((len(given), -(-self.executor.info.vocab_size // 32) * 32), dtype=bool)
+            for place, tokens in enumerate(given.values()):
+                flags[place, list(tokens)] = True
+            words = np.packbits(flags, axis=1, bitorder="little").view(np.int32)
+            self.executor.set_masks(self._step_id, np.array(list(given), np.int32), words)
         return self.executor.collect()
 
-    def step(self, *parts: tuple[Sequence, Row]) -> StepResult:
-        result = self.step_unchecked(*parts)
+    def step(self, *parts: tuple[Sequence, Row], masks: Mapping[int, set[int] | None] | None = None) -> StepResult:
+        result = self.step_unchecked(*parts, masks=masks)
         assert result.step_id == self._step_id and len(result.tokens) == len(parts)
         for (sequence, row), token in zip(parts, result.tokens, strict=True):
             sequence.computed = row.start + row.count
@@ -97,13 +109,17 @@ class Driver:
                 sequence.tokens.append(token)
         return result
 
-    def advance(self, *sequences: Sequence, chunk: int | None = None) -> StepResult:
+    def advance(
+        self, *sequences: Sequence, chunk: int | None = None, masks: Mapping[int, set[int] | None] | None = None
+    ) -> StepResult:
         """One step in which every sequence computes up to `chunk` of the positions it has left."""
         parts = []
-        for sequence in sequences:
+        for index, sequence in enumerate(sequences):
             left = len(sequence.tokens) - sequence.computed
-            parts.append((sequence, self.row(sequence, left if chunk is None else min(chunk, left))))
-        return self.step(*parts)
+            masked = masks is not None and index in masks
+            row = self.row(sequence, left if chunk is None else min(chunk, left), masked=masked)
+            parts.append((sequence, row))
+        return self.step(*parts, masks=masks)
 
     def generate(self, *sequences: Sequence, count: int, chunk: int | None = None) -> list[list[int]]:
         """Step until every sequence has `count` tokens of output."""

@@ -172,7 +172,9 @@ def test_every_sampling_field_reaches_the_engine(server):
         assert options.get("is_continuation", False) is is_continuation
     assert server.complete(logprobs=3).status_code == 200
     assert last_params(server).logprobs == 3
-    assert set(given) | {"logit_bias", "logprobs", "detokenize"} == set(SamplingParams.__struct_fields__)
+    assert set(given) | {"logit_bias", "logprobs", "detokenize", "structured_outputs"} == set(
+        SamplingParams.__struct_fields__
+    )
 
 
 def test_defaults_are_openai_s_and_an_unasked_length_is_cut_to_the_context(server):

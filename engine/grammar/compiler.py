@@ -1,0 +1,122 @@
+"""Compiles grammars in threads of its own and keeps the last ones, so that a schema used again costs microseconds.
+
+llguidance compiles most schemas in milliseconds with the interpreter's lock released. What a hostile one may cost
+is bounded by `LIMITS`: about a second of one core here, and by recursion as deep as the text is long, for which the
+threads have their large stack (pages that nobody touches cost nothing).
+"""
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from llguidance import LLMatcher, LLParserLimits
+
+from penstock.engine.grammar.matcher import Matcher, shortened
+from penstock.engine.grammar.vocabulary import Vocabulary
+
+NUM_THREADS = 2  # so that one slow grammar does not hold up the others
+STACK_BYTES = 512 << 20  # 20,000 rules in a chain, as many as fit the limit of 256 KiB of text, take a third of it
+MAX_KEPT = 256
+MAX_KEPT_CHARS = 4 << 20  # of all kept sources together; a compiled grammar grows with its source
+LIMITS = LLParserLimits(
+    max_lexer_states=50_000,  # at 1 to 2 KB each
+    step_max_items=20_000,  # a millisecond of one mask
+    step_lexer_fuel=100_000,  # 7 ms of one mask
+    verbose_errors=False,
+)
+
+
+class GrammarRefused(ValueError):
+    """The grammar cannot be compiled; the message is llguidance's."""
+
+
+class Job(NamedTuple):
+    source: str
+    began: Future[None]  # done when a thread takes it up, with the vocabulary at hand
+    result: Future[Matcher]  # a fresh matcher, or GrammarRefused
+
+
+class Compiler:
+    """`load` makes the vocabulary, once, in the first thread that needs it."""
+
+    def __init__(self, load: Callable[[], Vocabulary]) -> None:
+        self._load = load
+        self._vocabulary: Vocabulary | None = None
+        self._loading = threading.Lock()
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # at their start; each use takes a copy
+        self._kept_chars = 0
+        self._lock = threading.Lock()  # over what is kept
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._num_threads = 0
+
+    def cached(self, source: str) -> Matcher | None:
+        """A fresh matcher, if the grammar is known: 10 µs."""
+        with self._lock:
+            known = self._kept.get(source)
+            if known is None or self._vocabulary is None:
+                return None
+            self._kept.move_to_end(source)
+            return Matcher(known.deep_copy(), self._vocabulary)
+
+    def start(self, source: str) -> Job:
+        """Have it compiled. The futures' callbacks run in the compiling thread."""
+        job = Job(source, Future(), Future())
+        if self._num_threads < NUM_THREADS:
+            self._num_threads += 1
+            self._spawn()
+        self._jobs.put(job)
+        return job
+
+    def close(self) -> None:
+        for _ in range(self._num_threads):
+            self._jobs.put(None)
+        self._num_threads = 0
+
+    def check(self) -> None:
+        with self._lock:
+            assert self._kept_chars == sum(map(len, self._kept))
+            assert len(self._kept) <= MAX_KEPT and (self._kept_chars <= MAX_KEPT_CHARS or len(self._kept) == 1)
+
+    def _spawn(self) -> None:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=self._work, name="grammars", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                self._load_once()
+                job.began.set_result(None)
+                job.result.set_result(self.cached(job.source) or self._compile(job.source))
+            except Exception as error:  # the top of this thread; whoever waits is told
+                if not job.began.done():
+                    job.began.set_result(None)
+                job.result.set_exception(error)
+
+    def _load_once(self) -> Vocabulary:
+        with self._loading:
+            if self._vocabulary is None:
+                self._vocabulary = self._load()
+            return self._vocabulary
+
+    def _compile(self, source: str) -> Matcher:
+        vocabulary = self._load_once()
+        backend = LLMatcher(vocabulary.backend, source, log_level=0, limits=LIMITS)
+        if not backend.is_error():
+            backend.compute_bitmask()  # most of the lexer's states are found here, and copies inherit them
+        if backend.is_error():
+            raise GrammarRefused(shortened(backend.get_error()))
+        fresh = backend.deep_copy()
+        with self._lock:
+            if source not in self._kept:
+                self._kept[source] = backend
+                self._kept_chars += len(source)
+            while len(self._kept) > MAX_KEPT or (self._kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1):
+                oldest, _ = self._kept.popitem(last=False)
+                self._kept_chars -= len(oldest)
+        return Matcher(fresh, vocabulary)

@@ -1,0 +1,80 @@
+"""The masks of a step: one bit per token of the vocabulary for every constrained row, filled by threads.
+
+`start` returns at once, so that the forward pass runs meanwhile; `finish` waits. Two buffers take turns: the
+executor may read the one while the other is filled.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLExecutor
+
+from penstock.engine.grammar.matcher import Matcher
+
+MAX_THREADS = 16
+
+
+class Masks(NamedTuple):
+    """Row by row of the step: its index there, and its mask."""
+
+    rows: np.ndarray  # [n] int32
+    bits: np.ndarray  # [n, words] int32, contiguous; token t may be sampled if bit t % 32 of word t // 32 is set
+    ended: list[int]  # rows after which only an end of text may follow; their masks allow all, nobody will look
+    errors: dict[int, str]  # rows whose mask could not be computed within the limits; likewise
+
+
+class MaskFiller:
+    """One step at a time."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._buffers: list[np.ndarray] = []  # made when the vocabulary is known; pages that are not used cost nothing
+        self._ends: np.ndarray | None = None  # [words]: every token but those that end a text
+        self._executor = LLExecutor(max(1, min(MAX_THREADS, os.cpu_count() or 1)))
+        self._thread = ThreadPoolExecutor(1, "masks")
+        self._filling: Future[Masks] | None = None
+
+    def start(self, rows: Sequence[tuple[int, Matcher]]) -> None:
+        """Begin to fill the masks of these rows of the step; no matcher may be touched before `finish`."""
+        assert self._filling is None, "one step at a time"
+        self._filling = self._thread.submit(self.fill, rows)
+
+    def finish(self) -> Masks:
+        assert self._filling is not None
+        filling, self._filling = self._filling, None
+        return filling.result()
+
+    def fill(self, rows: Sequence[tuple[int, Matcher]]) -> Masks:
+        """The same, in this thread."""
+        assert len(rows) <= self._max_rows
+        if not rows:
+            return Masks(np.empty(0, np.int32), np.empty((0, 0), np.int32), [], {})
+        buffer = self._next_buffer(rows[0][1])
+        matchers = [(matcher.backend, place) for place, (_, matcher) in enumerate(rows)]
+        self._executor.unsafe_compute_mask_ptr(matchers, buffer.ctypes.data, buffer.strides[0], len(buffer))
+        bits = buffer[: len(rows)]
+        errors = {}
+        for place, (row, matcher) in enumerate(rows):
+            if matcher.backend.is_error():
+                errors[row] = matcher.error
+                bits[place] = -1
+        going_on = (bits & self._ends).any(axis=1)
+        ended = [rows[place][0] for place in np.flatnonzero(~going_on).tolist()]
+        bits[~going_on] = -1
+        return Masks(np.array([row for row, _ in rows], np.int32), bits, ended, errors)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _next_buffer(self, matcher: Matcher) -> np.ndarray:
+        vocabulary = matcher.vocabulary
+        if not self._buffers:
+            self._buffers = [np.zeros((self._max_rows, vocabulary.num_words), np.int32) for _ in range(2)]
+            ends = np.full(32 * vocabulary.num_words, True)
+            ends[[*vocabulary.eos_ids, *range(vocabulary.size, len(ends))]] = False
+            self._ends = np.packbits(ends, bitorder="little").view(np.int32)
+        self._buffers.reverse()
+        return self._buffers[0]

@@ -1,0 +1,71 @@
+"""From what a request asks for to a grammar that llguidance compiles. Cheap: a look at shape and size, no compiling.
+
+Whitespace between JSON's tokens is bounded (a space, or a line break with its indent). Where it is free, a hot
+model can write blanks until its tokens are used up, and nothing that it wrote is JSON then.
+"""
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher
+
+from penstock.engine.grammar.tags import tags_source
+from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs, check_depth
+
+WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
+
+
+def grammar_source(wanted: StructuredOutputs, special_tokens: Collection[str] = (), field: str | None = None) -> str:
+    """The grammar's text. `special_tokens` are those of the tokenizer, for tags that begin with one; `field` is what
+    the user called the value, if not by its name in `wanted`."""
+    wanted.check(field)
+    kind, field = wanted.kind, field or wanted.field
+    value = getattr(wanted, kind)
+    if kind == "json":
+        return json_source(value, field)
+    if kind == "json_object":
+        return json_source({"type": "object"}, field)
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(value)
+    if kind == "choice":
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, dict.fromkeys(value))))
+    if kind == "grammar":
+        if "::=" in value:
+            raise InvalidRequest(field, "this looks like GBNF or EBNF; a Lark grammar with a rule 'start' is expected")
+        return LLMatcher.grammar_from_lark(value)
+    return LLMatcher.grammar_from_lark(tags_source(parsed(value, field), special_tokens, field))
+
+
+def json_source(schema: str | dict[str, Any] | bool, field: str) -> str:
+    schema = parsed(schema, field) if isinstance(schema, str) else schema
+    if schema is False:
+        raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
+    schema = {} if schema is True else schema
+    if not isinstance(schema, dict):
+        raise InvalidRequest(field, f"{type(schema).__name__} given; a JSON schema is an object, true or false")
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(field, f"the schema cannot be read: {error}") from None
+
+
+def parsed(value: str | dict[str, Any], field: str) -> Any:
+    """JSON that was given as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = msgspec.json.decode(value)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(field, f"not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest(field, "the JSON is nested too deeply") from None
+    if isinstance(found, (dict, list)):
+        check_depth(field, found)
+    return found
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it, which is JSON's way."""
+    return json.dumps(text)

@@ -1,0 +1,67 @@
+"""A tokenizer as llguidance sees it: the bytes that each token adds, which tokens are special, how text is cut.
+
+The bytes are those of our own detokenizer, so what the grammar accepts is what the user reads. Making one takes
+a few hundred milliseconds for a large vocabulary; the `Compiler` does it in its thread, when it is first needed.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from llguidance import LLTokenizer
+
+from penstock.engine.model_files import resolve_model
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
+from penstock.executor.protocol import ExecutorConfig, ModelInfo
+
+NO_END = b"<no end>"  # the name of an id beyond the vocabulary, where the model has no end token
+
+
+class Vocabulary:
+    def __init__(
+        self,
+        tokens: Sequence[bytes],
+        special_ids: Iterable[int],
+        eos_ids: Iterable[int],
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        """tokens: what each id adds to the text, a special one's own name, or nothing for an id without a token."""
+        self.size = len(tokens)
+        self.eos_ids = frozenset(token_id for token_id in eos_ids if token_id < self.size)
+        special, ends, tokens = {*special_ids, *self.eos_ids}, sorted(self.eos_ids), list(tokens)
+        if not ends:  # llguidance needs one: an id that no model samples
+            ends = [self.size]
+            special.add(self.size)
+            tokens.append(NO_END)
+        self.num_words = -(-len(tokens) // 32)  # of 32 bits, in one row of a mask
+        self.backend = LLTokenizer(_Wrapper(tokens, sorted(special), ends[0], encode), len(tokens), ends)  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, size: int) -> "Vocabulary":
+        """`size` is the model's number of logits, which may be more or less than the tokenizer's ids."""
+        num_known = min(size, tokenizer.vocab_size)
+        special = [token_id for token_id in tokenizer.special_ids if token_id < num_known]
+        tokens = [tokenizer.token_bytes(token_id) for token_id in range(num_known)]
+        for token_id in special:
+            tokens[token_id] = (tokenizer.backend.id_to_token(token_id) or "").encode()
+        tokens += [b""] * (size - num_known)
+        return cls(tokens, special, tokenizer.eos_ids, lambda text: tokenizer.encode(text, add_special_tokens=False))
+
+
+def load_vocabulary(config: ExecutorConfig, info: ModelInfo) -> Vocabulary:
+    """That of the model which an executor runs, for a process that has no tokenizer of its own."""
+    return Vocabulary.of(load_tokenizer(resolve_model(config.model, need_weights=False)), info.vocab_size)
+
+
+class _Wrapper:
+    """The attributes that LLTokenizer reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self, tokens: list[bytes], special_token_ids: list[int], eos_token_id: int, encode: Callable[[str], list[int]]
+    ) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = tokens, special_token_ids, eos_token_id
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)

@@ -1,0 +1,175 @@
+"""Compiling in threads: what is kept, what is refused, and that no grammar brings the process down."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from penstock.engine.grammar import check as check_module
+from penstock.engine.grammar import compiler as compiler_module
+from penstock.engine.grammar.check import GrammarCheck
+from penstock.engine.grammar.compiler import Compiler, GrammarRefused
+from penstock.engine.grammar.source import grammar_source
+from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
+from tests.engine.grammar.support import accepts, vocabulary
+
+CHECK = GrammarCheck(Compiler(vocabulary))
+
+
+def any_of(number: int) -> dict:
+    """Each of so many parts needs one of four properties: the product of all is what a grammar would list."""
+    parts = [[f"p{part}_{i}" for i in range(4)] for part in range(number)]
+    return {"allOf": [{"anyOf": [{"properties": {n: {"type": "string"}}, "required": [n]} for n in p]} for p in parts]}
+
+
+def chain(num_chars: int) -> str:
+    """Rules in each other, as deep as the text allows."""
+    count = num_chars // 14
+    return "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(count)) + f'\nr{count}: "x"'
+
+
+BOMBS = {
+    "a product of alternatives": {"json": any_of(6)},
+    "a larger one": {"json": any_of(12)},
+    "repeated repetition": {"regex": "((a{1,200}){1,200}){1,200}"},
+    "many stars": {"regex": "[a-z]*" * 5000},
+    "deep brackets": {"regex": "(" * 100_000 + ")" * 100_000},
+    "deep rules": {"grammar": chain(MAX_GRAMMAR_CHARS - 100)},
+    "deep terminals": {"grammar": chain(MAX_GRAMMAR_CHARS // 2).replace("r", "R").replace("staRt: R0", "start: R0")},
+    "deep references": {
+        "json": {
+            "$defs": {f"a{i}": {"type": "array", "items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(3000)}
+            | {"a3000": {"type": "null"}},
+            "$ref": "#/$defs/a0",
+        }
+    },
+    "a huge enumeration": {"json": {"enum": [f"x{i:06}" for i in range(20_000)]}},
+    "long counts": {"json": {"type": "string", "minLength": 10**6, "maxLength": 10**9}},
+    "states without end": {"regex": "(.*a.{20}|.*b.{20}|.*c.{20})"},
+    "an ambiguous grammar": {"grammar": 'start: e\ne: e e | e e e | "a" | '},
+    "a number with many digits": {"json": {"type": "number", "multipleOf": 1e-12, "minimum": -1e300, "maximum": 1e300}},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bomb_is_refused_or_harmless(name: str) -> None:
+    """Compiled or not: the process lives, the next grammar is served, and the answer is bounded."""
+    try:
+        CHECK.now(StructuredOutputs(**BOMBS[name]))
+    except InvalidRequest as error:
+        assert len(str(error)) < 1000
+        assert error.field == f"structured_outputs.{next(iter(BOMBS[name]))}"
+    assert CHECK.now(StructuredOutputs(regex="a+"))
+
+
+def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    class Slow(Compiler):
+        def _compile(self, source: str):
+            gate.wait(20)
+            return super()._compile(source)
+
+    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 0.05)
+    check = GrammarCheck(Slow(vocabulary))
+    wanted = StructuredOutputs(regex="a")
+    with pytest.raises(InvalidRequest, match=r"structured_outputs.regex: takes longer than 0.05 s"):
+        check.now(wanted)
+    with pytest.raises(InvalidRequest, match=r"some.field: takes longer than 0.05 s"):
+        asyncio.run(check.soon(wanted, "some.field"))
+    gate.set()
+    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 10)
+    assert asyncio.run(check.soon(wanted)) == check.now(wanted) == grammar_source(wanted)
+    check.close()
+
+
+def test_waiting_for_others_and_for_the_vocabulary_does_not_count_against_a_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gate = threading.Event()
+
+    def load():
+        gate.wait(10)
+        return vocabulary()
+
+    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 0.3)
+    check = GrammarCheck(Compiler(load))
+
+    async def ask() -> list[str]:
+        asking = [asyncio.ensure_future(check.soon(StructuredOutputs(regex=f"a{{{n}}}"))) for n in range(1, 6)]
+        await asyncio.sleep(0.5)
+        gate.set()
+        return await asyncio.gather(*asking)
+
+    assert len(asyncio.run(ask())) == 5
+
+
+def test_the_event_loop_goes_on_while_a_grammar_is_compiled() -> None:
+    async def ask() -> int:
+        asking = asyncio.ensure_future(CHECK.soon(StructuredOutputs(json=any_of(5))))
+        ticks = 0
+        while not asking.done():
+            await asyncio.sleep(0)
+            ticks += 1
+        asking.exception()
+        return ticks
+
+    assert asyncio.run(ask()) > 3
+
+
+def test_a_client_that_leaves_while_its_grammar_compiles_disturbs_nobody() -> None:
+    async def ask() -> str:
+        leaving = [asyncio.ensure_future(CHECK.soon(StructuredOutputs(regex=f"b{{{n}}}"))) for n in range(1, 9)]
+        await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        await asyncio.gather(*leaving, return_exceptions=True)
+        return await CHECK.soon(StructuredOutputs(regex="b{9}"))
+
+    assert asyncio.run(ask())
+
+
+def test_what_was_compiled_is_kept_and_every_user_gets_a_matcher_of_its_own() -> None:
+    compiler = Compiler(vocabulary)
+    source = grammar_source(StructuredOutputs(regex="ab"))
+    assert compiler.cached(source) is None
+    first = compiler.start(source).result.result(10)
+    second = compiler.cached(source)
+    assert second is not None and accepts(first, "ab") and accepts(second, "ab")
+    compiler.close()
+
+
+def test_the_least_recently_used_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_KEPT", 3)
+    compiler = Compiler(vocabulary)
+    sources = [grammar_source(StructuredOutputs(regex=f"a{{{n}}}")) for n in range(5)]
+    for source in sources[:3]:
+        compiler.start(source).result.result(10)
+    assert compiler.cached(sources[0]) is not None
+    for source in sources[3:]:
+        compiler.start(source).result.result(10)
+        compiler.check()
+    assert [compiler.cached(source) is not None for source in sources] == [True, False, False, True, True]
+    monkeypatch.setattr(compiler_module, "MAX_KEPT_CHARS", 150)
+    compiler.start(grammar_source(StructuredOutputs(regex="b" * 200))).result.result(10)
+    compiler.check()
+    assert len(compiler._kept) == 1
+
+
+def test_threads_end_when_the_compiler_is_closed() -> None:
+    before = threading.active_count()
+    compiler = Compiler(vocabulary)
+    for regex in "abc":
+        compiler.start(grammar_source(StructuredOutputs(regex=regex))).result.result(10)
+    assert threading.active_count() == before + compiler_module.NUM_THREADS
+    compiler.close()
+    deadline_s = time.monotonic() + 10
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_refusal_carries_llguidance_s_own_words() -> None:
+    with pytest.raises(GrammarRefused, match="Invalid type: objct"):
+        CHECK._compiler.start(grammar_source(StructuredOutputs(json={"type": "objct"}))).result.result(10)

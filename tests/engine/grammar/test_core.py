@@ -1,0 +1,185 @@
+"""Constrained requests in the engine core, over the oracle executor: waiting for grammars, masks, ends, preemption."""
+
+import random
+import threading
+
+import pytest
+
+from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.sampling_params import StructuredOutputs
+from penstock.executor.protocol import Sampling
+from tests.engine.grammar.support import COMPILER, EOS, Core, random_request, submit, text_of, vocabulary
+
+DIGITS = StructuredOutputs(regex="[0-9]{3,5}")
+LETTERS = StructuredOutputs(regex="[a-z]{30}")
+PLAIN = Sampling(temperature=0.0, stop_ids=(EOS,))
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_answers_keep_to_their_grammars_and_do_not_depend_on_who_else_runs(seed: int, max_in_flight: int) -> None:
+    rng = random.Random(seed)
+    is_scarce = seed < 3
+    world = Core(num_blocks=34 if is_scarce else 400, max_in_flight=max_in_flight, max_num_seqs=8 if is_scarce else 2)
+    requests = [random_request(rng, number) for number in range(40)]
+    waiting = list(requests)
+    aborted = set()
+    while waiting or world.core.has_work():
+        if waiting and rng.random() < 0.5:
+            world.submit(waiting.pop()[0])
+        if rng.random() < 0.03 and world.outputs:
+            name = rng.choice(list(world.outputs))
+            if not world.outputs[name] or world.last(name).finish_reason is None:
+                aborted.add(name)
+                world.abort(name)
+        world.step()
+    assert len(world.core.scheduler.held) == 0
+    num_complete = 0
+    for message, pattern in requests:
+        name = message.request_id
+        if name in aborted:
+            assert world.last(name).finish_reason == "abort"
+            continue
+        quiet = Core(max_in_flight=1)
+        quiet.submit(message)
+        quiet.run()
+        assert world.tokens(name) == quiet.tokens(name)
+        assert world.last(name).finish_reason == quiet.last(name).finish_reason
+        if pattern is not None and world.last(name).finish_reason == "stop":
+            assert pattern.fullmatch(text_of(world.tokens(name)))
+            num_complete += 1
+    assert num_complete > 5
+    assert (world.core.stats().num_preemptions > 0) == is_scarce
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_complete_answer_stops_without_an_end_token(max_in_flight: int) -> None:
+    world = Core(max_in_flight=max_in_flight)
+    world.submit(submit("a", [1, 2], StructuredOutputs(choice=["exactly this"])))
+    world.run()
+    assert text_of(world.tokens("a")) == "exactly this" and EOS not in world.tokens("a")
+    assert world.last("a").finish_reason == "stop" and world.last("a").stop_token is None
+
+
+def test_an_end_token_that_the_grammar_allows_ends_the_answer_even_if_ends_are_ignored() -> None:
+    ends = set()
+    for seed in range(20):
+        world = Core()
+        sampling = Sampling(temperature=1.0, seed=seed)  # no stop ids: ignore_eos
+        world.submit(submit("a", [1, 2], StructuredOutputs(regex="[ab]+"), 60, sampling=sampling))
+        world.run()
+        ends.add((world.last("a").finish_reason, world.last("a").stop_token))
+        assert EOS not in world.tokens("a")[:-1]
+    assert ("stop", EOS) in ends
+
+
+def test_min_tokens_holds_an_end_back_while_the_grammar_can_go_on_and_no_longer() -> None:
+    sampling = Sampling(temperature=0.0, stop_ids=(EOS,), min_tokens=8)
+    world = Core()
+    world.submit(submit("a", [1, 2], StructuredOutputs(regex="[ab]+"), 30, sampling=sampling))
+    world.submit(submit("b", [3], StructuredOutputs(regex="[ab]{1,4}"), 30, sampling=sampling))
+    # Ends at once when only an end may follow, though the lexer learns that late.
+    world.submit(
+        submit("c", [3], StructuredOutputs(grammar='start: "k" TAIL?\nTAIL: /z/ & /y/'), 30, sampling=sampling)
+    )
+    world.run()
+    assert len(world.tokens("a")) >= 8
+    assert len(world.tokens("b")) == 4 and world.last("b").finish_reason == "stop"
+    assert text_of(world.tokens("c")) == "k" and world.last("c").finish_reason == "stop"
+
+
+def test_a_length_cuts_an_answer_short_and_a_stop_id_of_the_user_ends_it() -> None:
+    world = Core()
+    world.submit(submit("a", [1, 2], LETTERS, 7))
+    world.submit(submit("b", [1, 2], LETTERS, 40, sampling=Sampling(temperature=0.0, stop_ids=tuple(range(97, 123)))))
+    world.run()
+    assert (len(world.tokens("a")), world.last("a").finish_reason) == (7, "length")
+    assert len(world.tokens("b")) == 1 and world.last("b").stop_token == world.tokens("b")[0]
+
+
+def test_a_request_waits_for_its_grammar_while_others_run() -> None:
+    gate = threading.Event()
+
+    def load():
+        gate.wait(10)
+        return vocabulary()
+
+    world = Core(compiler=Compiler(load))
+    world.submit(submit("slow", [1, 2, 3], DIGITS))
+    world.submit(submit("aborted", [1, 2, 3], DIGITS))
+    world.submit(submit("free", [4, 5, 6], None, 5))
+    assert world.core.stats().num_waiting == 3
+    while world.last_reason("free") is None:
+        world.step()
+    assert world.outputs["slow"] == [] and list(world.core.scheduler.held)
+    world.abort("aborted")
+    gate.set()
+    world.run()
+    assert world.last("aborted").finish_reason == "abort"
+    assert text_of(world.tokens("slow")).isdigit() and world.last("slow").finish_reason == "stop"
+
+
+def test_a_grammar_that_fails_in_the_core_fails_its_request_alone() -> None:
+    world = Core()
+    good, bad = submit("good", [1], DIGITS), submit("bad", [2], StructuredOutputs(regex="("))
+    world.submit(bad)
+    world.submit(good)
+    world.run()
+    assert world.last("bad").finish_reason == "error" and "unclosed group" in world.last("bad").error
+    assert world.last("good").finish_reason == "stop"
+
+
+def test_a_grammar_that_costs_too_much_in_the_middle_fails_its_request_alone() -> None:
+    properties = {f"p{number}": {"type": "string"} for number in range(3000)}  # any of them may come next
+    world = Core()
+    world.submit(submit("bad", [2], StructuredOutputs(json={"type": "object", "properties": properties})))
+    world.submit(submit("good", [1], LETTERS))
+    world.run()
+    assert world.last("bad").finish_reason == "error" and "grammar" in world.last("bad").error
+    assert world.last("good").finish_reason == "stop"
+
+
+def test_a_vocabulary_that_cannot_be_loaded_fails_constrained_requests_and_no_others() -> None:
+    def load():
+        raise OSError("no such file")
+
+    world = Core(compiler=Compiler(load))
+    world.submit(submit("a", [1], DIGITS))
+    world.submit(submit("b", [1], None, 3))
+    world.run()
+    assert "OSError: no such file" in world.last("a").error
+    assert world.last("b").finish_reason == "length"
+
+
+def test_a_core_without_a_tokenizer_says_so() -> None:
+    world = Core(compiler=None)
+    world.submit(submit("a", [1], DIGITS))
+    assert world.last("a").finish_reason == "error" and "no tokenizer" in world.last("a").error
+
+
+def test_a_new_request_with_the_id_of_an_aborted_one_does_not_get_its_grammar() -> None:
+    gate = threading.Event()
+
+    def load():
+        gate.wait(10)
+        return vocabulary()
+
+    world = Core(compiler=Compiler(load))
+    world.submit(submit("a", [1], DIGITS))
+    world.abort("a")
+    world.submit(submit("a", [1], StructuredOutputs(choice=["other"])))
+    gate.set()
+    world.run()
+    assert text_of(world.tokens("a")) == "other"
+
+
+def test_log_probabilities_come_with_every_token() -> None:
+    world = Core()
+    world.submit(submit("a", [1], DIGITS, sampling=Sampling(temperature=0.0, stop_ids=(EOS,), logprobs=2)))
+    world.run()
+    found = [entry for output in world.outputs["a"] for entry in output.logprobs or ()]
+    assert [entry.ids[0] for entry in found] == world.tokens("a")
+
+
+def test_the_shared_compiler_holds_its_invariants() -> None:
+    COMPILER.check()

