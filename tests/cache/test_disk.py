@@ -1,0 +1,214 @@
+"""The disk tier as its callers see it."""
+
+import os
+import select
+import stat
+from pathlib import Path
+
+import pytest
+
+from penstock.cache.tiers.directory import DirectoryInUse
+from penstock.cache.tiers.disk import DiskTier, Limits
+from penstock.cache.tiers.record import slot_bytes
+from tests.cache.disk_rig import CHUNK, Rig, capacity_for, key_of, payload_of, start_python
+
+
+def du(path: Path) -> int:
+    return sum(entry.lstat().st_blocks * 512 for entry in [path, *path.rglob("*")])
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 4096, 8000, 65536])
+def test_what_was_stored_comes_back_whatever_its_size(tmp_path: Path, chunk: int) -> None:
+    with Rig(tmp_path, chunk=chunk) as rig:
+        assert rig.store(*range(5)) == 5
+        assert rig.hits(*range(5)) == 5
+        rig.tier.check()
+        assert rig.load("never stored") is None
+
+
+def test_a_buffer_that_is_not_aligned_goes_through_a_copy(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        unaligned = memoryview(bytearray(CHUNK + 1))[1:]
+        unaligned[:] = payload_of("a")
+        assert rig.tier.put(key_of("a"), unaligned)
+        rig.wait()
+        unaligned[:] = bytes(CHUNK)
+        ticket = rig.tier.start_load(key_of("a"), unaligned)
+        [completion] = rig.wait()
+        assert completion.ok and completion.ticket == ticket
+        assert bytes(unaligned) == payload_of("a")
+
+
+def test_a_key_is_stored_once(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        assert rig.store("a") == 1
+        assert not rig.tier.put(key_of("a"), rig.buffer(payload_of("a")))
+        assert rig.tier.poll() == []
+
+
+def test_a_restart_finds_everything_that_was_stored(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.store(*range(12))
+    with Rig(tmp_path) as rig:
+        assert set(rig.tier.changes()[0]) == {key_of(name) for name in range(12)} == set(rig.tier.keys())
+        assert rig.hits(*range(12)) == 12
+        rig.tier.check()
+
+
+def test_the_oldest_give_way_and_the_tail_of_a_chain_goes_before_its_head(tmp_path: Path) -> None:
+    with Rig(tmp_path, slots=16) as rig:
+        rig.store(*range(rig.tier.stats()["slots"]))
+        rig.tier.changes()
+        rig.tier.touch([key_of(name) for name in (0, 1, 2)])
+        rig.store("new")
+        assert rig.tier.changes()[1] != []
+        assert rig.hits(0, 1, 2) == 3
+        rig.tier.check()
+
+
+def test_what_a_full_disk_evicts_is_told(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        slots = rig.tier.stats()["slots"]
+        known: set[bytes] = set()
+        for name in range(3 * slots):
+            rig.store(name)
+            found, lost = rig.tier.changes()
+            assert known.isdisjoint(found) and known.union(found).issuperset(lost)
+            known = known.union(found) - set(lost)
+            assert known == set(rig.tier.keys())
+        assert len(known) == slots
+
+
+def test_du_never_exceeds_the_capacity(tmp_path: Path) -> None:
+    capacity = capacity_for(64)
+    with Rig(tmp_path / "disk", slots=64, limits=Limits(slab_bytes=10 * slot_bytes(CHUNK))) as rig:
+        for name in range(200):
+            rig.store(name)
+            assert du(tmp_path / "disk") - 4096 <= capacity  # the directory above holds other namespaces too
+    assert du(tmp_path / "disk") - 4096 <= capacity
+
+
+def test_a_smaller_capacity_gives_room_back_and_a_larger_one_loses_nothing(tmp_path: Path) -> None:
+    limits = Limits(slab_bytes=10 * slot_bytes(CHUNK))
+    with Rig(tmp_path, slots=64, limits=limits) as rig:
+        rig.store(*range(64))
+    with Rig(tmp_path, slots=15, limits=limits) as rig:
+        assert du(tmp_path) - 4096 <= capacity_for(15)
+        assert len(rig.tier) == rig.hits(*range(64)) >= 15
+        rig.tier.check()
+    with Rig(tmp_path, slots=64, limits=limits) as rig:
+        assert rig.hits(*range(64)) >= 15
+        rig.store(*range(64))
+        assert rig.hits(*range(64)) == 64
+        rig.tier.check()
+
+
+def test_another_fingerprint_or_chunk_size_sees_nothing_of_it(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.store("a")
+    with Rig(tmp_path, fingerprint=b"other") as rig:
+        assert len(rig.tier) == 0 and rig.load("a") is None
+    with Rig(tmp_path, chunk=CHUNK + 1) as rig:
+        assert len(rig.tier) == 0
+    with Rig(tmp_path) as rig:
+        assert rig.hits("a") == 1
+
+
+def test_a_second_opener_is_told_who_is_first(tmp_path: Path) -> None:
+    with Rig(tmp_path), pytest.raises(DirectoryInUse, match=f"is in use by process {os.getpid()}"):
+        Rig(tmp_path)
+    Rig(tmp_path).close()
+
+
+def test_the_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from tests.cache.disk_rig import Rig\n"
+        "rig = Rig(Path(sys.argv[1])); rig.store('a'); os.kill(os.getpid(), 9)"
+    )
+    with start_python(code, tmp_path) as process:
+        process.communicate(timeout=60)
+    assert process.returncode == -9
+    with Rig(tmp_path) as rig:
+        rig.finish_scan()
+        assert rig.hits("a") == 1
+
+
+def test_directories_and_files_are_ours_alone(tmp_path: Path) -> None:
+    with Rig(tmp_path / "disk") as rig:
+        rig.store("a")
+        for path in [tmp_path / "disk", *(tmp_path / "disk").rglob("*")]:
+            expected = 0o700 if path.is_dir() else 0o600
+            assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+@pytest.mark.parametrize("name", ["slab-000000", "index.tmp", "journal", "lock", "probe"])
+def test_a_symbolic_link_in_the_directory_is_not_followed(tmp_path: Path, name: str) -> None:
+    with Rig(tmp_path) as rig:
+        folder = Path(rig.tier.directory)
+    (folder / name).unlink(missing_ok=True)
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"mine")
+    (folder / name).symlink_to(victim)
+    try:
+        with Rig(tmp_path) as rig:
+            rig.store("a")
+            rig.tier.flush()
+    except OSError:
+        pass
+    assert victim.read_bytes() == b"mine"
+
+
+def test_a_pinned_record_stays_until_it_is_unpinned(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        slots = rig.tier.stats()["slots"]
+        rig.store("kept")
+        assert rig.tier.pin(key_of("kept")) and not rig.tier.pin(key_of("absent"))
+        rig.store(*range(2 * slots))
+        assert rig.hits("kept") == 1
+        rig.tier.unpin(key_of("kept"))
+        rig.store(*range(2 * slots, 4 * slots))
+        assert not rig.tier.contains(key_of("kept"))
+        rig.tier.check()
+
+
+def test_closing_ends_every_store_and_load_exactly_once(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, slots=64)
+    rig.store(*range(10))
+    expected = {("store", key_of(name)) for name in range(10, 40) if rig.tier.put(key_of(name), rig.buffer())}
+    expected |= {("load", key_of(name)) for name in range(10) if rig.tier.start_load(key_of(name), rig.buffer())}
+    rig.close()
+    ended = [(completion.kind, completion.key) for completion in rig.tier.poll()]
+    assert len(ended) == len(expected) == len(set(ended)) and set(ended) == expected
+    assert rig.tier.start_load(key_of(0), rig.buffer()) is None
+    assert not rig.tier.put(key_of("late"), rig.buffer())
+    rig.close()
+
+
+@pytest.mark.parametrize(
+    ("capacity", "chunk", "says"),
+    [(1000, CHUNK, "capacity_bytes: 1000 given"), (2**30, 0, "chunk_bytes: 0 given"), (2**40, 2**31, "chunk_bytes")],
+)
+def test_sizes_that_cannot_work_are_named(tmp_path: Path, capacity: int, chunk: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        DiskTier(tmp_path, capacity_bytes=capacity, chunk_bytes=chunk, fingerprint=b"")
+
+
+def test_wrong_keys_and_buffers_are_named(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        with pytest.raises(ValueError, match="key: 3 bytes given; 32 are expected"):
+            rig.tier.put(b"abc", rig.buffer())
+        with pytest.raises(ValueError, match="buffer: 5 bytes given; a chunk has 8000"):
+            rig.tier.put(key_of("a"), bytes(5))
+        rig.store("a")
+        with pytest.raises(ValueError, match="out: a buffer that can be written to"):
+            rig.tier.start_load(key_of("a"), bytes(CHUNK))
+
+
+def test_a_waiting_thread_is_woken_by_a_completion(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        rig.tier.fileno()
+        rig.tier.poll()
+        assert select.select([rig.tier], [], [], 0)[0] == []
+        rig.tier.put(key_of("a"), rig.buffer())
+        assert select.select([rig.tier], [], [], 30)[0] == [rig.tier]
+        rig.wait()
