@@ -1,0 +1,35 @@
+/* The ring's shared words, its waiting and its copies (executor/ring.py, which draws the layout and keeps the order of
+ * calls). Linux only: elsewhere penstock_ring_wait sleeps in short naps. Addresses are integers. */
+
+/* One cache line in shared memory: the writer's, the one where the writer waits for room, and one per reader. */
+struct penstock_ring_line {
+    uint64_t count;    /* messages published by the writer, or finished by a reader; only its owner stores it */
+    uint64_t busy;     /* the message, from 1, that the owner is at; 0: none. For error messages alone */
+    uint32_t bell;     /* what sleepers sleep on */
+    uint32_t sleepers; /* how many might; too high after a crash, which costs a system call per message */
+    uint32_t state;    /* of the owner, see executor/ring_memory.py */
+    uint32_t pid;
+    uint64_t start;    /* when the process started: a process id alone may be given out again */
+    uint64_t unused[3];
+};
+
+/* Store `count` into line `owner`, after everything stored before, and wake whoever sleeps on `bell`. */
+void penstock_ring_post(uintptr_t lines, int owner, int bell, uint64_t count);
+uint64_t penstock_ring_count(uintptr_t lines, int owner);
+
+/* Until `number` lines from `first` on count at least `target`: spin, then sleep on `bell`. 0: they do, 1: they do and
+ * it had to sleep, -1: not in this time, or cancelled, or a signal came. `naps`: yield the core while spinning. */
+int penstock_ring_wait(uintptr_t lines, int bell, int first, int number, uint64_t target, uint64_t spin_ns,
+                       uint64_t sleep_ns, int naps, const int *cancelled);
+void penstock_ring_wake(uintptr_t lines, int bell);
+
+/* Change a line's state if it is `from`; returns what it was. */
+uint32_t penstock_ring_change(uintptr_t lines, int owner, uint32_t from, uint32_t to);
+
+/* Copy `size` bytes and zeros up to the next multiple of 64, adding them to the sum of 16 words, which starts as zeros.
+ * The same bytes in other pieces have the same sum, as long as every piece but the last is a multiple of 64. */
+void penstock_ring_put(uintptr_t to, const uint8_t *from, size_t size, uint64_t *sum);
+uint64_t penstock_ring_digest(const uint64_t *sum);
+
+/* The digest of `size` bytes, a multiple of 64, while they are copied to `to`; 0: not copied. */
+uint64_t penstock_ring_take(uintptr_t to, uintptr_t from, size_t size);

@@ -1,0 +1,416 @@
+"""One writer tells N readers on the same machine everything in the same order, through shared memory.
+
+The engine core tells its workers their steps with it. An object is pickled with its arrays beside it (ring_frames.py)
+and lies in memory that all have mapped (ring_memory.py); an array is copied once on the way in, and once on the way
+out or, borrowed, not at all.
+
+    line WRITER    count: messages published · pid, start · bell: where readers sleep
+    line ROOM      bell: where the writer sleeps until readers have finished
+    line reader r  count: messages finished · busy: the one it is at · pid, start
+    ───────────────────────────────────────────────────────────────────────────────────── only the writer writes below
+    slot 0         header 64 bytes: number · area · sizes · sums of head and buffers · CRC of all this
+                   head: a length per buffer, the pickle   (padded to 64 bytes, so are the buffers)
+                   buffer 0 · buffer 1 · …
+    slot 1         …
+    spill 0, 1     head and buffers of a message that is larger than a slot; its header lies in a slot as ever.
+                   Addresses for 1 GiB each, memory only as messages have needed it
+
+Message n lies in slot (n - 1) mod slots. It is written when every reader has finished message n - slots, then the
+writer's count becomes n, one store: whoever dies before it has sent nothing, whoever dies after it has sent all. A
+reader's count likewise. Counts only grow and each has one owner, so no crash leaves a lock held or a slot half owned;
+csrc/ring.c says what orders the stores. `send` returns when the last byte is copied, on every path: what was sent may
+be overwritten at once.
+
+Pickle runs code, so a ring is for a parent and the workers of its own user that it has given the handle; the memory has
+no name that others could open, and a reader cannot write messages. Sums reject what a stray write or a flipped bit has
+changed, before the unpickler sees it; they are no defence against an enemy within.
+"""
+
+import contextlib
+import os
+import pickle
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from penstock._csrc import ffi, lib
+from penstock.executor.ring_frames import OUT_OF_BAND_BYTES, Buffer, Encoded
+from penstock.executor.ring_memory import (
+    ATTACHED,
+    FIRST_READER,
+    LEFT,
+    LINE,
+    MAX_MESSAGE_BYTES,
+    MAX_READERS,
+    MAX_SLOTS,
+    NUM_SPILLS,
+    ROOM,
+    WRITER,
+    Handle,
+    Segment,
+    padded,
+)  # fmt: skip
+
+CHECK_S = 0.25  # how often whoever waits looks whether the others live
+LONGEST_SPIN_NS = 1_000_000  # while messages come close together
+SHORTEST_SPIN_NS = 20_000  # once they do not: about what falling asleep and waking up costs
+CLOSE_WAIT_S = 1.0  # for the thread that close() has interrupted
+
+# number, area (0: the slot, else 1 + spill), bytes of pickle, buffers, bytes of buffers, sum of head, sum of buffers
+_HEADER = struct.Struct("<7Q")
+_CRC = struct.Struct("<Q")
+
+
+class RingClosed(ConnectionError):
+    """This end was closed, or the other one in good order."""
+
+
+class RingDamaged(ConnectionError):
+    """A message was changed on its way; it is skipped."""
+
+
+class PeerDied(ConnectionError):
+    """The process at the other end is gone. `rank` is the reader's number, None for the writer."""
+
+    def __init__(self, message: str, rank: int | None) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class MessageQueue:
+    """One end of the ring: the writer's from `create`, a reader's from `attach`. Any thread may call, one at a time."""
+
+    def __init__(self, segment: Segment, reader: int | None, out_of_band_bytes: int = OUT_OF_BAND_BYTES) -> None:
+        self._segment, self._reader = segment, reader
+        self._line = WRITER if reader is None else FIRST_READER + reader
+        self._out_of_band_bytes = out_of_band_bytes
+        self._count = 0  # messages that this end has sent or finished
+        self._lock = threading.RLock()
+        self._is_borrowed = False
+        self._closed = ffi.new("int *")  # read by the C code while it waits
+        self._spilled = [0] * NUM_SPILLS  # the last message that lay in each
+        self._checked_s = time.monotonic()
+        self._is_crowded = segment.handle.num_readers + 1 > len(os.sched_getaffinity(0))
+        self._spin_ns = SHORTEST_SPIN_NS
+
+    @classmethod
+    def create(
+        cls, num_readers: int, *, slots: int, slot_bytes: int, out_of_band_bytes: int = OUT_OF_BAND_BYTES
+    ) -> "MessageQueue":
+        _limit("num_readers", num_readers, MAX_READERS)
+        _limit("slots", slots, MAX_SLOTS)
+        _limit("slot_bytes", slot_bytes, MAX_MESSAGE_BYTES)
+        return cls(Segment.create(num_readers, slots, slot_bytes), None, out_of_band_bytes)
+
+    @classmethod
+    def attach(cls, handle: Handle, reader: int) -> "MessageQueue":
+        """Messages that were sent before are there; each reader's number can be taken once."""
+        if not 0 <= reader < handle.num_readers:
+            raise ValueError(f"reader: {reader} given, the ring has readers 0 to {handle.num_readers - 1}")
+        segment = Segment.attach(handle)
+        if not segment.claim(FIRST_READER + reader):
+            owner = segment.owner(FIRST_READER + reader)
+            segment.close()
+            raise ValueError(f"reader: {reader} is or was process {owner.pid} already")
+        return cls(segment, reader)
+
+    def handle(self) -> Handle:
+        return self._segment.handle
+
+    @staticmethod
+    def unpack_handle(packed: bytes) -> Handle:
+        return msgspec.msgpack.decode(packed, type=Handle)
+
+    def send(self, obj: Any, timeout_s: float | None = None) -> None:
+        """Waits for a slot if all are still being read. Everything is copied when it returns."""
+        assert self._reader is None, "readers do not send"
+        deadline_s = _deadline(timeout_s)
+        message = Encoded(obj, self._out_of_band_bytes)
+        with self._turn(deadline_s, timeout_s):
+            number = self._count + 1
+            if time.monotonic() - self._checked_s > CHECK_S:
+                self._check_readers()
+            self._write(message, number, deadline_s, timeout_s)
+            self._count = number
+            lib.penstock_ring_post(self._segment.lines, WRITER, WRITER, number)
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        """The next message. Arrays own their memory; those of one message share one piece of it."""
+        with self._message(timeout_s) as (head, sizes, start, buffers_sum):
+            total = sum(map(padded, sizes))
+            owned = np.empty(total, np.uint8)
+            if lib.penstock_ring_take(owned.ctypes.data, self._segment.base + start, total) != buffers_sum:
+                raise self._damaged("its buffers")
+            return pickle.loads(head, buffers=_cut(owned.data, 0, sizes))
+
+    @contextlib.contextmanager
+    def borrow(self, timeout_s: float | None = None) -> Iterator[Any]:
+        """The next message, its arrays lying in the ring, read-only. They must not be touched after the block."""
+        with self._message(timeout_s) as (head, sizes, start, buffers_sum):
+            total = sum(map(padded, sizes))
+            if lib.penstock_ring_take(0, self._segment.base + start, total) != buffers_sum:
+                raise self._damaged("its buffers")
+            yield pickle.loads(head, buffers=_cut(self._segment.data.toreadonly(), start, sizes))
+
+    def close(self) -> None:
+        """Ends every call that waits in another thread of this process. Readers still get what was sent before."""
+        if self._closed[0]:
+            return
+        self._closed[0] = 1
+        self._segment.leave(self._line)
+        for bell in (WRITER, ROOM):
+            lib.penstock_ring_wake(self._segment.lines, bell)
+        if self._lock.acquire(timeout=CLOSE_WAIT_S):
+            self._lock.release()
+            self._segment.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """What must hold at any time, whatever the others are doing."""
+        handle = self._segment.handle
+        done = [self._segment.count(FIRST_READER + reader) for reader in range(handle.num_readers)]
+        sent = self._segment.count(WRITER)
+        assert max(done) <= sent, f"a reader has finished {max(done)} of {sent} messages"
+        if self._reader is None:
+            assert sent == self._count and sent - min(done) <= handle.slots, (sent, self._count, done)
+            assert all(spilled <= sent for spilled in self._spilled), (self._spilled, sent)
+        else:
+            assert done[self._reader] == self._count, (done, self._count)
+
+    def _write(self, message: Encoded, number: int, deadline_s: float | None, timeout_s: float | None) -> None:
+        segment = self._segment
+        table = np.array([buffer.nbytes for buffer in message.buffers], "<u8").tobytes()
+        body_bytes = sum(map(_nbytes, message.pieces))
+        buffers_bytes = sum(padded(buffer.nbytes) for buffer in message.buffers)
+        size = padded(len(table) + body_bytes) + buffers_bytes
+        if size > MAX_MESSAGE_BYTES:
+            raise ValueError(f"message: {size} bytes given, at most {MAX_MESSAGE_BYTES} can be sent")
+        room, spill = number - segment.handle.slots, None
+        if size > segment.stride - LINE:
+            spill = min(range(NUM_SPILLS), key=self._spilled.__getitem__)
+            room = max(room, self._spilled[spill])
+        self._wait(ROOM, FIRST_READER, segment.handle.num_readers, room, deadline_s, timeout_s)
+        segment.set_busy(WRITER, number)
+        start = segment.slot(number) + LINE
+        if spill is not None:
+            segment.commit_spill(spill, size)
+            self._spilled[spill], start = number, segment.spill(spill)
+        self._shrink_spills(spill)
+        at, head_sum = _put(segment.base + start, [table, *message.pieces])
+        _, buffers_sum = _put_apart(at, message.buffers)
+        area = 0 if spill is None else 1 + spill
+        fields = (number, area, body_bytes, len(message.buffers), buffers_bytes, head_sum, buffers_sum)
+        header = _HEADER.pack(*fields)
+        segment.data[segment.slot(number) : segment.slot(number) + LINE] = header + _CRC.pack(zlib.crc32(header))
+        segment.set_busy(WRITER, 0)
+
+    def _shrink_spills(self, in_use: int | None) -> None:
+        """A huge message is rare; its memory goes back once it has been read."""
+        for spill in self._segment.large_spills():
+            readers = range(FIRST_READER, FIRST_READER + self._segment.handle.num_readers)
+            if spill != in_use and min(map(self._segment.count, readers)) >= self._spilled[spill]:
+                self._segment.shrink_spill(spill)
+
+    @contextlib.contextmanager
+    def _message(self, timeout_s: float | None) -> Iterator[tuple[memoryview, list[int], int, int]]:
+        """The next message's pickle, verified, and its buffers' sizes, place and sum; finished after the block."""
+        assert self._reader is not None, "the writer does not receive"
+        deadline_s = _deadline(timeout_s)
+        with self._turn(deadline_s, timeout_s):
+            assert not self._is_borrowed, "the message before is still borrowed"
+            number = self._count + 1
+            self._wait(WRITER, WRITER, 1, number, deadline_s, timeout_s)
+            self._segment.set_busy(self._line, number)
+            self._is_borrowed = True
+            try:
+                yield self._read(number)
+            finally:  # also when it was damaged or could not be unpickled: the slot must come free
+                self._is_borrowed = False
+                self._count = number
+                self._segment.set_busy(self._line, 0)
+                lib.penstock_ring_post(self._segment.lines, self._line, ROOM, number)
+
+    def _read(self, number: int) -> tuple[memoryview, list[int], int, int]:
+        segment, slot = self._segment, self._segment.slot(number)
+        header = segment.data[slot : slot + LINE]
+        if zlib.crc32(header[: _HEADER.size]) != _CRC.unpack_from(header, _HEADER.size)[0]:
+            raise self._damaged("its header")
+        found, area, body_bytes, num_buffers, buffers_bytes, head_sum, buffers_sum = _HEADER.unpack_from(header)
+        head_bytes = padded(8 * num_buffers + body_bytes)
+        limit = segment.stride - LINE if area == 0 else MAX_MESSAGE_BYTES
+        if found != number or area > NUM_SPILLS or head_bytes + buffers_bytes > limit:
+            raise self._damaged(f"its header is that of message {found}")
+        start = slot + LINE if area == 0 else segment.spill(area - 1)
+        if lib.penstock_ring_take(0, segment.base + start, head_bytes) != head_sum:
+            raise self._damaged("its pickle")
+        body = start + 8 * num_buffers
+        sizes = np.frombuffer(segment.data, "<u8", num_buffers, start).tolist() if num_buffers else []
+        return segment.data[body : body + body_bytes], sizes, start + head_bytes, buffers_sum
+
+    def _damaged(self, what: str) -> RingDamaged:
+        who = "" if self._reader is None else f"reader {self._reader}: "
+        return RingDamaged(f"{who}message {self._count + 1} was changed on its way: {what}")
+
+    @contextlib.contextmanager
+    def _turn(self, deadline_s: float | None, timeout_s: float | None) -> Iterator[None]:
+        """One thread at a time, and none once the ring is closed."""
+        while not self._lock.acquire(timeout=CHECK_S if deadline_s is None else max(0.0, _left(deadline_s))):
+            if self._closed[0]:
+                break
+            if deadline_s is not None:
+                raise TimeoutError(f"another thread kept this end of the ring for {timeout_s} s")
+        else:
+            try:
+                self._refuse_closed()
+                yield
+            finally:
+                self._lock.release()
+            return
+        self._refuse_closed()
+
+    def _refuse_closed(self) -> None:
+        if self._closed[0]:
+            raise RingClosed("the ring was closed at this end")
+
+    def _wait(
+        self, bell: int, first: int, number: int, target: int, deadline_s: float | None, timeout_s: float | None
+    ) -> None:
+        """Until `number` lines from `first` on count `target`."""
+        if target <= 0:
+            return
+        while True:
+            left_s = CHECK_S if deadline_s is None else min(CHECK_S, max(0.0, _left(deadline_s)))
+            spin_ns = min(self._spin_ns, int(left_s * 1e9))
+            found = lib.penstock_ring_wait(
+                self._segment.lines, bell, first, number, target, spin_ns, int(left_s * 1e9) - spin_ns,
+                self._is_crowded, self._closed,
+            )  # fmt: skip
+            self._refuse_closed()
+            if found >= 0:
+                self._tune(found == 0)
+                return
+            if self._reader is None:
+                self._check_readers()
+            else:
+                self._check_writer(target)
+            if deadline_s is not None and _left(deadline_s) <= 0:
+                raise TimeoutError(self._slowness(target, timeout_s))
+
+    def _tune(self, came_in_spin: bool) -> None:
+        """Spin longer while it pays: a decoding worker that computes for 10 ms a step soon spins for 20 µs only."""
+        if came_in_spin:
+            self._spin_ns = min(2 * self._spin_ns, LONGEST_SPIN_NS)
+        else:
+            self._spin_ns = max(self._spin_ns // 2, SHORTEST_SPIN_NS)
+
+    def _check_readers(self) -> None:
+        self._checked_s = time.monotonic()
+        for reader in range(self._segment.handle.num_readers):
+            state = self._segment.state(FIRST_READER + reader)
+            if state == LEFT:
+                raise RingClosed(f"{self._named(reader)} has closed its end; {self._doings(reader)}")
+            if state == ATTACHED and not self._segment.owner(FIRST_READER + reader).is_alive:
+                raise PeerDied(f"{self._named(reader)} has died; {self._doings(reader)}", reader)
+
+    def _check_writer(self, target: int) -> None:
+        """What the writer sent before it left or died is still received."""
+        has_left = self._segment.state(WRITER) == LEFT
+        is_alive = self._segment.owner(WRITER).is_alive
+        sent = self._segment.count(WRITER)
+        if sent >= target:
+            return
+        if has_left:
+            raise RingClosed(f"the writer has closed the ring after message {sent}")
+        if not is_alive:
+            at = self._segment.busy(WRITER)
+            doing = f"while it wrote message {at}" if at > sent else f"after message {sent}"
+            raise PeerDied(f"the writer (process {self._segment.owner(WRITER).pid}) has died {doing}", None)
+
+    def _slowness(self, target: int, timeout_s: float | None) -> str:
+        if self._reader is not None:
+            return f"reader {self._reader} waited {timeout_s} s for message {target}; the writer lives"
+        readers = range(self._segment.handle.num_readers)
+        late = [reader for reader in readers if self._segment.count(FIRST_READER + reader) < target]
+        whose = "; ".join(f"{self._named(reader)} {self._doings(reader)}" for reader in late)
+        return f"message {self._count + 1} waited {timeout_s} s for room: {whose}"
+
+    def _named(self, reader: int) -> str:
+        return f"rank {reader} (process {self._segment.owner(FIRST_READER + reader).pid})"
+
+    def _doings(self, reader: int) -> str:
+        line = FIRST_READER + reader
+        done, at = self._segment.count(line), self._segment.busy(line)
+        if self._segment.state(line) not in (ATTACHED, LEFT):
+            return "has not attached yet"
+        of = f"of {self._segment.count(WRITER)}"
+        return f"it was reading message {at} {of}" if at > done else f"it had finished message {done} {of}"
+
+
+def _put(at: int, pieces: list[Buffer]) -> tuple[int, int]:
+    """Copy pieces one behind the other. The sum takes multiples of 64 bytes, so what is over waits for the next."""
+    total, over = ffi.new("uint64_t[16]"), b""
+    if sum(map(_nbytes, pieces)) <= 1 << 16:
+        over = b"".join(pieces)
+        pieces = []
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        if over:
+            lacking = LINE - len(over)
+            over, view = over + bytes(view[:lacking]), view[lacking:]
+            if len(over) < LINE:
+                continue
+            lib.penstock_ring_put(at, over, LINE, total)
+            at += LINE
+        whole = view.nbytes // LINE * LINE
+        lib.penstock_ring_put(at, ffi.from_buffer("uint8_t[]", view), whole, total)
+        at, over = at + whole, bytes(view[whole:])
+    lib.penstock_ring_put(at, over, len(over), total)
+    return at + padded(len(over)), lib.penstock_ring_digest(total)
+
+
+def _put_apart(at: int, buffers: list[memoryview]) -> tuple[int, int]:
+    """Copy buffers, each to the beginning of a line."""
+    total = ffi.new("uint64_t[16]")
+    for buffer in buffers:
+        lib.penstock_ring_put(at, ffi.from_buffer("uint8_t[]", buffer), buffer.nbytes, total)
+        at += padded(buffer.nbytes)
+    return at, lib.penstock_ring_digest(total)
+
+
+def _cut(memory: memoryview, start: int, sizes: list[int]) -> list[memoryview]:
+    views = []
+    for size in sizes:
+        views.append(memory[start : start + size])
+        start += padded(size)
+    return views
+
+
+def _nbytes(piece: Buffer) -> int:
+    return memoryview(piece).nbytes
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left(deadline_s: float) -> float:
+    return deadline_s - time.monotonic()
+
+
+def _limit(name: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        raise ValueError(f"{name}: {value} given, 1 to {most} allowed")

@@ -1,0 +1,381 @@
+"""The shared-memory ring: what goes in comes out, whoever waits can be stopped, and the dead are named."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.executor.ring import MessageQueue, PeerDied, RingClosed
+from penstock.executor.ring_memory import SPILL_KEEP_BYTES
+
+SLOT = 4096
+PATIENCE_S = 20.0  # long enough for a busy machine; nothing below waits for it to pass
+
+
+@contextmanager
+def ring(num_readers: int = 1, slots: int = 3, slot_bytes: int = SLOT) -> Iterator[tuple[MessageQueue, ...]]:
+    """A writer and readers, all in this process."""
+    with ExitStack() as stack:
+        writer = stack.enter_context(MessageQueue.create(num_readers, slots=slots, slot_bytes=slot_bytes))
+        handle = writer.handle()
+        yield writer, *(stack.enter_context(MessageQueue.attach(handle, reader)) for reader in range(num_readers))
+
+
+def fork(job: Callable[..., None], *arguments: Any) -> int:
+    """Run in a child process; returns its id. Whatever it does, it ends here."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            job(*arguments)
+            os._exit(0)
+        except BaseException as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            os._exit(1)
+    return pid
+
+
+def ended(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_thread(job: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
+    """Start it; the list holds what it raised, once the thread has been joined."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            job()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, raised
+
+
+def in_sleep(queue: MessageQueue, bell: int) -> None:
+    """Returns once somebody sleeps on the bell."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not queue._segment._line[bell].sleepers:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, SLOT - 1, SLOT, SLOT + 1, 3 * SLOT, 1_000_003])
+def test_arrays_bytes_and_tensors_of_any_size_arrive_whole(size: int) -> None:
+    content = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    with ring(2) as (writer, *readers):
+        for _ in range(7):  # round the ring twice, and through both spills
+            sent = (content, content.tobytes(), bytearray(content), torch.from_numpy(content))
+            writer.send(sent, PATIENCE_S)
+            for reader in readers:
+                array, plain, mutable, tensor = reader.recv(PATIENCE_S)
+                assert (array == content).all() and plain == content.tobytes() == mutable
+                assert torch.equal(tensor, torch.from_numpy(content))
+                reader.check()
+            writer.check()
+
+
+@pytest.mark.parametrize("spare", [-1, 0, 1])
+def test_messages_that_just_fit_their_slot_and_just_do_not_arrive(spare: int) -> None:
+    with ring() as (writer, reader):
+        writer.send(b"")
+        overhead = int(writer._segment.data[16])  # of the pickle around the bytes: the third field of the header
+        reader.recv(PATIENCE_S)
+        for number in range(SLOT - overhead - 70, SLOT - overhead + 70):
+            writer.send(b"x" * (number + spare))
+            assert reader.recv(PATIENCE_S) == b"x" * (number + spare)
+
+
+def test_five_thousand_buffers_arrive_in_one_message() -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 1000, rng.integers(0, 2000)) for _ in range(5000)]
+    with ring() as (writer, reader):
+        writer.send(arrays)
+        received = reader.recv(PATIENCE_S)
+    assert len(received) == 5000
+    assert all((a == b).all() for a, b in zip(arrays, received, strict=True))
+
+
+@pytest.mark.parametrize("size", [3000, 100_000])  # in the slot, and in a spill
+def test_what_was_sent_may_be_overwritten_at_once(size: int) -> None:
+    mask, text = np.zeros(size, np.uint8), torch.zeros(size, dtype=torch.int16)
+    with ring(slots=8) as (writer, reader):
+        for value in range(1, 101):
+            mask[:] = text[:] = value
+            writer.send((mask, text), PATIENCE_S)
+            mask[:], text[:] = 255, -1
+            received = reader.recv(PATIENCE_S)
+            assert (received[0] == value).all() and (received[1] == value).all()
+
+
+def test_what_was_received_stays_as_it_is_while_the_ring_goes_on() -> None:
+    with ring() as (writer, reader):
+        kept = []
+        for value in range(10):
+            writer.send((np.full(5000, value), torch.full((5000,), value)))
+            kept.append(reader.recv(PATIENCE_S))
+        assert all((array == value).all() and (tensor == value).all() for value, (array, tensor) in enumerate(kept))
+        kept[0][0][:] = kept[0][1][:] = 7  # and is the receiver's own
+
+
+def test_borrowed_arrays_lie_in_the_ring_and_cannot_be_written() -> None:
+    with ring() as (writer, reader):
+        writer.send((np.arange(1000), torch.arange(1000)))
+        start = np.frombuffer(reader._segment.data, np.uint8).ctypes.data
+        with reader.borrow(PATIENCE_S) as (array, tensor):
+            assert start <= array.ctypes.data < start + 3 * SLOT * 2
+            assert array.sum() == tensor.sum() == 499_500
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1
+            with pytest.raises(AssertionError, match="still borrowed"):
+                reader.recv()
+
+
+def test_tensors_of_every_dtype_and_shape_come_back() -> None:
+    sent = [
+        torch.randn(3, 0, 2),
+        torch.tensor(2.5, dtype=torch.bfloat16),
+        torch.randn(40, 50).t(),
+        torch.ones(7, dtype=torch.bool),
+        torch.nn.Parameter(torch.randn(600, dtype=torch.float64)),
+        torch.randn(300, dtype=torch.complex64),
+    ]
+    with ring() as (writer, reader):
+        writer.send(sent)
+        received = reader.recv(PATIENCE_S)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(sent, received, strict=True))
+
+
+def test_a_tensor_that_is_not_on_the_cpu_is_refused_and_the_ring_goes_on() -> None:
+    with ring() as (writer, reader):
+        with pytest.raises(TypeError, match="tensor on meta"):
+            writer.send(torch.empty(3, device="meta"))
+        writer.send("next")
+        assert reader.recv(PATIENCE_S) == "next"
+
+
+class Explosive:
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+def test_a_message_that_cannot_be_unpickled_frees_its_slot() -> None:
+    with ring() as (writer, reader):
+        for number in range(10):
+            writer.send(Explosive(), PATIENCE_S)
+            writer.send(number, PATIENCE_S)
+            with pytest.raises(ValueError, match="not a number"):
+                reader.recv(PATIENCE_S)
+            assert reader.recv(PATIENCE_S) == number
+
+
+def test_the_memory_of_a_rare_huge_message_is_given_back() -> None:
+    with ring() as (writer, reader):
+        for size in (SPILL_KEEP_BYTES + (8 << 20), 10_000, 10_000, 10_000):
+            writer.send(b"x" * size)
+            assert len(reader.recv(PATIENCE_S)) == size
+        assert max(writer._segment._committed) <= SPILL_KEEP_BYTES
+
+
+def test_a_message_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.executor.ring.MAX_MESSAGE_BYTES", 100_000)
+    with ring() as (writer, _), pytest.raises(ValueError, match="message: 100224 bytes given, at most 100000"):
+        writer.send(b"x" * 100_200)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_readers", 0), ("num_readers", 257), ("slots", 0), ("slot_bytes", 0), ("slot_bytes", 2**31)],
+)
+def test_sizes_out_of_range_are_refused_by_name(field: str, value: int) -> None:
+    sizes = {"num_readers": 1, "slots": 3, "slot_bytes": SLOT} | {field: value}
+    with pytest.raises(ValueError, match=f"{field}: {value} given"):
+        MessageQueue.create(sizes["num_readers"], slots=sizes["slots"], slot_bytes=sizes["slot_bytes"])
+
+
+def test_more_memory_than_there_is_is_refused_before_it_is_used() -> None:
+    with pytest.raises(MemoryError, match=r"slots: 4096 of 1073741824 bytes: the ring needs 4194\d+ MiB"):
+        MessageQueue.create(1, slots=4096, slot_bytes=1 << 30)
+
+
+def test_memory_that_the_kernel_refuses_is_an_error_with_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(MemoryError, match="No space left on device"):
+        MessageQueue.create(1, slots=3, slot_bytes=SLOT)
+
+
+def test_a_reader_can_be_taken_once_and_must_exist() -> None:
+    with ring() as (writer, _):
+        with pytest.raises(ValueError, match=f"reader: 0 is or was process {os.getpid()}"):
+            MessageQueue.attach(writer.handle(), 0)
+        with pytest.raises(ValueError, match="reader: 1 given, the ring has readers 0 to 0"):
+            MessageQueue.attach(writer.handle(), 1)
+
+
+def test_a_handle_whose_ring_is_gone_is_refused() -> None:
+    with ring() as (writer, _):
+        handle = writer.handle()
+    with pytest.raises(ConnectionError, match="cannot be opened|is not the ring"):
+        MessageQueue.attach(handle, 0)
+
+
+def _sum_up(handle: Any, answers: Any) -> None:
+    with MessageQueue.attach(handle, 0) as reader:
+        answers.put(int(reader.recv(PATIENCE_S).sum()))
+
+
+def test_a_spawned_child_gets_its_handle_pickled() -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with MessageQueue.create(1, slots=3, slot_bytes=SLOT) as writer:
+        answers = spawn.SimpleQueue()
+        child = spawn.Process(target=_sum_up, args=(writer.handle(), answers))
+        child.start()
+        writer.send(np.arange(1000), PATIENCE_S)
+        assert answers.get() == 499_500
+        child.join()
+
+
+def test_a_process_that_is_no_child_gets_it_packed() -> None:
+    script = (
+        "import sys; from penstock.executor.ring import MessageQueue as Q\n"
+        "print(Q.attach(Q.unpack_handle(bytes.fromhex(sys.argv[1])), 0).recv(20))"
+    )
+    with MessageQueue.create(1, slots=3, slot_bytes=SLOT) as writer:
+        writer.send("hello")
+        command = [sys.executable, "-c", script, writer.handle().pack().hex()]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == "hello\n"
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.05])
+def test_both_sides_give_up_when_their_time_is_over(timeout_s: float) -> None:
+    with ring(2, slots=2) as (writer, first, second):
+        with pytest.raises(TimeoutError, match=f"reader 0 waited {timeout_s} s for message 1"):
+            first.recv(timeout_s)
+        for number in range(2):
+            writer.send(number)
+            first.recv()
+        second.recv()
+        writer.send(2)
+        with pytest.raises(
+            TimeoutError, match=rf"message 4 waited {timeout_s} s for room: rank 1 .* finished message 1"
+        ):
+            writer.send(3, timeout_s)
+        assert second.recv(0) == 1  # and nothing is lost by it
+        first.recv(0)
+        writer.send(3, 0)
+        assert [second.recv(0), second.recv(0)] == [2, 3]
+
+
+def test_closing_ends_a_writer_that_waits_for_room() -> None:
+    with ring(slots=1) as (writer, _):
+        writer.send(0)
+        thread, raised = in_thread(lambda: writer.send(1))
+        in_sleep(writer, 1)
+        writer.close()
+        thread.join(PATIENCE_S)
+        assert [type(error) for error in raised] == [RingClosed]
+
+
+def test_closing_ends_a_reader_that_waits_for_a_message() -> None:
+    with ring() as (writer, reader):
+        thread, raised = in_thread(reader.recv)
+        in_sleep(writer, 0)
+        reader.close()
+        thread.join(PATIENCE_S)
+        assert [type(error) for error in raised] == [RingClosed]
+
+
+def test_two_threads_on_one_end_share_its_messages() -> None:
+    with ring(slots=4) as (writer, reader):
+        received: list[int] = []
+        threads = [in_thread(lambda: received.extend(reader.recv(PATIENCE_S) for _ in range(200))) for _ in range(2)]
+        for number in range(400):
+            writer.send(number, PATIENCE_S)
+        for thread, raised in threads:
+            thread.join()
+            assert not raised
+        assert sorted(received) == list(range(400))
+
+
+def test_a_reader_gets_what_was_sent_before_the_writer_closed() -> None:
+    with ring() as (writer, reader):
+        writer.send(1)
+        writer.send(b"x" * 100_000)  # in a spill
+        writer.close()
+        assert reader.recv() == 1 and len(reader.recv()) == 100_000
+        with pytest.raises(RingClosed, match="the writer has closed the ring after message 2"):
+            reader.recv()
+
+
+def test_a_writer_that_waits_is_told_that_a_reader_has_closed() -> None:
+    with ring(2, slots=1) as (writer, first, second):
+        writer.send(0)
+        first.recv()
+        second.close()
+        with pytest.raises(RingClosed, match=r"rank 1 .* has closed its end; it had finished message 0 of 1"):
+            writer.send(1)
+
+
+def _read_and_stall(handle: Any, told: int) -> None:
+    reader = MessageQueue.attach(handle, 1)
+    reader.recv(PATIENCE_S)
+    with reader.borrow(PATIENCE_S):
+        os.write(told, b"!")
+        signal.pause()
+
+
+def test_a_killed_reader_is_named_with_what_it_did() -> None:
+    hear, told = os.pipe()
+    with MessageQueue.create(2, slots=2, slot_bytes=SLOT) as writer, MessageQueue.attach(writer.handle(), 0) as first:
+        child = fork(_read_and_stall, writer.handle(), told)
+        for number in range(2):
+            writer.send(number)
+            first.recv()
+        os.read(hear, 1)
+        os.kill(child, signal.SIGKILL)
+        with pytest.raises(
+            PeerDied, match=rf"rank 1 \(process {child}\) has died; it was reading message 2 of"
+        ) as died:
+            while True:
+                writer.send(2)
+                first.recv()
+        assert died.value.rank == 1
+        assert ended(child) == -signal.SIGKILL
+    os.close(hear)
+    os.close(told)
+
+
+def _write_and_stall(told: int) -> None:
+    writer = MessageQueue.create(1, slots=3, slot_bytes=SLOT)
+    writer.send("last words")
+    os.write(told, writer.handle().pack())
+    signal.pause()
+
+
+def test_a_killed_writer_is_noticed_after_its_last_message() -> None:
+    hear, told = os.pipe()
+    child = fork(_write_and_stall, told)
+    with MessageQueue.attach(MessageQueue.unpack_handle(os.read(hear, 1000)), 0) as reader:
+        os.kill(child, signal.SIGKILL)
+        assert reader.recv(PATIENCE_S) == "last words"
+        with pytest.raises(PeerDied, match=rf"the writer \(process {child}\) has died after message 1"):
+            reader.recv(PATIENCE_S)
+        assert ended(child) == -signal.SIGKILL
+    os.close(hear)
+    os.close(told)
