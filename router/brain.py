@@ -207,14 +207,15 @@ class Brain:
             return cached
         version = self.knowledge.index.version()
         for space, match in prompt.matches:
+            if space not in self._spaces:  # the last replica that named blocks so has left since
+                continue
             if match.version != version:
                 match = self.knowledge.index.match(match.keys)
             here = self.knowledge.cached_tokens(match, space, num_rows)
             if len(self._spaces) == 1:
                 return here
-            if space in self._spaces:
-                is_here = self._space_of_row[:num_rows] == self._spaces.index(space)
-                cached[is_here] = here[is_here]
+            is_here = self._space_of_row[:num_rows] == self._spaces.index(space)
+            cached[is_here] = here[is_here]
         return cached
 
     def _remember(self, session: str, name: str) -> None:
@@ -263,15 +264,15 @@ class Brain:
             "knowledge": "approximate" if cache.is_guess else "events",
             "events_seq": cache.seq,
             "events_age_s": round(now_s - cache.heard_s, 3),
-            "events_gaps": cache.num_gaps,
-            "events_stalls": cache.num_stalls,
-            "keys_refused": cache.num_refused,
+            "events_gaps": cache.counts.num_gaps,
+            "events_stalls": cache.counts.num_stalls,
+            "keys_refused": cache.counts.num_refused,
         }
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges of the whole router; what is per replica is in `view`."""
         ledger, index = self.ledger, self.knowledge.index.stats()
-        caches = [replica.cache for replica in self._replicas.values()]
+        caches, totals = [replica.cache for replica in self._replicas.values()], self.knowledge.totals
         return {
             "decisions_total": ledger.num_placed,
             "requests_ok_total": ledger.num_ok,
@@ -284,8 +285,10 @@ class Brain:
             "predicted_ttft_seconds_total": ledger.predicted_ttft_s,
             "actual_ttft_seconds_total": ledger.actual_ttft_s,
             "approximate_replicas": sum(cache.is_guess for cache in caches),
-            "event_gaps_total": sum(cache.num_gaps for cache in caches),
-            "event_stalls_total": sum(cache.num_stalls for cache in caches),
+            "event_gaps_total": totals.num_gaps,
+            "event_repeats_total": totals.num_repeated,
+            "event_stalls_total": totals.num_stalls,
+            "keys_refused_total": totals.num_refused,
             "index_facts": index.num_facts,
             "index_hopes": index.num_hopes,
             "index_evictions_total": index.num_evicted,

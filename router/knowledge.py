@@ -6,6 +6,7 @@ generations of half its cache each, so that the guess forgets about as the repli
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,16 @@ OLDER = len(TIERS)  # a row's fourth slot: the older generation of a guess
 NOBODY = 0  # a slot that never holds anything
 
 
+@dataclass
+class StreamCounts:
+    """What went wrong in event streams, of one replica or of all that ever were."""
+
+    num_gaps: int = 0
+    num_repeated: int = 0
+    num_stalls: int = 0
+    num_refused: int = 0  # keys beyond the replica's limit
+
+
 class ReplicaCache:
     """One replica's slots in the index and the state of its event stream."""
 
@@ -32,7 +43,7 @@ class ReplicaCache:
         self.heard_s = now_s
         self.is_guess = True  # until the first snapshot
         self.wants_snapshot = True
-        self.num_gaps = self.num_repeated = self.num_refused = self.num_stalls = 0
+        self.counts = StreamCounts()
 
 
 class Knowledge:
@@ -41,6 +52,7 @@ class Knowledge:
     def __init__(self, config: PolicyConfig, clock: Callable[[], float], seed: int | None = None) -> None:
         self._config = config
         self._clock = clock
+        self.totals = StreamCounts()
         self.index = RouteIndex(config.max_facts, seed=seed)
         nobody = self.index.add_slot(0)
         assert nobody == NOBODY
@@ -99,7 +111,7 @@ class Knowledge:
     def _take_changes(self, cache: ReplicaCache, changes: Changes) -> None:
         if cache.seq is not None:
             if changes.seq <= cache.seq:
-                cache.num_repeated += 1
+                self._count(cache, "num_repeated")
                 return
             if changes.seq > cache.seq + 1:
                 self._miss(cache)
@@ -115,7 +127,7 @@ class Knowledge:
         self._store(cache, changes.tier, changes.stored)
 
     def _miss(self, cache: ReplicaCache) -> None:
-        cache.num_gaps += 1
+        self._count(cache, "num_gaps")
         cache.wants_snapshot = True
         cache.seq = None
 
@@ -126,7 +138,11 @@ class Knowledge:
         if self._slots[layer, cache.row] == NOBODY:
             self._slots[layer, cache.row] = self.index.add_slot(self._limit(cache) * (16 if layer else 1))
             self._num_deep += layer in (1, 2)
-        cache.num_refused += self.index.store(int(self._slots[layer, cache.row]), keys)
+        self._count(cache, "num_refused", self.index.store(int(self._slots[layer, cache.row]), keys))
+
+    def _count(self, cache: ReplicaCache, what: str, number: int = 1) -> None:
+        for counts in (cache.counts, self.totals):
+            setattr(counts, what, getattr(counts, what) + number)
 
     def _forget(self, cache: ReplicaCache) -> None:
         for layer in range(OLDER + 1):
@@ -169,7 +185,7 @@ class Knowledge:
             if not cache.is_guess and now_s - cache.heard_s > self._config.stall_s:
                 cache.is_guess = cache.wants_snapshot = True
                 cache.seq = None
-                cache.num_stalls += 1
+                self._count(cache, "num_stalls")
 
     # -- what it comes to ----------------------------------------------------------------------------------
 

@@ -5,10 +5,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from benchmarks.route_model import Arrival, Settings, Simulation, pooled_hit
+from benchmarks.route_model import Arrival, Settings, Simulation, World, pooled_hit
 
 from penstock.engine.http.kv_stream import Changes, Frame, Snapshot
-from penstock.router.policy import PolicyConfig
+from penstock.router.brain import Brain, ReplicaInfo
+from penstock.router.load import Charge
+from penstock.router.policy import POLICIES, PolicyConfig
 
 SMALL = Settings(num_replicas=4, num_blocks=120)
 
@@ -200,3 +202,61 @@ def test_round_robin_takes_turns_among_those_that_are_available():
     brain.set_available("r2", False)
     charges = [brain.choose(None, num_tokens=1) for _ in range(7)]
     assert [charge.replica for charge in charges if charge] == ["r0", "r1", "r3", "r0", "r1", "r3", "r0"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_through_a_random_life_of_the_fleet_every_invariant_holds(seed):
+    rng = random.Random(seed)
+    world = World()
+    brain = Brain(PolicyConfig(name=rng.choice(POLICIES), max_facts=3000, max_sessions=5), world, seed)
+    charges: list[Charge] = []
+    seqs = Counter[str]()
+    for step in range(1500):
+        world.now_s += rng.choice((0.0, 0.01, 0.5, 3.0))
+        names, action = list(brain.view()), rng.random()
+        if len(names) < 2 or action < 0.02:
+            block_size = rng.choice((16, 32))
+            brain.add_replica(f"r{step}", ReplicaInfo(b"m", block_size, rng.choice((0, 50, 400))))
+        elif action < 0.03:
+            brain.remove_replica(rng.choice(names))
+        elif action < 0.15:
+            brain.set_available(rng.choice(names), rng.random() < 0.8)
+        elif action < 0.35:
+            name = rng.choice(names)
+            seqs[name] += rng.choice((0, 1, 1, 1, 2))
+            run = keys(rng.randrange(50), rng.randrange(60)).tobytes()
+            frames = (
+                Changes(seqs[name], rng.choice(("device", "host")), run, run[:80] if rng.random() < 0.3 else b""),
+                Snapshot(seqs[name], "device", run, True, rng.random() < 0.9),
+            )
+            brain.apply_events(name, [frames[rng.random() < 0.2]])
+        elif action < 0.65:
+            tokens = np.random.default_rng(rng.randrange(30)).integers(0, 1000, rng.randrange(1, 900), dtype="<i4")
+            prompt = brain.prepare(tokens, rng.choice((None, "salt")), None) if rng.random() < 0.9 else None
+            session = rng.choice((None, str(rng.randrange(9))))
+            exclude = frozenset(rng.sample(names, rng.randrange(2)))
+            charge = brain.choose(prompt, num_tokens=len(tokens), session=session, exclude=exclude)
+            if charge is not None:
+                assert charge.replica in names and charge.replica not in exclude
+                assert brain.view()[charge.replica]["available"]
+                assert 0 <= charge.predicted_cached_tokens < max(len(tokens), 1)
+                assert charge.predicted_ttft_s >= 0
+                charges.append(charge)
+        elif charges:
+            charge = charges[rng.randrange(len(charges))]
+            if not charge.is_answered and rng.random() < 0.5:
+                charge.first_token(rng.choice((None, 0, charge.num_tokens)))
+            elif rng.random() < 0.5:
+                charge.tokens(rng.randrange(20))
+            else:
+                charge.release(rng.random() < 0.9)
+                charges.remove(charge)
+        if step % 50 == 0:
+            brain.check()
+    for charge in charges:
+        charge.release(True)
+    brain.check()
+    for view in brain.view().values():
+        assert view["active_requests"] == view["queued_tokens"] == view["held_tokens"] == 0
+    metrics = brain.metrics()
+    assert metrics["decisions_total"] == metrics["requests_ok_total"] + metrics["requests_failed_total"] > 200
