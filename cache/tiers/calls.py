@@ -1,0 +1,63 @@
+"""The system calls of the disk tier, one method each, so that faults.py can put errors in front of them.
+
+Everything is opened relative to a directory's descriptor and never through a symbolic link.
+"""
+
+import errno
+import os
+from collections.abc import Sequence
+from typing import Any
+
+_ALWAYS = os.O_NOFOLLOW | os.O_CLOEXEC
+FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
+
+
+class Calls:
+    """As the system does them. Methods raise OSError; those that move bytes may move fewer than asked."""
+
+    def open(self, directory: int, name: str, flags: int) -> int:
+        return os.open(name, flags | _ALWAYS, FILE_MODE, dir_fd=directory)
+
+    def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
+        return os.pwritev(file, parts, offset)
+
+    def readv(self, file: int, parts: Sequence[Any], offset: int) -> int:
+        return os.preadv(file, parts, offset)
+
+    def allocate(self, file: int, size_bytes: int) -> None:
+        """Make the file this long and give it its blocks, or leave it as it was."""
+        before = os.fstat(file).st_size
+        try:
+            os.posix_fallocate(file, 0, size_bytes)
+        except OSError:
+            os.ftruncate(file, before)  # some of the blocks may have been given
+            raise
+
+    def truncate(self, file: int, size_bytes: int) -> None:
+        os.ftruncate(file, size_bytes)
+
+    def sync(self, file: int) -> None:
+        os.fsync(file)
+
+    def rename(self, directory: int, old: str, new: str) -> None:
+        os.rename(old, new, src_dir_fd=directory, dst_dir_fd=directory)
+
+    def unlink(self, directory: int, name: str) -> None:
+        os.unlink(name, dir_fd=directory)
+
+
+def write_all(calls: Calls, file: int, data: Any, offset: int) -> None:
+    view = memoryview(data).cast("B")
+    while view:
+        written = calls.writev(file, [view], offset)
+        if written == 0:
+            raise OSError(errno.EIO, "a write moved nothing")
+        view, offset = view[written:], offset + written
+
+
+def read_all(calls: Calls, file: int) -> bytes:
+    data = bytearray(os.fstat(file).st_size)
+    view, offset = memoryview(data), 0
+    while view and (count := calls.readv(file, [view], offset)):
+        view, offset = view[count:], offset + count
+    return bytes(data[:offset])

@@ -1,0 +1,76 @@
+"""When a tier is left alone, and when it is asked again. Knows times and outcomes, nothing of files.
+
+OPEN ──3 errors in a row, or a call that hangs──▶ BYPASSED ──pause over, nothing hangs──▶ PROBING ──▶ OPEN
+                                                     ▲                                       │
+                                                     └────────── failed: twice the pause ────┘
+"""
+
+from typing import NamedTuple
+
+
+class HealthLimits(NamedTuple):
+    max_errors: int = 3  # in a row
+    stall_s: float = 2.0  # a call under way for longer hangs
+    first_pause_s: float = 1.0
+    longest_pause_s: float = 30.0
+
+
+class Health:
+    """One thread calls it, with the time as it sees it."""
+
+    def __init__(self, limits: HealthLimits) -> None:
+        self.is_open = True
+        self.num_bypasses = 0
+        self.reason = ""  # of the bypass that is on, or was on last
+        self._limits = limits
+        self._num_errors = 0
+        self._pause_s = limits.first_pause_s
+        self._until_s = 0.0
+        self._opened_s = float("-inf")
+        self._is_probing = False
+
+    def worked(self) -> None:
+        """A call came back well. While bypassed that says little: it may be one from before."""
+        self._num_errors = 0
+
+    def failed(self, now_s: float, reason: str) -> None:
+        self._num_errors += 1
+        if self.is_open and self._num_errors >= self._limits.max_errors:
+            self._bypass(now_s, reason)
+
+    def watch(self, now_s: float, oldest_started_s: float | None) -> None:
+        """`oldest_started_s`: since when the longest call of all has been under way."""
+        if oldest_started_s is None or now_s - oldest_started_s < self._limits.stall_s:
+            return
+        if self.is_open:
+            self._bypass(now_s, "stalled")
+        else:
+            self._until_s = max(self._until_s, now_s + self._pause_s)
+
+    def wants_probe(self, now_s: float) -> bool:
+        """True once per pause: whoever gets it probes, and tells with `probed`."""
+        if self.is_open or self._is_probing or now_s < self._until_s:
+            return False
+        self._is_probing = True
+        return True
+
+    def probed(self, now_s: float, ok: bool) -> None:
+        self._is_probing = False
+        self._num_errors = 0
+        if ok:
+            self.is_open = True
+            self._opened_s = now_s
+        else:
+            self._pause_s = min(self._pause_s * 2, self._limits.longest_pause_s)
+            self._until_s = now_s + self._pause_s
+
+    def _bypass(self, now_s: float, reason: str) -> None:
+        self.is_open = False
+        self.reason = reason
+        self.num_bypasses += 1
+        # A probe is small and may miss what is broken, so only time tells whether the disk is well again.
+        if now_s - self._opened_s > self._limits.longest_pause_s:
+            self._pause_s = self._limits.first_pause_s
+        else:
+            self._pause_s = min(self._pause_s * 2, self._limits.longest_pause_s)
+        self._until_s = now_s + self._pause_s

@@ -1,0 +1,101 @@
+"""The threads that do what takes time, and the two queues before them. They know jobs, nothing of index or health.
+
+Every job that was queued ends in exactly one place: in `done`, when no thread touches its buffer any more, or in
+what `cancel` returns, when none ever did. Reads go before writes. Queues and `done` are deques, whose appends and
+pops are atomic, and SimpleQueue wakes a thread without a system call when none of them sleeps.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+STORE, LOAD, PROBE = "store", "load", "probe"
+
+
+class Job:
+    """One record's way to the disk or back. Who gives it away does not touch it until it is back."""
+
+    __slots__ = ("kind", "key", "slot", "sequence", "buffer", "ticket", "ok", "reason", "started_s", "seconds")
+
+    def __init__(self, kind: str, key: bytes, slot: int, sequence: int, buffer: Any, ticket: int) -> None:
+        self.kind = kind
+        self.key = key
+        self.slot = slot
+        self.sequence = sequence
+        self.buffer = buffer
+        self.ticket = ticket
+        self.ok = False
+        self.reason = ""  # why not
+        self.started_s = 0.0
+        self.seconds = 0.0
+
+
+class Workers:
+    """`work(job)` runs on one of `count` threads, sets `ok` or `reason`, and does not raise."""
+
+    def __init__(self, work: Callable[[Job], None], count: int, on_done: Callable[[], None]) -> None:
+        self.done: deque[Job] = deque()
+        self._work = work
+        self._on_done = on_done
+        self._reads: deque[Job] = deque()
+        self._writes: deque[Job] = deque()
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # one for each queued job; False ends a thread
+        self._running: list[Job | None] = [None] * count
+        self._threads = [
+            threading.Thread(target=self._serve, args=(index,), name=f"penstock-disk-{index}", daemon=True)
+            for index in range(count)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> None:
+        (self._writes if job.kind is STORE else self._reads).append(job)
+        self._tokens.put(True)
+
+    def cancel(self) -> list[Job]:
+        """Take back whatever no thread has begun."""
+        jobs = []
+        while (job := self._next()) is not None:
+            jobs.append(job)
+        return jobs
+
+    def oldest_started_s(self) -> float | None:
+        """Since when the job that has been under way longest is."""
+        return min((job.started_s for job in self._running if job is not None), default=None)
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the threads once they have done all that is queued; False if one still hangs."""
+        for _ in self._threads:
+            self._tokens.put(False)
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _serve(self, index: int) -> None:
+        while self._tokens.get():
+            job = self._next()
+            if job is None:  # it was taken back
+                continue
+            job.started_s = time.monotonic()
+            self._running[index] = job
+            try:
+                self._work(job)
+            finally:
+                job.seconds = time.monotonic() - job.started_s
+                self._running[index] = None
+                self.done.append(job)
+                self._on_done()
+
+    def _next(self) -> Job | None:
+        for queue in (self._reads, self._writes):
+            try:
+                return queue.popleft()
+            except IndexError:
+                continue
+        return None
