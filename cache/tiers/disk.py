@@ -23,8 +23,8 @@ from penstock.cache.tiers.health import Health, HealthLimits
 from penstock.cache.tiers.journal import ROW, ROWS, Geometry, Journal, Known, read_index, room_bytes
 from penstock.cache.tiers.keeper import Keeper
 from penstock.cache.tiers.measures import Measures
-from penstock.cache.tiers.record import KEY_BYTES, PAGE, namespace_of, slot_bytes
 from penstock.cache.tiers.recency import Recency
+from penstock.cache.tiers.record import KEY_BYTES, PAGE, namespace_of, slot_bytes
 from penstock.cache.tiers.transport import CORRUPT, STALE, Transport
 from penstock.cache.tiers.workers import LOAD, PROBE, STORE, Job, Workers
 
