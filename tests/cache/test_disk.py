@@ -6,10 +6,10 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from penstock.cache.tiers.directory import DirectoryInUse
 from penstock.cache.tiers.disk import DiskTier, Limits
 from penstock.cache.tiers.record import slot_bytes
-
 from tests.cache.disk_rig import CHUNK, Rig, capacity_for, key_of, payload_of, start_python
 
 
