@@ -134,14 +134,14 @@ class AsyncEngine:
         config: EngineConfig,
         *,
         eos_ids: Iterable[int] = (),
-        text_stream: Callable[[bool, bool], TextStream] | None = None,
+        text_stream: Callable[[bool, bool, frozenset[int]], TextStream] | None = None,
         max_logprobs: int = MAX_LOGPROBS,
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.stats = Stats()
         self._config = config
         self._eos_ids = frozenset(eos_ids)
-        # (skip_special_tokens, is_continuation) → a stream; None without a tokenizer
+        # (skip_special_tokens, is_continuation, shown_ids) → a stream; None without a tokenizer
         self._text_stream = text_stream
         self._max_logprobs = max_logprobs
         self._progress = progress
@@ -252,11 +252,13 @@ class AsyncEngine:
         skip_prefix_cache: bool = False,
         is_continuation: bool = False,
         grammar: str | None = None,
+        shown_ids: frozenset[int] = frozenset(),
     ) -> Generation:
         """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates.
 
         `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own.
         `grammar`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
+        `shown_ids`: special tokens that stand in the text whatever the request says.
         """
         params.check(self.info.vocab_size, self._max_logprobs)
         prompt = token_bytes(prompt_ids, self.info.vocab_size)
@@ -267,7 +269,7 @@ class AsyncEngine:
         request_id = f"{next(self._ids):x}"
         stream = self._text_stream if params.detokenize else None
         choices = [
-            Choice(index, params, stream(params.skip_special_tokens, is_continuation) if stream else None)
+            Choice(index, params, stream(params.skip_special_tokens, is_continuation, shown_ids) if stream else None)
             for index in range(params.n)
         ]
         generation = Generation(self, request_id, len(prompt_ids), choices)

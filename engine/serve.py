@@ -14,7 +14,13 @@ from penstock.engine.client import AsyncEngine
 from penstock.engine.config import ConfigError, EngineConfig, engine_config
 from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, read_json, resolve_model
 from penstock.engine.options import add_engine_options, engine_options, size_bytes
-from penstock.engine.server.config import DEFAULTABLE, ServerConfig, resolve
+from penstock.engine.server.config import (
+    DEFAULTABLE,
+    REASONING_PARSERS,
+    TOOL_CALL_PARSERS,
+    ServerConfig,
+    resolve,
+)
 from penstock.engine.text.template import load_template
 from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.executor.protocol import ModelInfo
@@ -30,6 +36,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--api-key", action="append", default=[], metavar="KEY", help="ask for this key; repeat for more than one")
     add("--served-model-name", nargs="+", metavar="NAME", help="what the API calls the model (default: its own name)")
     add("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's own")
+    add(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        default=defaults.tool_call_parser,
+        help="the format in which the model writes tool calls (default: %(default)s, as its chat template does)",
+    )
+    add(
+        "--constrain-auto-tools",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.constrain_auto_tools,
+        help="hold optional tool calls to their schema by a grammar (default: on)",
+    )
+    add(
+        "--reasoning-parser",
+        choices=REASONING_PARSERS,
+        default=defaults.reasoning_parser,
+        help="the marks around the model's reasoning (default: %(default)s, as in its chat template)",
+    )
     add("--pooling", choices=("last", "mean"), default=defaults.pooling, help="of embeddings (default: %(default)s)")
     add("--max-logprobs", type=int, default=defaults.max_logprobs, metavar="N", help="limit (default: %(default)s)")
     add("--max-body-bytes", type=size_bytes, default=defaults.max_body_bytes, metavar="SIZE", help="limit of a body")
@@ -62,6 +86,9 @@ def _server_config(args: argparse.Namespace, files: ModelFiles) -> ServerConfig:
         api_keys=tuple(args.api_key),
         served_model_names=tuple(args.served_model_name or (files.name,)),
         default_sampling=_default_sampling(files),
+        tool_call_parser=args.tool_call_parser,
+        reasoning_parser=args.reasoning_parser,
+        constrain_auto_tools=args.constrain_auto_tools,
         pooling=args.pooling,
         max_logprobs=args.max_logprobs,
         max_body_bytes=args.max_body_bytes,

@@ -103,9 +103,9 @@ async def whole(job: Job[Asked], build: Callable[[list[list[Choice]]], Whole]) -
 
 
 async def stream(
-    job: Job[Asked], piece: Callable[[int, Update], Chunk | None], empty: Callable[[], Chunk]
+    job: Job[Asked], pieces: Callable[[int, Update], Sequence[Chunk]], empty: Callable[[], Chunk]
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events: `piece` of every update that has one to show, the usage if asked for, the end mark."""
+    """Server-sent events: the `pieces` of every update, the usage if asked for, the end mark."""
     options = job.request.stream_options
     with_usage = options is not None and options.include_usage
     continuously = options is not None and options.continuous_usage_stats
@@ -115,14 +115,12 @@ async def stream(
             events = []
             for update in updates:
                 counts[place] += len(update.token_ids)
-                chunk = piece(place, update)
-                if chunk is None:
-                    continue
-                if continuously:
-                    chunk.usage = usage([job.answers[place].generation], counts[place])
-                elif with_usage:
-                    chunk.usage = None
-                events.append(_event(chunk))
+                for chunk in pieces(place, update):
+                    if continuously:
+                        chunk.usage = usage([job.answers[place].generation], counts[place])
+                    elif with_usage:
+                        chunk.usage = None
+                    events.append(_event(chunk))
             job.call.num_tokens = sum(counts)
             if events:
                 yield b"".join(events)

@@ -25,7 +25,7 @@ async def completions(service: Service, call: Call, body: bytes) -> Completion |
     """Complete the prompt or prompts, n times each."""
     job = await _accept(service, call, body)
     if job.request.stream:
-        return stream(job, Pieces(job).chunk, lambda: _reply(job, []))
+        return stream(job, Pieces(job).chunks, lambda: _reply(job, []))
     return await whole(job, lambda gathered: _complete(job, gathered))
 
 
@@ -136,14 +136,14 @@ class Pieces:
         self._job = job
         self._offsets: dict[int, int] = {}  # choice → where its next token's text begins
 
-    def chunk(self, place: int, update: Update) -> Completion | None:
+    def chunks(self, place: int, update: Update) -> list[Completion]:
         job = self._job
         index = place * job.params.n + update.index
         is_first = index not in self._offsets
         offset = self._offsets.setdefault(index, 0)
         shows_tokens = job.request.return_token_ids or job.request.logprobs is not None
         if not (is_first or update.text or update.finish_reason or (shows_tokens and update.token_ids)):
-            return None  # held back: half a character, or what may become a stop string
+            return []  # held back: half a character, or what may become a stop string
         logprobs = _logprobs(job, place, update.logprobs or [], offset, is_first=is_first)
         choice = CompletionChoice(index, update.text, logprobs, update.finish_reason, update.stop_reason)
         if is_first:
@@ -152,4 +152,4 @@ class Pieces:
             choice.token_ids = update.token_ids
         if logprobs is not None:
             self._offsets[index] += sum(map(len, logprobs.tokens))
-        return _reply(job, [choice])
+        return [_reply(job, [choice])]

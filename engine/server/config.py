@@ -8,7 +8,10 @@ import msgspec
 from penstock.engine.front import Pooling
 from penstock.engine.http.limits import Limits
 from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from penstock.engine.tools import formats, thinking
 
+TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES)
+REASONING_PARSERS = ("auto", "none", *thinking.NAMES)
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 # Of a request's sampling parameters, those that a model's generation_config.json may set a default for.
@@ -22,6 +25,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_model_names: tuple[str, ...] = ("default",)  # the first one stands in answers and metrics
     default_sampling: dict[str, Any] = {}  # from generation_config.json: used where a request says nothing
     pooling: Pooling = "last"  # of /v1/embeddings, unless the request says otherwise
+    tool_call_parser: str = "auto"  # which format of calls the model writes; auto: as its chat template does
+    reasoning_parser: str = "auto"
+    constrain_auto_tools: bool = True  # a grammar holds calls to their schema even where a call is optional
     max_logprobs: int = MAX_LOGPROBS
     max_header_bytes: int = Limits().max_header_bytes
     max_body_bytes: int = Limits().max_body_bytes
@@ -56,6 +62,9 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     for name, low in (("max_header_bytes", 1024), ("max_body_bytes", 1024), ("max_connections", 1)):
         if getattr(config, name) < low:
             raise ValueError(f"{name}: {getattr(config, name)} is too small; it must be at least {low}")
+    for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        if getattr(config, name) not in known:
+            raise ValueError(f"{name}: {getattr(config, name)!r} is not known; {', '.join(known)} are")
     unknown = config.default_sampling.keys() - DEFAULTABLE
     if unknown:
         raise ValueError(f"default_sampling: {sorted(unknown)[0]!r} cannot have a default")

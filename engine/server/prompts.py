@@ -15,6 +15,7 @@ from penstock.engine.front import check_length, token_bytes
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.schema import ChatRequest, Message, TokenizeRequest
+from penstock.engine.server.tools import check_history, for_template
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo
@@ -110,10 +111,14 @@ async def render(request: ChatRequest | TokenizeRequest, template: ChatTemplate 
         variables["reasoning_effort"] = request.reasoning_effort
     continues = bool(request.continue_final_message)
     opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
+    check_history(messages)
     plain = [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    tools = None if getattr(request, "tool_choice", None) == "none" else for_template(request.tools)
     return await in_thread_if(
         sum(len(message["content"] or "") for message in plain) > INLINE_CHARS,
-        lambda: template.render(plain, add_generation_prompt=opens, continue_final_message=continues, **variables),
+        lambda: template.render(
+            plain, tools=tools, add_generation_prompt=opens, continue_final_message=continues, **variables
+        ),
     )
 
 
@@ -131,16 +136,20 @@ def _decode_messages(raw: Raw, info: ModelInfo) -> list[Message]:
 
 def _plain(place: str, message: Message) -> dict[str, Any]:
     """A message as the text room takes it, without the fields that nobody set."""
-    if message.role in ("tool", "function"):
-        raise HttpError(400, f"{place}.role: tools are not supported yet", param=f"{place}.role")
-    for field in ("tool_calls", "function_call", "tool_call_id", "audio"):
-        if getattr(message, field) not in (None, []):
-            what = "audio is" if field == "audio" else "tools are"
-            raise HttpError(400, f"{place}.{field}: {what} not supported", param=f"{place}.{field}")
+    if message.role == "function":
+        raise HttpError(400, f"{place}.role: the older form of 'tool', which is served", param=f"{place}.role")
+    for field, what in (("function_call", "use tool_calls"), ("audio", "only text is understood")):
+        if getattr(message, field) is not None:
+            raise HttpError(400, f"{place}.{field}: {what}", param=f"{place}.{field}")
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    for field in ("name", "reasoning_content"):
+    for field in ("name", "reasoning_content", "tool_call_id"):
         if getattr(message, field) is not None:
             plain[field] = getattr(message, field)
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {"id": call.id, "type": call.type, "function": msgspec.structs.asdict(call.function)}
+            for call in message.tool_calls
+        ]
     return plain
 
 

@@ -103,18 +103,58 @@ class CompletionRequest(Sampled, kw_only=True):
     logprobs: int | None = None
 
 
+class PastFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str | dict[str, Any]  # the text of a JSON object, or the object
+
+
+class PastCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of an earlier answer, sent back as history."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=256)]
+    function: PastFunction
+    type: Literal["function"] = "function"
+    index: int | None = None  # its place, which clients keep that gather a stream
+
+
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[dict[str, Any]] | None = None  # parts of type 'text' only
     name: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
+    tool_calls: list[PastCall] | None = None
+    tool_call_id: str | None = None  # of a tool's message: which call it answers
     # What our own answers, sent back as history, may hold beside these.
     refusal: str | None = None
     annotations: Any = None
     audio: Any = None
     function_call: Any = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+
+
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object; left out: there are none
+    strict: bool | None = None  # calls always keep to the schema
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`tool_choice`: exactly this function."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 class ChatRequest(Sampled, kw_only=True):
@@ -125,6 +165,10 @@ class ChatRequest(Sampled, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # handed to the template, like chat_template_kwargs
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -156,6 +200,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # handed to the template, like chat_template_kwargs
+    tools: list[Tool] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -190,18 +235,15 @@ HARMLESS = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "prediction",
-        "parallel_tool_calls",
         "session_id",
         "stream_interval",
     }
 )
-_TOOLS = "tools are not supported yet"
+_FUNCTIONS = "the older form of tools; use tools and tool_choice"
 _GUIDED = "use structured_outputs"
 UNSERVED: dict[str, Unserved] = {
-    "tools": Unserved(_TOOLS, ([],)),
-    "tool_choice": Unserved(_TOOLS, ("none", "auto")),
-    "functions": Unserved(_TOOLS, ([],)),
-    "function_call": Unserved(_TOOLS, ("none", "auto")),
+    "functions": Unserved(_FUNCTIONS, ([],)),
+    "function_call": Unserved(_FUNCTIONS, ("none", "auto")),
     "guided_json": Unserved(_GUIDED),
     "guided_regex": Unserved(_GUIDED),
     "guided_choice": Unserved(_GUIDED),
@@ -218,7 +260,6 @@ UNSERVED: dict[str, Unserved] = {
     "logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
     "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
     "return_tokens_as_token_ids": Unserved("use return_token_ids", (False,)),
-    "include_reasoning": Unserved("reasoning is not separated from the answer", (True,)),
     "modalities": Unserved("only text is generated", (["text"],)),
     "audio": Unserved("only text is generated"),
     "verbosity": Unserved("the model has no such setting", ("medium",)),

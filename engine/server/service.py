@@ -22,6 +22,7 @@ from penstock.engine.server.config import ServerConfig
 from penstock.engine.server.formats import Wanted
 from penstock.engine.server.metrics import Metrics
 from penstock.engine.text.room import text_digest
+from penstock.engine.server.tools import Tools
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -38,6 +39,7 @@ class Service:
         self.tokenizer = tokenizer
         self.template = template
         self.config = config
+        self.tools = Tools(config, template, tokenizer)
         self.metrics = Metrics(config.served_model_names[0], engine)
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest

@@ -75,6 +75,8 @@ def _tool_call(call: dict[str, Any], field: str) -> dict[str, Any]:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         raise InvalidRequest(f"{field}.function.arguments", "not valid JSON") from None
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{field}.function.arguments", "the JSON of an object is expected")
     return {**call, "function": {**function, "arguments": plain(arguments, f"{field}.function.arguments")}}
 
 

@@ -52,16 +52,29 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
         self._plan = plan_of(tokenizer)
         spell = _spell_bytes(tokenizer) if self._plan.byte_level else _spell_text(tokenizer, self._plan)
-        nothing = b"" if self._plan.byte_level else None
+        self._spell = spell
+        self._nothing = b"" if self._plan.byte_level else None
+        self._special_ids = special_ids
         self._all = _Pieces(spell)
-        self._visible = _Pieces(lambda token_id: nothing if token_id in special_ids else spell(token_id))
+        self._showing = {frozenset[int](): self._visible(frozenset())}
         self._tokenizer = tokenizer
 
-    def stream(self, skip_special_tokens: bool = True, keep_leading_space: bool = False) -> TextStream:
-        pieces = self._visible if skip_special_tokens else self._all
+    def stream(
+        self,
+        skip_special_tokens: bool = True,
+        keep_leading_space: bool = False,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> TextStream:
+        if shown_ids not in self._showing:  # a server has one such set, or none
+            self._showing[shown_ids] = self._visible(shown_ids)
+        pieces = self._showing[shown_ids] if skip_special_tokens else self._all
         if self._plan.byte_level:
             return _ByteStream(pieces)
         return _PieceStream(pieces, self._plan, keep_leading_space)
+
+    def _visible(self, shown_ids: frozenset[int]) -> "_Pieces":
+        hidden = self._special_ids - shown_ids
+        return _Pieces(lambda token_id: self._nothing if token_id in hidden else self._spell(token_id))
 
     def token_bytes(self, token_id: int) -> bytes:
         piece = self._all[token_id]

@@ -7,6 +7,7 @@ as a fault of `messages`.
 
 import hashlib
 import json
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.engine.text import gguf_tokenizer, hf_tokenizer
 from penstock.engine.text.budget import Budget, TooMuch
 from penstock.engine.text.conversation import Message, check_messages, objects, plain
 from penstock.engine.text.sandbox import BUDGET, Refused, Sandbox
+from penstock.engine.text.tool_prompt import tools_as_text
 
 MAX_SOURCE_CHARS = 1 << 20
 MAX_ERROR_CHARS = 300
@@ -47,6 +49,8 @@ class ChatTemplate:
         self._special_tokens = special_tokens or {}
         said = json.dumps([named, self._special_tokens], sort_keys=True)
         self.digest = hashlib.sha256(said.encode()).hexdigest()
+        self.source = "\n".join(named.values())  # shows which marks the model was trained on
+        self.has_tools = re.search(r"\btools\b", self.source) is not None
 
     def render(
         self,
@@ -68,13 +72,15 @@ class ChatTemplate:
         for name in ("messages", *self._special_tokens):
             if name in template_kwargs:
                 raise InvalidRequest("chat_template_kwargs", f"{name!r} is given by the server and cannot be set")
-        chat = check_messages(messages)
+        chat, tools = check_messages(messages), objects(tools, "tools")
+        if not self.has_tools:
+            chat, tools = tools_as_text(chat, tools), None
         mark = _mark_end(chat) if continue_final_message else ""
         variables = {
             **self._special_tokens,
             **plain(template_kwargs, "chat_template_kwargs"),
             "messages": chat,
-            "tools": objects(tools, "tools"),
+            "tools": tools,
             "documents": objects(documents, "documents"),
             "add_generation_prompt": add_generation_prompt,
         }

@@ -74,10 +74,16 @@ class Tokenizer:
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def stream(self, skip_special_tokens: bool = True, keep_leading_space: bool = False) -> TextStream:
+    def stream(
+        self,
+        skip_special_tokens: bool = True,
+        keep_leading_space: bool = False,
+        shown_ids: frozenset[int] = frozenset(),
+    ) -> TextStream:
         """Decode one sequence as it grows. SentencePiece-like vocabularies drop the space before a text's first
-        word; `keep_leading_space` keeps it, for text that continues a prompt."""
-        return self._detokenizer.stream(skip_special_tokens, keep_leading_space)
+        word; `keep_leading_space` keeps it, for text that continues a prompt. `shown_ids` are special tokens that
+        are never skipped."""
+        return self._detokenizer.stream(skip_special_tokens, keep_leading_space, shown_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to a text: possibly a part of a character."""

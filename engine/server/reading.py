@@ -1,0 +1,103 @@
+"""From what an answer's reader finds to OpenAI's objects: a whole message, or the deltas of a stream."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.engine.messages import FinishReason
+from penstock.engine.server.replies import (
+    CalledFunction,
+    ChatFinish,
+    ChatMessage,
+    Delta,
+    FunctionDelta,
+    ToolCall,
+    ToolCallDelta,
+)
+from penstock.engine.tools.answer import AnswerReader
+from penstock.engine.tools.formats import Calls
+from penstock.engine.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
+from penstock.engine.tools.thinking import Thinking
+
+SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates allow nothing but letters and digits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the answers of one request are read."""
+
+    calls: Calls | None
+    thinking: Thinking | None
+    is_certain: bool
+    shows_reasoning: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """There is nothing to look for."""
+        return self.calls is None and self.thinking is None
+
+    def begin(self) -> "Reading":
+        reader = AnswerReader(self.calls, self.thinking, is_certain=self.is_certain)
+        return Reading(reader, self.calls.form.id_length if self.calls is not None else 0, self.shows_reasoning)
+
+
+class Reading:
+    """One choice. Made by a Plan; either `message` once, or `deltas` until the last."""
+
+    def __init__(self, reader: AnswerReader, id_length: int, shows_reasoning: bool) -> None:
+        self._reader = reader
+        self._id_length = id_length
+        self._shows_reasoning = shows_reasoning
+
+    def finish_reason(self, reason: FinishReason | None) -> ChatFinish | None:
+        """An answer that ended by itself and has called says so. To be asked after the last piece."""
+        return "tool_calls" if reason == "stop" and self._reader.has_called else reason
+
+    def message(self, text: str) -> ChatMessage:
+        pieces = self._pieces(text, is_last=True)
+        content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        calls: list[ToolCall] = []
+        arguments: list[list[str]] = []
+        for piece in pieces:
+            if isinstance(piece, CallStart):
+                calls.append(ToolCall(self._new_id(), CalledFunction(piece.name, "")))
+                arguments.append([])
+            elif isinstance(piece, Arguments):
+                arguments[piece.index].append(piece.text)
+        for call, parts in zip(calls, arguments, strict=True):
+            call.function.arguments = "".join(parts)
+        message = ChatMessage(content or (None if calls or reasoning else ""))
+        if reasoning:
+            message.reasoning_content = reasoning
+        if calls:
+            message.tool_calls = calls
+        return message
+
+    def deltas(self, text: str, *, is_last: bool) -> list[Delta]:
+        """One delta for each change between text, reasoning and calls."""
+        return [self._delta(piece) for piece in self._pieces(text, is_last)]
+
+    def _pieces(self, text: str, is_last: bool) -> Sequence[Piece]:
+        pieces = self._reader.feed(text)
+        if is_last:
+            pieces = pieces + self._reader.finish()
+        if self._shows_reasoning:
+            return pieces
+        return [piece for piece in pieces if not isinstance(piece, Reasoning)]
+
+    def _delta(self, piece: Piece) -> Delta:
+        if isinstance(piece, Content):
+            return Delta(content=piece.text)
+        if isinstance(piece, Reasoning):
+            return Delta(reasoning_content=piece.text)
+        if isinstance(piece, Arguments):
+            return Delta(tool_calls=[ToolCallDelta(piece.index, FunctionDelta(arguments=piece.text))])
+        return Delta(
+            tool_calls=[ToolCallDelta(piece.index, FunctionDelta(piece.name), id=self._new_id(), type="function")]
+        )
+
+    def _new_id(self) -> str:
+        if self._id_length == SHORT_ID:
+            return secrets.token_hex(SHORT_ID)[:SHORT_ID]
+        return f"call_{secrets.token_hex(self._id_length // 2)}"
