@@ -64,7 +64,7 @@ class Reading:
                 calls.append(ToolCall(self._new_id(), CalledFunction(piece.name, "")))
                 arguments.append([])
             elif isinstance(piece, Arguments):
-                arguments[piece.index].append(piece.text)
+                arguments[piece.call].append(piece.text)
         for call, parts in zip(calls, arguments, strict=True):
             call.function.arguments = "".join(parts)
         message = ChatMessage(content or (None if calls or reasoning else ""))
@@ -92,9 +92,9 @@ class Reading:
         if isinstance(piece, Reasoning):
             return Delta(reasoning_content=piece.text)
         if isinstance(piece, Arguments):
-            return Delta(tool_calls=[ToolCallDelta(piece.index, FunctionDelta(arguments=piece.text))])
+            return Delta(tool_calls=[ToolCallDelta(piece.call, FunctionDelta(arguments=piece.text))])
         return Delta(
-            tool_calls=[ToolCallDelta(piece.index, FunctionDelta(piece.name), id=self._new_id(), type="function")]
+            tool_calls=[ToolCallDelta(piece.call, FunctionDelta(piece.name), id=self._new_id(), type="function")]
         )
 
     def _new_id(self) -> str:

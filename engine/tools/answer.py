@@ -30,6 +30,11 @@ class AnswerReader:
         last = [] if self._thinking is None else self._thinking.finish()
         return last if self._calls is None else last + self._calls.finish()
 
+    def check(self) -> None:
+        for part in (self._calls, self._thinking):
+            if part is not None:
+                part.check()
+
     def _answer(self, text: str) -> list[Piece]:
         if self._calls is not None:
             return self._calls.feed(text)

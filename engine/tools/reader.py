@@ -29,14 +29,14 @@ class Content(NamedTuple):
 
 
 class CallStart(NamedTuple):
-    index: int
+    call: int
     name: str
 
 
 class Arguments(NamedTuple):
-    """More of the JSON text that is the arguments of call `index`."""
+    """More of the JSON text that is the arguments of a call."""
 
-    index: int
+    call: int
     text: str
 
 

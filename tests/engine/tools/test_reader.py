@@ -1,0 +1,216 @@
+"""Calls in text, however it is cut into pieces."""
+
+import random
+
+import pytest
+
+from penstock.engine.tools.reader import MAX_CALLS, MAX_FALSE, CallReader, CallStart
+from penstock.engine.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
+from penstock.engine.tools.thinking import MISTRAL, THINK, Thinking
+from tests.engine.tools.samples import CALL, CALLS, FORMATS, calls_of, read
+
+WEATHER = ("weather", '{"city": "Ulm"}')
+CLOCK = ("clock", "{}")
+HEAD = '<tool_call>{"name": "weather", "arguments": '
+
+# Text of a format → its content and its calls.
+GOOD = {
+    "hermes": [
+        ("", "", []),
+        (" hello \n", " hello \n", []),
+        ("One moment.\n\n" + CALL["hermes"], "One moment.", [WEATHER]),
+        (CALLS["hermes"] + "\n", "", [WEATHER, CLOCK]),
+        (CALL["hermes"] + " Done. ", " Done.", [WEATHER]),
+        (CALL["hermes"].removesuffix("\n</tool_call>"), "", [WEATHER]),
+        (CALL["hermes"].removesuffix("call>"), "", [WEATHER]),
+        ('<tool_call>{"name":"clock","arguments":{},"id":"a1", "type":"function"}</tool_call>', "", [CLOCK]),
+        (HEAD + '{"city": "</tool_call> \\" } <tool_call>\\\\"}}</tool_call>', "",
+         [("weather", '{"city": "</tool_call> \\" } <tool_call>\\\\"}')]),
+        (HEAD + '{"a": [{}, [[{"b": {}}], "]"], 1.5e-3, true, null]} }</tool_call>', "",
+         [("weather", '{"a": [{}, [[{"b": {}}], "]"], 1.5e-3, true, null]}')]),
+        (HEAD + '{"city": "Zürich 🏔 \u2028"}}</tool_call>', "", [("weather", '{"city": "Zürich 🏔 \u2028"}')]),
+        ("<tool_call><tool_call>" + CALL["hermes"], "<tool_call><tool_call>", [WEATHER]),
+        ("a < b <tool <tool_cal " + CALL["hermes"], "a < b <tool <tool_cal", [WEATHER]),
+    ],
+    "llama3_json": [
+        ('{"answer": 42}', '{"answer": 42}', []),
+        ('{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
+        ("\n" + CALL["llama3_json"], "", [WEATHER]),
+        ("<|python_tag|>" + CALL["llama3_json"], "", [WEATHER]),
+        ("So: <|python_tag|>" + CALLS["llama3_json"], "So:", [WEATHER, CLOCK]),
+        (CALLS["llama3_json"], "", [WEATHER, CLOCK]),
+        (CALL["llama3_json"] + "; then", "; then", [WEATHER]),
+        ("It is " + CALL["llama3_json"], "It is " + CALL["llama3_json"], []),
+        ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ],
+    "mistral": [
+        (" [TOOL_CALLS] " + CALL["mistral"].removeprefix("[TOOL_CALLS]"), "", [WEATHER]),
+        ("Yes. " + CALLS["mistral"], "Yes.", [WEATHER, CLOCK]),
+        (CALLS["mistral"][:-2] + ', "id": "abcDEF123"}]', "", [WEATHER, CLOCK]),
+        (CALLS["mistral with args"], "", [WEATHER, CLOCK]),
+        ('[TOOL_CALLS]weather[CALL_ID]abcDEF123[ARGS]{"city": "Ulm"}', "", [WEATHER]),
+        ('[TOOL_CALLS] weather {"city": "Ulm"}', "", [WEATHER]),
+        ("[TOOL_CALLS][TOOL_CALLS]clock[ARGS]{}", "[TOOL_CALLS]", [CLOCK]),
+        ("[TOOL_CALLS][1, 2]", "[TOOL_CALLS][1, 2]", []),
+        ("see [TOOL] and [1]", "see [TOOL] and [1]", []),
+    ],
+}  # fmt: skip
+GOOD["mistral with args"] = GOOD["mistral"]
+# What is no call is content, to the letter. Behind it, reading goes on.
+BAD = [
+    "<tool_call>",
+    "<tool_call>\n\n",
+    "<tool_call>no</tool_call>",
+    '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+    '<tool_call>{"arguments": {}}</tool_call>',
+    '<tool_call>{"name": "clock", "parameters": {}}</tool_call>',
+    '<tool_call>{"name": "clock", "arguments": "{}"}</tool_call>',
+    '<tool_call>{"name": "clock", "arguments": []}</tool_call>',
+    '<tool_call>["name", "clock"]</tool_call>',
+    '<tool_call>{"name": "cl\\u006fck", "arguments": {}}</tool_call>',
+    "<tool_call>" + " " * MAX_FRAME_CHARS + '{"name": "clock", "arguments": {}}</tool_call>',
+    HEAD + "{",
+    HEAD + '{"city": "Ulm',
+    HEAD + '{"city": "Ulm"}',
+    HEAD + '{"city": }}</tool_call>',
+    HEAD + '{"city": tru}}</tool_call>',
+    HEAD + '{"city": "a\nb"}}</tool_call>',
+    HEAD + '{"city": "Ulm"</tool_call>',
+    HEAD + '{"city": [}]}</tool_call>',
+    HEAD + "{'city': 'Ulm'}}</tool_call>",
+    HEAD + '{"city": "Ulm"}, "more": 1}</tool_call>',
+    HEAD + '{"city": "Ulm"}]</tool_call>',
+    HEAD + '{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}}</tool_call>",
+]
+CASES = [(name, *case) for name, cases in GOOD.items() for case in cases]
+# Where a grammar holds the model these cannot come up, but what is read must not depend on the cut there either.
+ALL = [(name, text) for name, text, _, _ in CASES] + [("hermes", text) for text in BAD]
+
+
+def cuts(text: str, seed: int) -> list[list[str]]:
+    """One piece; all single characters; two pieces in every way; some random ways."""
+    chosen = [[text], list(text), *([text[:at], text[at:]] for at in range(min(len(text), 400)))]
+    choose = random.Random(seed)
+    for _ in range(20):
+        places = sorted(choose.choices(range(len(text) + 1), k=choose.randint(2, 8)))
+        chosen.append([text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)])
+    return chosen
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_calls_and_the_text_around_them_are_told_apart(name: str, text: str, content: str, calls: list) -> None:
+    assert read([text], calls_of(name)) == ("", content, calls)
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_what_is_no_call_is_content_to_the_letter(text: str) -> None:
+    assert read([text], calls_of("hermes")) == ("", text, [])
+    assert read([f"so {text} and "], calls_of("hermes")) == ("", f"so {text} and ", [])
+
+
+@pytest.mark.parametrize("text", [text for text in BAD if text.endswith("</tool_call>")])
+def test_a_call_behind_one_that_is_malformed_is_found(text: str) -> None:
+    assert read([text + CALL["hermes"]], calls_of("hermes")) == ("", text, [WEATHER])
+
+
+@pytest.mark.parametrize("certain", [False, True])
+@pytest.mark.parametrize(("name", "text"), ALL)
+def test_every_cut_of_a_text_gives_the_same_answer(name: str, text: str, certain: bool) -> None:
+    whole = read([text], calls_of(name), certain=certain)
+    for pieces in cuts(text, len(text)):
+        assert read(pieces, calls_of(name), certain=certain) == whole
+
+
+@pytest.mark.parametrize("marks", [THINK, MISTRAL])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_every_cut_gives_the_same_answer_behind_reasoning(marks, is_open: bool) -> None:
+    for name in FORMATS:
+        for thought in (" \nHm, <thi </think [/THINK? \n", "", "\n"):
+            for closed in (marks.close, marks.close + "\n\n", ""):
+                text = ("" if is_open else f"\n{marks.open}") + thought + closed + CALL[name] + " "
+                thinking = Thinking(marks, is_open)
+                whole = read([text], calls_of(name), thinking)
+                assert not closed or whole == (thought.strip(), "", [WEATHER])
+                for pieces in cuts(text, 1)[1:]:
+                    assert read(pieces, calls_of(name), thinking) == whole
+
+
+def test_random_texts_lose_nothing_and_do_not_depend_on_the_cut() -> None:
+    choose = random.Random(5)
+    for name, form in FORMATS.items():
+        parts = [*form.marks, *form.punctuation, CALL[name], CALLS[name], "{", "}", "[", "]", '"', "\\", ",", ":", " ",
+                 "\n", "weather", '"name"', '"arguments"', '"parameters"', "a", ";", "<", "<think>", "</think>", "ü"]  # fmt: skip
+        for _ in range(150):
+            text = "".join(choose.choices(parts, k=choose.randint(1, 25)))
+            for certain in (False, True):
+                for thinking in (None, Thinking(THINK), Thinking(THINK, True)):
+                    whole = read([text], calls_of(name), thinking, certain=certain)
+                    for pieces in (list(text), *cuts(text, len(text))[-4:]):
+                        assert read(pieces, calls_of(name), thinking, certain=certain) == whole
+            _, content, calls = read([text], calls_of(name))
+            if not calls:
+                assert content == text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_stream_as_they_come_where_a_grammar_holds_the_model(name: str) -> None:
+    reader = CallReader(FORMATS[name], {"weather"}, is_certain=True)
+    seen = [reader.feed(character) for character in CALL[name]]
+    starts = [place for place, pieces in enumerate(seen) if any(isinstance(piece, CallStart) for piece in pieces)]
+    fragments = [piece.text for pieces in seen for piece in pieces if not isinstance(piece, CallStart)]
+    assert fragments == list('{"city": "Ulm"}')
+    assert starts == [CALL[name].index('{"city"')]  # with the brace, and not earlier
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_without_a_grammar_a_call_is_told_when_it_is_complete_and_valid(name: str) -> None:
+    reader = CallReader(FORMATS[name], {"weather"})
+    seen = [reader.feed(character) for character in CALL[name]]
+    last = CALL[name].rindex("}")
+    assert [len(pieces) for pieces in seen[: last + 1]] == [0] * last + [2]
+
+
+def test_text_is_held_back_only_while_it_may_become_a_mark() -> None:
+    reader = CallReader(FORMATS["hermes"], {"weather"})
+    told = ["".join(piece.text for piece in reader.feed(part)) for part in ("a <", "tool", "_x", "<", "b", " ", "c")]
+    assert told == ["a", "", " <tool_x", "", "<b", "", " c"]
+
+
+def test_arguments_that_break_a_grammar_s_promise_stay_where_they_were_told() -> None:
+    text = HEAD + '{"city": "Ulm"</tool_call> and on'
+    assert read([text], calls_of("hermes"), certain=True) == (
+        "", "</tool_call> and on", [("weather", '{"city": "Ulm"')]
+    )  # fmt: skip
+
+
+def test_a_call_cut_off_by_the_length_keeps_what_it_has_where_it_was_told() -> None:
+    assert read([HEAD + '{"city": "U'], calls_of("hermes"), certain=True) == ("", "", [("weather", '{"city": "U')])
+
+
+def test_one_call_is_the_limit_where_no_more_are_wanted() -> None:
+    for name in ("hermes", "mistral", "mistral with args"):
+        for certain in (False, True):
+            _, content, calls = read([CALLS[name]], calls_of(name, many=False), certain=certain)
+            assert calls == [WEATHER]
+            assert "clock" in content
+
+
+def test_calls_and_false_beginnings_are_bounded() -> None:
+    _, content, calls = read([CALL["hermes"] * (MAX_CALLS + 2)], calls_of("hermes"))
+    assert len(calls) == MAX_CALLS
+    assert content == CALL["hermes"] * 2
+    false = "<tool_call>" * (MAX_FALSE + 1)
+    assert read([false + CALL["hermes"]], calls_of("hermes")) == ("", false + CALL["hermes"], [])
+
+
+# Every character costs a bounded number of steps: twice the text may cost twice as many calls into the reader's parts,
+# however nasty it is. Times are for benchmarks; these texts only have to come back whole.
+@pytest.mark.parametrize(
+    "unit",
+    ["<tool_call>", "<", "<tool_call>{", HEAD, HEAD + '{"a": [', "{", "[", "[]", "[1],", '"', '""', '"",', "\\", " "],
+)
+@pytest.mark.parametrize("before", ["", HEAD + '{"a": [', HEAD + '{"a": "'])
+def test_a_hostile_megabyte_comes_back_whole(unit: str, before: str) -> None:
+    text = before + unit * (1_000_000 // len(unit))
+    assert read([text], calls_of("hermes")) == ("", text, [])
