@@ -21,8 +21,8 @@ from penstock.engine.server.call import Answering, Call
 from penstock.engine.server.config import ServerConfig
 from penstock.engine.server.formats import Wanted
 from penstock.engine.server.metrics import Metrics
-from penstock.engine.text.room import text_digest
 from penstock.engine.server.tools import Tools
+from penstock.engine.text.room import text_digest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 

@@ -76,9 +76,7 @@ class Tools:
         many = request.parallel_tool_calls is not False and self.form.has_many and not isinstance(choice, NamedTool)
         return Calls(self.form, functions, must, many)
 
-    def plan(
-        self, request: ChatRequest, calls: Calls | None, prompt: list[int], wanted: Wanted
-    ) -> tuple[Plan, Wanted]:
+    def plan(self, request: ChatRequest, calls: Calls | None, prompt: list[int], wanted: Wanted) -> tuple[Plan, Wanted]:
         """How the answers are to be read, and the grammar that answers to `wanted` under these calls and reasoning."""
         thought = None if self.marks is None else thinking.thinking_after(self.marks, self._end(prompt))
         is_held = calls is not None and (calls.must or wanted.outputs is not None or self._constrains_auto)
