@@ -60,7 +60,9 @@ async def _accept(service: Service, call: Call, body: bytes) -> ChatJob:
     params = sampling_params(service, request, **special)
     with service.admit(params.n):
         if call.prompt_ids is None:
-            inputs: list[str] | list[list[int]] = [await render(request, service.template, service.info)]
+            inputs: list[str] | list[list[int]] = [
+                await render(request, service.template, service.info, tools_as_text=service.tools.as_text)
+            ]
         else:
             inputs = [call.prompt_ids]
         prompts = await to_ids(

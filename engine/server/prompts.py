@@ -25,7 +25,7 @@ INLINE_CHARS = 2048  # tokenized on the event loop: about as long as handing it 
 MAX_MESSAGES = 2048
 # Of the template's variables, those that have a field of their own.
 TEMPLATE_FIELDS = frozenset(
-    {"tools", "documents", "add_generation_prompt", "continue_final_message", "reasoning_effort"}
+    {"tools", "tools_as_text", "documents", "add_generation_prompt", "continue_final_message", "reasoning_effort"}
 )
 
 T = TypeVar("T")
@@ -99,7 +99,13 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
 
-async def render(request: ChatRequest | TokenizeRequest, template: ChatTemplate | None, info: ModelInfo) -> str:
+async def render(
+    request: ChatRequest | TokenizeRequest,
+    template: ChatTemplate | None,
+    info: ModelInfo,
+    *,
+    tools_as_text: bool,
+) -> str:
     """The prompt that the model's chat template makes of the messages."""
     if template is None:
         raise HttpError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
@@ -117,7 +123,12 @@ async def render(request: ChatRequest | TokenizeRequest, template: ChatTemplate 
     return await in_thread_if(
         sum(len(message["content"] or "") for message in plain) > INLINE_CHARS,
         lambda: template.render(
-            plain, tools=tools, add_generation_prompt=opens, continue_final_message=continues, **variables
+            plain,
+            tools=tools,
+            add_generation_prompt=opens,
+            continue_final_message=continues,
+            tools_as_text=tools_as_text,
+            **variables,
         ),
     )
 

@@ -224,7 +224,7 @@ class Unserved(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
 
-# Accepted and not used: who asks, what for and how to bill it do not change the answer.
+# Accepted and not used, where no struct has them: who asks, what for and how to bill it do not change the answer.
 HARMLESS = frozenset(
     {
         "user",
@@ -235,13 +235,18 @@ HARMLESS = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "prediction",
+        "parallel_tool_calls",
         "session_id",
         "stream_interval",
     }
 )
+_CHAT = "only a chat has it; use /v1/chat/completions"
 _FUNCTIONS = "the older form of tools; use tools and tool_choice"
 _GUIDED = "use structured_outputs"
 UNSERVED: dict[str, Unserved] = {
+    "tools": Unserved(_CHAT, ([],)),
+    "tool_choice": Unserved(_CHAT, ("none", "auto")),
+    "include_reasoning": Unserved(_CHAT, (True,)),
     "functions": Unserved(_FUNCTIONS, ([],)),
     "function_call": Unserved(_FUNCTIONS, ("none", "auto")),
     "guided_json": Unserved(_GUIDED),

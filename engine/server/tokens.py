@@ -25,7 +25,7 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
     with service.admit(1):
         field, text, adds = "prompt", request.prompt, request.add_special_tokens is not False
         if has_messages:
-            text = await render(request, service.template, service.info)
+            text = await render(request, service.template, service.info, tools_as_text=service.tools.as_text)
             field, adds = "messages", bool(request.add_special_tokens)
         assert text is not None
         ids = (await to_ids(field, [text], service.tokenizer, service.info, add_special_tokens=adds))[0]

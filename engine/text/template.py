@@ -20,7 +20,7 @@ from penstock.engine.text import gguf_tokenizer, hf_tokenizer
 from penstock.engine.text.budget import Budget, TooMuch
 from penstock.engine.text.conversation import Message, check_messages, objects, plain
 from penstock.engine.text.sandbox import BUDGET, Refused, Sandbox
-from penstock.engine.text.tool_prompt import tools_as_text
+from penstock.engine.text.tool_prompt import without_tools
 
 MAX_SOURCE_CHARS = 1 << 20
 MAX_ERROR_CHARS = 300
@@ -61,11 +61,13 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         documents: list[dict[str, Any]] | None = None,
         continue_final_message: bool = False,
+        tools_as_text: bool = False,
         **template_kwargs: Any,
     ) -> str:
         """The prompt. Raises InvalidRequest for messages that are malformed or that the template refuses.
 
         With `continue_final_message` it ends within the last message, whose text the model goes on writing.
+        `tools_as_text`: for a template that knows no tools, write them and their calls into the messages.
         """
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
@@ -73,8 +75,8 @@ class ChatTemplate:
             if name in template_kwargs:
                 raise InvalidRequest("chat_template_kwargs", f"{name!r} is given by the server and cannot be set")
         chat, tools = check_messages(messages), objects(tools, "tools")
-        if not self.has_tools:
-            chat, tools = tools_as_text(chat, tools), None
+        if tools_as_text:
+            chat, tools = without_tools(chat, tools), None
         mark = _mark_end(chat) if continue_final_message else ""
         variables = {
             **self._special_tokens,

@@ -17,7 +17,7 @@ _HOW = (
 )
 
 
-def tools_as_text(chat: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
+def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
     """The conversation without anything that only templates with tools understand."""
     plain: list[Message] = []
     for message in chat:

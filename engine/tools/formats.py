@@ -152,11 +152,13 @@ def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
 
     A template that knows no tools gets them as text (engine/text/tool_prompt.py), in the form of Hermes.
     """
+    if not has_tools:
+        return Hermes()
     if "[TOOL_CALLS]" in source:
         return Mistral(has_args or "[ARGS]" in source)
     if "<function=" in source or "<arg_key>" in source:  # as <tool_call> in Qwen 3 Coder and GLM, but not JSON
         return None
-    if "<tool_call>" in source or not has_tools:
+    if "<tool_call>" in source:
         return Hermes()
     if "<|python_tag|>" in source or ("<|eot_id|>" in source and '"parameters"' in source):
         return Llama()

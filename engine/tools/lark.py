@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from penstock.engine.grammar.source import WHITESPACE
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.tools.formats import Calls, Format
 from penstock.engine.tools.thinking import Thinking
@@ -61,7 +62,7 @@ class _Rules:
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
             schema = {"type": "object"} if kind == "json_object" else _loaded(value)
-            body = f"%json {_spaced(schema)}"
+            body = f"%json {_schema(schema, {'whitespace_pattern': WHITESPACE})}"
         elif kind == "regex":
             body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
         elif kind == "choice":
@@ -121,7 +122,8 @@ class _Rules:
             # not see the end of a shorter one.
             head = self._text(written.before_name + function.name + written.before_arguments, marks)
             rule = f"function_{index}: {head} arguments_{index} {self._text(written.after_arguments, marks)}"
-            schema = _spaced({"type": "object", **function.parameters}, function.is_strict)
+            options = _SPACING if function.is_strict else {**_SPACING, "lenient": True}
+            schema = _schema({"type": "object", **function.parameters}, options)
             self.lines += [rule.rstrip(), f"arguments_{index}: %json {schema}"]
         self.lines.append("call: " + " | ".join(f"function_{index}" for index in range(len(calls.functions))))
         return "call"
@@ -156,11 +158,9 @@ def _loaded(schema: str | dict[str, Any] | bool) -> Any:
         raise InvalidRequest("structured_outputs.json", f"not valid JSON: {error}") from None
 
 
-def _spaced(schema: Any, is_strict: bool = True) -> str:
+def _schema(schema: Any, options: dict[str, Any]) -> str:
     """The schema's text, with what llguidance is told about it."""
-    if isinstance(schema, dict):
-        schema = {**schema, "x-guidance": _SPACING if is_strict else {**_SPACING, "lenient": True}}
-    text = json.dumps(schema, ensure_ascii=False)
+    text = json.dumps({**schema, "x-guidance": options} if isinstance(schema, dict) else schema, ensure_ascii=False)
     return text.replace("::=", ":\\u003a=")  # which in a grammar is taken for another dialect
 
 

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from penstock.engine.client import EngineDead, Generation, Health, QueueFull
 from penstock.engine.front import check_length, check_room, token_bytes
 from penstock.engine.messages import CacheNews, Output, Stats
-from penstock.engine.output import Choice
+from penstock.engine.output import Choice, TextStream
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
 from penstock.engine.text.template import ChatTemplate
@@ -37,11 +37,12 @@ INFO = ModelInfo(
 )
 
 
-def byte_tokenizer() -> Tokenizer:
+def byte_tokenizer(*special: str) -> Tokenizer:
+    """Ids are bytes, then `EOS`, then these special tokens."""
     backend = Backend(BPE(byte_alphabet(), []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<eos>", special=True)])
+    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<eos>", *special)])
     return Tokenizer(backend, eos_ids=frozenset({EOS}))
 
 
@@ -58,8 +59,16 @@ def line_template() -> ChatTemplate:
 class FakeEngine:
     """Answers with the prompt, over and over. `delay_s` is the time of a step; `hold` stops all steps."""
 
-    def __init__(self, *, delay_s: float = 0.0, max_open: int = 4096, info: ModelInfo = INFO) -> None:
+    def __init__(
+        self,
+        *,
+        delay_s: float = 0.0,
+        max_open: int = 4096,
+        info: ModelInfo = INFO,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
         self.info = info
+        self.reply: str | None = None  # what it says in place of the prompt
         self.max_num_batched_tokens = 2048
         self.stats = Stats(num_blocks=info.num_blocks)
         self.on_step: Any = None
@@ -76,7 +85,7 @@ class FakeEngine:
         self._is_healthy = True
         self._open: dict[str, asyncio.Task[None]] = {}
         self._count = 0
-        self._tokenizer = byte_tokenizer()
+        self._tokenizer = tokenizer or byte_tokenizer()
 
     @property
     def num_open(self) -> int:
@@ -104,13 +113,13 @@ class FakeEngine:
         self.submitted.append((prompt_ids, params, options))
         self._count += 1
         choices = [
-            Choice(i, params, self._tokenizer.stream(params.skip_special_tokens) if params.detokenize else None)
-            for i in range(params.n)
+            Choice(i, params, self._stream(params, **options) if params.detokenize else None) for i in range(params.n)
         ]
         generation = Generation(self, str(self._count), len(prompt_ids), choices)  # type: ignore[arg-type]
         for index in range(params.n):
             name = f"{self._count}.{index}"
-            self._open[name] = asyncio.ensure_future(self._run(name, generation, index, prompt_ids, params, options))
+            said = prompt_ids if self.reply is None else [*self._tokenizer.encode(self.reply, False), EOS]
+            self._open[name] = asyncio.ensure_future(self._run(name, generation, index, said, params, options))
         return generation
 
     def watch_cache(self, is_on: bool) -> None:
@@ -120,6 +129,9 @@ class FakeEngine:
 
     async def reset_prefix_cache(self) -> bool:
         return not self._open
+
+    def _stream(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset(), **options: Any) -> TextStream:
+        return self._tokenizer.stream(params.skip_special_tokens, shown_ids=shown_ids)
 
     def abort(self, request_ids: Any) -> None:
         for name in list(request_ids):
@@ -146,7 +158,7 @@ class FakeEngine:
     async def _run(
         self, name: str, generation: Generation, index: int, prompt: list[int], params: SamplingParams, options: Any
     ) -> None:
-        max_tokens = params.max_tokens or self.info.max_model_len - len(prompt)
+        max_tokens = params.max_tokens or (self.info.max_model_len - len(prompt) if self.reply is None else len(prompt))
         try:
             if options.get("pooling"):
                 await self._step()

@@ -15,6 +15,8 @@ from penstock.engine.client import AsyncEngine
 from penstock.engine.http.listen import Listener, bind_socket
 from penstock.engine.server.app import App, build_app
 from penstock.engine.server.config import ServerConfig, resolve
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.engine.server.fake import FakeEngine, byte_tokenizer, line_template
 
 MODEL = "tiny"
@@ -58,8 +60,14 @@ class Running:
 
 
 @contextlib.contextmanager
-def running(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Running]:
-    engine = engine or FakeEngine()
+def running(
+    engine: FakeEngine | None = None,
+    tokenizer: Tokenizer | None = None,
+    template: ChatTemplate | None = None,
+    **settings: Any,
+) -> Iterator[Running]:
+    tokenizer = tokenizer or byte_tokenizer()
+    engine = engine or FakeEngine(tokenizer=tokenizer)
     config = resolve(ServerConfig(**{"port": 0, "served_model_names": (MODEL,), **settings}), {})
     started: list[Running] = []
     is_up, stop = threading.Event(), asyncio.Event()
@@ -67,7 +75,7 @@ def running(engine: FakeEngine | None = None, **settings: Any) -> Iterator[Runni
     async def serve() -> None:
         if isinstance(engine, AsyncEngine):
             await engine.start()
-        app = build_app(engine, byte_tokenizer(), line_template(), config)  # type: ignore[arg-type]
+        app = build_app(engine, tokenizer, template or line_template(), config)  # type: ignore[arg-type]
         async with Listener(app, bind_socket(config.host, 0), config.limits, app.service.metrics.refused) as listener:
             started.append(Running(asyncio.get_running_loop(), engine, app, listener))
             is_up.set()

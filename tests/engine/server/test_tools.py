@@ -1,0 +1,363 @@
+"""Tools and reasoning over HTTP, as OpenAI's own client sees them."""
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from penstock.engine.server.tools import MAX_PAST_CALLS, MAX_SCHEMA_BYTES, MAX_TOOLS
+from penstock.engine.text.template import ChatTemplate
+from tests.engine.server.fake import FakeEngine, byte_tokenizer, line_template
+from tests.engine.server.running import MODEL, Running, running
+from tests.engine.text.chat_samples import LLAMA3, QWEN3
+
+MARKS = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")  # special tokens of their models, unlike <tool_call> and <think>
+MISTRAL = (
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}{% for m in messages %}"
+    "{% if m.tool_calls %}[TOOL_CALLS]{{ m.tool_calls | tojson }}{% else %}[INST]{{ m.content }}[/INST]{% endif %}"
+    "{% endfor %}"
+)
+TEMPLATES = {"qwen": QWEN3, "llama": LLAMA3, "mistral": MISTRAL}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+MESSAGES = [{"role": "user", "content": "Ulm?"}]
+SAID = {
+    "qwen": 'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    "llama": '<|python_tag|>{"name": "weather", "parameters": {"city": "Ulm"}}',
+    "mistral": 'Let me see.[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}[TOOL_CALLS]clock[ARGS]{}',
+}
+CALLED = {
+    "qwen": [("weather", '{"city": "Ulm"}'), ("clock", "{}")],
+    "llama": [("weather", '{"city": "Ulm"}')],
+    "mistral": [("weather", '{"city": "Ulm"}'), ("clock", "{}")],
+}
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[dict[str, Running]]:
+    started = {}
+    tokenizer = byte_tokenizer(*MARKS)
+    templates = {**{name: ChatTemplate(text, {"bos_token": ""}) for name, text in TEMPLATES.items()}, "none": None}
+    with contextlib.ExitStack() as stack:
+        for name, template in templates.items():
+            started[name] = stack.enter_context(running(tokenizer=tokenizer, template=template))
+        yield started
+
+
+@pytest.fixture
+def qwen(servers) -> Running:
+    servers["qwen"].engine.reply = "Hello."
+    return servers["qwen"]
+
+
+def client(server: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
+
+
+def prompt_of(server: Running) -> str:
+    ids = server.engine.submitted[-1][0]
+    return byte_tokenizer(*MARKS).decode(ids, skip_special_tokens=False)
+
+
+def grammar_of(server: Running) -> str | None:
+    """The Lark text of the last request, as the matcher gets it."""
+    wanted = server.engine.submitted[-1][1].structured_outputs
+    return None if wanted is None else wanted.grammar
+
+
+def gathered(stream) -> dict:
+    """A streamed answer as clients put it together; checks the form of every delta."""
+    found: dict = {"content": "", "reasoning": "", "calls": [], "reason": None, "num_fragments": 0}
+    for event in stream:
+        (choice,) = event.choices
+        delta = choice.delta
+        found["content"] += delta.content or ""
+        found["reasoning"] += getattr(delta, "reasoning_content", None) or ""
+        for call in delta.tool_calls or []:
+            if call.id is not None:
+                assert call.index == len(found["calls"]) and call.type == "function" and not call.function.arguments
+                found["calls"].append([call.function.name, ""])
+            else:
+                assert call.function.name is None and call.function.arguments
+                found["calls"][call.index][1] += call.function.arguments
+                found["num_fragments"] += 1
+        assert found["reason"] is None
+        found["reason"] = choice.finish_reason
+    found["calls"] = [tuple(call) for call in found["calls"]]
+    return found
+
+
+# Calls.
+
+
+@pytest.mark.parametrize("model", SAID)
+def test_calls_come_back_as_calls_whole_and_streamed(servers, model: str) -> None:
+    server = servers[model]
+    server.engine.reply = SAID[model]
+    asked = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
+    with client(server) as openai_client:
+        choice = openai_client.chat.completions.create(**asked).choices[0]
+        streamed = gathered(openai_client.chat.completions.create(**asked, stream=True))
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+    assert calls == streamed["calls"] == CALLED[model]
+    assert choice.finish_reason == streamed["reason"] == "tool_calls"
+    assert choice.message.content == (None if model == "llama" else "Let me see.")
+    assert streamed["content"] == (choice.message.content or "")
+    assert streamed["num_fragments"] == sum(len(arguments) for _, arguments in calls)  # one byte a step
+    ids = {call.id for call in choice.message.tool_calls}
+    assert len(ids) == len(calls)
+    pattern = "[a-z0-9]{9}" if model == "mistral" else "call_[a-f0-9]{24}"
+    assert all(re.fullmatch(pattern, call_id) for call_id in ids)
+
+
+def test_the_model_is_shown_the_tools_and_the_history_of_calls(qwen) -> None:
+    qwen.engine.reply = SAID["qwen"]
+    with client(qwen) as openai_client:
+        asked = {"model": MODEL, "tools": TOOLS}
+        answer = openai_client.chat.completions.create(**asked, messages=MESSAGES).choices[0].message
+        assert '"description": "Weather."' in prompt_of(qwen) and '"strict"' not in prompt_of(qwen)
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "7"} for call in answer.tool_calls]
+        openai_client.chat.completions.create(**asked, messages=[*MESSAGES, answer, *results])
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}' in prompt_of(qwen)
+    assert prompt_of(qwen).count("<tool_response>") == 2
+    tokens = qwen.post("/tokenize", {"messages": MESSAGES, "tools": TOOLS}).json()["tokens"]
+    qwen.chat(messages=MESSAGES, tools=TOOLS)
+    assert tokens == qwen.engine.submitted[-1][0]
+
+
+def test_choices_of_one_request_are_read_apart(qwen) -> None:
+    qwen.engine.reply = SAID["qwen"]
+    with client(qwen) as openai_client:
+        answer = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, n=3)
+    assert [len(choice.message.tool_calls) for choice in answer.choices] == [2, 2, 2]
+    assert len({call.id for choice in answer.choices for call in choice.message.tool_calls}) == 6
+
+
+def test_a_call_cut_off_by_the_length_says_length(qwen) -> None:
+    qwen.engine.reply = SAID["qwen"]
+    fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": SAID["qwen"].index("Ulm")}
+    choice = qwen.chat(**fields).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "'}
+
+
+def test_without_tools_the_signs_of_a_call_are_text(qwen) -> None:
+    qwen.engine.reply = SAID["qwen"]
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        choice = qwen.chat(messages=MESSAGES, **fields).json()["choices"][0]
+        assert choice["message"]["content"] == SAID["qwen"]
+        assert "tool_calls" not in choice["message"] and choice["finish_reason"] == "stop"
+        assert grammar_of(qwen) is None and "weather" not in prompt_of(qwen)
+
+
+def test_log_probabilities_and_ids_of_a_stream_with_calls_are_all_there(qwen) -> None:
+    qwen.engine.reply = SAID["qwen"]
+    fields = {"messages": MESSAGES, "tools": TOOLS, "logprobs": True, "return_token_ids": True, "stream": True}
+    lines = [line[6:] for line in qwen.chat(**fields).text.split("\n\n") if line.startswith("data: {")]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    num_tokens = len(SAID["qwen"]) + 1
+    assert sum(len(choice.get("token_ids", ())) for choice in choices) == num_tokens
+    assert sum(len((choice["logprobs"] or {"content": []})["content"]) for choice in choices) == num_tokens
+    assert choices[0]["delta"]["role"] == "assistant" and all("role" not in each["delta"] for each in choices[1:])
+
+
+def test_special_tokens_are_shown_to_the_reader_and_to_nobody_else(servers) -> None:
+    server = servers["mistral"]
+    server.engine.reply = "a<eos>[TOOL_CALLS]b"
+    fields = {"ignore_eos": True, "max_tokens": 4}
+    assert server.chat(messages=MESSAGES, **fields).json()["choices"][0]["message"]["content"] == "ab"
+    message = server.chat(messages=MESSAGES, tools=TOOLS, **fields).json()["choices"][0]["message"]
+    assert message["content"] == "a[TOOL_CALLS]b"
+
+
+# Grammars.
+
+
+def test_required_and_named_calls_are_held_by_a_grammar(qwen) -> None:
+    for choice, absent in (("required", "nothing"), ({"type": "function", "function": {"name": "clock"}}, "weather")):
+        assert qwen.chat(messages=MESSAGES, tools=TOOLS, tool_choice=choice).status_code == 200
+        text = grammar_of(qwen)
+        assert text is not None and "clock" in text and absent not in text
+        assert qwen.engine.submitted[-1][2]["grammar"] is not None
+    assert "lead" not in (grammar_of(qwen) or "")
+
+
+def test_an_optional_call_is_held_unless_the_operator_says_otherwise(qwen) -> None:
+    qwen.chat(messages=MESSAGES, tools=TOOLS)
+    assert "lead" in (grammar_of(qwen) or "")
+    with running(template=ChatTemplate(QWEN3), constrain_auto_tools=False) as free:
+        free.engine.reply = '<tool_call>{"name": "clock", "arguments": {bad}}</tool_call>'
+        choice = free.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]
+        assert grammar_of(free) is None
+        assert choice["message"]["content"] == free.engine.reply and choice["finish_reason"] == "stop"
+        free.chat(messages=MESSAGES, tools=TOOLS, tool_choice="required")
+        assert grammar_of(free) is not None
+
+
+def test_parallel_calls_can_be_turned_off(qwen) -> None:
+    qwen.engine.reply = SAID["qwen"]
+    message = qwen.chat(messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]
+    assert len(message["tool_calls"]) == 1
+
+
+def test_a_wanted_form_goes_with_optional_calls_and_not_with_required_ones(qwen) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    assert qwen.chat(messages=MESSAGES, tools=TOOLS, response_format=form).status_code == 200
+    assert "answer" in (grammar_of(qwen) or "")
+    answer = qwen.chat(messages=MESSAGES, tools=TOOLS, response_format=form, tool_choice="required")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+
+
+# Reasoning.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_told_apart(qwen, stream: bool) -> None:
+    qwen.engine.reply = "<think>\nHm, <b>.\n</think>\n\nYes."
+    with client(qwen) as openai_client:
+        answer = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=stream)
+        if stream:
+            found = gathered(answer)
+            assert (found["reasoning"], found["content"], found["reason"]) == ("Hm, <b>.", "Yes.", "stop")
+        else:
+            message = answer.choices[0].message
+            assert (message.reasoning_content, message.content) == ("Hm, <b>.", "Yes.")
+
+
+def test_reasoning_may_be_left_out_of_the_answer(qwen) -> None:
+    qwen.engine.reply = "<think>Hm.</think>Yes."
+    message = qwen.chat(messages=MESSAGES, include_reasoning=False).json()["choices"][0]["message"]
+    assert message["content"] == "Yes." and "reasoning_content" not in message
+    streamed = qwen.chat(messages=MESSAGES, include_reasoning=False, stream=True).text
+    assert "Hm" not in streamed and "Yes"[0] in streamed
+
+
+def test_reasoning_that_the_prompt_opens_begins_with_the_answer() -> None:
+    opened = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+    with running(template=ChatTemplate(opened)) as server:
+        server.engine.reply = "Hm.\n</think>\nYes."
+        message = server.chat(messages=MESSAGES).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
+        server.engine.reply = "Hm"
+        choice = server.chat(messages=MESSAGES, max_tokens=2).json()["choices"][0]
+        assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("Hm", None)
+
+
+def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
+    said = "[THINK]Hm.[/THINK]<think>x</think>"
+    for parser, reasoning, content in (
+        ("none", None, said),
+        ("mistral", "Hm.", "<think>x</think>"),
+        ("qwen3", None, said),
+    ):
+        with running(template=ChatTemplate(QWEN3), reasoning_parser=parser) as server:
+            server.engine.reply = said
+            message = server.chat(messages=MESSAGES).json()["choices"][0]["message"]
+            assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+def test_a_wanted_form_begins_behind_the_reasoning(qwen) -> None:
+    qwen.chat(messages=MESSAGES, structured_outputs={"choice": ["yes", "no"]})
+    assert "thoughts" in (grammar_of(qwen) or "")
+    # Where the request turns reasoning off, there is nothing in front of the answer.
+    thinks_not = {"chat_template_kwargs": {"enable_thinking": False}}
+    qwen.chat(messages=MESSAGES, structured_outputs={"choice": ["yes", "no"]}, **thinks_not)
+    assert qwen.engine.submitted[-1][1].structured_outputs.choice == ["yes", "no"]
+
+
+# Models that were not made for tools.
+
+
+def test_a_template_without_tools_gets_them_as_text(servers) -> None:
+    server = servers["none"]
+    server.engine.reply = SAID["qwen"]
+    answer = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["message"]
+    assert len(answer["tool_calls"]) == 2
+    assert '"name": "weather"' in prompt_of(server)
+    history = [*MESSAGES, answer, {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "7"}]
+    assert server.chat(messages=history).status_code == 200
+    assert '<tool_call>\n{"name": "weather"' in prompt_of(server) and "<tool_response>\n7" in prompt_of(server)
+
+
+def test_an_unknown_format_of_calls_is_a_400_that_names_the_way_out() -> None:
+    unknown = ChatTemplate(
+        "{% for t in tools or [] %}{{ t }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    with running(template=unknown) as server:
+        answer = server.chat(messages=MESSAGES, tools=TOOLS)
+        assert answer.status_code == 400 and "--tool-call-parser" in answer.json()["error"]["message"]
+        assert server.chat(messages=MESSAGES, tools=TOOLS, tool_choice="none").status_code == 200
+    with running(template=unknown, tool_call_parser="llama3_json") as server:
+        server.engine.reply = SAID["llama"].removeprefix("<|python_tag|>")
+        assert server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["finish_reason"] == "tool_calls"
+    with running(FakeEngine(), template=line_template(), tool_call_parser="none") as server:
+        answer = server.chat(messages=MESSAGES, tools=TOOLS)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+
+
+# Refusals.
+
+
+def tool(**function) -> dict:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+def past(*ids: str, role: str = "assistant", arguments: str = "{}", name: str = "f") -> dict:
+    calls = [{"id": i, "type": "function", "function": {"name": name, "arguments": arguments}} for i in ids]
+    return {"role": role, "content": None, "tool_calls": calls}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
+        ({"tools": [{**TOOLS[0], "type": "custom"}]}, "tools[0].type", "custom"),
+        ({"tools": [tool(), tool(name="g", paramters={})]}, "tools[1].function", "paramters"),
+        ({"tools": [tool(name="")]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [tool(name="a b")]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [tool(name="é")]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [tool(name="x" * 65)]}, "tools[0].function.name", "1 to 64"),
+        ({"tools": [tool(), tool()]}, "tools[1].function.name", "twice"),
+        ({"tools": [tool(name=f"f{i}") for i in range(MAX_TOOLS + 1)]}, "tools", str(MAX_TOOLS)),
+        ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters.type", "array"),
+        ({"tools": [tool(parameters={"description": "x" * MAX_SCHEMA_BYTES})]}, "tools[0].function.parameters", "bytes"),
+        ({"tools": [tool(parameters={"description": "x" * 60_000}, name=f"f{i}") for i in range(5)]}, "tools", "262144"),
+        ({"tools": [tool(parameters={"type": "object", "properties": {"a": {"type": "colour"}}})],
+          "tool_choice": "required"}, "tools", "colour"),
+        ({"tools": [tool(parameters={"type": "object", "properties": {"a": {"pattern": "("}}})]}, "tools", ""),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no tools"),
+        ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "any"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+         "tool_choice.function.name", "'f' is not among"),
+        ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", ""),
+        ({"tools": TOOLS, "structured_outputs": {"structural_tag": {"structures": [], "triggers": []}}}, "tools", "tag"),
+        ({"functions": [tool()["function"]]}, "functions", "tools"),
+        ({"messages": [past("a"), {"role": "tool", "content": "7"}]}, "messages[1].tool_call_id", "required"),
+        ({"messages": [past("a"), {"role": "tool", "content": "7", "tool_call_id": "b"}]},
+         "messages[1].tool_call_id", "'b'"),
+        ({"messages": [{"role": "user", "content": "7", "tool_call_id": "b"}]}, "messages[0].tool_call_id", "'user'"),
+        ({"messages": [past("a", role="user")]}, "messages[0].tool_calls", "'user'"),
+        ({"messages": [past("a", "a")]}, "messages[0].tool_calls", "same id"),
+        ({"messages": [past(*map(str, range(MAX_PAST_CALLS + 1)))]}, "messages[0].tool_calls", str(MAX_PAST_CALLS)),
+        ({"messages": [past("a", arguments="{")]}, "messages[0].tool_calls[0].function.arguments", "JSON"),
+        ({"messages": [past("a", arguments="[1]")]}, "messages[0].tool_calls[0].function.arguments", "object"),
+        ({"messages": [{"role": "function", "name": "f", "content": "7"}]}, "messages[0].role", "tool"),
+        ({"messages": [{"role": "assistant", "content": "", "function_call": {}}]}, "messages[0].function_call", ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_a_400_that_names_the_field(qwen, fields: dict, param: str, words: str) -> None:
+    before = len(qwen.engine.submitted)
+    answer = qwen.chat(**fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+    assert len(qwen.engine.submitted) == before

@@ -1,0 +1,191 @@
+"""The grammars of tool calls, compiled and followed by the real matcher: what they let through and what not.
+
+Marks are tried both ways: as special tokens of the model, and as plain text.
+"""
+
+import functools
+import json
+
+import pytest
+from llguidance import LLMatcher
+
+from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.tools.formats import Calls, Function
+from penstock.engine.tools.lark import grammar
+from penstock.engine.tools.thinking import MISTRAL, THINK, Thinking
+from tests.engine.server.fake import byte_tokenizer
+from tests.engine.tools.samples import CALL, CALLS, CLOCK, FORMATS, WEATHER, calls_of, read
+
+MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
+SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
+
+
+@functools.cache
+def tokenizer(special: bool) -> Tokenizer:
+    return byte_tokenizer(*MARKS) if special else byte_tokenizer()
+
+
+@functools.cache
+def vocabulary(special: bool) -> Vocabulary:
+    return Vocabulary.of(tokenizer(special), tokenizer(special).vocab_size)
+
+
+def lark(special: bool, *wanted, **more) -> str:
+    ids = {mark: tokenizer(special).backend.token_to_id(mark) for mark in MARKS} if special else {}
+    return grammar_source(StructuredOutputs(grammar=grammar(ids, *wanted, **more)))
+
+
+def verdict(special: bool, source: str, text: str) -> str:
+    """accepted · unfinished: it may go on · the text up to which it is followed"""
+    matcher = LLMatcher(vocabulary(special).backend, source)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer(special).encode(text, False)
+    num_taken = matcher.try_consume_tokens(ids)
+    if num_taken < len(ids):
+        return tokenizer(special).decode(ids[:num_taken], skip_special_tokens=False)
+    return "accepted" if matcher.is_accepting() else "unfinished"
+
+
+def leads(name: str) -> str:
+    return "<|python_tag|>" if name == "llama3_json" else ""
+
+
+@SPECIAL
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("thought", ["none", "opened", "absent", "present"])
+def test_a_call_that_must_be_is_all_there_can_be(name: str, special: bool, thought: str) -> None:
+    thinking = {"none": None, "opened": Thinking(THINK, is_open=True)}.get(thought, Thinking(THINK))
+    before = {"opened": "Hm { or [.\n</think>\n\n", "present": "<think>Hm.</think>\n"}.get(thought, "")
+    many = FORMATS[name].has_many
+    source = lark(special, calls_of(name, must=True, many=many), None, thinking)
+    call = CALL[name]
+    for text, is_right in {
+        call: True,
+        call.replace("Ulm", "Zürich \\n"): True,
+        CALLS[name]: many,
+        "hello": False,
+        "hello " + call: False,
+        call + " and": False,
+        call.replace("weather", "weathers"): False,
+        call.replace('"city"', '"town"'): False,
+        call.replace('"Ulm"', "5"): False,
+        call.replace(" {", "  {"): " {" not in call,
+    }.items():
+        found = verdict(special, source, before + text)
+        assert (found == "accepted") == is_right, (text, found)
+        assert found != "unfinished", text
+        if is_right:
+            _, content, calls = read([before + text], calls_of(name), thinking, certain=True)
+            assert not content and all(json.loads(arguments) is not None for _, arguments in calls)
+
+
+@SPECIAL
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("thought", ["none", "opened", "absent", "present"])
+@pytest.mark.parametrize("many", [False, True])
+def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str, many: bool) -> None:
+    many = many and FORMATS[name].has_many
+    thinking = {"none": None, "opened": Thinking(THINK, is_open=True)}.get(thought, Thinking(THINK))
+    before = {"opened": "Hm { or [.\n</think>\n\n", "present": "<think>Hm.</think>\n"}.get(thought, "")
+    source = lark(special, calls_of(name, many=many), None, thinking)
+    call, lead = CALL[name], leads(name)
+    for text, is_right in {
+        "": True,
+        "hello, <tool> {} [1]": True,
+        '{"name": "Bob", "parameters": {}}': True,
+        call: True,
+        lead + call: True,
+        f"hello\n{lead}{call}": True,
+        f"hello\n{lead}{call.replace('Ulm', '5')}": True,
+        CALLS[name]: many,
+        f"{call}\nand {call}": many,
+        call + " done": many,
+        call.replace('"Ulm"', "5"): False,
+        f"hello {lead}{call.replace('city', 'town')}": False,
+        f"hello {lead}{call.replace('weather', 'news')}": False,
+    }.items():
+        found = verdict(special, source, before + text)
+        assert (found == "accepted") == is_right, (text, found)
+        assert is_right or found != "unfinished", text
+
+
+@SPECIAL
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        (
+            StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}}),
+            '{"a": 1}',
+            '{"a": "x"}',
+        ),
+        (StructuredOutputs(json='{"type": "integer"}'), "17", "x"),
+        (StructuredOutputs(json=True), "[1]", "x"),
+        (StructuredOutputs(json_object=True), '{"b":\n  [1]}', "[1]"),
+        (StructuredOutputs(regex=r"a/b|c+\d{2}\n"), "cc12\n", "cc1\n"),
+        (StructuredOutputs(regex="a\nb"), "a\nb", "a b"),
+        (StructuredOutputs(choice=["yes", 'a "b"\n']), 'a "b"\n', "no"),
+        (StructuredOutputs(grammar='start: "{" X "}" | "end"\nX: /[a-z}]{2}/'), "{a}}", "{A"),
+        (StructuredOutputs(grammar="%llguidance {}\nstart: answer\nanswer: TEXT\nTEXT: /q+/"), "qq", "p"),
+    ],
+)
+def test_a_wanted_form_holds_from_the_end_of_the_reasoning_on(
+    special: bool, answer: StructuredOutputs, right: str, wrong: str
+) -> None:
+    opened, may = Thinking(THINK, is_open=True), Thinking(THINK)
+    for thinking, before in (
+        (opened, "Hm.</think>"),
+        (opened, "\n{</think>\n\n"),
+        (may, "<think>Hm.</think>\n"),
+        (may, ""),
+    ):
+        source = lark(special, None, answer, thinking)
+        assert verdict(special, source, before + right) == "accepted"
+        assert verdict(special, source, before + wrong) not in ("accepted", "unfinished")
+        assert before == "" or verdict(special, source, before.partition("</think>")[0]) == "unfinished"
+
+
+@SPECIAL
+@pytest.mark.parametrize("name", FORMATS)
+def test_optional_calls_beside_a_wanted_form_are_calls_or_that_form(name: str, special: bool) -> None:
+    source = lark(special, calls_of(name), StructuredOutputs(choice=["yes", "no"]), None)
+    assert verdict(special, source, CALL[name]) == verdict(special, source, "yes") == "accepted"
+    assert verdict(special, source, "may") == ""
+
+
+def test_the_marks_of_mistral_s_reasoning_work_alike() -> None:
+    source = lark(False, calls_of("mistral", must=True), None, Thinking(MISTRAL))
+    assert verdict(False, source, "[THINK]Hm.[/THINK]" + CALL["mistral"]) == "accepted"
+
+
+def test_a_schema_that_no_grammar_expresses_is_refused_if_strict_and_loosened_if_not() -> None:
+    odd = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}, "required": ["a"]}
+    form = FORMATS["hermes"]
+    strict = lark(False, Calls(form, [Function("f", odd)], True, False))
+    assert "not" in LLMatcher(vocabulary(False).backend, strict, log_level=0).get_error()
+    loose = lark(False, Calls(form, [Function("f", odd, is_strict=False)], True, False))
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+    assert verdict(False, loose, call) == "accepted"
+
+
+def test_nothing_in_a_schema_reads_as_grammar() -> None:
+    nasty = {"type": "object", "properties": {'a": "b" }\nstart: "x" ::= /': {"enum": ["::=", "}\n", '"', "ü"]}}}
+    source = lark(False, Calls(FORMATS["hermes"], [Function("f", nasty)], True, False))
+    for value in nasty["properties"].popitem()[1]["enum"]:
+        arguments = json.dumps({'a": "b" }\nstart: "x" ::= /': value}, ensure_ascii=False)
+        call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert verdict(False, source, call) == "accepted"
+
+
+def test_a_hundred_functions_make_one_grammar() -> None:
+    functions = [WEATHER._replace(name=f"f{number}") for number in range(127)] + [CLOCK]
+    for name, form in FORMATS.items():
+        source = lark(False, Calls(form, functions, True, True))
+        assert verdict(False, source, CALL[name].replace("weather", "f77")) == "accepted"
+
+
+def test_a_structural_tag_cannot_be_mixed_in() -> None:
+    with pytest.raises(InvalidRequest, match="structural_tag"):
+        grammar({}, calls_of("hermes"), StructuredOutputs(structural_tag={"structures": [], "triggers": []}))
