@@ -141,7 +141,7 @@ def test_random_texts_lose_nothing_and_do_not_depend_on_the_cut() -> None:
     for name, form in FORMATS.items():
         parts = [*form.marks, *form.punctuation, CALL[name], CALLS[name], "{", "}", "[", "]", '"', "\\", ",", ":", " ",
                  "\n", "weather", '"name"', '"arguments"', '"parameters"', "a", ";", "<", "<think>", "</think>", "ü"]  # fmt: skip
-        for _ in range(150):
+        for _ in range(60):
             text = "".join(choose.choices(parts, k=choose.randint(1, 25)))
             for certain in (False, True):
                 for thinking in (None, Thinking(THINK), Thinking(THINK, True)):

