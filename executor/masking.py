@@ -6,6 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock import _csrc
+
+MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
 PART_BYTES = 32 << 20  # of unpacked bits on a GPU at a time: one byte for each
 
 
@@ -34,8 +37,16 @@ class RowMasks(NamedTuple):
             logits.index_copy_(0, rows, logits[rows].masked_fill_(banned, -torch.inf))
 
     def _apply_on_cpu(self, logits: Tensor) -> None:
-        """Row by row, which stays in the cache: 20 to 30 µs for 49,152 tokens."""
-        words = self.masks.view(np.uint8)
-        for row, packed in zip(self.rows, ~words, strict=True):
-            banned = np.unpackbits(packed, count=logits.shape[1], bitorder="little")
-            logits[row].masked_fill_(torch.from_numpy(banned.view(bool)), -torch.inf)
+        """10 to 15 µs for a row of 49,152 in bfloat16; numpy's unpackbits with torch's masked_fill_ took 75."""
+        assert logits.stride(1) == 1 and self.masks.flags["C_CONTIGUOUS"]
+        rows = np.array(self.rows, dtype=np.int64)
+        _csrc.lib.penstock_mask(
+            logits.data_ptr(),
+            logits.stride(0),
+            logits.element_size(),
+            MINUS_INFINITY[logits.dtype],
+            rows.ctypes.data,
+            self.masks.ctypes.data,
+            *self.masks.shape,
+            logits.shape[1],
+        )

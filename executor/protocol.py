@@ -10,10 +10,12 @@ history, so step N+1 can be built, and submitted, before the host has learned wh
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
-import numpy as np
+
+if TYPE_CHECKING:  # the light commands read this page too
+    import numpy as np
 
 ExecutorKind = Literal["auto", "uniproc", "multiproc", "ray", "oracle"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -188,7 +190,7 @@ class Executor(Protocol):
 
     def submit(self, step: Step) -> None: ...
 
-    def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
+    def set_masks(self, step_id: int, rows: "np.ndarray", masks: "np.ndarray") -> None:
         """What the masked rows of a step may sample: called once for every step that has such rows, after its
         `submit` and before the next one and its `collect`. The forward pass may run before it, sampling waits for it.
 

@@ -73,6 +73,13 @@ def test_every_form_is_kept_beside_free_requests_and_by_every_choice(llm: LLM) -
     assert results[0].outputs[0].token_ids == results[4].outputs[0].token_ids
 
 
+def test_a_text_that_reads_like_a_special_token_is_text(llm: LLM) -> None:
+    """The one that ends the model's turns, of all tokens: nothing but this text may follow the quote."""
+    for wanted in (StructuredOutputs(json={"const": "<|im_end|>"}), StructuredOutputs(choice=['"<|im_end|>"'])):
+        (result,) = llm.chat(QUESTION, hot(wanted), use_tqdm=False)
+        assert json.loads(result.outputs[0].text) == "<|im_end|>"
+
+
 def test_a_mask_that_allows_what_the_model_says_anyway_changes_nothing(llm: LLM) -> None:
     plain = SamplingParams(temperature=0.0, max_tokens=24)
     everything = SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=StructuredOutputs(regex=r"(.|\n)*"))

@@ -13,6 +13,7 @@ from penstock.engine.bench.arrivals import arrival_times
 from penstock.engine.bench.client import Client, Target
 from penstock.engine.bench.datasets import Sample, Source, load_samples
 from penstock.engine.bench.load import Call
+from penstock.engine.bench.structured import response_formats
 from penstock.engine.config import ConfigError
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -35,15 +36,17 @@ def build_calls(
     path = args.endpoint or ENDPOINTS[args.backend]
     is_chat = path.rstrip("/").endswith("/chat/completions")
     samples = load_samples(args, args.num_prompts + args.num_warmups, Source(args.random_vocab_size, is_text=is_chat))
-    requests = [target.request("POST", path, _body(args, model, is_chat, sample), headers) for sample in samples]
+    formats = response_formats(args, len(samples))
+    bodies = [_body(args, model, is_chat, sample, extra) for sample, extra in zip(samples, formats, strict=True)]
+    requests = [target.request("POST", path, body, headers) for body in bodies]
     times = arrival_times(args.num_prompts, args.request_rate, args.burstiness, random.Random(args.seed))
     times += [0.0] * args.num_warmups
     calls = [Call(*each) for each in zip(requests, (sample.prompt_len for sample in samples), times, strict=True)]
     return calls[args.num_prompts :], calls[: args.num_prompts]
 
 
-def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample) -> bytes:
-    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
+def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample, extra: dict[str, Any]) -> bytes:
+    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **extra}
     if is_chat:
         body["messages"] = [{"role": "user", "content": sample.prompt}]
         body["max_completion_tokens"] = sample.output_len

@@ -35,6 +35,7 @@ def description(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
+        "structured_ratio": args.structured_ratio,
     }
 
 

@@ -17,6 +17,7 @@ from penstock.engine.bench.load import Run, drive
 from penstock.engine.bench.metrics import METRICS, OBJECTIVES, details, summarize
 from penstock.engine.bench.report import serving_table
 from penstock.engine.bench.results import description, explain_failures, save
+from penstock.engine.bench.structured import add_structured_options
 from penstock.engine.config import ConfigError
 
 
@@ -33,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ready-check-timeout-sec", type=float, default=0, metavar="S", help="wait this long for the server to be up")
     _add_traffic(parser)
     add_dataset_options(parser)
+    add_structured_options(parser)
     parser.add_argument(
         "--random-vocab-size", type=int, default=10_000, metavar="N", help="token ids are drawn below it"
     )

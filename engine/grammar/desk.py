@@ -84,9 +84,9 @@ class GrammarDesk:
                 return []
             step_id, masks = wanted[0], self._filler.fill(wanted[1])
         self._executor.set_masks(step_id, masks.rows, masks.bits)
-        outputs = [self._scheduler.end_masked(row) for row in masks.ended if row not in masks.errors]
+        outputs = [self._scheduler.end_masked(row) for row in masks.ended]
         for row, error in masks.errors.items():
-            outputs.append(self._scheduler.end_masked(row, f"the grammar costs too much to go on with: {error}"))
+            outputs.append(self._scheduler.end_masked(row, f"the grammar cannot go on: {error}"))
         return outputs
 
     def close(self) -> None:

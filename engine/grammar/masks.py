@@ -15,6 +15,7 @@ from llguidance import LLExecutor
 from penstock.engine.grammar.matcher import Matcher
 
 MAX_THREADS = 16
+POOL_ROWS = 48  # fewer are done by one thread sooner than others wake up: 20 µs each
 
 
 class Masks(NamedTuple):
@@ -33,7 +34,7 @@ class MaskFiller:
         self._max_rows = max_rows
         self._buffers: list[np.ndarray] = []  # made when the vocabulary is known; pages that are not used cost nothing
         self._ends: np.ndarray | None = None  # [words]: every token but those that end a text
-        self._executor = LLExecutor(max(1, min(MAX_THREADS, os.cpu_count() or 1)))
+        self._pool: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, "masks")
         self._filling: Future[Masks] | None = None
 
@@ -53,8 +54,7 @@ class MaskFiller:
         if not rows:
             return Masks(np.empty(0, np.int32), np.empty((0, 0), np.int32), [], {})
         buffer = self._next_buffer(rows[0][1])
-        matchers = [(matcher.backend, place) for place, (_, matcher) in enumerate(rows)]
-        self._executor.unsafe_compute_mask_ptr(matchers, buffer.ctypes.data, buffer.strides[0], len(buffer))
+        self._compute(rows, buffer)
         bits = buffer[: len(rows)]
         errors = {}
         for place, (row, matcher) in enumerate(rows):
@@ -62,12 +62,29 @@ class MaskFiller:
                 errors[row] = matcher.error
                 bits[place] = -1
         going_on = (bits & self._ends).any(axis=1)
-        ended = [rows[place][0] for place in np.flatnonzero(~going_on).tolist()]
-        bits[~going_on] = -1
+        ended = []
+        for place in np.flatnonzero(~going_on).tolist():
+            row, matcher = rows[place]
+            if matcher.backend.is_accepting():
+                ended.append(row)
+            else:  # a grammar with a dead end, or one whose only way on is a special token of another meaning
+                errors.setdefault(row, "no token of the vocabulary can follow")
+            bits[place] = -1
         return Masks(np.array([row for row, _ in rows], np.int32), bits, ended, errors)
 
     def close(self) -> None:
         self._thread.shutdown()
+
+    def _compute(self, rows: Sequence[tuple[int, Matcher]], buffer: np.ndarray) -> None:
+        address, row_bytes = buffer.ctypes.data, buffer.strides[0]
+        if len(rows) < POOL_ROWS:
+            for place, (_, matcher) in enumerate(rows):
+                matcher.backend.unsafe_compute_mask_ptr(address + place * row_bytes, row_bytes)
+            return
+        if self._pool is None:
+            self._pool = LLExecutor(max(1, min(MAX_THREADS, os.cpu_count() or 1)))
+        matchers = [(matcher.backend, place) for place, (_, matcher) in enumerate(rows)]
+        self._pool.unsafe_compute_mask_ptr(matchers, address, row_bytes, len(buffer))
 
     def _next_buffer(self, matcher: Matcher) -> np.ndarray:
         vocabulary = matcher.vocabulary

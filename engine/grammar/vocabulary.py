@@ -7,6 +7,7 @@ a few hundred milliseconds for a large vocabulary; the `Compiler` does it in its
 from collections.abc import Callable, Iterable, Sequence
 
 from llguidance import LLTokenizer
+from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import resolve_model
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -43,7 +44,11 @@ class Vocabulary:
         for token_id in special:
             tokens[token_id] = (tokenizer.backend.id_to_token(token_id) or "").encode()
         tokens += [b""] * (size - num_known)
-        return cls(tokens, special, tokenizer.eos_ids, lambda text: tokenizer.encode(text, add_special_tokens=False))
+        # How a forced text is cut into tokens. One that reads like a special token is text nevertheless; taken for
+        # the token it would end the answer in its middle.
+        plain = Backend.from_str(tokenizer.backend.to_str())
+        plain.encode_special_tokens = True
+        return cls(tokens, special, tokenizer.eos_ids, lambda text: plain.encode(text, add_special_tokens=False).ids)
 
 
 def load_vocabulary(config: ExecutorConfig, info: ModelInfo) -> Vocabulary:

@@ -24,7 +24,7 @@ def bits(*allowed: set[int], vocab_size: int) -> np.ndarray:
     return np.packbits(flags, axis=1, bitorder="little").view(np.int32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 1000])
 def test_what_a_mask_forbids_becomes_minus_infinity_and_nothing_else_changes(vocab_size: int, dtype) -> None:
     torch.manual_seed(0)

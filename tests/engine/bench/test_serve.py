@@ -61,6 +61,30 @@ def test_chats_are_sent_as_words_to_the_chat_endpoint() -> None:
     assert result["completed"] == 6
 
 
+def test_the_structured_share_is_spread_evenly_and_asks_for_the_schema(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    _, endpoint = bench("--structured-ratio", "0.5", "--structured-schema", str(tmp_path / "schema.json"))
+    found = [body.get("response_format") for body in bodies(endpoint)]
+    wanted = {"type": "json_schema", "json_schema": {"name": "bench", "schema": {"type": "integer"}}}
+    assert sorted(found, key=str) == [None] * 3 + [wanted] * 3
+    _, endpoint = bench("--structured-ratio", "1")
+    schemas = [body["response_format"]["json_schema"]["schema"] for body in bodies(endpoint)]
+    assert all(schema["minItems"] == 100_000 for schema in schemas)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--structured-ratio", "1.5"], "structured_ratio: 1.5 given"),
+        (["--structured-ratio", "1", "--structured-schema", "/no/such"], "structured_schema: /no/such: No such file"),
+        (["--structured-ratio", "1", "--structured-schema", "pyproject.toml"], "is not JSON"),
+    ],
+)
+def test_a_structured_share_that_cannot_be_sent_is_refused(options: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        bench(*options)
+
+
 def test_extra_fields_and_headers_go_with_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     _, endpoint = bench("--extra-body", '{"max_tokens": 1, "min_p": 0.5}', "--header", "X-Team=a=b", "--model", "m")

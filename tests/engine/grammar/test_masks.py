@@ -1,0 +1,69 @@
+"""Filling masks: what a bit says, by one thread or many, into buffers that take turns."""
+
+import numpy as np
+import pytest
+
+from penstock.engine.grammar import masks as masks_module
+from penstock.engine.grammar.masks import MaskFiller, Masks
+from penstock.engine.grammar.matcher import Matcher
+from tests.engine.grammar.support import EOS, VOCAB_SIZE, matcher
+
+
+def allowed(masks: Masks, place: int) -> set[int]:
+    return set(np.flatnonzero(np.unpackbits(masks.bits[place].view(np.uint8), bitorder="little")).tolist())
+
+
+def after(text: str, **wanted: object) -> Matcher:
+    found = matcher(**wanted)
+    assert all(found.advance(byte) for byte in text.encode())
+    return found
+
+
+@pytest.mark.parametrize("pool_rows", [1, 1000])
+def test_a_set_bit_is_a_token_that_may_follow(pool_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks_module, "POOL_ROWS", pool_rows)
+    filler = MaskFiller(60)
+    rows = [(3 * number, after("1" * (number % 4), regex="[0-9]{2,4}")) for number in range(60)]
+    digits = set(b"0123456789")
+    for masks in (filler.fill(rows), filler.fill(rows)):
+        assert masks.rows.tolist() == [row for row, _ in rows] and masks.rows.dtype == np.int32
+        for place in range(60):
+            assert allowed(masks, place) == (digits if place % 4 < 2 else digits | {EOS})
+        assert masks.ended == [] and masks.errors == {}
+    filler.close()
+
+
+def test_the_buffer_of_the_step_before_is_left_alone() -> None:
+    filler = MaskFiller(4)
+    first = filler.fill([(0, after("", regex="a|b"))])
+    filler.start([(0, after("", regex="c"))])
+    second = filler.finish()
+    assert allowed(first, 0) == set(b"ab") and allowed(second, 0) == set(b"c")
+    assert not np.shares_memory(first.bits, second.bits)
+    filler.close()
+
+
+def test_a_row_after_which_only_an_end_may_follow_has_ended() -> None:
+    filler = MaskFiller(4)
+    late = after("k", grammar='start: "k" TAIL?\nTAIL: /z/ & /y/')
+    masks = filler.fill([(5, late), (7, after("", regex="a"))])
+    assert masks.ended == [5] and masks.errors == {}
+    assert allowed(masks, 0) >= set(range(VOCAB_SIZE)), "whatever the executor samples there, nobody reads it"
+    filler.close()
+
+
+def test_a_matcher_that_has_failed_is_reported_and_its_row_allows_all() -> None:
+    broken = matcher(regex="a+")
+    assert not broken.advance(ord("b"))
+    filler = MaskFiller(4)
+    masks = filler.fill([(0, broken), (1, after("", regex="a"))])
+    assert list(masks.errors) == [0] and masks.errors[0]
+    assert allowed(masks, 0) >= set(range(VOCAB_SIZE)) and allowed(masks, 1) == {ord("a")}
+    filler.close()
+
+
+def test_a_step_may_have_no_row_left_to_mask() -> None:
+    filler = MaskFiller(4)
+    masks = filler.fill([])
+    assert len(masks.rows) == len(masks.bits) == 0
+    filler.close()
