@@ -42,8 +42,13 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         value = given.get(name, low)
         if not isinstance(value, int) or value < low:
             raise ConfigError(f"{name}: {value!r} given; an integer of at least {low} is expected")
-    if "kv_host_bytes" in given:
-        given["kv_host_bytes"] = _size("kv_host_bytes", given["kv_host_bytes"])
+    for name in ("kv_host_bytes", "kv_disk_bytes"):
+        if name in given:
+            given[name] = _size(name, given[name])
+    if given.get("kv_disk_path") and not given.get("kv_disk_bytes"):
+        raise ConfigError(f"kv_disk_bytes: how much of {given['kv_disk_path']!r} (kv_disk_path) may be used?")
+    if given.get("kv_disk_bytes") and not given.get("kv_disk_path"):
+        raise ConfigError(f"kv_disk_path: kv_disk_bytes is {given['kv_disk_bytes']}, and no directory is given")
     if given.get("max_num_seqs", 256) > given.get("max_num_batched_tokens", 2048):
         raise ConfigError(
             f"max_num_batched_tokens: {given.get('max_num_batched_tokens', 2048)} is less than max_num_seqs "

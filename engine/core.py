@@ -48,6 +48,8 @@ class EngineCore:
         self.num_collected = 0
         self.step_started_s: float | None = None
         self.step_deadline_s = STEP_DEADLINE_S
+        if executor.info.stores:
+            self.step()  # an empty one: its result says what an earlier life has left there
 
     @property
     def info(self) -> ModelInfo:
@@ -97,7 +99,8 @@ class EngineCore:
         outputs += scheduler.apply(result)
         if desk is not None and scheduler.num_under_way:
             outputs += desk.set_masks()
-        if not result.tokens and result.transfers is not None and not result.transfers.completions:
+        transfers = result.transfers
+        if not result.tokens and transfers and not (transfers.completions or transfers.num_copied):
             time.sleep(POLL_S)
         return outputs
 

@@ -48,6 +48,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory of the host for KV blocks that the cache has no room for (default: none)",
     )
+    add("--kv-disk-path", metavar="DIR", help="directory for KV blocks that outlive the host's memory and a restart")
+    add("--kv-disk-bytes", type=size_bytes, metavar="SIZE", help="what they may take there; with --kv-disk-path")
     add(
         "--gpu-memory-utilization",
         type=float,

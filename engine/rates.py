@@ -33,16 +33,19 @@ class Rates:
         self.reads = Rate(full_weight)  # blocks
         self.copies = Rate(full_weight)  # blocks
         self.prefill = Rate(full_weight=1024)  # tokens
-        self.step_s = 0.0
+        self.step_s = 0.0  # of a decoding step
         self._block_size = block_size
         self._busy_since_s: float | None = None  # reads are under way, and none has ended since then
 
     def note_step(self, num_tokens: int, num_rows: int, elapsed_s: float) -> None:
-        """Only steps that are mostly prompts say how fast prompts are computed."""
-        if num_rows and elapsed_s > 0:
+        """Steps that are mostly prompts say how fast prompts are computed, the others what waiting for one costs.
+
+        Where steps of prompts follow each other, whoever waits makes room for another's prompt: nothing is lost.
+        """
+        if num_tokens >= 4 * num_rows:
+            self.prefill.add(num_tokens, elapsed_s)
+        elif num_rows:
             self.step_s += 0.2 * (elapsed_s - self.step_s)
-            if num_tokens >= 4 * num_rows:
-                self.prefill.add(num_tokens, elapsed_s)
 
     def begin_reads(self, count: int, now_s: float) -> None:
         if count and self._busy_since_s is None:

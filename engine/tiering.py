@@ -51,6 +51,7 @@ class Tiering:
         self._restored: list[Request] = []  # whose last restores go with the step being planned
         self._saves: list[tuple[int, int]] = []  # of the step being planned
         self._now_s = self._next_probe_s = 0.0
+        self._is_new = bool(info.stores)  # they have not said yet what they have
         self._stores: dict[str, dict[str, float]] = {}
         self.counts: Counter[str] = Counter()
 
@@ -221,6 +222,7 @@ class Tiering:
             self.index.unpin([slot for slot, _ in transfers.restores])
         if result is None:
             return
+        self._is_new = False
         num_read = sum(self._complete(ticket, ok) for ticket, ok in result.completions)
         self.rates.end_reads(num_read, len(self.index.reads), now_s)
         self.rates.copies.add(result.num_copied, result.copy_s)
@@ -255,8 +257,8 @@ class Tiering:
 
     @property
     def is_idle(self) -> bool:
-        """No transfer is under way or waits for a step to carry it."""
-        return self.index.is_idle and not self._restoring and not self._restored
+        """Nothing is under way or waits for a step to carry it, or to ask."""
+        return self.index.is_idle and not (self._restoring or self._restored or self._is_new)
 
     def forget(self) -> bool:
         return self.index.forget()

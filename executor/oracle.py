@@ -25,7 +25,7 @@ from penstock.executor.protocol import (
     StepResult,
     TokenLogprobs,
 )
-from penstock.executor.transfers import NumpyCopier, RankTransfers, host_arena, host_slots
+from penstock.executor.transfers import NumpyCopier, RankTransfers, host_arena, host_slots, open_stores, tier_memory
 
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 2048
@@ -34,7 +34,7 @@ MAX_MODEL_LEN = 2048
 class OracleExecutor:
     """Sizes come from the config (`kv_cache_bytes` counts 8 bytes a position, `hf_overrides` the vocabulary).
 
-    `stores` lie beneath the host tier.
+    `stores` stand in for those of the config, so that tests can have faults.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class OracleExecutor:
             block_bytes=block_bytes,
             fingerprint=model.to_bytes(8, "little"),
             max_in_flight=max_in_flight,
-            memory={"KV cache": num_blocks * block_bytes},
+            memory={"KV cache": num_blocks * block_bytes, **tier_memory(config, slots, block_bytes)},
             host_slots=slots,
-            stores=tuple(stores or ()),
+            stores=tuple(stores) if stores is not None else ("disk",) * bool(config.kv_disk_path),
         )
         self._model = model
         self._max_num_seqs = config.max_num_seqs
@@ -70,7 +70,8 @@ class OracleExecutor:
         if slots:
             arena = host_arena(slots, block_bytes)
             copier = NumpyCopier(self._kv.view(np.uint8), arena)
-            self._transfers = RankTransfers(arena, block_bytes, copier, dict(stores or {}))
+            opened = open_stores(config, block_bytes, self.info.fingerprint) if stores is None else dict(stores)
+            self._transfers = RankTransfers(arena, block_bytes, copier, opened)
         self._slots: dict[int, _Slot] = {}
         self._queue: deque[Step] = deque()
         self._masks: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by step; read late, as a real executor may

@@ -175,7 +175,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_batched_tokens: int = 2048
     block_size: int = 16
     kv_cache_bytes: int | None = None  # None: a share of the free memory
-    kv_host_bytes: int = 0  # of all ranks together
+    kv_host_bytes: int = 0  # of all ranks together, like the disk's
+    kv_disk_path: str = ""
+    kv_disk_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enforce_eager: bool = False

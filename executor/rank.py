@@ -34,7 +34,7 @@ class Rank:
         sampler = Sampler(spec.vocab_size, config.max_num_seqs, device) if group.is_first else None
         slots = Slots(config.max_num_seqs, plan.max_model_len, config.block_size, device)
         pages = [(self.kv[:, layer, 0], self.kv[:, layer, 1]) for layer in range(model.num_layers)]
-        self._tiers = open_transfers(config, self.kv)
+        self._tiers = open_transfers(config, self.kv, loaded.fingerprint, group.rank)
         self.runner = ModelRunner(model, pages, sampler, slots, device, group, self._tiers.transfers)
         self.info = ModelInfo(
             architecture=loaded.architecture,

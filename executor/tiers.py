@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.transfers import NumpyCopier, RankTransfers, host_arena, host_slots
+from penstock.executor.transfers import NumpyCopier, RankTransfers, host_arena, host_slots, open_stores, tier_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,18 +22,19 @@ class RankTiers:
             self.transfers.close()
 
 
-def open_transfers(config: ExecutorConfig, kv: torch.Tensor) -> RankTiers:
+def open_transfers(config: ExecutorConfig, kv: torch.Tensor, fingerprint: bytes, rank: int = 0) -> RankTiers:
     """`kv` [blocks, …], contiguous: whatever belongs to one block lies together."""
     block_bytes = kv[0].numel() * kv.element_size()
     slots = host_slots(config, block_bytes)
     if slots == 0:
         return RankTiers()
+    stores = open_stores(config, block_bytes, fingerprint, rank)
     arena = host_arena(slots, block_bytes)
     blocks = kv.view(kv.shape[0], -1).view(torch.uint8)  # [blocks, bytes of a block]
     if kv.is_cuda:
         from penstock.executor.cuda_copies import CudaCopier
 
-        transfers = RankTransfers(arena, block_bytes, CudaCopier(blocks, arena), {})
+        transfers = RankTransfers(arena, block_bytes, CudaCopier(blocks, arena), stores)
     else:
-        transfers = RankTransfers(arena, block_bytes, NumpyCopier(blocks.numpy(), arena), {})
-    return RankTiers(transfers, slots, (), {"host tier": arena.nbytes})
+        transfers = RankTransfers(arena, block_bytes, NumpyCopier(blocks.numpy(), arena), stores)
+    return RankTiers(transfers, slots, tuple(stores), tier_memory(config, slots, block_bytes))

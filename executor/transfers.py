@@ -5,7 +5,9 @@ nothing imports torch: how a block is copied is the copier's business (`NumpyCop
 the host's, executor/cuda_copies.py where it is not).
 """
 
+import hashlib
 import mmap
+import struct
 import threading
 import time
 from collections import Counter
@@ -18,6 +20,7 @@ from penstock.cache.tiers.base import DISK, Store
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, TransferResult, Transfers
 
 ALIGNMENT = 4096  # a slot starts on a page, so that a store may read straight into it
+STAGING_BYTES = 2**30  # of the host, where a disk is given and no host tier: bytes pass through it
 STATS_EVERY_S = 1.0
 
 Pairs = Sequence[tuple[int, int]]
@@ -43,15 +46,23 @@ class Copier(Protocol):
 
 def host_slots(config: ExecutorConfig, block_bytes: int) -> int:
     """How many blocks the host tier of one rank holds; what was asked for and cannot be is an error."""
-    if not config.kv_host_bytes:
+    if not config.kv_disk_path and not config.kv_host_bytes:
         return 0
-    slots = config.kv_host_bytes // config.tensor_parallel_size // _stride(block_bytes)
+    asked = config.kv_host_bytes or min(config.kv_disk_bytes, STAGING_BYTES)
+    name = "kv_host_bytes" if config.kv_host_bytes else "kv_disk_bytes"
+    slots = asked // config.tensor_parallel_size // _stride(block_bytes)
     if slots < 2:
         raise ExecutorError(
-            f"kv_host_bytes: {config.kv_host_bytes} given; a block takes {_stride(block_bytes)} bytes on each of "
+            f"{name}: {asked} given; a block takes {_stride(block_bytes)} bytes on each of "
             f"{config.tensor_parallel_size} ranks, and at least two are needed"
         )
     return slots
+
+
+def tier_memory(config: ExecutorConfig, slots: int, block_bytes: int) -> dict[str, int]:
+    """For `ModelInfo.memory`: what one rank's tiers take."""
+    memory = {"host tier": (slots + 1) * _stride(block_bytes)} if slots else {}
+    return memory | ({"disk tier": config.kv_disk_bytes // config.tensor_parallel_size} if config.kv_disk_path else {})
 
 
 def host_arena(slots: int, block_bytes: int) -> np.ndarray:
@@ -60,6 +71,34 @@ def host_arena(slots: int, block_bytes: int) -> np.ndarray:
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8).reshape(slots + 1, -1)
+
+
+def open_stores(config: ExecutorConfig, block_bytes: int, fingerprint: bytes, rank: int = 0) -> dict[str, Store]:
+    """This rank's stores, by name, nearest first."""
+    if not config.kv_disk_path:
+        return {}
+    from penstock.cache.tiers.disk import DiskTier
+
+    try:
+        disk = DiskTier(
+            config.kv_disk_path,
+            capacity_bytes=config.kv_disk_bytes // config.tensor_parallel_size,
+            chunk_bytes=block_bytes,
+            fingerprint=disk_fingerprint(
+                fingerprint, config.block_size, block_bytes, config.tensor_parallel_size, rank
+            ),
+        )
+    except OSError as error:
+        raise ExecutorError(f"kv_disk_path: {config.kv_disk_path!r}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ExecutorError(f"kv_disk_bytes: {error}") from None
+    return {DISK: disk}
+
+
+def disk_fingerprint(model: bytes, block_size: int, block_bytes: int, num_ranks: int, rank: int) -> bytes:
+    """Names all that gives a rank's bytes their meaning. `model` covers the weights, the dtypes and the numbers; the
+    first figure is the version of the keys and of the layout of a block."""
+    return hashlib.sha256(struct.pack("<5Q", 1, block_size, block_bytes, num_ranks, rank) + model).digest()
 
 
 class RankTransfers:

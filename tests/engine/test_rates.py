@@ -1,0 +1,60 @@
+"""Load or compute again: what the measured rates say."""
+
+import pytest
+
+from penstock.engine.rates import MIN_PATIENCE_S, UNKNOWN_PATIENCE_S, Rate, Rates
+
+
+def measured(blocks_per_s: float, tokens_per_s: float, copies_per_s: float = 1e9) -> Rates:
+    rates = Rates(block_bytes=2**20, block_size=16)
+    rates.reads.add(blocks_per_s, 1.0)
+    rates.copies.add(copies_per_s, 1.0)
+    rates.prefill.add(tokens_per_s, 1.0)
+    return rates
+
+
+def test_large_samples_weigh_more_than_small_ones():
+    small, large = Rate(100), Rate(100)
+    for rate, amount in ((small, 1), (large, 100)):
+        rate.add(100, 1.0)
+        rate.add(amount, amount / 50)
+    assert 98 < small.per_s < 100 and large.per_s == 75
+
+
+def test_nothing_known_means_that_loading_is_tried_and_waited_for():
+    rates = Rates(2**20, 16)
+    assert rates.is_load_faster(1000, 1, 0) and rates.is_restore_faster(1000, 1, True)
+    assert rates.patience_s(10, 10) == UNKNOWN_PATIENCE_S
+
+
+def test_a_load_must_be_faster_with_all_that_is_queued_before_it():
+    rates = measured(blocks_per_s=1000, tokens_per_s=16 * 100)
+    assert rates.is_load_faster(num_queued=50, num_gained=10, num_host=0)
+    assert not rates.is_load_faster(num_queued=150, num_gained=10, num_host=0)
+
+
+def test_a_restore_costs_a_decoding_step_where_others_compute():
+    rates = measured(blocks_per_s=1, tokens_per_s=16 * 100)
+    for _ in range(50):
+        rates.note_step(num_tokens=8, num_rows=8, elapsed_s=0.1)
+    assert rates.is_restore_faster(5, 5, is_busy=False)
+    assert not rates.is_restore_faster(5, 5, is_busy=True)
+    assert rates.is_restore_faster(20, 20, is_busy=True)
+
+
+def test_patience_ends_when_computing_would_be_done():
+    rates = measured(blocks_per_s=1000, tokens_per_s=16 * 100)
+    assert rates.patience_s(10, 1000) == pytest.approx(0.03)
+    assert rates.patience_s(1000, 10) == pytest.approx(0.1)
+    assert rates.patience_s(1, 1) == MIN_PATIENCE_S
+
+
+def test_a_store_is_measured_while_it_has_something_to_do():
+    rates = Rates(2**25, 16)
+    rates.begin_reads(10, now_s=5.0)
+    rates.end_reads(5, num_left=5, now_s=6.0)
+    rates.end_reads(5, num_left=0, now_s=7.0)
+    assert rates.reads.per_s == 5.0
+    rates.begin_reads(5, now_s=100.0)
+    rates.end_reads(5, num_left=0, now_s=101.0)
+    assert rates.reads.per_s == 5.0

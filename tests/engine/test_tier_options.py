@@ -1,0 +1,121 @@
+"""Host and disk tiers as the user asks for them: sizes, refusals, what is reported, and a restart."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.config import ConfigError
+from penstock.engine.llm import LLM
+from penstock.engine.options import add_engine_options, engine_options
+from penstock.engine.sampling_params import SamplingParams
+from penstock.executor.protocol import ExecutorError
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+PROMPTS = [[number, *range(40)] for number in range(8)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    return tmp_path
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "disk").mkdir()
+    yield tmp_path / "disk"
+
+
+def oracle(folder: Path, **options: object) -> LLM:
+    # Nine blocks of sixteen tokens: of eight prompts the device keeps the last two.
+    shape = {"max_model_len": 64, "hf_overrides": {"vocab_size": 50}, "kv_cache_bytes": 10 * 16 * 8, **options}
+    return LLM(str(folder), executor="oracle", load_format="dummy", skip_tokenizer=True, **shape)
+
+
+def cached(llm: LLM) -> list[int]:
+    return [llm.generate(prompt, GREEDY, use_tqdm=False)[0].num_cached_tokens for prompt in PROMPTS]
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("size", ["1MiB", "1.1 MB", 2**20])
+def test_sizes_are_numbers_or_texts(folder, size):
+    with oracle(folder, kv_host_bytes=size) as llm:
+        assert cached(llm)[0] == 0 and cached(llm) == [32] * 8
+        metrics = llm.get_metrics()
+        assert metrics["kv_host_hit_tokens"] > 0
+        assert 250 <= metrics["kv_host_capacity_blocks"] <= 270
+        assert llm.info.memory["host tier"] >= 2**20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_host_bytes": "8 gallons"}, "kv_host_bytes: '8 gallons' is not a size"),
+        ({"kv_host_bytes": 0}, "kv_host_bytes: 0 given"),
+        ({"kv_host_bytes": -5}, "kv_host_bytes: -5 given"),
+        ({"kv_host_bytes": 1.5}, "kv_host_bytes: 1.5 given"),
+        ({"kv_host_bytes": True}, "kv_host_bytes: True given"),
+        ({"kv_disk_path": "somewhere"}, "kv_disk_bytes: how much of 'somewhere'"),
+        ({"kv_disk_bytes": "1GiB"}, "kv_disk_path: kv_disk_bytes is 1073741824"),
+        ({"kv_disk_path": 7, "kv_disk_bytes": "1GiB"}, "kv_disk_path"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(folder, options, message):
+    with pytest.raises(ConfigError, match=message):
+        oracle(folder, **options)
+
+
+def test_less_than_two_blocks_are_refused_by_name(folder, disk):
+    with pytest.raises(ExecutorError, match="kv_host_bytes: 5000 given; a block takes 4096 bytes"):
+        oracle(folder, kv_host_bytes=5000)
+    with pytest.raises(ExecutorError, match="kv_disk_bytes: 5000"):
+        oracle(folder, kv_disk_path=str(disk), kv_disk_bytes=5000)
+
+
+def test_a_disk_path_that_is_no_directory_is_refused_by_name(folder):
+    with pytest.raises(ExecutorError, match="kv_disk_path: '.*config.json'"):
+        oracle(folder, kv_disk_path=str(folder / "config.json"), kv_disk_bytes="1GiB")
+
+
+def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder, disk):
+    options = {"kv_disk_path": str(disk), "kv_disk_bytes": "16MiB", "kv_host_bytes": "64KiB"}
+    with oracle(folder, **options) as llm:
+        cold = tokens(llm)
+    with oracle(folder, **options) as llm:
+        assert cached(llm) == [32] * 8
+        assert tokens(llm) == cold
+        assert llm.get_metrics()["kv_disk_hit_tokens"] > 0
+        assert llm.info.memory["disk tier"] == 2**24
+
+
+def test_another_model_finds_nothing_on_the_same_disk(folder, disk):
+    options = {"kv_disk_path": str(disk), "kv_disk_bytes": "16MiB"}
+    with oracle(folder, **options) as llm:
+        tokens(llm)
+    with oracle(folder, seed=1, **options) as llm:
+        assert cached(llm)[0] == 0
+
+
+def test_a_disk_alone_passes_its_blocks_through_some_host_memory(folder, disk):
+    with oracle(folder, kv_disk_path=str(disk), kv_disk_bytes="16MiB") as llm:
+        assert llm.info.host_slots == 4096
+
+
+def test_a_reset_forgets_the_disk_too(folder, disk):
+    with oracle(folder, kv_disk_path=str(disk), kv_disk_bytes="16MiB", kv_host_bytes="64KiB") as llm:
+        cached(llm)
+        assert llm.reset_prefix_cache()
+        assert cached(llm)[0] == 0
+
+
+def test_the_command_line_has_the_same_options():
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    args = parser.parse_args(["--kv-host-bytes", "8GiB", "--kv-disk-path", "d", "--kv-disk-bytes", "1TB"])
+    assert engine_options(args) == {"kv_host_bytes": 2**33, "kv_disk_path": "d", "kv_disk_bytes": 10**12}

