@@ -213,8 +213,8 @@ class Throttled:
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         return self._store.changes()
 
-    def flush(self) -> None:
-        self._store.flush()
+    def touch(self, keys: list[bytes]) -> None:
+        self._store.touch(keys)
 
     def stats(self) -> Any:
         return self._store.stats()

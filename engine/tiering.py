@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from penstock.cache.pool import BlockPool
+from penstock.cache.tiers.base import DISK
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.rates import Rates
 from penstock.engine.request import Request
@@ -22,6 +23,7 @@ from penstock.executor.protocol import ModelInfo, TransferResult, Transfers
 RESTORE_BYTES = 64 * 2**20  # a step restores no more than this, or one block
 PROBE_BLOCKS = 16  # what is read for the measure alone, when computing seems faster …
 PROBE_EVERY_S = 30.0  # … this often
+MANY_TOUCHES = 256  # so many are worth transfers of their own
 
 
 class Loading:
@@ -53,6 +55,7 @@ class Tiering:
         self._now_s = self._next_probe_s = 0.0
         self._is_new = bool(info.stores)  # they have not said yet what they have
         self._stores: dict[str, dict[str, float]] = {}
+        self._touched: list[bytes] = []  # keys on the disk that were used, for the next transfers to tell it
         self.counts: Counter[str] = Counter()
 
     # -- before admission ----------------------------------------------------------------------------------
@@ -183,7 +186,13 @@ class Tiering:
         if pairs is not None:
             self.index.unpin([slot for slot, _ in pairs])
         request.is_restoring = request.looked = False
-        self.index.touch(request.keys[: request.num_registered])
+        self._touch(request.keys[: request.num_registered])
+
+    def _touch(self, keys: list[bytes]) -> None:
+        """What lies beneath must not grow old because a nearer tier always answers."""
+        self.index.touch(keys)
+        if DISK in self.index.stores:
+            self._touched += filter(self.index.stores[DISK].__contains__, keys)
 
     # -- one step ------------------------------------------------------------------------------------------
 
@@ -211,9 +220,10 @@ class Tiering:
         self.counts["restores"] += len(restores)
         reads, writes = self.index.take_reads(), self.index.take_writes()
         self.rates.begin_reads(len(reads), self._now_s)
-        if not (self._saves or restores or reads or writes):
+        if not (self._saves or restores or reads or writes or len(self._touched) >= MANY_TOUCHES):
             return None
-        return Transfers(self._saves, restores, reads, writes)
+        touches, self._touched = self._touched, []
+        return Transfers(self._saves, restores, reads, writes, touches)
 
     def finish_step(self, transfers: Transfers | None, result: TransferResult | None, now_s: float) -> None:
         """The step's saves and restores are over; reads and writes of any step may be."""

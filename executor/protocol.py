@@ -93,6 +93,7 @@ class Transfers(msgspec.Struct, frozen=True):
     restores: list[tuple[int, int]] = []  # host slot → device block
     reads: list[tuple[int, str, bytes, int]] = []  # ticket, store ("disk", "peer"), block key → host slot
     writes: list[tuple[int, bytes, int]] = []  # ticket, block key, host slot → disk
+    touches: list[bytes] = []  # keys on the disk that were used, in a nearer tier perhaps; starts of chains first
 
 
 class Step(msgspec.Struct, frozen=True):

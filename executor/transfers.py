@@ -6,7 +6,6 @@ the host's, executor/cuda_copies.py where it is not).
 """
 
 import hashlib
-import mmap
 import struct
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.cache.tiers.base import DISK, Store
+from penstock.cache.tiers.memory import huge_array
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, TransferResult, Transfers
 
 ALIGNMENT = 4096  # a slot starts on a page, so that a store may read straight into it
@@ -67,10 +67,7 @@ def tier_memory(config: ExecutorConfig, slots: int, block_bytes: int) -> dict[st
 
 def host_arena(slots: int, block_bytes: int) -> np.ndarray:
     """uint8 [slots + 1, bytes of a slot]; slot 0 is never used. Memory is taken as slots are first written."""
-    pages = mmap.mmap(-1, (slots + 1) * _stride(block_bytes))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.uint8).reshape(slots + 1, -1)
+    return huge_array(slots + 1, _stride(block_bytes))
 
 
 def open_stores(config: ExecutorConfig, block_bytes: int, fingerprint: bytes, rank: int = 0) -> dict[str, Store]:
@@ -142,9 +139,9 @@ class RankTransfers:
         while self._num_copied:
             if self._num_copied.pop(0):
                 self._copier.finish()
-        for store in self._stores.values():
-            store.flush()
-            store.close()
+        with self._lock:
+            for store in self._stores.values():
+                store.close()
 
     def _start(self, transfers: Transfers) -> None:
         for ticket, name, key, slot in transfers.reads:
@@ -153,6 +150,8 @@ class RankTransfers:
                 self._done.append((ticket, False))
             else:
                 self._loads[name, theirs] = ticket
+        if transfers.touches:
+            self._stores[DISK].touch(transfers.touches)
         for ticket, key, slot in transfers.writes:
             if self._stores[DISK].put(key, memoryview(self._slots[slot])):
                 self._puts[key] = ticket
@@ -259,7 +258,13 @@ def _stride(block_bytes: int) -> int:
     return -(-block_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _numbers(stats: Any) -> dict[str, float]:
-    """A store's counters; what is not a number is not for a dashboard."""
-    pairs = stats.items() if isinstance(stats, dict) else ((name, getattr(stats, name)) for name in stats.__slots__)
-    return {name: float(value) for name, value in pairs if isinstance(value, int | float)}
+def _numbers(stats: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Flat, with names joined by underscores; what is not a number is not for a dashboard."""
+    numbers: dict[str, float] = {}
+    for name, value in stats.items():
+        name = prefix + name.replace(" ", "_")
+        if isinstance(value, dict):
+            numbers |= _numbers(value, f"{name}_")
+        elif isinstance(value, int | float):
+            numbers[name] = float(value)
+    return numbers

@@ -29,10 +29,14 @@ class Counts(NamedTuple):
 class Completion(Protocol):
     """The end of a load or of a store, exactly one for each."""
 
-    kind: Literal["load", "store"]
-    ticket: int  # of a load
-    key: bytes
-    ok: bool
+    @property
+    def kind(self) -> Literal["load", "store"]: ...
+    @property
+    def ticket(self) -> int: ...  # of a load
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def ok(self) -> bool: ...
 
 
 class Store(Protocol):
@@ -59,8 +63,14 @@ class Store(Protocol):
         """Keys that can be read since the last call, those of an earlier life included; and keys that cannot."""
         ...
 
-    def flush(self) -> None: ...
+    def touch(self, keys: list[bytes]) -> None:
+        """These were used, in this tier or a nearer one; the start of a chain comes first."""
+        ...
 
-    def stats(self) -> Any: ...
+    def stats(self) -> dict[str, Any]:
+        """Numbers, and dicts of numbers."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Borrowed buffers are left alone from here on, but for what a hanging device may still write."""
+        ...

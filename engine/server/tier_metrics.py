@@ -18,6 +18,20 @@ GAUGES = frozenset(
         "loading_blocks",
         "storing_blocks",
         "bytes_per_s",
+        # of the disk itself
+        "capacity_bytes",
+        "entries",
+        "is_direct",
+        "is_open",
+        "is_picky",
+        "loading",
+        "pinned",
+        "queue_bytes",
+        "recovery_s",
+        "retention_s",
+        "scan_left",
+        "slots",
+        "used_bytes",
     }
 )
 

@@ -84,16 +84,15 @@ class FlakyStore:
         self._lost.clear()
         return changes
 
-    def flush(self) -> None:
-        self.is_stalled = False
-        while self._under_way:
-            self.poll()
+    def touch(self, keys: list[bytes]) -> None:
+        for key in reversed(keys):
+            if key in self.data:
+                self.data[key] = self.data.pop(key)
 
     def stats(self) -> dict[str, float]:
         return {"entries": len(self.data)}
 
     def close(self) -> None:
-        assert not self._under_way, "closed while it borrows buffers"
         self.closed = True
 
     def _insert(self, key: bytes, value: bytes) -> None:
