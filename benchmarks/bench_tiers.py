@@ -13,15 +13,16 @@ import argparse
 import random
 import statistics
 import tempfile
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.pairs import Pair, Verdict, judge, record
 
 from penstock import LLM, SamplingParams
+from penstock.cache.tiers.calls import Calls
 
 FIRST_ID = 1000
 THROTTLE_BYTES_PER_S = 50e6
@@ -143,8 +144,8 @@ def throttled(bench: Bench) -> dict[str, Any]:
     host, slow = bench.engine(**room), bench.engine(disk=True, **room)
     batch_blocks = args.prompts * args.input_len // host.info.block_size
     assert host.info.num_blocks + host.info.host_slots < (LAG - 1) * batch_blocks, "old prompts never leave the host"
-    transfers = slow._running().executor._rank._tiers.transfers  # type: ignore[attr-defined]
-    transfers._stores["disk"] = Throttled(transfers._stores["disk"], slow.info.block_bytes, THROTTLE_BYTES_PER_S)
+    disk = slow._running().executor._rank._tiers.transfers._stores["disk"]  # type: ignore[attr-defined]
+    disk._transport._calls = SlowCalls(THROTTLE_BYTES_PER_S)
     batches: list[list[list[int]]] = []
     pairs = []
     for number in range(args.pairs + LAG):
@@ -160,67 +161,23 @@ def throttled(bench: Bench) -> dict[str, Any]:
     return {"throttled / host": ratio("50 MB/s disk / host", pairs, round(1 / 0.98, 4)), "disk": metrics}
 
 
-class Done(NamedTuple):
-    kind: str
-    ticket: int
-    key: bytes
-    ok: bool
+class SlowCalls(Calls):
+    """A device that moves so many bytes a second, for all who ask together."""
 
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
 
-class Throttled:
-    """A store behind a wire of so many bytes a second; its queue is bounded like that of a disk."""
+    def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
+        return self._slowly(super().writev(file, parts, offset))
 
-    def __init__(self, store: Any, block_bytes: int, bytes_per_s: float) -> None:
-        self._store, self._block_s = store, block_bytes / bytes_per_s
-        self._max_queue = max(1, 2**26 // block_bytes)
-        self._queue: deque[tuple[str, int, bytes, Any]] = deque()
-        self._tickets: dict[int, int] = {}  # the store's → ours
-        self._num_tickets = 0
-        self._free_s = 0.0  # when the wire is free again
+    def readv(self, file: int, parts: Sequence[Any], offset: int) -> int:
+        return self._slowly(super().readv(file, parts, offset))
 
-    def contains(self, key: bytes) -> bool:
-        return self._store.contains(key)
-
-    def put(self, key: bytes, buffer: Any) -> bool:
-        if self._store.contains(key) or len(self._queue) >= self._max_queue:
-            return False
-        self._queue.append(("store", 0, key, buffer))
-        return True
-
-    def start_load(self, key: bytes, out: Any) -> int | None:
-        if not self._store.contains(key):
-            return None
-        self._num_tickets += 1
-        self._queue.append(("load", self._num_tickets, key, out))
-        return self._num_tickets
-
-    def poll(self) -> Iterator[Done]:
-        now_s = time.perf_counter()
-        self._free_s = max(self._free_s, now_s - 0.25)  # what the wire could have carried since the last poll
-        while self._queue and self._free_s + self._block_s <= now_s:
-            self._free_s += self._block_s
-            kind, ticket, key, buffer = self._queue.popleft()
-            if kind == "store":
-                if not self._store.put(key, buffer):
-                    yield Done(kind, 0, key, False)
-            elif (theirs := self._store.start_load(key, buffer)) is None:
-                yield Done(kind, ticket, key, False)
-            else:
-                self._tickets[theirs] = ticket
-        for done in self._store.poll():
-            yield Done(done.kind, self._tickets.pop(done.ticket, 0), done.key, done.ok)
-
-    def changes(self) -> tuple[list[bytes], list[bytes]]:
-        return self._store.changes()
-
-    def touch(self, keys: list[bytes]) -> None:
-        self._store.touch(keys)
-
-    def stats(self) -> Any:
-        return self._store.stats()
-
-    def close(self) -> None:
-        self._store.close()
+    def _slowly(self, num_bytes: int) -> int:
+        with self._lock:
+            time.sleep(num_bytes / self._bytes_per_s)
+        return num_bytes
 
 
 @contextmanager

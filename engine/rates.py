@@ -36,6 +36,7 @@ class Rates:
         self.step_s = 0.0  # of a decoding step
         self._block_size = block_size
         self._busy_since_s: float | None = None  # reads are under way, and none has ended since then
+        self._is_told = False  # the store measures itself
 
     def note_step(self, num_tokens: int, num_rows: int, elapsed_s: float) -> None:
         """Steps that are mostly prompts say how fast prompts are computed, the others what waiting for one costs.
@@ -47,14 +48,22 @@ class Rates:
         elif num_rows:
             self.step_s += 0.2 * (elapsed_s - self.step_s)
 
+    def note_loads(self, count: float, seconds: float) -> None:
+        """What a store says of itself. It is nearer to the truth: here a read ends when a step does."""
+        if count > 0 and seconds > 0:
+            if not self._is_told:
+                self._is_told, self.reads.per_s = True, None
+            self.reads.add(count, seconds)
+
     def begin_reads(self, count: int, now_s: float) -> None:
         if count and self._busy_since_s is None:
             self._busy_since_s = now_s
 
     def end_reads(self, num_read: int, num_left: int, now_s: float) -> None:
-        """A store is measured by what it delivers while it has something to do."""
+        """A store that says nothing is measured by what it delivers while it has something to do."""
         if num_read and self._busy_since_s is not None:
-            self.reads.add(num_read, now_s - self._busy_since_s)
+            if not self._is_told:
+                self.reads.add(num_read, now_s - self._busy_since_s)
             self._busy_since_s = now_s
         if not num_left:
             self._busy_since_s = None

@@ -237,7 +237,11 @@ class Tiering:
         self.rates.end_reads(num_read, len(self.index.reads), now_s)
         self.rates.copies.add(result.num_copied, result.copy_s)
         self.index.note(result.found, result.lost)
-        self._stores.update(result.stores)
+        for name, numbers in result.stores.items():
+            before = self._stores.get(name, {})
+            loads, seconds = (numbers.get(each, 0) - before.get(each, 0) for each in ("hits", "load_times_sum_s"))
+            self.rates.note_loads(loads, seconds / numbers.get("workers", 1))
+            self._stores[name] = numbers
 
     def _complete(self, ticket: int, ok: bool) -> bool:
         """True for a read that brought its block."""

@@ -58,3 +58,15 @@ def test_a_store_is_measured_while_it_has_something_to_do():
     rates.begin_reads(5, now_s=100.0)
     rates.end_reads(5, num_left=0, now_s=101.0)
     assert rates.reads.per_s == 5.0
+
+
+def test_what_a_store_says_of_itself_is_believed_instead():
+    rates = Rates(2**25, 16)
+    rates.begin_reads(10, now_s=5.0)
+    rates.end_reads(10, num_left=0, now_s=15.0)
+    assert rates.reads.per_s == 1.0
+    rates.note_loads(10, 0.1)
+    assert rates.reads.per_s == 100.0
+    rates.begin_reads(10, now_s=20.0)
+    rates.end_reads(10, num_left=0, now_s=30.0)
+    assert rates.reads.per_s == 100.0
