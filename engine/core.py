@@ -23,7 +23,7 @@ STEP_DEADLINE_PER_TOKEN_S = 0.5
 
 # Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
 POLL_S = 0.0005
-SETTLE_S = 10.0
+SETTLE_S = 3.0  # less than a server waits for its core to leave
 RESET_S = 1.0  # a reset waits no longer for them: new requests wait with it
 
 
