@@ -319,6 +319,7 @@ class DiskTier:
         return {
             "entries": len(self._slots),
             "slots": len(self._state),
+            "workers": NUM_WORKERS,
             "used_bytes": len(self._slots) * self._slabs.slot_bytes,
             "capacity_bytes": self._capacity_bytes,
             "queue_bytes": self._num_storing * self._chunk_bytes,

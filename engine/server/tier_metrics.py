@@ -31,6 +31,7 @@ GAUGES = frozenset(
         "retention_s",
         "scan_left",
         "slots",
+        "workers",
         "used_bytes",
     }
 )
