@@ -38,7 +38,13 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
     """Sort flat options (of `LLM(...)` or the command line) into the rooms' configs; None means the default."""
     given = {name: value for name, value in options.items() if value is not None}
     shared = ("max_num_seqs", "max_num_batched_tokens")
-    for name, low in (*((name, 1) for name in shared), ("block_size", 1), ("max_model_len", 1), ("kv_cache_bytes", 1)):
+    for name, low in (
+        *((name, 1) for name in shared),
+        ("block_size", 1),
+        ("max_model_len", 1),
+        ("kv_cache_bytes", 1),
+        ("tensor_parallel_size", 1),
+    ):
         value = given.get(name, low)
         if not isinstance(value, int) or value < low:
             raise ConfigError(f"{name}: {value!r} given; an integer of at least {low} is expected")

@@ -14,12 +14,7 @@ from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.desk import GrammarDesk
 from penstock.engine.messages import CacheNews, Output, Stats, Submit
 from penstock.engine.scheduler import Scheduler, refusal
-from penstock.executor.protocol import Executor, ModelInfo
-
-# A step may take this long before it counts as stuck, and this much longer for every position it computes.
-# The slowest sane machine computes a position of a large model in well under a second.
-STEP_DEADLINE_S = 60.0
-STEP_DEADLINE_PER_TOKEN_S = 0.5
+from penstock.executor.protocol import STEP_DEADLINE_S, Executor, ModelInfo, step_deadline_s
 
 # Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
 POLL_S = 0.0005
@@ -135,7 +130,7 @@ class EngineCore:
 
     def _expect(self, num_tokens: int) -> None:
         self.last_step_tokens = num_tokens
-        self.step_deadline_s = STEP_DEADLINE_S + STEP_DEADLINE_PER_TOKEN_S * num_tokens
+        self.step_deadline_s = step_deadline_s(num_tokens)
         if self.step_started_s is None:
             self.step_started_s = self._clock()
 

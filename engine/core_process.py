@@ -6,7 +6,6 @@ the kernel does not offer that. Only the parent stops it; signals meant for the 
 on, so that a drain can finish what is running.
 """
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -39,6 +38,7 @@ from penstock.engine.messages import (
     ToCore,
     WatchCache,
 )
+from penstock.executor.lifeline import die_with
 from penstock.executor.protocol import ExecutorError, open_executor
 
 HEARTBEAT_S = 1.0
@@ -49,7 +49,7 @@ IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, o
 def main() -> int:
     """Run until told to stop. The exit code is 0 only after a Shutdown."""
     directory, parent = Path(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent)
+    die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
@@ -83,6 +83,8 @@ class Link:
     def __init__(self, context: zmq.Context, directory: Path) -> None:
         self._inbox = context.socket(zmq.PULL)
         self._inbox.connect(f"ipc://{directory}/to_core")
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox, zmq.POLLIN)
         self._outbox = sender(context, directory)
         self._decoder = msgspec.msgpack.Decoder(ToCore)
         self._encoder = msgspec.msgpack.Encoder()
@@ -90,11 +92,15 @@ class Link:
     def send(self, message: FromCore) -> None:
         self._outbox.send(self._encoder.encode(message))
 
+    def wake_for(self, fd: int) -> None:
+        """Let `receive` return also when this file descriptor becomes readable."""
+        self._poller.register(fd, zmq.POLLIN)
+
     def receive(self, timeout_s: float | None) -> list[ToCore]:
         """Everything that has arrived; waits for the first message as long as allowed (None: for ever)."""
         messages: list[ToCore] = []
-        if timeout_s != 0.0 and not self._inbox.poll(None if timeout_s is None else int(timeout_s * 1000)):
-            return messages
+        if timeout_s != 0.0:
+            self._poller.poll(None if timeout_s is None else int(timeout_s * 1000))
         try:
             while True:
                 messages.append(self._decoder.decode(self._inbox.recv(zmq.NOBLOCK)))
@@ -109,10 +115,13 @@ def sender(context: zmq.Context, directory: Path) -> zmq.Socket:
 
 
 def _serve(core: EngineCore, link: Link) -> None:
+    idle_wait_s = None if (fd := core.executor.fileno()) is None else IDLE_CHECK_S
+    if fd is not None:
+        link.wake_for(fd)
     checked = False
     while True:
         working = core.has_work()
-        patience_s = None if checked else IDLE_CHECK_S
+        patience_s = idle_wait_s if checked else IDLE_CHECK_S
         if not core.is_settled:
             patience_s = TRANSFER_POLL_S
         messages = link.receive(0.0 if working else patience_s)
@@ -120,7 +129,9 @@ def _serve(core: EngineCore, link: Link) -> None:
             core.step()
             continue
         if not working and not messages:
-            core.scheduler.check()
+            core.executor.check()
+            if not checked:
+                core.scheduler.check()
             checked = True
             continue
         checked = False
@@ -161,15 +172,6 @@ def _beat(core: EngineCore, context: zmq.Context, directory: Path) -> None:
             time.sleep(HEARTBEAT_S)
     except zmq.ContextTerminated:
         outbox.close(linger=0)
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies (Linux)."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
 
 
 def _watch_stdin() -> None:

@@ -62,8 +62,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="keep finished blocks for later requests with the same beginning (default: on)",
     )
-    add("--tensor-parallel-size", "-tp", type=int, metavar="N", help="GPUs to split the model over (only 1 so far)")
-    add("--executor", choices=("auto", "uniproc"), help="where the model runs (default: auto)")
+    add("--tensor-parallel-size", "-tp", type=int, metavar="N", help="ranks (GPUs) to split the model over")
+    add(
+        "--executor",
+        choices=("auto", "uniproc", "multiproc"),
+        help="how the model runs: in the engine core's process, or a process per rank (default: auto, by the number of ranks)",
+    )
     add("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
     add("--seed", type=int, metavar="N", help="for dummy weights (default: 0)")
     add("--hf-overrides", type=_json_object, metavar="JSON", help="entries of the model's config.json to replace")

@@ -122,6 +122,12 @@ class OracleExecutor:
             self._transfers.begin(step.transfers)
         return msgspec.structs.replace(result, transfers=self._transfers.end())
 
+    def fileno(self) -> int | None:
+        return None
+
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         self._queue.clear()
         if self._transfers is not None:

@@ -23,7 +23,7 @@ Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How one request picks its tokens. Already validated: ids are inside the vocabulary, numbers in range."""
 
     temperature: float = 1.0  # 0 is greedy
@@ -43,7 +43,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
 
-class Admission(msgspec.Struct, frozen=True, kw_only=True):
+class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A request takes a slot: everything the executor must know about it before its first row.
 
     A request that was preempted comes back as a new admission whose `tokens` include what it has sampled
@@ -59,7 +59,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
 
 
-class Row(msgspec.Struct, frozen=True, gc=False):
+class Row(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaults=True):
     """One request's share of a step: compute positions [start, start + count) of the request in `slot`.
 
     `blocks` replaces the slot's block table from index `first_block` on. Keys and values of positions below
@@ -77,7 +77,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     masked: bool = False  # it samples, and only what `set_masks` allows
 
 
-class Transfers(msgspec.Struct, frozen=True):
+class Transfers(msgspec.Struct, frozen=True, array_like=True):
     """KV blocks that a step moves between the tiers: the device's blocks, the host's slots, and stores beneath.
 
     Saves and restores run beside the rows of their step, before or after them as the executor likes: they see
@@ -96,7 +96,7 @@ class Transfers(msgspec.Struct, frozen=True):
     touches: list[bytes] = []  # keys on the disk that were used, in a nearer tier perhaps; starts of chains first
 
 
-class Step(msgspec.Struct, frozen=True):
+class Step(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass. Within it, every key and value is written before any is read, layer by layer, so a
     later row may read a block that an earlier row of the same step fills. A step without rows is legal: it
     carries transfers, or asks for the completions there are."""
@@ -107,7 +107,7 @@ class Step(msgspec.Struct, frozen=True):
     transfers: Transfers | None = None
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Log-probabilities at one position, of the raw distribution (before temperature and penalties)."""
 
     ids: tuple[int, ...]  # the chosen token first, then the most likely ones in order
@@ -115,7 +115,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     rank: int  # of the chosen token; 1 is the most likely
 
 
-class TransferResult(msgspec.Struct, frozen=True):
+class TransferResult(msgspec.Struct, frozen=True, array_like=True):
     """What became of transfers: those of any step, up to this result.
 
     With several ranks each reports its own, and `executor/transfers.py` `Merge` makes one of them: a ticket is
@@ -130,7 +130,7 @@ class TransferResult(msgspec.Struct, frozen=True):
     stores: dict[str, dict[str, float]] = {}  # store → its gauges and counters, when they were last asked
 
 
-class StepResult(msgspec.Struct, frozen=True):
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step produced; the lists and indices go by the step's `rows`."""
 
     step_id: int
@@ -207,10 +207,28 @@ class Executor(Protocol):
         ...
 
     def collect(self) -> StepResult:
-        """The result of the oldest submitted step; waits for it."""
+        """The result of the oldest submitted step; waits for it. Raises ExecutorError when it can never come."""
+        ...
+
+    def fileno(self) -> int | None:
+        """Readable when there is news that no `collect` waits for: call `check` then. None: never."""
+        ...
+
+    def check(self) -> None:
+        """Raise ExecutorError if the executor cannot go on; cheap, for whoever has nothing to collect."""
         ...
 
     def close(self) -> None: ...
+
+
+# A step may take this long before it counts as stuck, and this much longer for every position it computes.
+# The slowest sane machine computes a position of a large model in well under a second.
+STEP_DEADLINE_S = 60.0
+STEP_DEADLINE_PER_TOKEN_S = 0.5
+
+
+def step_deadline_s(num_tokens: int) -> float:
+    return STEP_DEADLINE_S + STEP_DEADLINE_PER_TOKEN_S * num_tokens
 
 
 class ExecutorError(Exception):
@@ -221,7 +239,7 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
     """Load the model and allocate its memory. `progress` gets a line for every stage that may take a while."""
     kind = config.kind
     if kind == "auto":
-        kind = "uniproc"
+        kind = "uniproc" if config.tensor_parallel_size == 1 else "multiproc"
     if kind == "oracle":
         from penstock.executor.oracle import OracleExecutor
 
@@ -230,4 +248,8 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
         from penstock.executor.uniproc import UniprocExecutor
 
         return UniprocExecutor(config, progress)
-    raise ExecutorError(f"executor: {kind!r} is not available; choose 'auto' or 'uniproc'")
+    if kind == "multiproc":
+        from penstock.executor.multiproc import MultiprocExecutor
+
+        return MultiprocExecutor(config, progress)
+    raise ExecutorError(f"executor: {kind!r} is not available; choose 'auto', 'uniproc' or 'multiproc'")

@@ -38,6 +38,12 @@ class UniprocExecutor:
     def collect(self) -> StepResult:
         return self._runner.finish(self._in_flight.popleft())
 
+    def fileno(self) -> int | None:
+        return None
+
+    def check(self) -> None:
+        pass
+
     def close(self) -> None:
         """Forget the model and the cache; their memory goes with the last reference."""
         self._in_flight.clear()

@@ -2,10 +2,10 @@
 
 from penstock.engine.client import AsyncEngine
 from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.core import STEP_DEADLINE_PER_TOKEN_S, STEP_DEADLINE_S, EngineCore
+from penstock.engine.core import EngineCore
 from penstock.engine.messages import Heartbeat
 from penstock.executor.oracle import OracleExecutor
-from penstock.executor.protocol import ExecutorConfig, Step
+from penstock.executor.protocol import ExecutorConfig, Step, step_deadline_s
 from tests.engine.simulation import submit
 
 CONFIG = EngineConfig(
@@ -46,8 +46,8 @@ def test_a_step_is_timed_from_its_submission_and_the_next_from_the_result_before
 
 def test_the_deadline_grows_with_the_positions_of_the_step():
     deadlines = [deadline for _, deadline in run(1, [1] * 2048).seen]
-    assert deadlines[0] == STEP_DEADLINE_S + STEP_DEADLINE_PER_TOKEN_S * 2048
-    assert deadlines[1] == STEP_DEADLINE_S + STEP_DEADLINE_PER_TOKEN_S
+    assert deadlines[0] == step_deadline_s(2048)
+    assert deadlines[1] == step_deadline_s(1)
 
 
 def test_health_fails_on_an_overdue_step_and_not_on_a_long_one():

@@ -1,0 +1,91 @@
+"""What a worker process and its executor say to each other beside the ring, and the socket they say it through.
+
+Steps go to the workers through the ring. This is the rest: how a worker is started, and everything it answers.
+msgspec encodes it, so nothing here can carry code, and a closed socket is how one side learns that the other is gone.
+"""
+
+import socket
+import struct
+
+import msgspec
+
+from penstock.executor.protocol import ExecutorConfig, ModelInfo, StepResult
+
+HEADER = struct.Struct("<I")  # the length of the message that follows
+READ_BYTES = 1 << 16
+
+
+class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
+    """The first thing a worker hears."""
+
+    config: ExecutorConfig
+    rank: int
+    world: int
+    host: str
+    port: int
+    listen_fd: int | None
+    interface: str | None
+    ring: bytes  # the handle
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+    line: str
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
+    info: ModelInfo
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat", array_like=True):
+    """Once a second from a thread of its own: the process runs, and this is what its main thread is at."""
+
+    doing: str
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
+    result: StepResult
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+    """The worker's last message."""
+
+    error: str
+    traceback: str | None  # None: what the user can mend, and the message says it all
+    is_consequence: bool  # the ranks lost each other: another one's failure, or death, is the cause
+
+
+FromWorker = Progress | Loaded | Beat | Done | Failed
+
+
+class Channel:
+    """One end of a stream socket that carries whole messages."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._encoder = msgspec.msgpack.Encoder()
+        self._buffer = bytearray()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """One call per message; callers of several threads hold a lock of theirs."""
+        body = self._encoder.encode(message)
+        self.socket.sendall(HEADER.pack(len(body)) + body)
+
+    def receive(self) -> list[memoryview] | None:
+        """The messages that one read completes, perhaps none; None when the other side is gone."""
+        try:
+            data = self.socket.recv(READ_BYTES)
+        except ConnectionError:
+            return None
+        if not data:
+            return None
+        self._buffer += data
+        messages, at = [], 0
+        while len(self._buffer) >= at + HEADER.size:
+            (length,) = HEADER.unpack_from(self._buffer, at)
+            end = at + HEADER.size + length
+            if len(self._buffer) < end:
+                break
+            messages.append(memoryview(bytes(self._buffer[at + HEADER.size : end])))
+            at = end
+        del self._buffer[:at]
+        return messages

@@ -1,0 +1,157 @@
+"""One rank as a process of its own: `python -m penstock.executor.worker FD PARENT HARD`.
+
+It hears steps from the ring and answers on the socket FD. It lives as long as its parent: the kernel kills it with
+the thread that started it (HARD), and a closed socket ends it in any case. Only the parent stops it; signals meant
+for the whole group are the parent's to act on.
+"""
+
+import faulthandler
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import NoReturn
+
+import msgspec
+import torch
+
+from penstock.executor.lifeline import die_with
+from penstock.executor.parallel import CollectiveError, Group, Rendezvous, join
+from penstock.executor.protocol import ExecutorError, Step
+from penstock.executor.rank import Rank, choose_device
+from penstock.executor.ring import MessageQueue
+from penstock.executor.runner import Launched
+from penstock.executor.wire import Beat, Channel, Done, Failed, Loaded, Progress, Start
+
+BEAT_S = 1.0
+
+
+def main() -> int:
+    fd, parent, hard = (int(argument) for argument in sys.argv[1:])
+    if hard:
+        die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
+    channel = Channel(socket.socket(fileno=fd))
+    start = _hear_start(channel)
+    threading.Thread(target=_leave_with, args=(channel,), daemon=True).start()
+    voice = Voice(channel)
+    threading.Thread(target=_beat, args=(voice,), daemon=True).start()
+    try:
+        run(start, voice)
+        return 0
+    except Exception as error:  # the top of the process: say why, then end
+        voice.say(failure(error))
+        return 1
+
+
+def failure(error: Exception) -> Failed:
+    if isinstance(error, ExecutorError):
+        return Failed(str(error), None, False)
+    trace = "".join(traceback.format_exception(error))
+    return Failed(f"{type(error).__name__}: {error}", trace, isinstance(error, CollectiveError))
+
+
+class Voice:
+    """What this rank says, from whichever thread, and what its main thread is at."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._lock = channel, threading.Lock()
+        self.doing = "starting"
+
+    def say(self, message: msgspec.Struct) -> None:
+        with self._lock:
+            self._channel.send(message)
+
+
+def run(start: Start, voice: Voice) -> None:
+    """Load this rank's part of the model, then compute step after step until told to close."""
+    config, rank = start.config, start.rank
+    device = choose_device(config.device, rank)
+    if device.type == "cpu":  # the ranks share the cores
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // start.world))
+    else:
+        torch.cuda.set_device(device)
+    inbox = MessageQueue.attach(MessageQueue.unpack_handle(start.ring), rank)
+    voice.doing = "waiting for the other ranks to join"
+    group = join(rank, start.world, Rendezvous(start.host, start.port, start.listen_fd, start.interface), device)
+    voice.doing = "loading the model"
+    ours = Rank(config, group, device, lambda line: voice.say(Progress(line)) if rank == 0 else None)
+    voice.say(Loaded(ours.info))
+    finisher = Finisher(ours, group, voice)
+    decoder = msgspec.msgpack.Decoder(Step)
+    while True:
+        voice.doing = "waiting for a step"
+        kind, *content = inbox.recv()
+        if kind == "close":
+            break
+        assert kind == "step"
+        step = decoder.decode(content[0])
+        voice.doing = f"computing step {step.step_id} of {len(step.rows)} rows"
+        finisher.take(ours.runner.launch(step))
+    finisher.close()
+    inbox.close()
+    group.close()
+
+
+class Finisher:
+    """Waits for launched steps and says what came out, in a thread of its own: the next step is launched meanwhile."""
+
+    def __init__(self, rank: Rank, group: Group, voice: Voice) -> None:
+        self._rank, self._group, self._voice = rank, group, voice
+        self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def take(self, launched: Launched) -> None:
+        self._launched.put(launched)
+
+    def close(self) -> None:
+        self._launched.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while (launched := self._launched.get()) is not None:
+                result = self._rank.runner.finish(launched)
+                if self._group.is_first:
+                    self._voice.say(Done(result))
+        except Exception as error:  # the top of the thread; the rank cannot go on without it
+            self._voice.say(failure(error))
+            os._exit(1)
+
+
+def _hear_start(channel: Channel) -> Start:
+    while (messages := channel.receive()) is not None:
+        if messages:
+            return msgspec.msgpack.decode(messages[0], type=Start)
+    _end()
+
+
+def _leave_with(channel: Channel) -> NoReturn:
+    while channel.receive() is not None:
+        pass
+    _end()
+
+
+def _end() -> NoReturn:
+    """At once: whoever could want more is gone, and the main thread may sit in a collective for ever."""
+    os._exit(1)
+
+
+def _beat(voice: Voice) -> NoReturn:
+    while True:
+        time.sleep(BEAT_S)
+        try:
+            voice.say(Beat(voice.doing))
+        except OSError:
+            _end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Several ranks as one executor: the same tokens as one, and every way in which a rank can fail."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from penstock.executor.multiproc import MultiprocExecutor
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.driver import Driver
+from tests.executor.small_models import folder, greedy
+from tests.executor.test_models import prompts
+
+
+def config_of(case: str, ranks: int, **options: object) -> ExecutorConfig:
+    given = {"kv_cache_bytes": 2**22, "block_size": 8, "dtype": "float32", "max_num_seqs": 16, **options}
+    return ExecutorConfig(model=str(folder(case)), tensor_parallel_size=ranks, **given)
+
+
+@contextmanager
+def running(config: ExecutorConfig, **options: object) -> Iterator[MultiprocExecutor]:
+    executor = MultiprocExecutor(config, **options)
+    try:
+        yield executor
+    finally:
+        executor.close()
+    assert all(worker.process.returncode is not None for worker in executor._crew.workers)
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        ("llama-tied-biases", 2),
+        ("llama-tied-biases", 4),  # two ranks share each of the two key-value heads
+        ("qwen3", 2),
+        ("gemma3", 2),
+        ("mistral-sliding", 2),
+        ("qwen2", 4),
+        ("opt", 4),
+        ("opt-norm-after-projected", 2),
+    ],
+)
+def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int) -> None:
+    given = prompts(4, seed=3)
+    with running(config_of(case, ranks)) as executor:
+        driver = Driver(executor)
+        sequences = []
+        for prompt in given:
+            sequences.append(driver.admit(prompt))
+            driver.advance(*sequences, chunk=5)
+        got = driver.generate(*sequences, count=12, chunk=5)
+    assert got == [greedy(case, prompt, 12)[0] for prompt in given]
+
+
+def test_sampling_and_log_probabilities_are_those_of_one_rank() -> None:
+    prompt = prompts(1, seed=8)[0]
+    drawn = Sampling(temperature=0.9, top_p=0.9, seed=5, repetition_penalty=1.2, logprobs=3, prompt_logprobs=1)
+
+    def run(driver: Driver) -> tuple[list[int], list[tuple[int, ...]], int]:
+        sequence = driver.admit(prompt, drawn)
+        ids, num_prompt = [], 0
+        while len(sequence.output) < 10:
+            result = driver.advance(sequence, chunk=9)
+            ids += [entry.ids for entry in result.logprobs.values()]
+            num_prompt += sum(map(len, result.prompt_logprobs.values()))
+        return sequence.output, ids, num_prompt
+
+    expected = run(Driver(UniprocExecutor(config_of("qwen2", 1))))
+    with running(config_of("qwen2", 2)) as executor:
+        assert run(Driver(executor)) == expected
+    assert expected[2] == len(prompt) - 1
+
+
+def test_embeddings_are_those_of_one_rank() -> None:
+    prompt = prompts(1, seed=9)[0]
+    one = Driver(UniprocExecutor(config_of("qwen3", 1)))
+    expected = one.advance(one.admit(prompt, pooling="last")).embeddings[0]
+    with running(config_of("qwen3", 2)) as executor:
+        driver = Driver(executor)
+        found = driver.advance(driver.admit(prompt, pooling="last")).embeddings[0]
+    import numpy as np
+
+    np.testing.assert_allclose(np.frombuffer(found, "<f4"), np.frombuffer(expected, "<f4"), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "said"),
+    [
+        ("llama", 3, r"tensor_parallel_size: 3 given; it must divide the model's 4 attention heads"),
+        ("opt", 3, r"tensor_parallel_size: 3 given; it must divide the model's 4 attention heads"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused_by_name(case: str, ranks: int, said: str) -> None:
+    with pytest.raises(ExecutorError, match=said):
+        MultiprocExecutor(config_of(case, ranks))
+
+
+def test_a_missing_model_is_the_users_error_said_once_and_without_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(ExecutorError) as caught:
+        MultiprocExecutor(ExecutorConfig(model=str(tmp_path / "nowhere"), tensor_parallel_size=2))
+    assert "nowhere" in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_though_the_other_one_complains_too(rank: int) -> None:
+    with running(config_of("llama", 2)) as executor:
+        driver = Driver(executor)
+        sequence = driver.admit([1, 2, 3])
+        driver.advance(sequence)
+        executor._crew.workers[rank].process.kill()
+        with pytest.raises(ExecutorError, match=rf"rank {rank} \(process \d+\) was killed by SIGKILL"):
+            for _ in range(5):
+                driver.advance(sequence)
+        with pytest.raises(ExecutorError, match="was killed by SIGKILL"):  # and every later call says the same
+            executor.check()
+
+
+def test_a_rank_that_dies_while_nothing_runs_is_seen_through_the_file_descriptor() -> None:
+    import select
+
+    with running(config_of("llama", 2)) as executor:
+        poll = select.poll()
+        poll.register(executor.fileno(), select.POLLIN)
+        executor._crew.workers[1].process.kill()
+        with pytest.raises(ExecutorError, match="rank 1 .* was killed by SIGKILL"):
+            while poll.poll(10_000):  # beats come this way too
+                executor.check()
+
+
+def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capfd: pytest.CaptureFixture[str]) -> None:
+    with running(config_of("llama", 2), deadline_s=lambda num_tokens: 2.0) as executor:
+        driver = Driver(executor)
+        sequence = driver.admit([1, 2, 3])
+        driver.advance(sequence)
+        os.kill(executor._crew.workers[1].process.pid, signal.SIGSTOP)
+        with pytest.raises(ExecutorError, match=r"step 2 of 1 rows is not done .* rank 0 was last .*; rank 1 was last"):
+            driver.advance(sequence)
+    assert "worker.py" in capfd.readouterr().err  # rank 0's stacks
+
+
+def test_a_stopped_rank_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.executor.crew.BEAT_LIMIT_S", 2.5)
+    with running(config_of("llama", 2)) as executor:
+        os.kill(executor._crew.workers[1].process.pid, signal.SIGSTOP)
+        with pytest.raises(ExecutorError, match=r"rank 1 \(process \d+\) has not been heard of for \d+ s"):
+            while True:
+                time.sleep(0.2)
+                executor.check()
+
+
+def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    """Also when the thread that started them is not the main one, so that the kernel's own tie cannot serve."""
+    import subprocess
+    import sys
+
+    script = tmp_path / "parent.py"
+    script.write_text(
+        "import threading, time\n"
+        "from penstock.executor.multiproc import MultiprocExecutor\n"
+        "from penstock.executor.protocol import ExecutorConfig\n"
+        "def work():\n"
+        f"    executor = MultiprocExecutor(ExecutorConfig(model={str(folder('llama'))!r}, tensor_parallel_size=2,\n"
+        "        kv_cache_bytes=2**22))\n"
+        "    print(*[worker.process.pid for worker in executor._crew.workers], flush=True)\n"
+        "    time.sleep(60)\n"
+        "threading.Thread(target=work).start()\n"
+    )
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    until = time.monotonic() + 20
+    while any(_lives(pid) for pid in pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(_lives(pid) for pid in pids)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_closing_ends_every_process_with_code_0_and_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with running(config_of("llama", 2)) as executor:
+        Driver(executor).advance()
+    assert [worker.process.returncode for worker in executor._crew.workers] == [0, 0]
+    assert threading.active_count() == before
