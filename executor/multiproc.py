@@ -1,97 +1,130 @@
-"""The executor of several ranks on one machine: a process each, steps through a shared-memory ring.
+"""The executor of several ranks on one machine: a process each, below this one.
 
-Every rank gets the same steps and computes its share of each; the first samples, and answers. Steps are sent ahead,
-so a rank starts the next one without waiting for anybody. A rank that dies, fails or hangs ends the executor with an
-error that says which and why; no rank outlives the executor.
+Starting them is all there is here. They are told their steps through a shared-memory ring (executor/ring.py), they
+answer through socket pairs, executor/crew.py watches them and executor/ranked.py runs steps over them.
 """
 
-import time
-from collections import deque
-from collections.abc import Callable
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
 
 import msgspec
 
 from penstock.executor.crew import Crew
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo, Step, StepResult, step_deadline_s
+from penstock.executor.protocol import ExecutorConfig, step_deadline_s
+from penstock.executor.ranked import RING_SLOTS, SLOT_BYTES, RankedExecutor
 from penstock.executor.ring import MessageQueue
-from penstock.executor.wire import Done
+from penstock.executor.wire import Channel, FromWorker, Start
 
-# A step of 256 decoding requests is 10 KB; a prompt's tokens travel with its admission, 4 bytes each. What is
-# larger than a slot goes another way, more slowly (see ring.py).
-RING_SLOTS = 8
-SLOT_BYTES = 1 << 20
-CLOSE_TIMEOUT_S = 1.0
+LOOPBACK = "lo"  # what the ranks' collectives run over
 
 
-class MultiprocExecutor:
-    def __init__(
-        self,
-        config: ExecutorConfig,
-        progress: Callable[[str], None] = lambda line: None,
-        deadline_s: Callable[[int], float] = step_deadline_s,
-    ) -> None:
-        world = config.tensor_parallel_size
-        self._deadline_s = deadline_s
-        self._encoder = msgspec.msgpack.Encoder()
-        self._due: deque[tuple[Step, float]] = deque()  # submitted, and when each must be done
-        self._results: deque[StepResult] = deque()
-        self._ring = MessageQueue.create(world, slots=RING_SLOTS, slot_bytes=SLOT_BYTES)
-        self._crew = Crew()
+def open_multiproc(
+    config: ExecutorConfig,
+    progress: Callable[[str], None] = lambda line: None,
+    deadline_s: Callable[[int], float] = step_deadline_s,
+) -> RankedExecutor:
+    """Start all ranks side by side and wait until each has loaded its part of the model."""
+    ring = MessageQueue.create(config.tensor_parallel_size, slots=RING_SLOTS, slot_bytes=SLOT_BYTES)
+    crew = start_processes(config, ring.handle().pack())
+    return RankedExecutor(crew, ring, progress, deadline_s)
+
+
+def start_processes(config: ExecutorConfig, ring: bytes) -> Crew:
+    world = config.tensor_parallel_size
+    workers: list[Process] = []
+    channels: list[Channel] = []
+    # The ranks meet at a port that is bound here and handed to the first, so nobody can take it in between.
+    with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
+        host, port = listener.getsockname()
+        for rank in range(world):
+            fds = (listener.fileno(),) if rank == 0 else ()
+            process, channel = _spawn(rank, fds)
+            workers.append(process)
+            channels.append(channel)
+            channel.send(Start(config, rank, world, host, port, fds[0] if fds else None, LOOPBACK, ring))
+    return Crew(list(workers), Sockets(channels))
+
+
+def _spawn(rank: int, fds: tuple[int, ...]) -> tuple["Process", Channel]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        # The kernel ties a child to the thread that started it, and only the main one surely lasts.
+        is_tied = threading.current_thread() is threading.main_thread()
+        arguments = [str(theirs.fileno()), str(os.getpid()), str(int(is_tied))]
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "penstock.executor.worker", *arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *fds),
+        )
+    return Process(rank, popen), Channel(ours)
+
+
+class Process:
+    """One rank's process."""
+
+    def __init__(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
+        self._popen = popen
+        self.pid = popen.pid
+        self.name = f"rank {rank} (process {popen.pid})"
+
+    def dump_stacks(self) -> None:
+        self._popen.send_signal(signal.SIGUSR1)
+
+    def wait(self, timeout_s: float) -> bool:
         try:
-            self._crew.start(config, self._ring.handle().pack(), world)
-            self.info = _agreed([loaded.info for loaded in self._crew.wait_loaded(progress)])
-        except BaseException:
-            self._crew.kill()
-            self._ring.close()
-            raise
+            self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
-    def submit(self, step: Step) -> None:
-        assert len(self._due) < self.info.max_in_flight, "too many steps in flight"
-        num_tokens = sum(row.count for row in step.rows)
-        self._ring.send(("step", self._encoder.encode(step)), timeout_s=self._deadline_s(num_tokens))
-        earliest_s = self._due[-1][1] if self._due else time.monotonic()
-        self._due.append((step, earliest_s + self._deadline_s(num_tokens)))
+    def death(self) -> str | None:
+        # Its socket closes a moment before the process can be waited for.
+        if not self.wait(1.0):
+            return None
+        code = self._popen.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
-    def collect(self) -> StepResult:
-        step, due_s = self._due[0]
-        while not self._results:
-            left_s = due_s - time.monotonic()
-            if left_s <= 0:
-                self._crew.give_up(self._overdue(step))
-            self._hear(min(left_s, 1.0))
-        self._due.popleft()
-        result = self._results.popleft()
-        assert result.step_id == step.step_id, "results out of order"
-        return result
+    def kill(self) -> None:
+        if self._popen.poll() is None:
+            self._popen.kill()
+        self._popen.wait()
+
+
+class Sockets:
+    """The ends of the workers' socket pairs that stay here."""
+
+    def __init__(self, channels: list[Channel]) -> None:
+        self._channels = dict(enumerate(channels))
+        self._decoder = msgspec.msgpack.Decoder(FromWorker)
+        self._epoll = select.epoll()
+        for channel in channels:
+            self._epoll.register(channel.socket, select.EPOLLIN)
 
     def fileno(self) -> int:
-        return self._crew.fileno()
+        return self._epoll.fileno()
 
-    def check(self) -> None:
-        self._hear(0.0)
+    def pump(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
+        ready = {fd for fd, _ in self._epoll.poll(timeout_s)}
+        for rank, channel in list(self._channels.items()):
+            if channel.socket.fileno() not in ready:
+                continue
+            messages = channel.receive()
+            if messages is None:
+                self._epoll.unregister(channel.socket)
+                self._channels.pop(rank).socket.close()
+                yield rank, None
+            else:
+                for message in messages:
+                    yield rank, self._decoder.decode(message)
 
     def close(self) -> None:
-        """End the workers, in peace if they can be told to; nothing is left of them afterwards."""
-        try:
-            if not self._crew.has_failed:
-                self._ring.send(("close",), timeout_s=CLOSE_TIMEOUT_S)
-                self._crew.stop()
-        finally:
-            self._crew.kill()
-            self._ring.close()
-
-    def _hear(self, timeout_s: float) -> None:
-        self._results += [message.result for message in self._crew.hear(timeout_s) if isinstance(message, Done)]
-
-    def _overdue(self, step: Step) -> str:
-        each = "; ".join(f"rank {worker.rank} was last {worker.doing}" for worker in self._crew.workers)
-        return f"step {step.step_id} of {len(step.rows)} rows is not done within its deadline: {each}"
-
-
-def _agreed(infos: list[ModelInfo]) -> ModelInfo:
-    """One model over all ranks; bytes are what one rank holds."""
-    first = infos[0]
-    for rank, info in enumerate(infos):
-        if (info.fingerprint, info.num_blocks) != (first.fingerprint, first.num_blocks):
-            raise ExecutorError(f"model: rank {rank} has loaded other weights than rank 0; the files changed meanwhile")
-    return first
+        for channel in self._channels.values():
+            channel.socket.close()
+        self._channels.clear()
+        self._epoll.close()

@@ -249,7 +249,7 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
 
         return UniprocExecutor(config, progress)
     if kind == "multiproc":
-        from penstock.executor.multiproc import MultiprocExecutor
+        from penstock.executor.multiproc import open_multiproc
 
-        return MultiprocExecutor(config, progress)
+        return open_multiproc(config, progress)
     raise ExecutorError(f"executor: {kind!r} is not available; choose 'auto', 'uniproc' or 'multiproc'")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.executor.multiproc import MultiprocExecutor
+from penstock.executor.multiproc import open_multiproc
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.ranked import RankedExecutor
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
 from tests.executor.small_models import folder, greedy
@@ -24,13 +25,13 @@ def config_of(case: str, ranks: int, **options: object) -> ExecutorConfig:
 
 
 @contextmanager
-def running(config: ExecutorConfig, **options: object) -> Iterator[MultiprocExecutor]:
-    executor = MultiprocExecutor(config, **options)
+def running(config: ExecutorConfig, **options: object) -> Iterator[RankedExecutor]:
+    executor = open_multiproc(config, **options)
     try:
         yield executor
     finally:
         executor.close()
-    assert all(worker.process.returncode is not None for worker in executor._crew.workers)
+    assert all(worker._popen.returncode is not None for worker in executor.crew.workers)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +99,12 @@ def test_embeddings_are_those_of_one_rank() -> None:
 )
 def test_heads_that_do_not_divide_are_refused_by_name(case: str, ranks: int, said: str) -> None:
     with pytest.raises(ExecutorError, match=said):
-        MultiprocExecutor(config_of(case, ranks))
+        open_multiproc(config_of(case, ranks))
 
 
 def test_a_missing_model_is_the_users_error_said_once_and_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(ExecutorError) as caught:
-        MultiprocExecutor(ExecutorConfig(model=str(tmp_path / "nowhere"), tensor_parallel_size=2))
+        open_multiproc(ExecutorConfig(model=str(tmp_path / "nowhere"), tensor_parallel_size=2))
     assert "nowhere" in str(caught.value) and "Traceback" not in str(caught.value)
 
 
@@ -113,7 +114,7 @@ def test_a_killed_rank_is_named_though_the_other_one_complains_too(rank: int) ->
         driver = Driver(executor)
         sequence = driver.admit([1, 2, 3])
         driver.advance(sequence)
-        executor._crew.workers[rank].process.kill()
+        executor.crew.workers[rank].kill()
         with pytest.raises(ExecutorError, match=rf"rank {rank} \(process \d+\) was killed by SIGKILL"):
             for _ in range(5):
                 driver.advance(sequence)
@@ -127,7 +128,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_seen_through_the_file_descriptor
     with running(config_of("llama", 2)) as executor:
         poll = select.poll()
         poll.register(executor.fileno(), select.POLLIN)
-        executor._crew.workers[1].process.kill()
+        executor.crew.workers[1].kill()
         with pytest.raises(ExecutorError, match="rank 1 .* was killed by SIGKILL"):
             while poll.poll(10_000):  # beats come this way too
                 executor.check()
@@ -138,8 +139,8 @@ def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capf
         driver = Driver(executor)
         sequence = driver.admit([1, 2, 3])
         driver.advance(sequence)
-        os.kill(executor._crew.workers[1].process.pid, signal.SIGSTOP)
-        with pytest.raises(ExecutorError, match=r"step 2 of 1 rows is not done .* rank 0 was last .*; rank 1 was last"):
+        os.kill(executor.crew.workers[1].pid, signal.SIGSTOP)
+        with pytest.raises(ExecutorError, match=r"step 2 of 1 rows is not done .*: rank 0 .* was last .*; rank 1 .* was last"):
             driver.advance(sequence)
     assert "worker.py" in capfd.readouterr().err  # rank 0's stacks
 
@@ -147,7 +148,7 @@ def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capf
 def test_a_stopped_rank_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.executor.crew.BEAT_LIMIT_S", 2.5)
     with running(config_of("llama", 2)) as executor:
-        os.kill(executor._crew.workers[1].process.pid, signal.SIGSTOP)
+        os.kill(executor.crew.workers[1].pid, signal.SIGSTOP)
         with pytest.raises(ExecutorError, match=r"rank 1 \(process \d+\) has not been heard of for \d+ s"):
             while True:
                 time.sleep(0.2)
@@ -162,12 +163,12 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import threading, time\n"
-        "from penstock.executor.multiproc import MultiprocExecutor\n"
+        "from penstock.executor.multiproc import open_multiproc\n"
         "from penstock.executor.protocol import ExecutorConfig\n"
         "def work():\n"
-        f"    executor = MultiprocExecutor(ExecutorConfig(model={str(folder('llama'))!r}, tensor_parallel_size=2,\n"
+        f"    executor = open_multiproc(ExecutorConfig(model={str(folder('llama'))!r}, tensor_parallel_size=2,\n"
         "        kv_cache_bytes=2**22))\n"
-        "    print(*[worker.process.pid for worker in executor._crew.workers], flush=True)\n"
+        "    print(*[worker.pid for worker in executor.crew.workers], flush=True)\n"
         "    time.sleep(60)\n"
         "threading.Thread(target=work).start()\n"
     )
@@ -195,5 +196,5 @@ def test_closing_ends_every_process_with_code_0_and_leaves_no_thread() -> None:
     before = threading.active_count()
     with running(config_of("llama", 2)) as executor:
         Driver(executor).advance()
-    assert [worker.process.returncode for worker in executor._crew.workers] == [0, 0]
+    assert [worker._popen.returncode for worker in executor.crew.workers] == [0, 0]
     assert threading.active_count() == before
