@@ -65,8 +65,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--tensor-parallel-size", "-tp", type=int, metavar="N", help="ranks (GPUs) to split the model over")
     add(
         "--executor",
-        choices=("auto", "uniproc", "multiproc"),
-        help="how the model runs: in the engine core's process, or a process per rank (default: auto, by the number of ranks)",
+        choices=("auto", "uniproc", "multiproc", "ray"),
+        help="in the engine core's process, in one process per rank, or on a running Ray cluster "
+        "(default: auto, by the number of ranks)",
+    )
+    add(
+        "--ray-allow-open-dashboard",
+        action="store_true",
+        default=None,
+        help="use a Ray cluster also where its dashboard takes jobs from the network",
     )
     add("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
     add("--seed", type=int, metavar="N", help="for dummy weights (default: 0)")

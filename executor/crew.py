@@ -14,7 +14,8 @@ from penstock.executor.wire import Beat, Done, Failed, FromWorker, Loaded, Progr
 
 BEAT_LIMIT_S = 8.0  # silent for so long, a worker is stopped or starved; it says something every second
 START_BEAT_LIMIT_S = 60.0  # while it loads, long calls may hold the interpreter
-CAUSE_GRACE_S = 0.5  # how long to listen for the cause after the first sign of a failure
+CAUSE_GRACE_S = 3.0  # how long to listen for the cause after the first sign of a failure; Ray takes its time
+CAUSE_CHECK_S = 0.2
 STACKS_GRACE_S = 0.5  # for the workers to print where they are, before they are ended
 STOP_GRACE_S = 5.0
 
@@ -149,7 +150,7 @@ class Crew:
         """Why it failed, once all that belongs to the failure has had time to arrive."""
         until_s = time.monotonic() + CAUSE_GRACE_S
         while (left_s := until_s - time.monotonic()) > 0 and not self._knows_cause():
-            list(self._pump(left_s))
+            list(self._pump(min(left_s, CAUSE_CHECK_S)))
         named = list(zip(self.workers, self._states, strict=True))
         for worker, state in named:
             if state.failed and not state.failed.is_consequence:

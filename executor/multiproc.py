@@ -19,9 +19,7 @@ from penstock.executor.crew import Crew
 from penstock.executor.protocol import ExecutorConfig, step_deadline_s
 from penstock.executor.ranked import RING_SLOTS, SLOT_BYTES, RankedExecutor
 from penstock.executor.ring import MessageQueue
-from penstock.executor.wire import Channel, FromWorker, Start
-
-LOOPBACK = "lo"  # what the ranks' collectives run over
+from penstock.executor.wire import Channel, FromWorker, Rendezvous, Start
 
 
 def open_multiproc(
@@ -47,7 +45,8 @@ def start_processes(config: ExecutorConfig, ring: bytes) -> Crew:
             process, channel = _spawn(rank, fds)
             workers.append(process)
             channels.append(channel)
-            channel.send(Start(config, rank, world, host, port, fds[0] if fds else None, LOOPBACK, ring))
+            meet = Rendezvous(host, port, host, fds[0] if fds else None)
+            channel.send(Start(config, rank, world, world, rank, meet, ring, rank))
     return Crew(list(workers), Sockets(channels))
 
 

@@ -7,11 +7,12 @@ holds the same bits; `gather_columns` and `broadcast` know one distinguished ran
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from penstock.executor.wire import Rendezvous
 
 # Whoever watches the processes sees a dead or stuck rank much earlier; this is for when nobody does.
 COLLECTIVE_TIMEOUT_S = 300.0
@@ -20,15 +21,6 @@ JOIN_TIMEOUT_S = 120.0
 
 class CollectiveError(RuntimeError):
     """The ranks could not talk to each other: most often another one is gone, and that one is the cause."""
-
-
-class Rendezvous(NamedTuple):
-    """Where the ranks find each other: the first listens, on a socket that is bound already if there is one."""
-
-    host: str
-    port: int
-    listen_fd: int | None = None
-    interface: str | None = "lo"  # network interface that gloo's ranks talk over; None: the host name's
 
 
 def share(units: int, rank: int, world: int) -> tuple[int, int]:
@@ -119,10 +111,10 @@ def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> Group:
             wait_for_workers=False,
             master_listen_fd=at.listen_fd if rank == 0 else None,
         )
-        return Group(rank, world, _backend(store, rank, world, at.interface, device), device)
+        return Group(rank, world, _backend(store, rank, world, at.address, device), device)
 
 
-def _backend(store: dist.Store, rank: int, world: int, interface: str | None, device: torch.device) -> dist.Backend:
+def _backend(store: dist.Store, rank: int, world: int, address: str, device: torch.device) -> dist.Backend:
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     if device.type == "cuda":
         # Not run so far: the machines at hand had one GPU at most.
@@ -131,11 +123,7 @@ def _backend(store: dist.Store, rank: int, world: int, interface: str | None, de
         return dist.ProcessGroupNCCL(store, rank, world, nccl)
     gloo = dist.ProcessGroupGloo._Options()
     gloo._timeout = timeout
-    gloo._devices = [
-        dist.ProcessGroupGloo.create_device(interface=interface)
-        if interface
-        else dist.ProcessGroupGloo.create_default_device()
-    ]
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, world, gloo)
 
 

@@ -181,6 +181,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_disk_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    ray_allow_open_dashboard: bool = False  # run also where anybody on the network can give the cluster jobs
     enforce_eager: bool = False
     seed: int = 0
     hf_overrides: dict[str, Any] = {}
@@ -252,4 +253,8 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
         from penstock.executor.multiproc import open_multiproc
 
         return open_multiproc(config, progress)
-    raise ExecutorError(f"executor: {kind!r} is not available; choose 'auto', 'uniproc' or 'multiproc'")
+    if kind == "ray":
+        from penstock.executor.ray import open_ray
+
+        return open_ray(config, progress)
+    raise AssertionError(f"an executor that nobody wrote: {kind!r}")

@@ -7,14 +7,14 @@ worker holds the requests' state (executor/slots.py). A rank that dies, fails or
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from penstock.executor.crew import Crew
 from penstock.executor.protocol import ExecutorError, ModelInfo, Step, StepResult
 from penstock.executor.ring import PeerDied
-from penstock.executor.wire import Done
+from penstock.executor.wire import CLOSE, STEP, Done
 
 # A step of 256 decoding requests is 17 KB; a prompt's tokens travel with its admission, 4 bytes each. What is larger
 # than a slot takes a way of its own, more slowly (see ring.py).
@@ -24,9 +24,9 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class Broadcast(Protocol):
-    """Tells all workers the same, in order."""
+    """Tells all workers the same, in order. Buffers may be reused as soon as `send` returns."""
 
-    def send(self, message: object, timeout_s: float | None = None) -> None: ...
+    def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None: ...
 
     def close(self) -> None: ...
 
@@ -49,8 +49,8 @@ class RankedExecutor:
         assert len(self._due) < self.info.max_in_flight, "too many steps in flight"
         allowed_s = self._deadline_s(sum(row.count for row in step.rows))
         try:
-            self._broadcast.send(("step", self._encoder.encode(step)), timeout_s=allowed_s)
-        except (PeerDied, TimeoutError) as error:
+            self._broadcast.send((STEP, self._encoder.encode(step)), timeout_s=allowed_s)
+        except (PeerDied, ConnectionError, TimeoutError) as error:
             self._hear(1.0)  # raises if it has come to the crew's ears, and says more
             self.crew.give_up(f"step {step.step_id} could not be handed out: {error}; {self.crew.whereabouts()}")
         before_s = self._due[-1][1] if self._due else time.monotonic()
@@ -79,9 +79,9 @@ class RankedExecutor:
         """End the workers, in peace if they can be told to; nothing is left of them afterwards."""
         try:
             if not self.crew.has_failed:
-                self._broadcast.send(("close",), timeout_s=CLOSE_TIMEOUT_S)
+                self._broadcast.send((CLOSE,), timeout_s=CLOSE_TIMEOUT_S)
                 self.crew.stop()
-        except (PeerDied, TimeoutError):
+        except (PeerDied, ConnectionError, TimeoutError):
             pass  # they are not told, they are killed
         finally:
             self.crew.close()

@@ -11,8 +11,20 @@ import msgspec
 
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, StepResult
 
+# What a worker is told, by the first of the buffers that make up a message. The rest is that kind's own.
+STEP, CLOSE, STACKS = b"step", b"close", b"stacks"
+
 HEADER = struct.Struct("<I")  # the length of the message that follows
 READ_BYTES = 1 << 16
+
+
+class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
+    """Where the ranks find each other: the first one listens, on a socket that is bound already if there is one."""
+
+    host: str
+    port: int
+    address: str  # of the interface that this rank's collectives run over
+    listen_fd: int | None = None
 
 
 class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
@@ -21,11 +33,11 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     config: ExecutorConfig
     rank: int
     world: int
-    host: str
-    port: int
-    listen_fd: int | None
-    interface: str | None
-    ring: bytes  # the handle
+    neighbours: int  # ranks on this machine, this one included: they share its cores
+    device_index: int
+    rendezvous: Rendezvous
+    ring: bytes | None  # the handle of the ring and the reader's number, for a rank on the executor's machine
+    reader: int = 0
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):

@@ -12,22 +12,24 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import msgspec
 import torch
 
 from penstock.executor.lifeline import die_with
-from penstock.executor.parallel import CollectiveError, Group, Rendezvous, join
+from penstock.executor.parallel import CollectiveError, Group, join
 from penstock.executor.protocol import ExecutorError, Step
 from penstock.executor.rank import Rank, choose_device
 from penstock.executor.ring import MessageQueue
 from penstock.executor.runner import Launched
-from penstock.executor.wire import Beat, Channel, Done, Failed, Loaded, Progress, Start
+from penstock.executor.wire import CLOSE, STEP, Beat, Channel, Done, Failed, Loaded, Progress, Start
 
 BEAT_S = 1.0
+
+Message = Sequence[Any]  # the kind, and its buffers
 
 
 def main() -> int:
@@ -40,10 +42,12 @@ def main() -> int:
     channel = Channel(socket.socket(fileno=fd))
     start = _hear_start(channel)
     threading.Thread(target=_leave_with, args=(channel,), daemon=True).start()
-    voice = Voice(channel)
-    threading.Thread(target=_beat, args=(voice,), daemon=True).start()
+    voice = Voice(channel.send)
+    voice.beat(_end)
     try:
-        run(start, voice)
+        assert start.ring is not None
+        with MessageQueue.attach(MessageQueue.unpack_handle(start.ring), start.reader) as inbox:
+            compute(start, inbox.recv, voice)
         return 0
     except Exception as error:  # the top of the process: say why, then end
         voice.say(failure(error))
@@ -60,26 +64,46 @@ def failure(error: Exception) -> Failed:
 class Voice:
     """What this rank says, from whichever thread, and what its main thread is at."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel, self._lock = channel, threading.Lock()
+    def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
+        self._send, self._lock = send, threading.Lock()
         self.doing = "starting"
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def say(self, message: msgspec.Struct) -> None:
         with self._lock:
-            self._channel.send(message)
+            self._send(message)
+
+    def beat(self, lost: Callable[[], NoReturn]) -> None:
+        """Say every second, from a thread of its own, what the main thread is at."""
+
+        def run() -> None:
+            while not self._is_over.wait(BEAT_S):
+                try:
+                    self.say(Beat(self.doing))
+                except OSError:
+                    lost()
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def hush(self) -> None:
+        """Nothing more is said; for whoever must know that nobody still talks."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
 
 
-def run(start: Start, voice: Voice) -> None:
+def compute(start: Start, hear: Callable[[], Message], voice: Voice) -> None:
     """Load this rank's part of the model, then compute step after step until told to close."""
     config, rank = start.config, start.rank
-    device = choose_device(config.device, rank)
-    if device.type == "cpu":  # the ranks share the cores
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // start.world))
+    device = choose_device(config.device, start.device_index)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // start.neighbours))
     else:
         torch.cuda.set_device(device)
-    inbox = MessageQueue.attach(MessageQueue.unpack_handle(start.ring), rank)
     voice.doing = "waiting for the other ranks to join"
-    group = join(rank, start.world, Rendezvous(start.host, start.port, start.listen_fd, start.interface), device)
+    group = join(rank, start.world, start.rendezvous, device)
     voice.doing = "loading the model"
     ours = Rank(config, group, device, lambda line: voice.say(Progress(line)) if rank == 0 else None)
     voice.say(Loaded(ours.info))
@@ -87,15 +111,14 @@ def run(start: Start, voice: Voice) -> None:
     decoder = msgspec.msgpack.Decoder(Step)
     while True:
         voice.doing = "waiting for a step"
-        kind, *content = inbox.recv()
-        if kind == "close":
+        kind, *parts = hear()
+        if kind == CLOSE:
             break
-        assert kind == "step"
-        step = decoder.decode(content[0])
+        assert kind == STEP, kind
+        step = decoder.decode(parts[0])
         voice.doing = f"computing step {step.step_id} of {len(step.rows)} rows"
         finisher.take(ours.runner.launch(step))
     finisher.close()
-    inbox.close()
     group.close()
 
 
@@ -142,15 +165,6 @@ def _leave_with(channel: Channel) -> NoReturn:
 def _end() -> NoReturn:
     """At once: whoever could want more is gone, and the main thread may sit in a collective for ever."""
     os._exit(1)
-
-
-def _beat(voice: Voice) -> NoReturn:
-    while True:
-        time.sleep(BEAT_S)
-        try:
-            voice.say(Beat(voice.doing))
-        except OSError:
-            _end()
 
 
 if __name__ == "__main__":

@@ -140,7 +140,9 @@ def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capf
         sequence = driver.admit([1, 2, 3])
         driver.advance(sequence)
         os.kill(executor.crew.workers[1].pid, signal.SIGSTOP)
-        with pytest.raises(ExecutorError, match=r"step 2 of 1 rows is not done .*: rank 0 .* was last .*; rank 1 .* was last"):
+        with pytest.raises(
+            ExecutorError, match=r"step 2 of 1 rows is not done .*: rank 0 .* was last .*; rank 1 .* was last"
+        ):
             driver.advance(sequence)
     assert "worker.py" in capfd.readouterr().err  # rank 0's stacks
 

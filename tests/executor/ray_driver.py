@@ -1,0 +1,59 @@
+"""A program that runs a model over a Ray cluster and says what happens, one line of JSON at a time.
+
+argv: the model's folder, the number of ranks. Prints the ranks' processes and tokens, then goes on generating until
+the executor fails, and prints the failure; a line on standard input ends it in peace.
+"""
+
+import json
+import os
+import sys
+import threading
+
+from penstock.executor import ray as ray_executor
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from tests.executor.driver import Driver
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def main() -> None:
+    config = ExecutorConfig(
+        model=sys.argv[1],
+        tensor_parallel_size=int(sys.argv[2]),
+        kv_cache_bytes=2**22,
+        block_size=8,
+        dtype="float32",
+        max_num_seqs=8,
+    )
+    ray_executor.PLACE_TIMEOUT_S = float(os.environ.get("PENSTOCK_TEST_PLACE_TIMEOUT_S", "60"))
+    try:
+        executor = ray_executor.open_ray(config)
+    except ExecutorError as error:
+        say(error=str(error))
+        return
+    driver = Driver(executor)
+    first = driver.admit([5, 6, 7, 8, 9])
+    driver.generate(first, count=12)
+    say(
+        tokens=first.output,
+        pids=[worker.pid for worker in executor.crew.workers],
+        names=[worker.name for worker in executor.crew.workers],
+    )
+    over = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.readline(), over.set()), daemon=True).start()
+    try:
+        while not over.is_set():
+            driver.generate(driver.admit([1, 2, 3]), count=4)
+            driver._next_slot = 1
+            driver.free = list(range(20, executor.info.num_blocks))
+        executor.close()
+        say(closed=True)
+    except ExecutorError as error:
+        say(error=str(error))
+        executor.close()
+
+
+if __name__ == "__main__":
+    main()
