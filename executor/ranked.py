@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.executor.crew import Crew
-from penstock.executor.protocol import ExecutorError, ModelInfo, Step, StepResult
+from penstock.executor.protocol import ExecutorError, ModelInfo, Step, StepResult, TransferResult
 from penstock.executor.ring import PeerDied
+from penstock.executor.transfers import Merge
 from penstock.executor.wire import CLOSE, STEP, Done
 
 # A step of 256 decoding requests is 17 KB; a prompt's tokens travel with its admission, 4 bytes each. What is larger
@@ -39,6 +40,8 @@ class RankedExecutor:
         self._encoder = msgspec.msgpack.Encoder()
         self._due: deque[tuple[Step, float]] = deque()  # submitted, and when each must be done
         self._results: deque[StepResult] = deque()
+        self._transfers: list[TransferResult] = []  # heard since the last result
+        self._merge = Merge(len(crew.workers))
         try:
             self.info = _agreed([loaded.info for loaded in crew.wait_loaded(progress)])
         except BaseException:
@@ -88,7 +91,20 @@ class RankedExecutor:
             self._broadcast.close()
 
     def _hear(self, timeout_s: float) -> None:
-        self._results += [message.result for message in self.crew.hear(timeout_s) if isinstance(message, Done)]
+        for message in self.crew.hear(timeout_s):
+            if not isinstance(message, Done):
+                continue
+            if message.result.transfers is not None:
+                self._transfers.append(message.result.transfers)
+            if message.rank == 0:
+                self._results.append(self._with_transfers(message.result))
+
+    def _with_transfers(self, result: StepResult) -> StepResult:
+        """The first rank's result, with what all ranks have said of transfers up to now."""
+        if result.transfers is None:
+            return result
+        heard, self._transfers = self._transfers, []
+        return msgspec.structs.replace(result, transfers=self._merge.merge(heard))
 
 
 def _agreed(infos: list[ModelInfo]) -> ModelInfo:

@@ -55,6 +55,9 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
+    """From the first rank for every step; from the others when there is news of transfers."""
+
+    rank: int
     result: StepResult
 
 

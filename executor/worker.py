@@ -21,7 +21,7 @@ import torch
 
 from penstock.executor.lifeline import die_with
 from penstock.executor.parallel import CollectiveError, Group, join
-from penstock.executor.protocol import ExecutorError, Step
+from penstock.executor.protocol import ExecutorError, Step, TransferResult
 from penstock.executor.rank import Rank, choose_device
 from penstock.executor.ring import MessageQueue
 from penstock.executor.runner import Launched
@@ -119,6 +119,7 @@ def compute(start: Start, hear: Callable[[], Message], voice: Voice) -> None:
         voice.doing = f"computing step {step.step_id} of {len(step.rows)} rows"
         finisher.take(ours.runner.launch(step))
     finisher.close()
+    ours.close()
     group.close()
 
 
@@ -142,11 +143,15 @@ class Finisher:
         try:
             while (launched := self._launched.get()) is not None:
                 result = self._rank.runner.finish(launched)
-                if self._group.is_first:
-                    self._voice.say(Done(result))
+                if self._group.is_first or (result.transfers is not None and _is_news(result.transfers)):
+                    self._voice.say(Done(self._group.rank, result))
         except Exception as error:  # the top of the thread; the rank cannot go on without it
             self._voice.say(failure(error))
             os._exit(1)
+
+
+def _is_news(transfers: TransferResult) -> bool:
+    return bool(transfers.completions or transfers.found or transfers.lost or transfers.stores)
 
 
 def _hear_start(channel: Channel) -> Start:
