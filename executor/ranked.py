@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
 from penstock.executor.crew import Crew
 from penstock.executor.protocol import ExecutorError, ModelInfo, Step, StepResult, TransferResult
 from penstock.executor.ring import PeerDied
 from penstock.executor.transfers import Merge
-from penstock.executor.wire import CLOSE, STEP, Done
+from penstock.executor.wire import CLOSE, MASKS, STEP, Done
 
 # A step of 256 decoding requests is 17 KB; a prompt's tokens travel with its admission, 4 bytes each. What is larger
 # than a slot takes a way of its own, more slowly (see ring.py).
@@ -51,13 +52,14 @@ class RankedExecutor:
     def submit(self, step: Step) -> None:
         assert len(self._due) < self.info.max_in_flight, "too many steps in flight"
         allowed_s = self._deadline_s(sum(row.count for row in step.rows))
-        try:
-            self._broadcast.send((STEP, self._encoder.encode(step)), timeout_s=allowed_s)
-        except (PeerDied, ConnectionError, TimeoutError) as error:
-            self._hear(1.0)  # raises if it has come to the crew's ears, and says more
-            self.crew.give_up(f"step {step.step_id} could not be handed out: {error}; {self.crew.whereabouts()}")
+        self._tell((STEP, self._encoder.encode(step)), allowed_s)
         before_s = self._due[-1][1] if self._due else time.monotonic()
         self._due.append((step, before_s + allowed_s))
+
+    def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
+        step, due_s = self._due[-1]
+        assert step.step_id == step_id, "masks come before the next step is submitted"
+        self._tell((MASKS, rows, masks), due_s - time.monotonic())
 
     def collect(self) -> StepResult:
         step, due_s = self._due[0]
@@ -89,6 +91,13 @@ class RankedExecutor:
         finally:
             self.crew.close()
             self._broadcast.close()
+
+    def _tell(self, message: tuple[Any, ...], timeout_s: float) -> None:
+        try:
+            self._broadcast.send(message, timeout_s=max(0.0, timeout_s))
+        except (PeerDied, ConnectionError, TimeoutError) as error:
+            self._hear(1.0)  # raises if it has come to the crew's ears, and says more
+            self.crew.give_up(f"a step could not be handed out: {error}; {self.crew.whereabouts()}")
 
     def _hear(self, timeout_s: float) -> None:
         for message in self.crew.hear(timeout_s):

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
 from urllib.parse import urlsplit
 
@@ -23,7 +24,7 @@ from penstock.executor.network import Hub, Spoke, Ticket
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, step_deadline_s
 from penstock.executor.ranked import RING_SLOTS, SLOT_BYTES, RankedExecutor
 from penstock.executor.ring import MessageQueue
-from penstock.executor.wire import STACKS, Failed, FromWorker, Rendezvous, Start
+from penstock.executor.wire import MASKS, STACKS, Failed, FromWorker, Rendezvous, Start
 
 try:
     import ray
@@ -189,10 +190,10 @@ class RankActor:
         voice.beat(_end)
         try:
             if told.ring is None:
-                worker.compute(told, inbox.get, voice)
+                worker.compute(told, lambda: nullcontext(inbox.get()), voice)
             else:
                 with MessageQueue.attach(MessageQueue.unpack_handle(told.ring), told.reader) as ring:
-                    worker.compute(told, ring.recv, voice)
+                    worker.compute(told, ring.borrow, voice)
         except Exception as error:  # the top of the process: say why
             voice.say(worker.failure(error))
         voice.hush()
@@ -279,7 +280,8 @@ class Spread:
 
     def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None:
         for rank in self._remote:
-            self._hub.tell(rank, message)
+            if message[0] != MASKS or rank == 0:  # who does not sample needs no masks
+                self._hub.tell(rank, message)
         if self._ring is not None:
             self._ring.send(message, timeout_s=timeout_s)
 

@@ -12,7 +12,7 @@ import msgspec
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, StepResult
 
 # What a worker is told, by the first of the buffers that make up a message. The rest is that kind's own.
-STEP, CLOSE, STACKS = b"step", b"close", b"stacks"
+STEP, MASKS, CLOSE, STACKS = b"step", b"masks", b"close", b"stacks"
 
 HEADER = struct.Struct("<I")  # the length of the message that follows
 READ_BYTES = 1 << 16

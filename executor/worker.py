@@ -14,9 +14,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import msgspec
+import numpy as np
 import torch
 
 from penstock.executor.lifeline import die_with
@@ -25,7 +27,7 @@ from penstock.executor.protocol import ExecutorError, Step, TransferResult
 from penstock.executor.rank import Rank, choose_device
 from penstock.executor.ring import MessageQueue
 from penstock.executor.runner import Launched
-from penstock.executor.wire import CLOSE, STEP, Beat, Channel, Done, Failed, Loaded, Progress, Start
+from penstock.executor.wire import CLOSE, MASKS, STEP, Beat, Channel, Done, Failed, Loaded, Progress, Start
 
 BEAT_S = 1.0
 
@@ -47,7 +49,7 @@ def main() -> int:
     try:
         assert start.ring is not None
         with MessageQueue.attach(MessageQueue.unpack_handle(start.ring), start.reader) as inbox:
-            compute(start, inbox.recv, voice)
+            compute(start, inbox.borrow, voice)
         return 0
     except Exception as error:  # the top of the process: say why, then end
         voice.say(failure(error))
@@ -94,7 +96,7 @@ class Voice:
             self._thread.join()
 
 
-def compute(start: Start, hear: Callable[[], Message], voice: Voice) -> None:
+def compute(start: Start, hear: Callable[[], AbstractContextManager[Message]], voice: Voice) -> None:
     """Load this rank's part of the model, then compute step after step until told to close."""
     config, rank = start.config, start.rank
     device = choose_device(config.device, start.device_index)
@@ -109,15 +111,28 @@ def compute(start: Start, hear: Callable[[], Message], voice: Voice) -> None:
     voice.say(Loaded(ours.info))
     finisher = Finisher(ours, group, voice)
     decoder = msgspec.msgpack.Decoder(Step)
+    unsampled: Launched | None = None  # a step that waits for its masks; they come next
     while True:
         voice.doing = "waiting for a step"
-        kind, *parts = hear()
-        if kind == CLOSE:
-            break
-        assert kind == STEP, kind
-        step = decoder.decode(parts[0])
+        with hear() as (kind, *parts):
+            if kind == CLOSE:
+                break
+            if kind == MASKS:
+                if unsampled is not None:  # only the first rank samples
+                    rows = np.frombuffer(parts[0], np.int32)
+                    masks = np.frombuffer(parts[1], np.int32).reshape(len(rows), -1)
+                    ours.runner.sample_masked(unsampled, rows, masks)
+                    finisher.take(unsampled)
+                    unsampled = None
+                continue
+            assert kind == STEP, kind
+            step = decoder.decode(parts[0])
         voice.doing = f"computing step {step.step_id} of {len(step.rows)} rows"
-        finisher.take(ours.runner.launch(step))
+        launched = ours.runner.launch(step)
+        if launched.unsampled is None:
+            finisher.take(launched)
+        else:
+            unsampled = launched
     finisher.close()
     ours.close()
     group.close()

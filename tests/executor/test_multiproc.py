@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.executor.multiproc import open_multiproc
-from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, Step
 from penstock.executor.ranked import RankedExecutor
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
@@ -200,3 +201,19 @@ def test_closing_ends_every_process_with_code_0_and_leaves_no_thread() -> None:
         Driver(executor).advance()
     assert [worker._popen.returncode for worker in executor.crew.workers] == [0, 0]
     assert threading.active_count() == before
+
+
+def test_masks_say_what_two_ranks_may_sample() -> None:
+    import numpy as np
+
+    prompt = prompts(1, seed=9)[0]
+    with running(config_of("llama", 2)) as executor:
+        driver = Driver(executor)
+        masked, free = driver.admit(prompt), driver.admit(prompt)
+        rows = [driver.row(masked), driver.row(free)]
+        allowed = np.zeros((1, 5), dtype=np.int32)
+        allowed[0, 37 // 32] = 1 << (37 % 32)
+        step = Step(1, driver._admissions, [replace(rows[0], masked=True), rows[1]])
+        executor.submit(step)
+        executor.set_masks(1, np.array([0], dtype=np.int32), allowed)
+        assert executor.collect().tokens == [37, greedy("llama", prompt, 1)[0][0]]
