@@ -14,7 +14,6 @@ import numpy as np
 
 from penstock.executor.crew import Crew
 from penstock.executor.protocol import ExecutorError, ModelInfo, Step, StepResult, TransferResult
-from penstock.executor.ring import PeerDied
 from penstock.executor.transfers import Merge
 from penstock.executor.wire import CLOSE, MASKS, STEP, Done
 
@@ -86,7 +85,7 @@ class RankedExecutor:
             if not self.crew.has_failed:
                 self._broadcast.send((CLOSE,), timeout_s=CLOSE_TIMEOUT_S)
                 self.crew.stop()
-        except (PeerDied, ConnectionError, TimeoutError):
+        except (ConnectionError, TimeoutError):
             pass  # they are not told, they are killed
         finally:
             self.crew.close()
@@ -95,7 +94,7 @@ class RankedExecutor:
     def _tell(self, message: tuple[Any, ...], timeout_s: float) -> None:
         try:
             self._broadcast.send(message, timeout_s=max(0.0, timeout_s))
-        except (PeerDied, ConnectionError, TimeoutError) as error:
+        except (ConnectionError, TimeoutError) as error:
             self._hear(1.0)  # raises if it has come to the crew's ears, and says more
             self.crew.give_up(f"a step could not be handed out: {error}; {self.crew.whereabouts()}")
 
