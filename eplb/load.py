@@ -1,0 +1,70 @@
+"""What a load must look like, and how it is smoothed before anything is planned with it.
+
+A load counts, per layer and expert, the tokens that were routed there: [layers, experts]. Errors name the field,
+the value and the limit.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from penstock.eplb.replicas import Shares
+
+MAX_SLOTS = 32_767  # slots and experts are stored as int16
+LOCALITIES = ("global", "soft", "group")
+_PRIOR = 2.0**-12  # of the layer's mean load
+
+
+def checked(load: ArrayLike) -> NDArray[np.float64]:
+    """The load as float64, or ValueError."""
+    array = np.asarray(load)
+    if array.dtype.kind not in "iuf":
+        raise ValueError(f"load: values of type {array.dtype}, must be real numbers")
+    if array.ndim != 2 or 0 in array.shape:
+        raise ValueError(f"load: shape {array.shape}, must be [layers, experts] with at least one of each")
+    if array.shape[1] > MAX_SLOTS:
+        raise ValueError(f"load: {array.shape[1]} experts, must be at most {MAX_SLOTS}")
+    array = array.astype(np.float64)
+    # not >= 0 is also true of NaN
+    wrong = ~((array >= 0) & (array < np.inf))
+    if wrong.any():
+        layer, expert = (int(at) for at in np.argwhere(wrong)[0])
+        raise ValueError(
+            f"load: {array[layer, expert]} for expert {expert} of layer {layer}, must be finite and at least 0"
+        )
+    return array
+
+
+def check_shape(
+    experts: int, slots: int, ranks: int, groups: int = 1, nodes: int = 1, locality: str = "global"
+) -> None:
+    """ValueError unless `slots` can be dealt to `ranks`, and groups to nodes where locality asks for it."""
+    for field, value in (("slots", slots), ("ranks", ranks), ("groups", groups), ("nodes", nodes)):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+            raise ValueError(f"{field}: {value!r}, must be an integer of at least 1")
+    if locality not in LOCALITIES:
+        raise ValueError(f"locality: {locality!r}, must be one of {', '.join(LOCALITIES)}")
+    if not experts <= slots <= MAX_SLOTS:
+        raise ValueError(f"slots: {slots}, must be at least the {experts} experts and at most {MAX_SLOTS}")
+    _must_divide("ranks", ranks, "slots", slots)
+    if locality != "global":
+        _must_divide("nodes", nodes, "ranks", ranks)
+        _must_divide("nodes", nodes, "groups", groups)
+        _must_divide("groups", groups, "experts", experts)
+
+
+def _must_divide(field: str, value: int, of: str, whole: int) -> None:
+    if whole % value:
+        raise ValueError(f"{field}: {value}, must divide the {whole} {of}")
+
+
+def smooth(load: NDArray[np.float64]) -> Shares:
+    """The load to plan with: every layer scaled to at most 1, and every expert given a little.
+
+    Without the little, spare slots of a layer with few or no tokens would all go to the expert with the lowest id,
+    and an expert that nobody asked for yesterday would count as free for ever. Scaling by powers of two changes no
+    plan, and keeps float32 from overflowing.
+    """
+    exponent = np.frexp(load.max(axis=1, keepdims=True))[1]
+    scaled = np.ldexp(load, -exponent)
+    mean = scaled.mean(axis=1, keepdims=True)
+    return np.where(mean > 0, scaled + mean * _PRIOR, 1.0).astype(np.float32)

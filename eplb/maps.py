@@ -1,0 +1,154 @@
+"""A plan: which expert lies in which physical slot, and how an expert's tokens are split over its copies.
+
+    rank            0              1
+    slot         0  1  2        3  4  5
+    phy2log     [7, 2, 0,       7, 1, 3]      expert in each slot
+    weight          65535ths of that expert's tokens that go to this slot, here 40000 and 25535 for expert 7
+
+Everything else follows from these two: log2phy, count and cdf are the tables that a dispatcher reads.
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from penstock.eplb.load import check_shape
+
+WHOLE = 65_535  # the weights of an expert's copies add up to this
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Made by `Plan.of`. Slot s lies on rank s // slots_per_rank, its node is rank // (ranks // nodes)."""
+
+    phy2log: NDArray[np.int16]  # [layers, slots]: the expert in each slot
+    weight: NDArray[np.uint16]  # [layers, slots]
+    log2phy: NDArray[np.int16]  # [layers, experts, copies]: slots of each expert, ascending, then -1
+    count: NDArray[np.int16]  # [layers, experts]: how many copies
+    cdf: NDArray[np.uint16]  # [layers, experts, copies]: sums of weights over the copies, then 65535
+    ranks: int
+    groups: int = 1
+    nodes: int = 1
+    locality: str = "global"
+
+    @classmethod
+    def of(
+        cls,
+        phy2log: ArrayLike,
+        experts: int,
+        ranks: int,
+        *,
+        weight: ArrayLike | None = None,
+        groups: int = 1,
+        nodes: int = 1,
+        locality: str = "global",
+    ) -> "Plan":
+        """The plan with these experts in these slots; without `weight` copies share evenly. Checks what it is given."""
+        placed = _checked_placement(phy2log, experts, ranks)
+        check_shape(experts, placed.shape[1], ranks, groups, nodes, locality)
+        width = max_copies(experts, placed.shape[1], ranks)
+        tables = _tables(placed, experts, width, None if weight is None else np.asarray(weight))
+        return cls(placed, *tables, ranks, groups, nodes, locality)
+
+    @property
+    def layers(self) -> int:
+        return self.phy2log.shape[0]
+
+    @property
+    def slots(self) -> int:
+        return self.phy2log.shape[1]
+
+    @property
+    def experts(self) -> int:
+        return self.count.shape[1]
+
+    @property
+    def slots_per_rank(self) -> int:
+        return self.slots // self.ranks
+
+    def with_(self, phy2log: ArrayLike, weight: ArrayLike | None = None) -> "Plan":
+        """Another plan for the same model on the same ranks."""
+        shape = {"groups": self.groups, "nodes": self.nodes, "locality": self.locality}
+        return Plan.of(phy2log, self.experts, self.ranks, weight=weight, **shape)
+
+    def digest(self) -> bytes:
+        """The same on ranks that hold the same plan."""
+        sizes = np.array([self.layers, self.experts, self.slots, self.ranks], "<u4")
+        parts = sizes, self.phy2log.astype("<i2"), self.weight.astype("<u2")
+        return hashlib.sha256(b"".join(part.tobytes() for part in parts)).digest()
+
+    def check(self) -> None:
+        """Assert that the tables say the same: every slot is named by its expert once, weights add up."""
+        layer, expert, copy = np.nonzero(self.log2phy >= 0)
+        slot = self.log2phy[layer, expert, copy]
+        assert len(slot) == self.layers * self.slots
+        assert (self.phy2log[layer, slot] == expert).all()
+        assert (copy < self.count[layer, expert]).all() and (self.count >= 1).all()
+        assert (self.count.sum(1) == self.slots).all()
+        steps = np.diff(self.cdf.astype(np.int64), axis=2, prepend=0)
+        assert (steps >= 0).all() and (self.cdf[..., -1] == WHOLE).all()
+        assert (steps[layer, expert, copy] == self.weight[layer, slot]).all()
+
+
+def max_copies(experts: int, slots: int, ranks: int) -> int:
+    """The most copies an expert may have: one per rank, unless there are more slots than that could fill."""
+    return max(min(ranks, slots - experts + 1), -(-slots // experts))
+
+
+def _checked_placement(phy2log: ArrayLike, experts: int, ranks: int) -> NDArray[np.int16]:
+    array = np.asarray(phy2log)
+    if array.dtype.kind not in "iu" or array.ndim != 2 or 0 in array.shape:
+        raise ValueError(f"phy2log: {array.dtype} of shape {array.shape}, must be integers of [layers, slots]")
+    if array.min() < 0 or array.max() >= experts:
+        raise ValueError(f"phy2log: experts {array.min()} to {array.max()}, must lie within 0 to {experts - 1}")
+    return np.ascontiguousarray(array, np.int16)
+
+
+def _tables(
+    phy2log: NDArray[np.int16], experts: int, width: int, weight: NDArray[np.generic] | None
+) -> tuple[NDArray[np.uint16], NDArray[np.int16], NDArray[np.int16], NDArray[np.uint16]]:
+    """(weight, log2phy, count, cdf) by one stable sort, which numpy does by radix for int16."""
+    layers, slots = phy2log.shape
+    slot = np.argsort(phy2log, axis=1, kind="stable")  # slots, expert by expert
+    cell = phy2log + np.arange(0, layers * experts, experts)[:, None]
+    count = np.bincount(cell.ravel(), minlength=layers * experts)
+    if not count.all():
+        layer, expert = divmod(int(count.argmin()), experts)
+        raise ValueError(f"phy2log: expert {expert} of layer {layer} has no slot, must have at least 1")
+    width = max(width, int(count.max()))  # a placement that was made elsewhere may have more copies
+    owner = np.repeat(np.arange(layers * experts), count)
+    copy = np.arange(layers * slots) - np.repeat(np.cumsum(count) - count, count)
+    at = owner * width + copy  # where each copy stands in the flat tables
+    log2phy = np.full(layers * experts * width, -1, np.int16)
+    log2phy[at] = slot.ravel()
+    cdf = np.full(layers * experts * width, WHOLE, np.uint16)
+    spread = np.nonzero(count[owner] > 1)[0]
+    num = count[owner[spread]]
+    flat_slot = (slot + np.arange(0, layers * slots, slots)[:, None]).ravel()
+    if weight is None:
+        upto = (copy[spread] + 1) * WHOLE // num
+        weights = np.full(layers * slots, WHOLE, np.uint16)
+        weights[flat_slot[spread]] = upto - copy[spread] * WHOLE // num
+        cdf[at[spread]] = upto
+    else:
+        weights = _checked_weight(weight, phy2log.shape)
+        given = weights[flat_slot].astype(np.int64)
+        total = np.cumsum(given)
+        before = (total - given)[np.cumsum(count) - count]  # of all experts before this one
+        upto = total - before[owner]
+        if not (upto[np.cumsum(count) - 1] == WHOLE).all():
+            raise ValueError(f"weight: the copies of every expert must add up to {WHOLE}")
+        cdf[at[spread]] = upto[spread]
+    shape = layers, experts, width
+    tables = log2phy.reshape(shape), count.astype(np.int16).reshape(shape[:2]), cdf.reshape(shape)
+    return weights.reshape(phy2log.shape), *tables
+
+
+def _checked_weight(weight: NDArray[np.generic], shape: tuple[int, ...]) -> NDArray[np.uint16]:
+    if weight.dtype.kind not in "iu" or weight.shape != shape:
+        raise ValueError(f"weight: {weight.dtype} of shape {weight.shape}, must be integers of shape {shape}")
+    if weight.min() < 0 or weight.max() > WHOLE:
+        raise ValueError(f"weight: {weight.min()} to {weight.max()}, must lie within 0 to {WHOLE}")
+    return weight.astype(np.uint16).ravel()
