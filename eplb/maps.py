@@ -70,8 +70,15 @@ class Plan:
 
     def with_(self, phy2log: ArrayLike, weight: ArrayLike | None = None) -> "Plan":
         """Another plan for the same model on the same ranks."""
-        shape = {"groups": self.groups, "nodes": self.nodes, "locality": self.locality}
-        return Plan.of(phy2log, self.experts, self.ranks, weight=weight, **shape)
+        return Plan.of(
+            phy2log,
+            self.experts,
+            self.ranks,
+            weight=weight,
+            groups=self.groups,
+            nodes=self.nodes,
+            locality=self.locality,
+        )
 
     def digest(self) -> bytes:
         """The same on ranks that hold the same plan."""

@@ -10,16 +10,21 @@ from penstock.eplb.replicas import copies
 
 def balance(load: ArrayLike, plan: Plan) -> NDArray[np.float64]:
     """Mean rank load / largest rank load, per layer; 1 for a layer without any load."""
-    by_rank = rank_loads(load, plan)
+    return evenness(rank_loads(fitting(load, plan), plan.phy2log, plan.weight, plan.ranks))
+
+
+def evenness(by_rank: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Mean / largest of every row."""
     largest = by_rank.max(axis=1)
     return np.divide(by_rank.mean(axis=1), largest, out=np.ones_like(largest), where=largest > 0)
 
 
-def rank_loads(load: ArrayLike, plan: Plan) -> NDArray[np.float64]:
+def rank_loads(
+    load: NDArray[np.float64], phy2log: NDArray[np.int16], weight: NDArray[np.uint16], ranks: int
+) -> NDArray[np.float64]:
     """What every rank carries: [layers, ranks]. Copies share an expert's load by their weights."""
-    load = fitting(load, plan)
-    by_slot = np.take_along_axis(load, plan.phy2log.astype(np.int64), axis=1) * (plan.weight / WHOLE)
-    return by_slot.reshape(plan.layers, plan.ranks, -1).sum(axis=2)
+    by_slot = np.take_along_axis(load, phy2log.astype(np.int64), axis=1) * (weight / WHOLE)
+    return by_slot.reshape(len(load), ranks, -1).sum(axis=2)
 
 
 def fitting(load: ArrayLike, plan: Plan) -> NDArray[np.float64]:

@@ -1,0 +1,131 @@
+"""A new plan from one that is in use, moving as little as will do. Layers near their best are left as they are.
+
+A layer that is not goes through three stages and stops at the first that suffices: new shares for its copies, which
+moves nothing; single changes (`search`); a plan from scratch, laid over the old one so that as much as possible
+stays. Then what was found is cut to `max_moves`, the layers that gain most per move first.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from penstock.eplb.load import smooth
+from penstock.eplb.maps import Plan
+from penstock.eplb.measure import evenness, fitting, rank_loads
+from penstock.eplb.overlay import overlay
+from penstock.eplb.planner import place
+from penstock.eplb.searched import rows_of
+from penstock.eplb.split import split
+
+# Weighted shares add to what single changes reach, so the search first aims this much lower than the target.
+_MARGINS = (0.05, 0.02, 0.0)
+_WORTH = 0.02  # the balance that a plan from scratch must add: it moves most of the layer
+
+
+def replan(load: ArrayLike, old: Plan, *, target: float = 0.96, max_moves: int | None = None) -> Plan:
+    """`old` fitted to `load`; `old` itself when every layer has `target` of the balance it can have.
+
+    No layer gets less even, and at most `max_moves` slots get another expert.
+    """
+    counts = fitting(load, old)
+    if not 0 < target <= 1:
+        raise ValueError(f"target: {target}, must lie above 0 and not above 1")
+    if max_moves is not None and max_moves < 0:
+        raise ValueError(f"max_moves: {max_moves}, must be at least 0")
+    draft = _Draft(counts, old, target)
+    if not draft.below().size:
+        return old
+    draft.reweight(draft.below())
+    limit = old.layers * old.slots if max_moves is None else max_moves
+    if limit and old.ranks > 1:
+        draft.search(np.full(old.layers, limit))
+        draft.start_afresh()
+        if draft.moves().sum() > limit:
+            draft = _cut(draft, _Draft(counts, old, target), limit)
+    return draft.plan()
+
+
+class _Draft:
+    """A plan under change. A layer's placement and weights change together, and only for the better."""
+
+    def __init__(self, load: NDArray[np.float64], old: Plan, target: float) -> None:
+        self.load, self.old, self.target = load, old, target
+        self.smooth = smooth(load)
+        self.rows = rows_of(old, self.smooth)
+        self.phy2log, self.weight = old.phy2log.copy(), old.weight.copy()
+        self.balance = evenness(rank_loads(load, old.phy2log, old.weight, old.ranks))
+        self.goal = target * self.rows.reach
+
+    def below(self) -> NDArray[np.int64]:
+        """Layers that are below their goal."""
+        return np.nonzero(self.balance < self.goal)[0]
+
+    def moves(self) -> NDArray[np.int64]:
+        """Slots per layer whose expert is another than in the old plan."""
+        return (self.phy2log != self.old.phy2log).sum(1)
+
+    def offer(
+        self, layers: NDArray[np.int64], phy2log: NDArray[np.int16], weight: NDArray[np.uint16], gain: float = 0.0
+    ) -> None:
+        """Take these placements for the layers where they add more than `gain`."""
+        balance = evenness(rank_loads(self.load[layers], phy2log, weight, self.old.ranks))
+        better = balance > self.balance[layers] + gain
+        at = layers[better]
+        self.phy2log[at], self.weight[at], self.balance[at] = phy2log[better], weight[better], balance[better]
+
+    def offer_placed(self, layers: NDArray[np.int64], phy2log: NDArray[np.int16], gain: float = 0.0) -> None:
+        """Take new placements, with even shares fitted to the load."""
+        weight = even_weights(phy2log, self.old.experts)
+        self.offer(layers, phy2log, split(self.load[layers], phy2log, weight, self.old.ranks), gain)
+
+    def reweight(self, layers: NDArray[np.int64]) -> None:
+        weight = split(self.load[layers], self.phy2log[layers], self.weight[layers], self.old.ranks)
+        self.offer(layers, self.phy2log[layers], weight)
+
+    def search(self, budget: NDArray[np.int64]) -> None:
+        """Single changes, aiming higher step by step, until layers are at their goal or out of budget."""
+        placed = self.phy2log.copy()
+        for margin in _MARGINS:
+            layers = self.below()
+            if not layers.size or self.rows.ranks == 1:
+                return
+            aim = max(self.target - margin, self.target / 2)
+            left = budget[layers] - (placed[layers] != self.old.phy2log[layers]).sum(1)
+            placed[layers] = self.rows.improved(layers, placed[layers], aim, left)
+            self.offer_placed(layers, placed[layers])
+
+    def start_afresh(self) -> None:
+        """For layers that are still below the target, a plan from scratch, where it adds enough."""
+        old = self.old
+        # What a whole layer can reach holds for every plan; what nodes can, only for the experts they have now.
+        goal = self.goal if self.rows.nodes == 1 else self.target
+        layers = np.nonzero(self.balance < goal - _WORTH)[0]
+        if layers.size:
+            fresh = place(self.smooth[layers], old.slots, old.ranks, old.groups, old.nodes, old.locality)
+            kept_apart = old.nodes if old.locality != "global" else 1
+            self.offer_placed(layers, overlay(fresh, old.phy2log[layers], old.ranks, kept_apart), _WORTH)
+
+    def plan(self) -> Plan:
+        return self.old.with_(self.phy2log, self.weight)
+
+
+def _cut(draft: _Draft, start: _Draft, limit: int) -> _Draft:
+    """At most `limit` moves of the draft: layers by gain per move, and a last one as far as the rest goes."""
+    start.reweight(start.below())
+    moves, gain = draft.moves(), draft.balance - start.balance
+    ranked = np.argsort(-gain / np.maximum(moves, 1), kind="stable")
+    ranked = ranked[moves[ranked] > 0]
+    fits = np.cumsum(moves[ranked]) <= limit
+    chosen, rest = ranked[fits], ranked[~fits]
+    start.offer(chosen, draft.phy2log[chosen], draft.weight[chosen])
+    budget = np.zeros(len(moves), np.int64)
+    budget[rest[:1]] = limit - moves[chosen].sum()
+    last = rest[:1]
+    if budget[last].any():
+        placed = start.rows.improved(last, start.phy2log[last], start.target, budget[last])
+        start.offer_placed(last, placed)
+    return start
+
+
+def even_weights(phy2log: NDArray[np.int16], experts: int) -> NDArray[np.uint16]:
+    """Weights that share every expert evenly, to the rounding that a new plan has too."""
+    return Plan.of(phy2log, experts, 1).weight
