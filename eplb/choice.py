@@ -11,7 +11,9 @@ from numpy.typing import ArrayLike, NDArray
 from penstock.eplb.maps import WHOLE, Plan
 
 TOKEN_STEP = 2_654_435_769  # 2^32 / golden ratio
-EXPERT_STEP = 2_246_822_507  # odd, far from small multiples of the other
+EXPERT_STEP = (
+    1_779_033_703  # 2^32 * the fraction of the root of 2: near no simple fraction, nor to multiples of the other
+)
 _U32 = 0xFFFF_FFFF
 MAX_TOKEN = 0x7FFF_FFFF  # so that the product stays below 2^63: int64 does on every device
 

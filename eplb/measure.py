@@ -24,7 +24,7 @@ def rank_loads(
 ) -> NDArray[np.float64]:
     """What every rank carries: [layers, ranks]. Copies share an expert's load by their weights."""
     by_slot = np.take_along_axis(load, phy2log.astype(np.int64), axis=1) * (weight / WHOLE)
-    return by_slot.reshape(len(load), ranks, -1).sum(axis=2)
+    return by_slot.reshape(len(load), ranks, by_slot.shape[1] // ranks).sum(axis=2)
 
 
 def fitting(load: ArrayLike, plan: Plan) -> NDArray[np.float64]:

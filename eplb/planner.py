@@ -8,12 +8,13 @@ by how even groups are. *soft*: the first copy of every expert lies on its group
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.eplb import order, pack
+from penstock.eplb import order, pack, search
 from penstock.eplb.load import check_shape, checked, smooth
 from penstock.eplb.maps import Plan, max_copies
 from penstock.eplb.replicas import Ids, Shares, copies
 
 TOLERANCE = np.float32(2e-3)  # a row at most this far above its bound is finished
+_FEW = 4
 _FINE = np.float32(1e-4)  # but one sweep is made for rows further away than this: it costs little and finds much
 
 
@@ -46,14 +47,35 @@ def _pack(ids: Ids, shares: Shares, ranks: int, is_redundant: bool, nodes: int) 
     floor = floor.reshape(-1, nodes).max(1).repeat(nodes)
     if depth == 1 or ranks == 1:
         return pack.deal_rounds(ids, shares, ranks)
-    if not is_redundant:
+    goal = floor * (1 + TOLERANCE)
+    if is_redundant:
+        bins = pack.deal_rounds(ids, shares, ranks)
+        pack.rematch(bins, floor * (1 + _FINE), pack.sweep(depth, ranks), spread=True)
+        pack.rematch(bins, goal, pack.neighbours(depth, ranks, ranks * nodes), spread=True)
+    else:
         bins = pack.deal_singly(ids, shares, ranks)
-        pack.rematch(bins, floor * (1 + TOLERANCE), pack.anything(depth, ranks, depth + ranks), spread=False)
-        return bins
-    bins = pack.deal_rounds(ids, shares, ranks)
-    pack.rematch(bins, floor * (1 + _FINE), pack.sweep(depth, ranks), spread=True)
-    pack.rematch(bins, floor * (1 + TOLERANCE), pack.neighbours(depth, ranks, ranks * nodes), spread=True)
+        pack.rematch(bins, goal, pack.anything(depth, ranks, depth + ranks), spread=False)
+    if ranks <= _FEW:
+        _trade(bins, goal)
     return bins
+
+
+def _trade(bins: pack.Bins, goal: Shares) -> None:
+    """Trade slots of the heaviest rank one by one: few ranks have few offers to match, and few trades to try."""
+    at = np.nonzero(bins.load.max(1) > goal)[0]
+    if not at.size:
+        return
+    ids = bins.ids[:, at].transpose(1, 2, 0).astype(np.int64)  # [rows, ranks, slots per rank]
+    carried = bins.shares[:, at].transpose(1, 2, 0)
+    num_experts = int(bins.ids.max()) + 1
+    load = np.zeros((len(at), num_experts), np.float32)
+    row = np.arange(len(at))[:, None, None]
+    np.add.at(load, (row, ids), carried)
+    unused = np.full(len(at), ids.size)
+    rows = search.Rows(load, ids, goal[at], goal[at], unused, may_copy=False)
+    search.improve(rows)
+    bins.ids[:, at], bins.shares[:, at] = rows.ids.transpose(2, 0, 1), rows.carried.transpose(2, 0, 1)
+    bins.load[at] = rows.rank_load
 
 
 def _by_home(load: Shares, groups: int, nodes: int) -> NDArray[np.int64]:
@@ -62,7 +84,8 @@ def _by_home(load: Shares, groups: int, nodes: int) -> NDArray[np.int64]:
     by_group = load.reshape(layers, groups, -1).sum(2)
     heaviest = order.descending(by_group)
     sums = np.take_along_axis(by_group, heaviest, axis=1)
-    at = _pack(heaviest.astype(np.int16), sums, nodes, False, 1).slots().astype(np.int64)
+    # As published, and no better: evener groups left the hottest expert worse company than the published ones.
+    at = pack.deal_singly(heaviest.astype(np.int16), sums, nodes).slots().astype(np.int64)
     members = at[:, :, None] * (experts // groups) + np.arange(experts // groups)
     return members.reshape(layers, nodes, -1)
 

@@ -40,16 +40,14 @@ class Rows:
         self.count = np.bincount(cells.ravel(), minlength=rows * experts).reshape(rows, experts)
         self.share = np.zeros_like(self.load)
         np.divide(self.load, self.count, out=self.share, where=self.count > 0)
+        self.carried = np.empty(self.ids.shape, np.float32)
+        self.rank_load = np.empty(self.ids.shape[:2], np.float32)
         self.weigh(np.arange(rows))
 
     def weigh(self, at: Indices) -> None:
         """Set what slots and ranks carry from counts and placement."""
-        rows, ranks, depth = self.ids.shape
-        if len(at) == rows:
-            self.carried = np.empty(self.ids.shape, np.float32)
-            self.rank_load = np.empty((rows, ranks), np.float32)
-        flat = np.take_along_axis(self.share[at], self.ids[at].reshape(len(at), -1), axis=1)
-        self.carried[at] = flat.reshape(-1, ranks, depth)
+        ids = self.ids[at]
+        self.carried[at] = self.share[at[:, None, None], ids]
         self.rank_load[at] = self.carried[at].sum(2)
 
     def above(self, at: Indices) -> Indices:

@@ -54,7 +54,7 @@ class _Copies:
         self.rank = self.slot // (slots // ranks)  # layer · ranks + rank
         self.layer = self.slot // slots
         by_slot = np.where(count[cell] > 1, 0.0, load.ravel()[cell])
-        self.base = by_slot.reshape(layers, ranks, -1).sum(2).ravel()  # what ranks carry besides
+        self.base = by_slot.reshape(layers, ranks, slots // ranks).sum(2).ravel()  # what ranks carry besides
         self.ranks = ranks
 
     def descend(self, weight: NDArray[np.uint16]) -> NDArray[np.float64]:

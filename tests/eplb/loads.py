@@ -1,0 +1,45 @@
+"""Loads that the tests plan with: like those of real routers, and the awkward ones."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHAPES = [  # layers, experts, slots, ranks
+    (26, 64, 72, 8),
+    (26, 64, 64, 8),
+    (6, 256, 288, 32),
+    (6, 256, 320, 64),
+    (9, 128, 160, 16),
+    (3, 16, 16, 16),
+    (3, 12, 48, 4),
+    (3, 5, 6, 1),
+    (2, 7, 14, 7),
+    (2, 4, 40, 4),
+]
+
+
+def skewed(kind: str, layers: int, experts: int, seed: int = 0, tokens: int = 1 << 20) -> NDArray[np.int64]:
+    """Counts of tokens over `zipf` or lognormal (`logn1`: sigma 1) popularity."""
+    rng = np.random.default_rng(seed)
+    if kind == "zipf":
+        popularity = np.stack([rng.permutation(1 / np.arange(1, experts + 1)) for _ in range(layers)])
+    else:
+        popularity = np.exp(rng.normal(0, float(kind.removeprefix("logn")), (layers, experts)))
+    return rng.poisson(popularity / popularity.sum(1, keepdims=True) * tokens)
+
+
+def drifted(load: NDArray[np.int64], sigma: float, seed: int = 0) -> NDArray[np.int64]:
+    rng = np.random.default_rng(seed)
+    return rng.poisson(load * np.exp(rng.normal(0, sigma, load.shape)))
+
+
+def awkward(layers: int, experts: int) -> dict[str, NDArray[np.float64]]:
+    one_hot = np.zeros((layers, experts))
+    one_hot[:, experts // 2] = 1e6
+    return {
+        "zero": np.zeros((layers, experts)),
+        "one hot": one_hot,
+        "ties": np.ones((layers, experts)) * 7,
+        "tiny": np.full((layers, experts), 1e-300),
+        "huge": np.full((layers, experts), 1e300),
+        "half zero": np.where(np.arange(experts) % 2, 1000.0, 0.0) * np.ones((layers, 1)),
+    }

@@ -1,0 +1,230 @@
+"""The tables of a plan, the choice of a copy, and the load as it is remembered."""
+
+import numpy as np
+import pytest
+
+from penstock.eplb import LoadTracker, Plan, balance, choose, plan, reweight
+from penstock.eplb.load import MAX_SLOTS
+from penstock.eplb.maps import WHOLE
+from penstock.eplb.tracker import count_tokens
+from tests.eplb.loads import SHAPES, drifted, skewed
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_tables_are_those_of_a_loop_over_slots(shape: tuple[int, int, int, int]) -> None:
+    layers, experts, slots, ranks = shape
+    made = plan(skewed("zipf", layers, experts), slots, ranks)
+    for layer in range(layers):
+        of: list[list[int]] = [[] for _ in range(experts)]
+        for slot, expert in enumerate(made.phy2log[layer]):
+            of[expert].append(slot)
+        for expert, mine in enumerate(of):
+            assert made.count[layer, expert] == len(mine)
+            padding = made.log2phy.shape[2] - len(mine)
+            assert made.log2phy[layer, expert].tolist() == mine + [-1] * padding
+            upto = [(copy + 1) * WHOLE // len(mine) for copy in range(len(mine))]
+            assert made.cdf[layer, expert].tolist() == upto + [WHOLE] * padding
+
+
+def test_the_balance_is_that_of_a_loop_over_slots() -> None:
+    load = skewed("zipf", 3, 16)
+    made = reweight(drifted(load, 0.5), plan(load, 24, 4))
+    for layer, value in enumerate(balance(load, made)):
+        ranks = [0.0] * 4
+        for slot, expert in enumerate(made.phy2log[layer]):
+            ranks[slot // 6] += load[layer, expert] * made.weight[layer, slot] / WHOLE
+        assert value == pytest.approx(sum(ranks) / 4 / max(ranks))
+    assert (balance(np.zeros((3, 16)), made) == 1).all()
+
+
+def test_a_plan_survives_a_trip_through_its_placement_and_weights() -> None:
+    load = skewed("zipf", 4, 16)
+    made = reweight(drifted(load, 0.5), plan(load, 24, 4))
+    again = Plan.of(made.phy2log.copy(), 16, 4, weight=made.weight.copy())
+    again.check()
+    assert again.digest() == made.digest()
+    assert (again.cdf == made.cdf).all() and (again.log2phy == made.log2phy).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"phy2log": [[0, 1, 2, 2]]}, ("phy2log", "expert 3 of layer 0", "at least 1")),
+        ({"phy2log": [[0, 1, 2, 4]]}, ("phy2log", "0 to 4", "within 0 to 3")),
+        ({"phy2log": [[0.0, 1, 2, 3]]}, ("phy2log", "float64", "integers")),
+        ({"phy2log": [[0, 1, 2, 3]], "ranks": 3}, ("ranks", "3", "divide the 4 slots")),
+        ({"weight": [[1, 2, 3]]}, ("weight", "(1, 3)", "(1, 6)")),
+        ({"weight": [[-1] * 6]}, ("weight", "-1", "within 0 to 65535")),
+        ({"weight": [[WHOLE, WHOLE, WHOLE, WHOLE, 1, 1]]}, ("weight", "add up to 65535")),
+        ({"weight": [[WHOLE, WHOLE, 9, WHOLE, 0, 0]]}, ("weight", "add up to 65535")),
+    ],
+)
+def test_a_placement_that_is_no_plan_is_refused(arguments: dict, words: tuple[str, ...]) -> None:
+    arguments = {"phy2log": [[0, 1, 2, 3, 0, 1]], "experts": 4, "ranks": 2} | arguments
+    with pytest.raises(ValueError) as refusal:
+        Plan.of(**arguments)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+def test_check_sees_a_table_that_was_changed() -> None:
+    made = plan(skewed("zipf", 2, 16), 24, 4)
+    layer, expert, copy = (at[0] for at in np.nonzero(made.log2phy > 0))
+    for table, value in ((made.log2phy, made.log2phy[layer, expert, copy] - 1), (made.cdf, 7)):
+        kept = table[layer, expert, copy]
+        table[layer, expert, copy] = value
+        with pytest.raises(AssertionError):
+            made.check()
+        table[layer, expert, copy] = kept
+    made.check()
+
+
+# -- reweighting ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["zipf", "logn1"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_reweighting_moves_nothing_and_lowers_no_layers_balance(shape: tuple[int, int, int, int], kind: str) -> None:
+    layers, experts, slots, ranks = shape
+    load = skewed(kind, layers, experts)
+    made, later = plan(load, slots, ranks), drifted(load, 0.3)
+    fitted = reweight(later, made)
+    fitted.check()
+    assert (fitted.phy2log == made.phy2log).all()
+    assert (balance(later, fitted) >= balance(later, made)).all()
+    assert (balance(later, reweight(later, fitted)) >= balance(later, fitted)).all()
+
+
+def test_reweighting_finds_the_shares_that_even_out_two_ranks() -> None:
+    # Expert 0 lies on both ranks; rank 1 has 300 of its own, rank 0 has 100: 0 must give rank 0 three quarters.
+    made = Plan.of([[0, 1, 0, 2]], 3, 2)
+    fitted = reweight([[400.0, 100.0, 300.0]], made)
+    assert fitted.weight[0, 0] / WHOLE == pytest.approx(0.75, abs=0.01)
+    assert balance([[400.0, 100.0, 300.0]], fitted)[0] > 0.99
+
+
+def test_reweighting_gains_most_of_what_drift_has_taken() -> None:
+    load = skewed("logn1", 26, 128)
+    made, later = plan(load, 160, 16), drifted(load, 0.2)
+    assert balance(later, made).mean() < 0.95 < 0.98 < balance(later, reweight(later, made)).mean()
+
+
+def test_experts_without_load_are_split_evenly_or_as_they_were() -> None:
+    made = plan(np.zeros((1, 4)), 8, 4)
+    assert reweight(np.zeros((1, 4)), made).digest() == made.digest()
+
+
+# -- the choice of a copy ------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_split_over_copies_by_their_weights() -> None:
+    load = skewed("zipf", 2, 16)
+    made = reweight(drifted(load, 0.7), plan(load, 32, 8))
+    tokens = np.arange(1000, 9000)
+    for layer in range(2):
+        chosen = choose(made, layer, tokens[:, None], np.arange(16)[None])
+        assert (made.phy2log[layer, chosen] == np.arange(16)).all()
+        share = np.bincount(chosen.ravel(), minlength=32) / len(tokens)
+        assert share == pytest.approx(made.weight[layer] / WHOLE, abs=0.003)
+
+
+def test_a_random_tenth_of_the_tokens_is_split_by_the_weights_as_well() -> None:
+    made = plan(skewed("zipf", 1, 16), 32, 8)
+    tokens = np.random.default_rng(0).permutation(100_000)[:10_000]
+    share = np.bincount(choose(made, 0, tokens[:, None], np.arange(16)[None]).ravel(), minlength=32) / len(tokens)
+    assert share == pytest.approx(made.weight[0] / WHOLE, abs=0.02)
+
+
+def test_a_copy_without_weight_is_never_chosen() -> None:
+    made = Plan.of([[0, 1, 0, 1]], 2, 2, weight=[[0, 1, WHOLE, WHOLE - 1]])
+    chosen = choose(made, 0, np.arange(200_000), 0)
+    assert (chosen == 2).all()
+
+
+def test_the_choice_depends_on_token_and_expert_alone() -> None:
+    made = plan(skewed("zipf", 2, 16), 32, 8)
+    tokens, experts = np.arange(500), np.random.default_rng(0).integers(0, 16, (500, 3))
+    whole = choose(made, 1, tokens[:, None], experts)
+    assert (choose(made, 1, tokens[100:103, None], experts[100:103]) == whole[100:103]).all()
+    one_by_one = [[int(choose(made, 1, token, expert)) for expert in experts[token]] for token in range(50)]
+    assert one_by_one == whole[:50].tolist()
+    # With plain Python numbers, as a kernel would do it.
+    hot = int(made.count[1].argmax())
+    for token in (0, 1, 77, 2**31 - 1):
+        draw = ((token * 2654435769 + hot * 1779033703) % 2**32) * 65535 >> 32
+        copy = sum(int(upto) <= draw for upto in made.cdf[1, hot])
+        assert choose(made, 1, token, hot) == made.log2phy[1, hot, copy]
+
+
+def test_a_token_does_not_take_the_same_copy_of_all_its_experts() -> None:
+    made = plan(np.ones((1, 8)), 16, 2)
+    chosen = choose(made, 0, np.arange(1000)[:, None], np.arange(8)[None])
+    is_first = chosen == made.log2phy[0, :, 0]
+    together = [np.mean(is_first[:, 0] == is_first[:, other]) for other in range(1, 8)]
+    assert max(together) < 0.98 and min(together) > 0.02 and 0.3 < np.mean(together) < 0.7
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [([-1], [0]), ([2**31], [0]), ([0], [16]), ([0], [-1])])
+def test_tokens_and_experts_out_of_range_are_refused(tokens: list[int], experts: list[int]) -> None:
+    with pytest.raises(ValueError, match="must lie within 0 to"):
+        choose(plan(np.ones((1, 16)), 24, 4), 0, tokens, experts)
+
+
+# -- the load ------------------------------------------------------------------------------------------------------
+
+
+def test_counts_fade_by_their_age_and_the_steps_between() -> None:
+    tracker = LoadTracker(1, 2, window=10)
+    tracker.add([[100, 0]], 1)
+    assert tracker.load().tolist() == [[100, 0]]
+    tracker.add([[0, 0]], 10)  # steps without tokens age what was there
+    assert tracker.load()[0, 0] == pytest.approx(100 / np.e)
+    tracker.check()
+    assert tracker.num_steps == 11
+    tracker.forget()
+    tracker.check()
+    assert not tracker.load().any() and tracker.num_steps == 0
+
+
+def test_counts_of_several_steps_at_once_weigh_like_those_one_by_one() -> None:
+    once, singly = LoadTracker(1, 1, window=50), LoadTracker(1, 1, window=50)
+    for _ in range(20):
+        once.add([[7 * 8]], 8)
+        for _ in range(8):
+            singly.add([[7]], 1)
+    assert once.load()[0, 0] == pytest.approx(singly.load()[0, 0])
+
+
+def test_the_load_that_is_handed_out_is_a_copy() -> None:
+    tracker = LoadTracker(1, 2, window=5)
+    tracker.add([[1, 2]], 1)
+    tracker.load()[:] = -1
+    tracker.check()
+
+
+def test_padding_is_not_counted() -> None:
+    ids = np.random.default_rng(0).integers(0, 8, (3, 20, 2))
+    counts = count_tokens(ids, 8, 13)
+    assert counts.sum(1).tolist() == [26] * 3
+    assert counts[1].tolist() == [int((ids[1, :13] == expert).sum()) for expert in range(8)]
+    assert not count_tokens(ids, 8, 0).any()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: LoadTracker(0, 4, window=5), "layers: 0"),
+        (lambda: LoadTracker(1, 4, window=0), "window: 0"),
+        (lambda: LoadTracker(1, 4, window=5).add([[1, 2]], 1), r"shape \(1, 2\), must be \(1, 4\)"),
+        (lambda: LoadTracker(1, 2, window=5).add([[1, 2]], 0), "num_steps: 0"),
+        (lambda: LoadTracker(1, 2, window=5).add([[1, -2]], 1), "at least 0"),
+        (lambda: count_tokens(np.zeros((1, 2, 1)), 4, 1), "must be integers"),
+        (lambda: count_tokens([[[4]]], 4, 1), "within 0 to 3"),
+        (lambda: count_tokens([[[3]]], 4, 2), "num_tokens: 2"),
+        (lambda: balance(np.ones((1, 5)), plan(np.ones((1, 4)), 4, 2)), r"\(1, 5\), must be \(1, 4\)"),
+        (lambda: plan(np.ones((1, MAX_SLOTS + 1)), 4, 2), "32768 experts"),
+    ],
+)
+def test_wrong_counts_are_refused(call: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        call()

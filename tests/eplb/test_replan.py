@@ -1,0 +1,180 @@
+"""Changing a plan that is in use: as little as will do, never for the worse, never more than allowed."""
+
+import numpy as np
+import pytest
+
+from penstock.eplb import Plan, balance, plan, replan
+from penstock.eplb.overlay import keep_slots, overlay
+from penstock.eplb.reference import plan_by_definition
+from tests.eplb.loads import SHAPES, awkward, drifted, skewed
+from tests.eplb.test_plan import repeats
+
+KINDS = ["zipf", "logn1"]
+PLACES = [
+    (26, 64, 72, 8, {}),
+    (6, 64, 64, 8, {}),
+    (8, 256, 288, 32, {}),
+    (8, 256, 320, 64, {}),
+    (8, 256, 288, 32, {"groups": 8, "nodes": 4, "locality": "group"}),
+    (8, 256, 288, 32, {"groups": 8, "nodes": 4, "locality": "soft"}),
+    (8, 64, 80, 8, {"groups": 8, "nodes": 8, "locality": "group"}),
+]
+
+
+def moves(old: Plan, new: Plan) -> int:
+    return int((old.phy2log != new.phy2log).sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_sampling_noise_alone_moves_nothing(place: tuple, kind: str) -> None:
+    layers, experts, slots, ranks, options = place
+    load = skewed(kind, layers, experts, tokens=8 << 20)
+    old = plan(load, slots, ranks, **options)
+    again = np.random.default_rng(5).poisson(load)
+    assert moves(old, replan(again, old)) == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drift", [0.1, 0.3, "switch"])
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_a_new_plan_is_whole_and_no_layer_is_less_even(place: tuple, drift: float | str, kind: str) -> None:
+    layers, experts, slots, ranks, options = place
+    load = skewed(kind, layers, experts)
+    old = plan(load, slots, ranks, **options)
+    later = skewed(kind, layers, experts, seed=9) if drift == "switch" else drifted(load, float(drift))
+    new = replan(later, old)
+    new.check()
+    assert repeats(new) <= repeats(old)
+    assert repeats(new) == 0 or options["nodes"] == ranks  # one rank per node: spare slots of a node repeat
+    assert (balance(later, new) >= balance(later, old)).all()
+    assert (new.groups, new.nodes, new.locality) == (old.groups, old.nodes, old.locality)
+
+
+@pytest.mark.parametrize(("drift", "most"), [(0.1, 0.08), (0.3, 0.15), ("switch", 0.33)])
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[2]], ids=str)
+def test_drift_is_met_to_the_target_with_few_moves(place: tuple, drift: float | str, most: float) -> None:
+    layers, experts, slots, ranks, _ = place
+    load = skewed("logn1", layers, experts)
+    old = plan(load, slots, ranks)
+    later = skewed("logn1", layers, experts, seed=9) if drift == "switch" else drifted(load, float(drift))
+    new = replan(later, old, target=0.95)
+    assert balance(later, new).min() >= 0.94 and balance(later, new).mean() >= 0.95
+    assert moves(old, new) <= most * layers * slots
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_plan_at_its_target_is_returned_itself(shape: tuple[int, int, int, int]) -> None:
+    layers, experts, slots, ranks = shape
+    load = skewed("logn0.5", layers, experts)
+    old = plan(load, slots, ranks)
+    target = max(0.01, min(0.96, balance(load, old).min()))
+    assert replan(load, old, target=target) is old
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2, 5, 40, 200])
+@pytest.mark.parametrize("place", [PLACES[0], PLACES[1], PLACES[2], PLACES[4], PLACES[5]], ids=str)
+def test_no_more_moves_are_made_than_allowed_and_those_help(place: tuple, allowed: int) -> None:
+    layers, experts, slots, ranks, options = place
+    old = plan(skewed("logn1", layers, experts), slots, ranks, **options)
+    later = skewed("logn1", layers, experts, seed=9)
+    new = replan(later, old, max_moves=allowed)
+    new.check()
+    assert moves(old, new) <= allowed
+    assert (balance(later, new) >= balance(later, old)).all()
+    if allowed >= 40:
+        assert moves(old, new) > 0
+        assert balance(later, new).mean() > balance(later, replan(later, old, max_moves=0)).mean()
+
+
+@pytest.mark.parametrize("locality", ["group", "soft"])
+def test_replanning_keeps_the_locality(locality: str) -> None:
+    old = plan(skewed("zipf", 6, 256), 320, 64, groups=8, nodes=8, locality=locality)
+    new = replan(skewed("zipf", 6, 256, seed=4), old)
+    is_there = np.zeros((6, 256, 8), bool)
+    layer, slot = np.indices(new.phy2log.shape)
+    is_there[layer, new.phy2log, slot // 40] = True
+    groups = is_there.reshape(6, 8, 32, 8)
+    assert groups.all(2).any(2).all()
+    if locality == "group":
+        assert (is_there.sum(2) == 1).all()
+
+
+def test_a_plan_of_another_make_is_improved_too() -> None:
+    load = skewed("zipf", 8, 64)
+    old = Plan.of(np.tile(np.arange(72) % 64, (8, 1)), 64, 8)
+    new = replan(load, old)
+    assert balance(load, new).min() > 0.9 > balance(load, old).mean()
+    published = Plan.of(plan_by_definition(load, 72, 8), 64, 8)
+    later = drifted(load, 0.5)
+    assert balance(later, replan(later, published)).mean() > 0.94
+
+
+@pytest.mark.parametrize("what", awkward(1, 1))
+def test_awkward_loads_leave_a_whole_plan(what: str) -> None:
+    old = plan(skewed("zipf", 4, 64), 72, 8)
+    later = awkward(4, 64)[what]
+    new = replan(later, old)
+    new.check()
+    assert (balance(later, new) >= balance(later, old)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_can_be_replanned(shape: tuple[int, int, int, int]) -> None:
+    layers, experts, slots, ranks = shape
+    old = plan(skewed("zipf", layers, experts), slots, ranks)
+    later = skewed("zipf", layers, experts, seed=3)
+    new = replan(later, old, target=1.0)
+    new.check()
+    assert (balance(later, new) >= balance(later, old)).all()
+
+
+def test_layers_are_replanned_independently() -> None:
+    load, later = skewed("logn1", 12, 64), skewed("logn1", 12, 64, seed=9)
+    old = plan(load, 72, 8)
+    order = np.random.default_rng(1).permutation(12)
+    shuffled = old.with_(old.phy2log[order], old.weight[order])
+    together = replan(later, old)
+    assert (replan(later[order], shuffled).phy2log == together.phy2log[order]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"target": 0}, "target: 0"), ({"target": 1.5}, "target: 1.5"), ({"max_moves": -1}, "max_moves: -1")],
+)
+def test_limits_out_of_range_are_refused(options: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replan(np.ones((1, 4)), plan(np.ones((1, 4)), 4, 2), **options)
+
+
+def test_a_group_plan_that_keeps_no_groups_is_refused() -> None:
+    old = Plan.of([[0, 1, 2, 3, 0, 1]], 4, 2, groups=2, nodes=2, locality="group")
+    with pytest.raises(ValueError, match="an expert lies on two nodes"):
+        replan([[9.0, 1.0, 1.0, 1.0]], old)
+
+
+# -- laying one placement over another -----------------------------------------------------------------------------
+
+
+def test_ranks_and_slots_in_another_order_are_no_moves() -> None:
+    old = plan(skewed("zipf", 5, 64), 72, 8).phy2log
+    rng = np.random.default_rng(0)
+    mixed = rng.permuted(old.reshape(5, 8, 9)[:, rng.permutation(8)], axis=2).reshape(5, 72)
+    assert (mixed != old).any()
+    assert (overlay(mixed, old, 8) == old).all()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_an_overlay_keeps_every_ranks_content_together_and_every_node_its_own(nodes: int) -> None:
+    old, new = (plan(skewed("zipf", 5, 64, seed), 72, 8).phy2log for seed in (1, 2))
+    laid = overlay(new, old, 8, nodes)
+    assert (laid != old).sum() < (new != old).sum()
+    for layer in range(5):
+        for node in np.split(np.arange(8), nodes):
+            have = sorted(sorted(laid[layer].reshape(8, 9)[rank].tolist()) for rank in node)
+            assert have == sorted(sorted(new[layer].reshape(8, 9)[rank].tolist()) for rank in node)
+
+
+def test_experts_that_stay_on_a_rank_keep_their_slot() -> None:
+    new, old = np.array([[3, 1, 2, 2]], np.int16), np.array([[1, 2, 5, 3]], np.int16)
+    assert keep_slots(new, old).tolist() == [[1, 2, 2, 3]]

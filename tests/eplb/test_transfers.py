@@ -1,0 +1,98 @@
+"""Transfers: carried out on experts' names they give the new plan, from the nearest sources, each once."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from penstock.eplb import Plan, plan, replan, transfers
+from tests.eplb.loads import SHAPES, skewed
+
+PAIRS = [(layers, experts, slots, ranks, 1) for layers, experts, slots, ranks in SHAPES] + [
+    (8, 64, 72, 8, 4),
+    (4, 256, 288, 32, 8),
+    (4, 256, 320, 64, 8),
+]
+
+
+def two_plans(layers: int, experts: int, slots: int, ranks: int) -> tuple[Plan, Plan]:
+    return plan(skewed("zipf", layers, experts), slots, ranks), plan(skewed("zipf", layers, experts, 7), slots, ranks)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_copies_from_the_old_plan_give_the_new_one(pair: tuple[int, ...]) -> None:
+    *shape, ranks_per_node = pair
+    old, new = two_plans(*shape)
+    rows = transfers(old, new, ranks_per_node)
+    layer, expert, source, to = rows.T
+    weights = old.phy2log.copy()  # what lies in a slot, by its expert's name
+    weights[layer, to] = old.phy2log[layer, source]
+    assert (weights == new.phy2log).all()
+    assert (old.phy2log[layer, source] == expert).all()
+    assert len(rows) == (old.phy2log != new.phy2log).sum()
+    assert (np.lexsort((to, layer)) == np.arange(len(rows))).all()
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_sources_are_the_nearest_there_are(pair: tuple[int, ...]) -> None:
+    *shape, ranks_per_node = pair
+    old, new = two_plans(*shape)
+    depth = old.slots_per_rank
+    for layer, expert, source, to in transfers(old, new, ranks_per_node).tolist():
+        holders = np.nonzero(old.phy2log[layer] == expert)[0]
+        if to // depth in holders // depth:
+            assert source // depth == to // depth
+        elif to // depth // ranks_per_node in holders // depth // ranks_per_node:
+            assert source // depth // ranks_per_node == to // depth // ranks_per_node
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_a_rank_takes_an_expert_from_one_source_and_receivers_take_turns(pair: tuple[int, ...]) -> None:
+    *shape, ranks_per_node = pair
+    old, new = two_plans(*shape)
+    depth = old.slots_per_rank
+    sources: dict[tuple[int, int, int], set[int]] = {}
+    for layer, expert, source, to in transfers(old, new, ranks_per_node).tolist():
+        if source // depth != to // depth:
+            sources.setdefault((layer, expert, to // depth), set()).add(source)
+    assert all(len(found) == 1 for found in sources.values())
+    sent = Counter((layer, expert, min(found)) for (layer, expert, _), found in sources.items())
+    if ranks_per_node == 1:  # all holders are equally far, so none sends more than one copy more than another
+        for layer, expert in {(layer, expert) for layer, expert, _ in sent}:
+            holders = np.nonzero(old.phy2log[layer] == expert)[0]
+            loads = [sent[layer, expert, int(holder)] for holder in holders]
+            assert max(loads) - min(loads) <= 1
+
+
+def test_equal_plans_need_no_transfers() -> None:
+    old, _ = two_plans(3, 16, 24, 4)
+    assert transfers(old, old, 2).shape == (0, 4)
+
+
+def test_after_a_small_change_only_the_changed_slots_are_filled() -> None:
+    old = plan(skewed("logn1", 8, 64), 72, 8)
+    new = replan(skewed("logn1", 8, 64, 3), old, max_moves=10)
+    assert 0 < len(transfers(old, new, 4)) <= 10
+
+
+def test_an_expert_that_a_rank_needs_twice_crosses_once() -> None:
+    old = Plan.of([[0, 0, 1, 1, 0, 1]], 2, 3)
+    new = Plan.of([[0, 0, 0, 0, 1, 1]], 2, 3)
+    rows = transfers(old, new, 1)
+    assert {source for _, _, source, to in rows.tolist() if to in (2, 3)} in ({0}, {1}, {4})
+    assert [source for _, _, source, to in rows.tolist() if to == 4] == [5]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"ranks_per_node": 3}, "ranks_per_node: 3, must divide the 4 ranks"),
+        ({"ranks_per_node": 0}, "ranks_per_node: 0"),
+        ({"new": plan(np.ones((3, 16)), 32, 4)}, "new: 32 slots, must be 24"),
+        ({"new": plan(np.ones((2, 16)), 24, 4)}, "new: 2 layers, must be 3"),
+    ],
+)
+def test_plans_that_do_not_fit_are_refused(change: dict, words: str) -> None:
+    old, new = two_plans(3, 16, 24, 4)
+    with pytest.raises(ValueError, match=words):
+        transfers(**({"old": old, "new": new, "ranks_per_node": 2} | change))
