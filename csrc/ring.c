@@ -26,7 +26,8 @@
 #endif
 
 typedef struct penstock_ring_line line;
-_Static_assert(sizeof(line) == 64, "a line is a cache line");
+typedef struct penstock_ring_header header;
+_Static_assert(sizeof(line) == 64 && sizeof(header) == 64, "lines and headers are cache lines");
 
 enum { STRIPE = 64, WORDS = 8, CHUNK = 32 * 1024, SPINS = 64 }; /* CHUNK: a copy of it stays in the first cache */
 
@@ -68,6 +69,7 @@ void penstock_ring_wake(uintptr_t lines, int bell) {
 
 void penstock_ring_post(uintptr_t lines, int owner, int bell, uint64_t count) {
     line *all = (line *)lines;
+    __atomic_store_n(&all[owner].busy, 0, __ATOMIC_RELAXED);
     __atomic_store_n(&all[owner].count, count, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&all[bell].sleepers, __ATOMIC_SEQ_CST)) penstock_ring_wake(lines, bell);
 }
@@ -197,4 +199,41 @@ uint64_t penstock_ring_take(uintptr_t to, uintptr_t from, size_t size) {
         add(to ? (const uint8_t *)to + at : in + at, part, sum);
     }
     return penstock_ring_digest(sum);
+}
+
+static uint64_t header_sum(const header *from) {
+    header bare = *from;
+    bare.sum = 0;
+    return penstock_ring_take(0, (uintptr_t)&bare, sizeof bare);
+}
+
+void penstock_ring_seal(uintptr_t at, header *from) {
+    from->sum = header_sum(from);
+    memcpy((void *)at, from, sizeof *from);
+}
+
+static void set_busy(uintptr_t lines, int owner, uint64_t number) {
+    __atomic_store_n(&((line *)lines)[owner].busy, number, __ATOMIC_RELAXED);
+}
+
+void penstock_ring_write(uintptr_t lines, int owner, uintptr_t at, uintptr_t start, uint64_t number, uint64_t area,
+                         const uint8_t *head, size_t size) {
+    uint64_t head_sum[2 * WORDS] = {0}, none[2 * WORDS] = {0};
+    set_busy(lines, owner, number);
+    penstock_ring_put(start, head, size, head_sum);
+    header made = {number, area, size, 0, 0, penstock_ring_digest(head_sum), penstock_ring_digest(none), 0};
+    penstock_ring_seal(at, &made);
+}
+
+int penstock_ring_open(uintptr_t lines, int owner, uintptr_t at, uint64_t number, size_t slot_bytes, uintptr_t spills,
+                       int num_spills, size_t spill_bytes, header *out) {
+    set_busy(lines, owner, number);
+    memcpy(out, (const void *)at, sizeof *out);
+    if (header_sum(out) != out->sum || out->number != number || out->area > (uint64_t)num_spills) return 1;
+    size_t limit = out->area ? spill_bytes : slot_bytes;
+    if (out->num_buffers > limit / 8 || out->body_bytes > limit || out->buffers_bytes > limit) return 1;
+    size_t head = (8 * out->num_buffers + out->body_bytes + STRIPE - 1) / STRIPE * STRIPE;
+    if (head + out->buffers_bytes > limit) return 1;
+    uintptr_t start = out->area ? spills + (out->area - 1) * spill_bytes : at + sizeof *out;
+    return penstock_ring_take(0, start, head) == out->head_sum ? 0 : 2;
 }

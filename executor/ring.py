@@ -8,7 +8,7 @@ out or, borrowed, not at all.
     line ROOM      bell: where the writer sleeps until readers have finished
     line reader r  count: messages finished · busy: the one it is at · pid, start
     ───────────────────────────────────────────────────────────────────────────────────── only the writer writes below
-    slot 0         header 64 bytes: number · area · sizes · sums of head and buffers · CRC of all this
+    slot 0         header 64 bytes: number · area · sizes · sums of head, of buffers and of all this
                    head: a length per buffer, the pickle   (padded to 64 bytes, so are the buffers)
                    buffer 0 · buffer 1 · …
     slot 1         …
@@ -29,10 +29,8 @@ changed, before the unpickler sees it; they are no defence against an enemy with
 import contextlib
 import os
 import pickle
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -62,9 +60,7 @@ LONGEST_SPIN_NS = 1_000_000  # while messages come close together
 SHORTEST_SPIN_NS = 20_000  # once they do not: about what falling asleep and waking up costs
 CLOSE_WAIT_S = 1.0  # for the thread that close() has interrupted
 
-# number, area (0: the slot, else 1 + spill), bytes of pickle, buffers, bytes of buffers, sum of head, sum of buffers
-_HEADER = struct.Struct("<7Q")
-_CRC = struct.Struct("<Q")
+SMALL_BYTES = 1 << 16  # a pickle up to here comes in few pieces and is joined; larger ones are copied piece by piece
 
 
 class RingClosed(ConnectionError):
@@ -96,6 +92,7 @@ class MessageQueue:
         self._count = 0  # messages that this end has sent or finished
         self._lock = threading.RLock()
         self._is_borrowed = False
+        self._header = ffi.new("struct penstock_ring_header *")  # of the message that is read
         self._closed = ffi.new("int *")  # read by the C code while it waits
         self._spilled = [0] * NUM_SPILLS  # the last message that lay in each
         self._checked_s = time.monotonic()
@@ -135,31 +132,44 @@ class MessageQueue:
         assert self._reader is None, "readers do not send"
         deadline_s = _deadline(timeout_s)
         message = Encoded(obj, self._out_of_band_bytes)
-        with self._turn(deadline_s, timeout_s):
+        self._take_turn(deadline_s, timeout_s)
+        try:
             number = self._count + 1
             if time.monotonic() - self._checked_s > CHECK_S:
                 self._check_readers()
             self._write(message, number, deadline_s, timeout_s)
             self._count = number
             lib.penstock_ring_post(self._segment.lines, WRITER, WRITER, number)
+        finally:
+            self._lock.release()
 
     def recv(self, timeout_s: float | None = None) -> Any:
         """The next message. Arrays own their memory; those of one message share one piece of it."""
-        with self._message(timeout_s) as (head, sizes, start, buffers_sum):
-            total = sum(map(padded, sizes))
+        self._begin(timeout_s)
+        try:
+            body, sizes, start = self._read()
+            if not sizes:
+                return pickle.loads(body)
+            total = self._header.buffers_bytes
             owned = np.empty(total, np.uint8)
-            if lib.penstock_ring_take(owned.ctypes.data, self._segment.base + start, total) != buffers_sum:
+            if lib.penstock_ring_take(owned.ctypes.data, self._segment.base + start, total) != self._header.buffers_sum:
                 raise self._damaged("its buffers")
-            return pickle.loads(head, buffers=_cut(owned.data, 0, sizes))
+            return pickle.loads(body, buffers=_cut(owned.data, 0, sizes))
+        finally:
+            self._finish()
 
     @contextlib.contextmanager
     def borrow(self, timeout_s: float | None = None) -> Iterator[Any]:
         """The next message, its arrays lying in the ring, read-only. They must not be touched after the block."""
-        with self._message(timeout_s) as (head, sizes, start, buffers_sum):
-            total = sum(map(padded, sizes))
-            if lib.penstock_ring_take(0, self._segment.base + start, total) != buffers_sum:
+        self._begin(timeout_s)
+        try:
+            body, sizes, start = self._read()
+            total = self._header.buffers_bytes
+            if sizes and lib.penstock_ring_take(0, self._segment.base + start, total) != self._header.buffers_sum:
                 raise self._damaged("its buffers")
-            yield pickle.loads(head, buffers=_cut(self._segment.data.toreadonly(), start, sizes))
+            yield pickle.loads(body, buffers=_cut(self._segment.data.toreadonly(), start, sizes))
+        finally:
+            self._finish()
 
     def close(self) -> None:
         """Ends every call that waits in another thread of this process. Readers still get what was sent before."""
@@ -193,10 +203,10 @@ class MessageQueue:
 
     def _write(self, message: Encoded, number: int, deadline_s: float | None, timeout_s: float | None) -> None:
         segment = self._segment
-        table = np.array([buffer.nbytes for buffer in message.buffers], "<u8").tobytes()
+        num_buffers = len(message.buffers)
         body_bytes = sum(map(_nbytes, message.pieces))
         buffers_bytes = sum(padded(buffer.nbytes) for buffer in message.buffers)
-        size = padded(len(table) + body_bytes) + buffers_bytes
+        size = padded(8 * num_buffers + body_bytes) + buffers_bytes
         if size > MAX_MESSAGE_BYTES:
             raise ValueError(f"message: {size} bytes given, at most {MAX_MESSAGE_BYTES} can be sent")
         room, spill = number - segment.handle.slots, None
@@ -204,19 +214,23 @@ class MessageQueue:
             spill = min(range(NUM_SPILLS), key=self._spilled.__getitem__)
             room = max(room, self._spilled[spill])
         self._wait(ROOM, FIRST_READER, segment.handle.num_readers, room, deadline_s, timeout_s)
-        segment.set_busy(WRITER, number)
-        start = segment.slot(number) + LINE
+        self._shrink_spills(spill)
+        slot = segment.base + segment.slot(number)
+        area, start = 0, slot + LINE
         if spill is not None:
             segment.commit_spill(spill, size)
-            self._spilled[spill], start = number, segment.spill(spill)
-        self._shrink_spills(spill)
-        at, head_sum = _put(segment.base + start, [table, *message.pieces])
-        _, buffers_sum = _put_apart(at, message.buffers)
-        area = 0 if spill is None else 1 + spill
-        fields = (number, area, body_bytes, len(message.buffers), buffers_bytes, head_sum, buffers_sum)
-        header = _HEADER.pack(*fields)
-        segment.data[segment.slot(number) : segment.slot(number) + LINE] = header + _CRC.pack(zlib.crc32(header))
-        segment.set_busy(WRITER, 0)
+            self._spilled[spill] = number
+            area, start = 1 + spill, segment.base + segment.spill(spill)
+        if not num_buffers and body_bytes <= SMALL_BYTES:
+            body = message.pieces[0] if len(message.pieces) == 1 else b"".join(message.pieces)
+            lib.penstock_ring_write(segment.lines, WRITER, slot, start, number, area, bytes(body), body_bytes)
+            return
+        segment.set_busy(WRITER, number)
+        table = np.array([buffer.nbytes for buffer in message.buffers], "<u8").tobytes()
+        at, head_sum = _put(start, [table, *message.pieces])
+        buffers_sum = _put_apart(at, message.buffers)
+        fields = (number, area, body_bytes, num_buffers, buffers_bytes, head_sum, buffers_sum, 0)
+        lib.penstock_ring_seal(slot, ffi.new("struct penstock_ring_header *", fields))
 
     def _shrink_spills(self, in_use: int | None) -> None:
         """A huge message is rare; its memory goes back once it has been read."""
@@ -225,62 +239,65 @@ class MessageQueue:
             if spill != in_use and min(map(self._segment.count, readers)) >= self._spilled[spill]:
                 self._segment.shrink_spill(spill)
 
-    @contextlib.contextmanager
-    def _message(self, timeout_s: float | None) -> Iterator[tuple[memoryview, list[int], int, int]]:
-        """The next message's pickle, verified, and its buffers' sizes, place and sum; finished after the block."""
+    def _begin(self, timeout_s: float | None) -> None:
+        """Wait for the next message; from here to `_finish` this thread has this end for itself."""
         assert self._reader is not None, "the writer does not receive"
         deadline_s = _deadline(timeout_s)
-        with self._turn(deadline_s, timeout_s):
+        self._take_turn(deadline_s, timeout_s)
+        try:
             assert not self._is_borrowed, "the message before is still borrowed"
-            number = self._count + 1
-            self._wait(WRITER, WRITER, 1, number, deadline_s, timeout_s)
-            self._segment.set_busy(self._line, number)
+            self._wait(WRITER, WRITER, 1, self._count + 1, deadline_s, timeout_s)
             self._is_borrowed = True
-            try:
-                yield self._read(number)
-            finally:  # also when it was damaged or could not be unpickled: the slot must come free
-                self._is_borrowed = False
-                self._count = number
-                self._segment.set_busy(self._line, 0)
-                lib.penstock_ring_post(self._segment.lines, self._line, ROOM, number)
+        except BaseException:
+            self._lock.release()
+            raise
 
-    def _read(self, number: int) -> tuple[memoryview, list[int], int, int]:
-        segment, slot = self._segment, self._segment.slot(number)
-        header = segment.data[slot : slot + LINE]
-        if zlib.crc32(header[: _HEADER.size]) != _CRC.unpack_from(header, _HEADER.size)[0]:
-            raise self._damaged("its header")
-        found, area, body_bytes, num_buffers, buffers_bytes, head_sum, buffers_sum = _HEADER.unpack_from(header)
-        head_bytes = padded(8 * num_buffers + body_bytes)
-        limit = segment.stride - LINE if area == 0 else MAX_MESSAGE_BYTES
-        if found != number or area > NUM_SPILLS or head_bytes + buffers_bytes > limit:
-            raise self._damaged(f"its header is that of message {found}")
-        start = slot + LINE if area == 0 else segment.spill(area - 1)
-        if lib.penstock_ring_take(0, segment.base + start, head_bytes) != head_sum:
-            raise self._damaged("its pickle")
-        body = start + 8 * num_buffers
+    def _finish(self) -> None:
+        """Also when the message was damaged or could not be unpickled: its slot must come free."""
+        self._is_borrowed = False
+        self._count += 1
+        lib.penstock_ring_post(self._segment.lines, self._line, ROOM, self._count)
+        self._lock.release()
+
+    def _read(self) -> tuple[memoryview, list[int], int]:
+        """The pickle, verified, the sizes of the buffers and where they begin; `_header` holds the rest."""
+        segment, header, slot = self._segment, self._header, self._segment.slot(self._count + 1)
+        damage = lib.penstock_ring_open(
+            segment.lines,
+            self._line,
+            segment.base + slot,
+            self._count + 1,
+            segment.stride - LINE,
+            segment.base + segment.spill(0),
+            NUM_SPILLS,
+            MAX_MESSAGE_BYTES,
+            header,
+        )
+        if damage:
+            raise self._damaged("its header" if damage == 1 else "its pickle")
+        start = segment.spill(header.area - 1) if header.area else slot + LINE
+        num_buffers, body = header.num_buffers, start + 8 * header.num_buffers
         sizes = np.frombuffer(segment.data, "<u8", num_buffers, start).tolist() if num_buffers else []
-        return segment.data[body : body + body_bytes], sizes, start + head_bytes, buffers_sum
+        end = body + header.body_bytes
+        return segment.data[body:end], sizes, start + padded(end - start)
 
     def _damaged(self, what: str) -> RingDamaged:
-        who = "" if self._reader is None else f"reader {self._reader}: "
-        return RingDamaged(f"{who}message {self._count + 1} was changed on its way: {what}")
+        return RingDamaged(f"reader {self._reader}: message {self._count + 1} was changed on its way: {what}")
 
-    @contextlib.contextmanager
-    def _turn(self, deadline_s: float | None, timeout_s: float | None) -> Iterator[None]:
+    def _take_turn(self, deadline_s: float | None, timeout_s: float | None) -> None:
         """One thread at a time, and none once the ring is closed."""
-        while not self._lock.acquire(timeout=CHECK_S if deadline_s is None else max(0.0, _left(deadline_s))):
-            if self._closed[0]:
+        while not self._lock.acquire(blocking=False):
+            left_s = CHECK_S if deadline_s is None else min(CHECK_S, _left(deadline_s))
+            if left_s > 0 and self._lock.acquire(timeout=left_s):
                 break
-            if deadline_s is not None:
+            self._refuse_closed()
+            if left_s <= 0:
                 raise TimeoutError(f"another thread kept this end of the ring for {timeout_s} s")
-        else:
-            try:
-                self._refuse_closed()
-                yield
-            finally:
-                self._lock.release()
-            return
-        self._refuse_closed()
+        try:
+            self._refuse_closed()
+        except RingClosed:
+            self._lock.release()
+            raise
 
     def _refuse_closed(self) -> None:
         if self._closed[0]:
@@ -363,9 +380,8 @@ class MessageQueue:
 def _put(at: int, pieces: list[Buffer]) -> tuple[int, int]:
     """Copy pieces one behind the other. The sum takes multiples of 64 bytes, so what is over waits for the next."""
     total, over = ffi.new("uint64_t[16]"), b""
-    if sum(map(_nbytes, pieces)) <= 1 << 16:
-        over = b"".join(pieces)
-        pieces = []
+    if sum(map(_nbytes, pieces)) <= SMALL_BYTES:
+        pieces, over = [], b"".join(pieces)
     for piece in pieces:
         view = memoryview(piece).cast("B")
         if over:
@@ -382,13 +398,13 @@ def _put(at: int, pieces: list[Buffer]) -> tuple[int, int]:
     return at + padded(len(over)), lib.penstock_ring_digest(total)
 
 
-def _put_apart(at: int, buffers: list[memoryview]) -> tuple[int, int]:
+def _put_apart(at: int, buffers: list[memoryview]) -> int:
     """Copy buffers, each to the beginning of a line."""
     total = ffi.new("uint64_t[16]")
     for buffer in buffers:
         lib.penstock_ring_put(at, ffi.from_buffer("uint8_t[]", buffer), buffer.nbytes, total)
         at += padded(buffer.nbytes)
-    return at, lib.penstock_ring_digest(total)
+    return int(lib.penstock_ring_digest(total))
 
 
 def _cut(memory: memoryview, start: int, sizes: list[int]) -> list[memoryview]:
@@ -400,7 +416,7 @@ def _cut(memory: memoryview, start: int, sizes: list[int]) -> list[memoryview]:
 
 
 def _nbytes(piece: Buffer) -> int:
-    return memoryview(piece).nbytes
+    return len(piece) if isinstance(piece, bytes) else memoryview(piece).nbytes
 
 
 def _deadline(timeout_s: float | None) -> float | None:

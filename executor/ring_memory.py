@@ -142,7 +142,7 @@ class Segment:
         self._line[line].busy = number
 
     def slot(self, number: int) -> int:
-        """Where message `number`, from 1, has its header; the offset counts from `data` and `base`."""
+        """Where message `number`, from 1, has its header; offsets count from `data` and `base`."""
         return (number - 1) % self.handle.slots * self.stride
 
     def spill(self, index: int) -> int:
