@@ -29,7 +29,7 @@ typedef struct penstock_ring_line line;
 typedef struct penstock_ring_header header;
 _Static_assert(sizeof(line) == 64 && sizeof(header) == 64, "lines and headers are cache lines");
 
-enum { STRIPE = 64, WORDS = 8, CHUNK = 32 * 1024, SPINS = 64 }; /* CHUNK: a copy of it stays in the first cache */
+enum { STRIPE = 64, WORDS = 8, CHUNK = 32 * 1024, SPINS = 16 }; /* CHUNK: a copy of it stays in the first cache */
 
 static uint64_t load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
@@ -91,7 +91,7 @@ static int enough(const line *from, int number, uint64_t target) {
 static int is_set(const int *flag) { return __atomic_load_n(flag, __ATOMIC_SEQ_CST); }
 
 int penstock_ring_wait(uintptr_t lines, int bell, int first, int number, uint64_t target, uint64_t spin_ns,
-                       uint64_t sleep_ns, int naps, const int *cancelled) {
+                       uint64_t sleep_ns, const int *cancelled) {
     line *from = (line *)lines + first, *on = (line *)lines + bell;
     if (enough(from, number, target)) return 0;
     uint64_t start = now_ns();
@@ -101,7 +101,7 @@ int penstock_ring_wait(uintptr_t lines, int bell, int first, int number, uint64_
             pause_core();
         }
 #if !defined(_WIN32)
-        if (naps) sched_yield();
+        sched_yield(); /* on a busy machine the one we wait for may need this very core */
 #endif
     }
     int there = 0;

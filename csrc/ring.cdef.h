@@ -29,9 +29,9 @@ void penstock_ring_post(uintptr_t lines, int owner, int bell, uint64_t count);
 uint64_t penstock_ring_count(uintptr_t lines, int owner);
 
 /* Until `number` lines from `first` on count at least `target`: spin, then sleep on `bell`. 0: they do, 1: they do and
- * it had to sleep, -1: not in this time, or cancelled, or a signal came. `naps`: yield the core while spinning. */
+ * it had to sleep, -1: not in this time, or cancelled, or a signal came. Spinning yields the core to whoever wants it. */
 int penstock_ring_wait(uintptr_t lines, int bell, int first, int number, uint64_t target, uint64_t spin_ns,
-                       uint64_t sleep_ns, int naps, const int *cancelled);
+                       uint64_t sleep_ns, const int *cancelled);
 void penstock_ring_wake(uintptr_t lines, int bell);
 
 /* Change a line's state if it is `from`; returns what it was. */

@@ -27,7 +27,6 @@ changed, before the unpickler sees it; they are no defence against an enemy with
 """
 
 import contextlib
-import os
 import pickle
 import threading
 import time
@@ -96,7 +95,6 @@ class MessageQueue:
         self._closed = ffi.new("int *")  # read by the C code while it waits
         self._spilled = [0] * NUM_SPILLS  # the last message that lay in each
         self._checked_s = time.monotonic()
-        self._is_crowded = segment.handle.num_readers + 1 > len(os.sched_getaffinity(0))
         self._spin_ns = SHORTEST_SPIN_NS
 
     @classmethod
@@ -211,7 +209,7 @@ class MessageQueue:
             raise ValueError(f"message: {size} bytes given, at most {MAX_MESSAGE_BYTES} can be sent")
         room, spill = number - segment.handle.slots, None
         if size > segment.stride - LINE:
-            spill = min(range(NUM_SPILLS), key=self._spilled.__getitem__)
+            spill = self._free_spill()
             room = max(room, self._spilled[spill])
         self._wait(ROOM, FIRST_READER, segment.handle.num_readers, room, deadline_s, timeout_s)
         self._shrink_spills(spill)
@@ -232,12 +230,21 @@ class MessageQueue:
         fields = (number, area, body_bytes, num_buffers, buffers_bytes, head_sum, buffers_sum, 0)
         lib.penstock_ring_seal(slot, ffi.new("struct penstock_ring_header *", fields))
 
+    def _free_spill(self) -> int:
+        """The first that all have read, for it is the one in the caches; else the one that will be read first."""
+        finished = self._finished()
+        free = (spill for spill, last in enumerate(self._spilled) if last <= finished)
+        return next(free, min(range(NUM_SPILLS), key=self._spilled.__getitem__))
+
     def _shrink_spills(self, in_use: int | None) -> None:
         """A huge message is rare; its memory goes back once it has been read."""
         for spill in self._segment.large_spills():
-            readers = range(FIRST_READER, FIRST_READER + self._segment.handle.num_readers)
-            if spill != in_use and min(map(self._segment.count, readers)) >= self._spilled[spill]:
+            if spill != in_use and self._finished() >= self._spilled[spill]:
                 self._segment.shrink_spill(spill)
+
+    def _finished(self) -> int:
+        """The last message that every reader has finished."""
+        return min(self._segment.count(FIRST_READER + reader) for reader in range(self._segment.handle.num_readers))
 
     def _begin(self, timeout_s: float | None) -> None:
         """Wait for the next message; from here to `_finish` this thread has this end for itself."""
@@ -309,16 +316,17 @@ class MessageQueue:
         """Until `number` lines from `first` on count `target`."""
         if target <= 0:
             return
+        began_ns = time.monotonic_ns()
         while True:
             left_s = CHECK_S if deadline_s is None else min(CHECK_S, max(0.0, _left(deadline_s)))
             spin_ns = min(self._spin_ns, int(left_s * 1e9))
             found = lib.penstock_ring_wait(
                 self._segment.lines, bell, first, number, target, spin_ns, int(left_s * 1e9) - spin_ns,
-                self._is_crowded, self._closed,
+                self._closed,
             )  # fmt: skip
             self._refuse_closed()
             if found >= 0:
-                self._tune(found == 0)
+                self._tune(0 if found == 0 else time.monotonic_ns() - began_ns)
                 return
             if self._reader is None:
                 self._check_readers()
@@ -327,10 +335,10 @@ class MessageQueue:
             if deadline_s is not None and _left(deadline_s) <= 0:
                 raise TimeoutError(self._slowness(target, timeout_s))
 
-    def _tune(self, came_in_spin: bool) -> None:
-        """Spin longer while it pays: a decoding worker that computes for 10 ms a step soon spins for 20 µs only."""
-        if came_in_spin:
-            self._spin_ns = min(2 * self._spin_ns, LONGEST_SPIN_NS)
+    def _tune(self, waited_ns: int) -> None:
+        """Spin where spinning would have been enough: a worker that computes for 10 ms a step soon hardly spins."""
+        if waited_ns <= LONGEST_SPIN_NS:
+            self._spin_ns = LONGEST_SPIN_NS
         else:
             self._spin_ns = max(self._spin_ns // 2, SHORTEST_SPIN_NS)
 

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.ring import MessageQueue, PeerDied, RingClosed
+from penstock.executor.ring import MessageQueue, PeerDied, RingClosed, RingDamaged
 from penstock.executor.ring_memory import SPILL_KEEP_BYTES
 
 SLOT = 4096
+OUT_OF_BAND = 256  # bytes; small, so that small arrays take that way too
 PATIENCE_S = 20.0  # long enough for a busy machine; nothing below waits for it to pass
 
 
@@ -26,7 +27,9 @@ PATIENCE_S = 20.0  # long enough for a busy machine; nothing below waits for it 
 def ring(num_readers: int = 1, slots: int = 3, slot_bytes: int = SLOT) -> Iterator[tuple[MessageQueue, ...]]:
     """A writer and readers, all in this process."""
     with ExitStack() as stack:
-        writer = stack.enter_context(MessageQueue.create(num_readers, slots=slots, slot_bytes=slot_bytes))
+        writer = stack.enter_context(
+            MessageQueue.create(num_readers, slots=slots, slot_bytes=slot_bytes, out_of_band_bytes=OUT_OF_BAND)
+        )
         handle = writer.handle()
         yield writer, *(stack.enter_context(MessageQueue.attach(handle, reader)) for reader in range(num_readers))
 
@@ -182,7 +185,7 @@ def test_a_message_that_cannot_be_unpickled_frees_its_slot() -> None:
 
 def test_the_memory_of_a_rare_huge_message_is_given_back() -> None:
     with ring() as (writer, reader):
-        for size in (SPILL_KEEP_BYTES + (8 << 20), 10_000, 10_000, 10_000):
+        for size in (SPILL_KEEP_BYTES + (8 << 20), 10, 10):
             writer.send(b"x" * size)
             assert len(reader.recv(PATIENCE_S)) == size
         assert max(writer._segment._committed) <= SPILL_KEEP_BYTES
@@ -330,6 +333,94 @@ def test_a_writer_that_waits_is_told_that_a_reader_has_closed() -> None:
         second.close()
         with pytest.raises(RingClosed, match=r"rank 1 .* has closed its end; it had finished message 0 of 1"):
             writer.send(1)
+
+
+@pytest.mark.parametrize("size", [2500, 5000])  # in the slot, and in a spill
+def test_a_flipped_bit_anywhere_is_rejected_and_the_next_message_arrives(size: int) -> None:
+    rng = np.random.default_rng(size)
+    content = rng.integers(0, 256, size, np.uint8)
+    with ring() as (writer, reader):
+        writer.send((content, b"y" * 300))
+        reader.recv(PATIENCE_S)
+        used = 64 + 64 * (-(-(8 + reader._header.body_bytes) // 64)) + reader._header.buffers_bytes
+        for number in range(2, 2002):
+            writer.send((content, b"y" * 300))
+            slot, bit = writer._segment.slot(number), int(rng.integers(8 * (used if number % 2 else 64)))
+            spilled = size > SLOT and bit >= 8 * 64
+            at = (writer._segment.spill(0) - 64 if spilled else slot) + bit // 8
+            writer._segment.data[at] ^= 1 << bit % 8
+            with pytest.raises(RingDamaged, match=f"reader 0: message {number} was changed on its way"):
+                reader.recv(PATIENCE_S)
+        writer.send((content, b""))
+        assert (reader.recv(PATIENCE_S)[0] == content).all()
+
+
+def _write_for_ever(told: int) -> None:
+    writer = MessageQueue.create(1, slots=3, slot_bytes=SLOT, out_of_band_bytes=OUT_OF_BAND)
+    os.write(told, writer.handle().pack())
+    content = np.empty(20_000, np.uint8)
+    for number in range(1 << 40):
+        size = (number * 977) % 20_000
+        content[:size] = number % 256
+        writer.send((number, content[:size]))
+
+
+def read_until_the_writer_is_killed(delay_s: float) -> int:
+    """Checks every message that arrives; returns how many did."""
+    hear, told = os.pipe()
+    child = fork(_write_for_ever, told)
+    with MessageQueue.attach(MessageQueue.unpack_handle(os.read(hear, 1000)), 0) as reader:
+        killer = threading.Timer(delay_s, os.kill, (child, signal.SIGKILL))
+        killer.start()
+        number = 0
+        with pytest.raises(PeerDied, match=rf"process {child}\) has died"):
+            while True:
+                found, content = reader.recv(PATIENCE_S)
+                assert found == number and len(content) == (number * 977) % 20_000
+                assert (content == number % 256).all()
+                number += 1
+    killer.join()
+    assert ended(child) == -signal.SIGKILL
+    os.close(hear)
+    os.close(told)
+    return number
+
+
+def test_a_writer_killed_at_any_moment_tears_no_message() -> None:
+    rng = np.random.default_rng(1)
+    assert sum(read_until_the_writer_is_killed(rng.uniform(0.001, 0.05)) for _ in range(8)) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_two_thousand_killed_writers_tear_no_message() -> None:
+    rng = np.random.default_rng(2)
+    assert sum(read_until_the_writer_is_killed(rng.uniform(0.0, 0.05)) for _ in range(2000)) > 100_000
+
+
+def _read_in_order(handle: Any, reader: int, count: int) -> None:
+    with MessageQueue.attach(handle, reader) as queue:
+        for number in range(count):
+            found, content = queue.recv(PATIENCE_S)
+            assert found == number and content == number.to_bytes(8, "little") * (number % 40)
+
+
+def pass_on(count: int) -> None:
+    with MessageQueue.create(2, slots=8, slot_bytes=256) as writer:
+        children = [fork(_read_in_order, writer.handle(), reader, count) for reader in range(2)]
+        for number in range(count):
+            writer.send((number, number.to_bytes(8, "little") * (number % 40)), PATIENCE_S)
+        assert [ended(child) for child in children] == [0, 0]
+
+
+def test_thousands_of_messages_keep_their_order_and_content() -> None:
+    pass_on(5_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_ten_million_messages_keep_their_order_and_content() -> None:
+    pass_on(10_000_000)
 
 
 def _read_and_stall(handle: Any, told: int) -> None:
