@@ -62,11 +62,13 @@ class Side:
         self._process.wait()
 
 
-def compare(ours: Side, other: Side, pairs: int) -> dict[str, Any]:
+def compare(what: str, ours: Side, other: Side, pairs: int) -> dict[str, Any]:
+    """`what`: time, of the round trip as a clock on the wall sees it; or cpu, of all processes together."""
     figures = {}
+    print(f"  {what} of a round trip")
     for name, size in SIZES.items():
         count = COUNTS[size]
-        found = alternate(lambda: ours.ask("time", size, count), lambda: other.ask("time", size, count), pairs)  # noqa: B023
+        found = alternate(lambda: ours.ask(what, size, count), lambda: other.ask(what, size, count), pairs)  # noqa: B023
         verdict = judge(found, higher_is_better=False)
         least = min(pair.ours for pair in found), min(pair.theirs for pair in found)
         print(f"  {name:>6}: {ours.kind} {least[0]:10.1f} µs, {other.kind} {least[1]:10.1f} µs at best; {verdict}")
@@ -89,7 +91,11 @@ def run(readers: int, peer_python: str | None, pairs: int) -> None:
     sides = {"theirs": Side(peer_python, "theirs", readers)} if peer_python else {}
     sides |= {kind: Side(sys.executable, kind, readers) for kind in OURS}
     try:
-        versus = {kind: compare(sides["ours"], side, pairs) for kind, side in sides.items() if kind != "ours"}
+        versus = {
+            kind: {what: compare(what, sides["ours"], side, pairs) for what in ("time", "cpu")}
+            for kind, side in sides.items()
+            if kind != "ours"
+        }
         corrupted = {kind: refill(side) for kind, side in sides.items()}
     finally:
         for side in sides.values():
