@@ -130,11 +130,13 @@ class Prober:
 
 
 def replica_info(model: ServedModel) -> ReplicaInfo:
-    """What the brain works with; another engine's blocks are taken to be of the usual size."""
+    """What the brain works with. An engine that says nothing of its blocks is guessed at."""
+    if model.fingerprint is None or model.block_size is None:
+        return ReplicaInfo()
     return ReplicaInfo(
-        fingerprint=bytes.fromhex(model.fingerprint or ""),
-        block_size=model.block_size or 16,
-        num_blocks=model.num_blocks or 2**16,
+        fingerprint=bytes.fromhex(model.fingerprint),
+        block_size=model.block_size,
+        num_blocks=model.num_blocks or 0,
         max_num_batched_tokens=model.max_num_batched_tokens or 8192,
     )
 

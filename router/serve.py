@@ -6,6 +6,7 @@ The first SIGTERM drains: `/ready` and new requests answer 503, those under way 
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -66,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         sock = bind_socket(config.host, config.port, reuse_port=config.workers > 1)
     except OSError as error:
         raise RouteError(f"port: {error.strerror or error}") from None
-    return run_workers(config, sock) if config.workers > 1 else run_one(config, sock)
+    with sock:
+        return run_workers(config, sock) if config.workers > 1 else run_one(config, sock)
 
 
 def _config(args: argparse.Namespace) -> RouterConfig:
@@ -117,7 +119,17 @@ class Router:
         self.app.start()
         for url in self.config.backends:
             self.prober.watch(self.fleet.add(url))
+        await self._know_the_fleet()
         self._server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
+
+    async def _know_the_fleet(self) -> None:
+        """Listen only when every replica has been asked once, or had the time: a worker that joins others, or one
+        that is started again, must not say that nobody is there."""
+        deadline_s = time.monotonic() + self.config.patience.probe_timeout_s
+        while time.monotonic() < deadline_s and any(
+            replica.state == "starting" for replica in self.fleet.replicas.values()
+        ):
+            await asyncio.sleep(0.005)
 
     async def drain(self, stop: asyncio.Event) -> None:
         """Let what is under way finish, as long as the drain may take."""
@@ -168,6 +180,11 @@ async def serve(
 ) -> int:
     """Until a signal has drained it; the exit code."""
     router = Router(config, texts_of(config))
+    # What start-up made lives as long as the process, and requests make few cycles: scanning all of it again and
+    # again would only be heard as pauses.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
     with _signals() as (drain, stop):
         await router.start(sock)
         on_start(router)

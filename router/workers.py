@@ -59,10 +59,7 @@ def run_workers(config: RouterConfig, sock: socket.socket) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, parent.pass_on)
     print(f"Routing to {len(config.backends)} replicas in {config.workers} processes: {url_of(sock)}", flush=True)
-    try:
-        return parent.run()
-    finally:
-        sock.close()
+    return parent.run()
 
 
 class Parent:

@@ -22,7 +22,7 @@ from penstock.engine.client import AsyncEngine, EngineDead
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core import EngineCore
 from penstock.engine.http.listen import bind_socket
-from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore
+from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.config import ServerConfig, resolve
 from penstock.engine.server.serve import serve
 from penstock.executor.oracle import OracleExecutor
@@ -58,6 +58,10 @@ class MockEngine(AsyncEngine):
             refused = [self._core.submit(message)]
         elif isinstance(message, Abort):
             refused = [self._core.abort(request_id) for request_id in message.request_ids]
+        elif isinstance(message, WatchCache):
+            self._core.cache_log.watch(message.is_on)
+            asyncio.get_running_loop().call_soon(self._tell_cache)
+            return
         else:
             assert isinstance(message, Shutdown)
             raise EngineDead("the core has no process of its own")
@@ -66,6 +70,10 @@ class MockEngine(AsyncEngine):
         if outputs:
             # Not from here: the request is not listed yet.
             asyncio.get_running_loop().call_soon(self._receive, Outputs(outputs, self._core.stats(), 0))
+
+    def _tell_cache(self) -> None:
+        for news in self._core.cache_news():
+            self._receive(news)
 
     async def _run(self) -> None:
         """Steps while there is work. Time is slept, so that many replicas fit on a core."""
@@ -83,6 +91,7 @@ class MockEngine(AsyncEngine):
             outputs = core.step()
             await asyncio.sleep(core.last_step_tokens / self._prefill_tps + self._inter_token_s)
             self._receive(Outputs(outputs, core.stats(), core.last_step_tokens))
+            self._tell_cache()
 
 
 async def replica(options: argparse.Namespace, port: int, report: int) -> int:

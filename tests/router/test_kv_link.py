@@ -1,0 +1,56 @@
+"""The stream of cache events, followed over the wire: from a replica's first block to its restart."""
+
+import random
+import signal
+
+from penstock.router.upstream import Dechunker
+from tests.router.fleet import mock_replicas, running_router, until
+
+
+def view(router, url: str) -> dict:
+    return next(each for each in router.http.get("/replicas").json()["replicas"] if each["url"] == url)["brain"]
+
+
+def test_what_a_replica_caches_is_known_and_predicted_exactly():
+    with mock_replicas(1) as (replica,), running_router(replica.url, tokenizes=True) as router:
+        until(lambda: view(router, replica.url)["knowledge"] == "events")
+        router.chat("a long beginning " * 20)
+        until(lambda: view(router, replica.url)["cached_blocks"]["device"] > 10)
+        router.chat("a long beginning " * 20)
+        metrics = router.call(lambda: next(iter(router.fleet.groups.values())).brain.metrics())
+        assert metrics["predicted_cached_tokens_total"] == metrics["actual_cached_tokens_total"] > 0
+
+
+def test_blocks_that_were_cached_before_the_router_came_are_known_by_the_snapshot():
+    with mock_replicas(1) as (replica,):
+        with running_router(replica.url, tokenizes=True) as first:
+            first.chat("a long beginning " * 20)
+        with running_router(replica.url, tokenizes=True) as second:
+            until(lambda: view(second, replica.url)["cached_blocks"]["device"] > 10)
+
+
+def test_a_replica_that_comes_back_is_listened_to_anew_and_has_nothing_cached():
+    with mock_replicas(1) as (replica,):
+        router = running_router(replica.url, tokenizes=True)
+        with router as running:
+            running.chat("a long beginning " * 20)
+            until(lambda: view(running, replica.url)["cached_blocks"]["device"] > 10)
+            replica.send(signal.SIGKILL)
+            until(lambda: running.states() == ["down"])
+            with mock_replicas(1, port=replica.port):
+                until(lambda: running.states() == ["up"])
+                until(lambda: view(running, replica.url)["cached_blocks"]["device"] == 0)
+                assert view(running, replica.url)["knowledge"] == "events"
+
+
+def test_chunks_come_off_wherever_the_bytes_are_cut():
+    for seed in range(2000):
+        rng = random.Random(seed)
+        pieces = [bytes(rng.choices(b"ab\r\n0;", k=rng.randrange(1, 9))) for _ in range(rng.randrange(5))]
+        framed = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+        dechunker, found = Dechunker(), b""
+        while framed:
+            size = rng.randrange(1, 6)
+            found += dechunker.feed(framed[:size])
+            framed = framed[size:]
+        assert found == b"".join(pieces)

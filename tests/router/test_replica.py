@@ -1,0 +1,86 @@
+"""The states of a replica, and the budget of retries, in virtual time."""
+
+import random
+
+from penstock.router.budget import RESERVE, RetryBudget
+from penstock.router.replica import EJECTION_S, FAILURES_TO_EJECT, MAX_EJECTION_S, SILENT_PROBES, Replica
+
+
+def up() -> Replica:
+    replica = Replica("http://127.0.0.1:1", connect_timeout_s=1.0)
+    replica.probe_passed(0.0)
+    return replica
+
+
+def test_one_unanswered_probe_is_a_busy_moment_and_two_are_not():
+    replica = up()
+    for _ in range(SILENT_PROBES - 1):
+        replica.probe_silent()
+    assert replica.state == "up"
+    replica.probe_silent()
+    assert replica.state == "down"
+    replica.probe_passed(1.0)
+    assert replica.state == "up"
+
+
+def test_a_broken_connection_is_a_suspicion_that_a_probe_clears():
+    replica = up()
+    replica.connection_broke("reset", 0.0)
+    assert (replica.state, replica.is_up) == ("suspect", False)
+    replica.probe_passed(0.1)
+    assert replica.state == "up"
+
+
+def test_failures_in_a_row_eject_and_each_ejection_is_longer_until_a_trial_succeeds():
+    replica, now_s, lengths = up(), 0.0, []
+    for _ in range(8):
+        while replica.state != "ejected":
+            replica.failed("500", now_s)
+        begun_s = now_s
+        while replica.state == "ejected":
+            now_s += 0.25
+            replica.probe_passed(now_s)
+        lengths.append(now_s - begun_s)
+        assert replica.state == "trial"
+    assert lengths == [min(EJECTION_S * 2**index, MAX_EJECTION_S) for index in range(8)]
+    replica.answered()
+    assert replica.state == "up"
+    for _ in range(FAILURES_TO_EJECT):
+        replica.failed("500", now_s)
+    replica.probe_passed(now_s + EJECTION_S)
+    assert replica.state == "trial"  # after the first, short ejection again
+
+
+def test_a_success_between_failures_starts_the_count_anew():
+    replica = up()
+    for _ in range(5 * FAILURES_TO_EJECT):
+        replica.failed("500", 0.0)
+        replica.answered()
+    assert replica.state == "up"
+
+
+def test_what_was_removed_stays_removed():
+    replica = up()
+    replica.remove()
+    replica.probe_passed(1.0)
+    replica.probe_refused("no", is_draining=False)
+    replica.probe_silent(), replica.probe_silent()
+    replica.unreachable("gone")
+    replica.said_it_drains()
+    assert replica.state == "removing"
+
+
+def test_retries_over_time_are_a_share_of_requests_however_many_fail():
+    for seed in range(20):
+        rng, budget, retried = random.Random(seed), RetryBudget(0.15), 0
+        for _ in range(10_000):
+            budget.deposit(num_under_way=rng.randrange(1, 200))
+            retried += sum(budget.take() for _ in range(rng.randrange(3)))
+        assert retried <= 0.15 * 10_000 + RESERVE
+
+
+def test_a_replica_that_dies_with_its_share_of_a_busy_fleet_is_made_up_for():
+    budget = RetryBudget(0.15)
+    for _ in range(1000):
+        budget.deposit(num_under_way=128)
+    assert all(budget.take() for _ in range(128 // 8))

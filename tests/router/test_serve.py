@@ -1,0 +1,165 @@
+"""`penstock route` as its user runs it: real processes, real signals."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.router.config import RouteError, RouterConfig, canonical_url, resolve
+from tests.router.fleet import ROOT, mock_replicas, until
+from tests.router.raw import connect, post, read_all, status
+
+ADMIN = {"authorization": "Bearer sk-admin"}
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@contextlib.contextmanager
+def route(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its URL."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT)))}
+    command = [sys.executable, "-m", "penstock.cli", "route", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT / "tests"
+    )
+    assert process.stdout is not None and process.stderr is not None
+    try:
+        found = re.search(r"http://127\.0\.0\.1:\d+", process.stdout.readline())
+        assert found is not None, process.stderr.read()
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
+        process.stderr.close()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url + "/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_the_first_signal_drains_and_the_exit_code_is_0():
+    with (
+        mock_replicas(1, inter_token_s=0.02) as (replica,),
+        route("--backend", replica.url, "--port", "0") as (child, url),
+    ):
+        until(lambda: is_ready(url))
+        port = int(url.rpartition(":")[2])
+        body = b'{"prompt":"abc","max_tokens":40,"stream":true,"ignore_eos":true}'
+        with connect(port) as sock, connect(port) as other:
+            sock.sendall(post(body))
+            assert b"data: " in sock.recv(65536)
+            child.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(url + "/ready").status_code == 503)
+            other.sendall(post(body))
+            assert status(other.recv(4096)) == 503
+            assert read_all(sock).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert child.wait(10) == 0
+
+
+def test_the_second_signal_ends_it_at_once():
+    with (
+        mock_replicas(1, inter_token_s=0.02) as (replica,),
+        route("--backend", replica.url, "--port", "0") as (child, url),
+    ):
+        until(lambda: is_ready(url))
+        with connect(int(url.rpartition(":")[2])) as sock:
+            sock.sendall(post(b'{"prompt":"abc","max_tokens":9000,"stream":true,"ignore_eos":true}'))
+            assert b"data: " in sock.recv(65536)
+            child.send_signal(signal.SIGTERM)
+            until(lambda: httpx.get(url + "/ready").status_code == 503)
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(10) == 0
+        until(lambda: replica.metric("vllm:num_requests_running") == 0)
+
+
+def test_workers_share_a_port_a_fleet_and_their_counters_and_one_that_dies_is_started_again():
+    with contextlib.ExitStack() as stack:
+        first, second = stack.enter_context(mock_replicas(2))
+        flags = ("--workers", "2", "--port", str(free_port()), "--admin-api-key", "sk-admin")
+        child, url = stack.enter_context(route("--backend", first.url, *flags))
+        until(lambda: is_ready(url))
+        workers = _children(child.pid)
+        assert len(workers) == 2
+        # A new connection each time: the kernel gives them to both.
+        for _ in range(30):
+            assert httpx.post(url + "/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+        counted = re.compile(r'router_requests_total\{route="/v1/completions",status="200"\} (\d+)')
+
+        def is_summed() -> bool:
+            found = counted.search(httpx.get(url + "/metrics").text)
+            return found is not None and found[1] == "30"
+
+        until(is_summed)
+        assert httpx.post(url + "/replicas", json={"url": second.url}, headers=ADMIN).status_code == 200
+        until(lambda: all(_states(url) == {first.url: "up", second.url: "up"} for _ in range(20)))
+        os.kill(workers[0], signal.SIGKILL)
+        until(lambda: len(set(_children(child.pid)) - set(workers)) == 1)
+        until(lambda: is_ready(url))
+        until(lambda: all(_states(url) == {first.url: "up", second.url: "up"} for _ in range(20)))
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(10) == 0
+
+
+def _children(pid: int) -> list[int]:
+    """Its worker processes; multiprocessing keeps another one, which tracks resources."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def _states(url: str) -> dict[str, str]:
+    try:
+        return {each["url"]: each["state"] for each in httpx.get(url + "/replicas").json()["replicas"]}
+    except httpx.TransportError:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--backend", "ftp://x"], "backend: 'ftp://x' is not of the form http://HOST:PORT"),
+        (["--backend", "http://x:1", "--backend", "http://x:1/"], "given more than once"),
+        (["--port", "70000"], "port: 70000 is out of range"),
+        (["--workers", "2", "--port", "0"], "port: 0 is not possible with several workers"),
+        (["--retry-share", "2"], "retry_share: 2.0 is out of range"),
+        (["--tokenizer", "/nowhere"], "model: there is no folder or .gguf file '/nowhere'"),
+    ],
+)
+def test_what_cannot_run_is_said_in_one_line(arguments, words, capsys):
+    from penstock.cli import main
+
+    assert main(["route", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_key_that_is_set_but_empty_does_not_open_the_router():
+    for variable in ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY", "PENSTOCK_BACKEND_API_KEY"):
+        with pytest.raises(RouteError, match=variable):
+            resolve(RouterConfig(), {variable: ""})
+    resolved = resolve(RouterConfig(api_keys=("a",)), {"PENSTOCK_API_KEY": "b", "PENSTOCK_BACKEND_API_KEY": "c"})
+    assert (resolved.api_keys, resolved.backend_api_key) == (("a", "b"), "c")
+
+
+def test_a_replica_is_known_by_one_spelling():
+    assert canonical_url("http://HOST") == canonical_url("http://host:80/") == "http://host:80"
+    assert canonical_url("http://[::1]:8000") == "http://[::1]:8000"
