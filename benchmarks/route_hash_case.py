@@ -23,23 +23,9 @@ from bench_route import process, wait_ready
 from pairs import alternate, judge, record
 
 HERE = Path(__file__).parent
-MASK = 2**64 - 1
 
-
-def slow_chain(tokens: list[int], block_size: int) -> list[int]:
-    """A 64-bit chain in the manner of the published loop: a mix for each token, in Python."""
-    keys, parent = [], 0
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        state = block_size ^ (parent * 0xBF58476D1CE4E5B9 & MASK)
-        for token in tokens[start : start + block_size]:
-            mixed = token & 0xFFFFFFFF
-            mixed = ((mixed >> 16) ^ mixed) * 0x45D9F3B & 0xFFFFFFFF
-            mixed = ((mixed >> 16) ^ mixed) * 0x45D9F3B & 0xFFFFFFFF
-            mixed = (mixed >> 16) ^ mixed
-            state ^= (mixed + 0x9E3779B9 & 0xFFFFFFFF) + (state << 6) + (state >> 2) & MASK
-        keys.append(state)
-        parent = state
-    return keys
+sys.path.insert(0, str(HERE.parent))
+from tests.router.slow_hash import v1_chain  # noqa: E402
 
 
 def run_router(hasher: str, backend: int) -> None:
@@ -53,7 +39,7 @@ def run_router(hasher: str, backend: int) -> None:
         prepare = Brain.prepare
 
         def slowly(self: Brain, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Any:
-            slow_chain(memoryview(tokens).cast("i").tolist(), 32)
+            v1_chain(memoryview(tokens).cast("i").tolist(), 32)
             return prepare(self, tokens, salt, adapter)
 
         Brain.prepare = slowly  # type: ignore[method-assign]

@@ -209,7 +209,8 @@ class Brain:
         for space, match in prompt.matches:
             if space not in self._spaces:  # the last replica that named blocks so has left since
                 continue
-            if match.version != version:
+            # A slot may have come between sizing the counts and filling them, in the thread that prepared.
+            if match.version != version or len(match.counts) < self.knowledge.index.num_slots:
                 match = self.knowledge.index.match(match.keys)
             here = self.knowledge.cached_tokens(match, space, num_rows)
             if len(self._spaces) == 1:

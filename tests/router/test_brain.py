@@ -109,3 +109,14 @@ def test_a_gap_asks_for_a_snapshot_and_the_snapshot_mends_it() -> None:
     live(brain, "r0", seq=12)
     assert not brain.needs_snapshot("r0") and cached(brain, prompt) == {"r0": 0}
     brain.check()
+
+
+def test_a_slot_that_came_while_a_prompt_was_prepared_does_not_matter() -> None:
+    brain, _ = fleet(1)
+    live(brain, "r0", ids(1))
+    (space, match), *_ = brain.prepare(ids(1)).matches
+    stale = match._replace(counts=match.counts[:0], version=brain.knowledge.index.version())
+    prompt = brain.prepare(ids(1))._replace(matches=((space, stale),))
+    charge = brain.choose(prompt, num_tokens=160)
+    assert charge is not None and charge.predicted_cached_tokens > 0
+    charge.release()
