@@ -250,3 +250,13 @@ def test_rubbish_from_a_replica_is_a_502_and_never_passed_on(rubbish):
     with stub(lambda seen, sock: rubbish) as backend, running_router(backend.url) as router:
         answer = router.complete()
         assert answer.status_code in (502, 503) and "error" in answer.json()
+
+
+def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas():
+    patience = msgspec.structs.replace(QUICK, probe_timeout_s=0.2, connect_s=0.2)
+    with stub() as backend, running_router(backend.url, patience=patience) as router:
+        block = threading.Event()
+        for _ in range(4):
+            router.call(lambda: block.wait(0.8))  # the event loop stands still for longer than every time-out
+        assert router.states() == ["up"]
+        assert router.complete().status_code == 200
