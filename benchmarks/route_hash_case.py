@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import random
 import sys
 import time
@@ -44,6 +45,7 @@ def run_router(hasher: str, backend: int) -> None:
 
         Brain.prepare = slowly  # type: ignore[method-assign]
         Texts.is_long = lambda self, path, body: False  # type: ignore[method-assign]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     config = resolve(RouterConfig(backends=(f"http://127.0.0.1:{backend}",), port=0, max_requests=4096), {})
     uvloop.run(serve(config, bind_socket(config.host, 0), announce=True))
 
@@ -64,9 +66,10 @@ async def first_bytes(port: int, bodies: list[bytes], clients: int) -> tuple[lis
             begun_s = time.perf_counter()
             head = await reader.readuntil(b"\r\n\r\n")
             times.append(time.perf_counter() - begun_s)
-            assert head.startswith(b"HTTP/1.1 200"), head
+
             length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
-            await reader.readexactly(length)
+            body = await reader.readexactly(length)
+            assert head.startswith(b"HTTP/1.1 200"), body
         writer.close()
 
     begun_s = time.perf_counter()
