@@ -1,4 +1,4 @@
-"""Random JSON schemas, from a seed: what real ones are made of, and every answer to them is finite."""
+"""Random JSON schemas, from a seed: what real ones are made of, and but for the decimals of numbers every answer is finite."""
 
 import random
 from typing import Any
