@@ -27,6 +27,7 @@ from penstock.executor.protocol import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 LONG_ANSWER = 2048  # positions with log-probabilities; formatting more of them would hold up the event loop
+TOKENS_PER_LOGPROB = 16  # whose text is read for calls and reasoning in the time of one such position
 
 # Fields that a request and SamplingParams name and mean alike.
 _SHARED = [name for name in SamplingParams.__struct_fields__ if name in Sampled.__struct_fields__]
@@ -97,6 +98,7 @@ async def whole(job: Job[Asked], build: Callable[[list[list[Choice]]], Whole]) -
     job.call.num_tokens = sum(len(choice.token_ids) for choice in choices)
     num_positions = sum(len(choice.logprobs) for choice in choices)
     num_positions += sum(len(generation.prompt_logprobs or ()) for generation in job.generations)
+    num_positions += sum(len(choice.token_ids) for choice in choices) // TOKENS_PER_LOGPROB
     reply = await in_thread_if(num_positions > LONG_ANSWER, lambda: build(gathered))
     reply.usage = usage(job.generations, job.call.num_tokens)
     return reply

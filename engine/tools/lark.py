@@ -33,6 +33,7 @@ def grammar(
     thinking: Thinking | None = None,
 ) -> str:
     """Lark for an answer that is `answer` or calls, behind reasoning. One of the two is given."""
+    assert calls is not None or answer is not None, "there is nothing to hold an answer to"
     rules = _Rules(special_ids)
     lead = rules.thinking(thinking) if thinking is not None else ""
     parts = []
@@ -86,34 +87,34 @@ class _Rules:
     def maybe_calls(self, calls: Calls, thinking: Thinking | None) -> str:
         """Text, and calls where a mark stands."""
         form, written = calls.form, calls.form.written
+        marks, mark = _marks(form), calls.form.marks[0]
         call = self._call(calls)
-        marks = _marks(form)
-        mark = form.marks[0]
-        first = self._first_text(calls, thinking)
-        self._until("lead", mark, first)
-        rest = written.start.removeprefix(mark)
-        joined = f"({self._text(written.join, marks)} {call})*" if calls.many and mark not in written.join else ""
-        parts = [self._text(rest, marks), call, joined, self._text(written.end, marks)]
-        body = " ".join(part for part in parts if part)
+        self._free_text(calls, thinking)
+        self._until("lead", mark, "FIRST")
+        rest = self._text(written.start.removeprefix(mark), marks)
+        more = f"({self._text(written.join, marks)} {call})*" if calls.many and mark not in written.join else ""
+        body = " ".join(part for part in (rest, call, more, self._text(written.end, marks)) if part)
         if form.is_bare:
-            return f"{first} | {body} | lead {body}"
+            return f"FIRST | {body} | lead {body}"
         if not calls.many:
-            return f"{first} | lead {body}"
-        self._until("next", mark)
-        return f"{first} | lead {body} (next {body})* TEXT"
+            return f"FIRST | lead {body}"
+        self._until("next", mark, "FREE")
+        return f"FIRST | lead {body} (next {body})* FREE"
 
-    def _first_text(self, calls: Calls, thinking: Thinking | None) -> str:
-        """What free text at the beginning of an answer may be. The lexer takes the longest match, so this must not
-        begin like anything else that may stand there: the blanks behind reasoning, reasoning itself, a bare call."""
-        pattern, others = _ANY, []
+    def _free_text(self, calls: Calls, thinking: Thinking | None) -> None:
+        """FREE, what text between calls may be, and FIRST, the same at the beginning of an answer. The lexer takes the
+        longest match, so FIRST must not begin like anything else that may stand there: the blanks behind reasoning,
+        reasoning itself, a bare call. And the reader takes a mark for one that is only spelled out, so neither has it."""
+        spelled = [f"{_ANY}{_escaped(mark)}" for mark in calls.form.marks if mark in self._special_ids]
+        begin, others = _ANY, list(spelled)
         if thinking is not None:
-            pattern = rf"([^ \t\r\n]{_ANY})?"
-            others = [] if thinking.is_open else [_escaped(thinking.marks.open)]
+            begin = rf"([^ \t\r\n]{_ANY})?"
+            others += [] if thinking.is_open else [_escaped(thinking.marks.open)]
         if calls.form.is_bare:
             names = "|".join(_escaped(function.name) for function in calls.functions)
             others.append(rf'{_BLANK}\{{{_BLANK}"name"{_BLANK}:{_BLANK}"({names})"')
-        self.lines.append(f"FIRST: /{pattern}/" + "".join(f" & ~/{other}{_ANY}/" for other in others))
-        return "FIRST"
+        for name, pattern, excluded in (("FIRST", begin, others), ("FREE", _ANY, spelled)):
+            self.lines.append(f"{name}: /{pattern}/" + "".join(f" & ~/{other}{_ANY}/" for other in excluded))
 
     def _call(self, calls: Calls) -> str:
         written, marks = calls.form.written, _marks(calls.form)

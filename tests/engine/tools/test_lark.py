@@ -112,6 +112,15 @@ def test_text_is_free_until_a_call_begins(name: str, special: bool, thought: str
         assert is_right or found != "unfinished", text
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_mark_that_is_a_token_cannot_be_spelled_out_in_free_text(name: str) -> None:
+    mark = FORMATS[name].marks[0]
+    for source in (lark(True, calls_of(name)), lark(True, calls_of(name), None, Thinking(THINK))):
+        matcher = LLMatcher(vocabulary(True).backend, source)
+        spelled = [*b"hello ", *mark.encode()]
+        assert matcher.try_consume_tokens(spelled) == len(spelled) - 1
+
+
 @SPECIAL
 @pytest.mark.parametrize(
     ("answer", "right", "wrong"),
