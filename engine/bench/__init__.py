@@ -1,9 +1,12 @@
 """`penstock bench`: measures a server from outside (serve, startup) or the engine itself (throughput, latency)."""
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, others: Sequence[tuple[str, Any, str]] = ()) -> None:
+    """`others` are benchmarks of rooms that the engine does not know: (name, module, summary)."""
     from penstock.engine.bench import latency, serve, startup, throughput
 
     benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
@@ -12,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("throughput", throughput, "How much a batch of requests gets through the engine, without a server."),
         ("latency", latency, "How long one batch of requests takes, without a server."),
         ("startup", startup, "The time from starting a server's process to its first token."),
+        *others,
     ):
         benchmark = benchmarks.add_parser(name, help=summary, description=summary)
         module.add_arguments(benchmark)

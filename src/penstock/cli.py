@@ -63,8 +63,10 @@ def _route() -> Command:
 
 def _bench() -> Command:
     from penstock.engine import bench
+    from penstock.eplb import bench as eplb
 
-    return bench.add_arguments, bench.run
+    others = [("eplb", eplb, "Plans that spread experts over ranks: time, balance, moves; tables and a heat map.")]
+    return lambda parser: bench.add_arguments(parser, others), bench.run
 
 
 def _export() -> Command:

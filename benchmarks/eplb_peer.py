@@ -1,0 +1,60 @@
+"""The other side of bench_eplb.py, run by the interpreter that has vLLM: one JSON line in, one out, until the end.
+
+Times are CPU milliseconds of this thread, as on our side.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed.eplb.eplb_state import compute_logical_maps
+from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
+from vllm.distributed.eplb.rebalance_execute import move_to_buffer
+
+MARK = "EPLB "  # before every answer: vLLM prints too
+
+
+class NoWire:
+    """A communicator that carries nothing: what is left is the planning of transfers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def plan(ask: dict[str, Any]) -> float:
+    """The placement with old slots kept, and its inverse maps: what a rebalance computes on every rank."""
+    load = torch.from_numpy(np.load(ask["load"]))
+    old = torch.from_numpy(np.load(ask["old"])) if "old" in ask else None
+    start = time.thread_time()
+    placed = DefaultEplbPolicy.rebalance_experts(
+        load, ask["slots"], ask["groups"], ask["nodes"], ask["ranks"], old
+    )  # fmt: skip
+    compute_logical_maps(placed, load.shape[1])
+    took = time.thread_time() - start
+    np.save(ask["out"], placed.numpy())
+    return took
+
+
+def transfers(ask: dict[str, Any]) -> float:
+    """What rank 0 computes for all layers; every rank does as much."""
+    old, new = np.load(ask["old"]).astype(np.int64), np.load(ask["new"]).astype(np.int64)
+    start = time.thread_time()
+    for layer in range(len(old)):
+        move_to_buffer(old.shape[1] // ask["ranks"], old[layer], new[layer], [], [], None, 0, NoWire(), layer)
+    return time.thread_time() - start
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(MARK + json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        ask = json.loads(line)
+        took = {"plan": plan, "transfers": transfers}[ask["do"]](ask)
+        print(MARK + json.dumps({"ms": took * 1e3}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
