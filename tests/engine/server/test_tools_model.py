@@ -76,13 +76,10 @@ def test_required_calls_parse_and_validate_at_a_high_temperature(client: openai.
         n=8,
         max_tokens=200,
     )
-    names = set()
     for choice in answer.choices:
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
         (call,) = choice.message.tool_calls
         check([(call.function.name, call.function.arguments)])
-        names.add(call.function.name)
-    assert len(names) > 1  # the choice among them was the model's
 
 
 def test_a_named_function_is_the_one_that_is_called_streamed_too(client: openai.OpenAI) -> None:
