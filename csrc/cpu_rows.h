@@ -101,7 +101,7 @@ INLINE void rope_rows(const struct rope *r, int64_t first, int64_t end, enum ele
             rotate_head(r, element_at(k, at, type), r->k_weight, cos, sin, (void *)element_at(k_out, at, type), type);
         }
         int64_t row_bytes = (int64_t)r->kv_heads * r->head_dim * (type == BFLOAT16 ? 2 : 4);
-        memcpy((void *)element_at(r->v_pages, to, type), element_at(r->v, token * r->v_stride, type), row_bytes);
+        if (r->v) memcpy((void *)element_at(r->v_pages, to, type), element_at(r->v, token * r->v_stride, type), row_bytes);
     }
 }
 

@@ -62,6 +62,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="keep finished blocks for later requests with the same beginning (default: on)",
     )
+    add(
+        "--enable-expert-parallel",
+        action="store_true",
+        default=None,
+        help="share out whole experts between the ranks, not slices of each",
+    )
     add("--tensor-parallel-size", "-tp", type=int, metavar="N", help="ranks (GPUs) to split the model over")
     add(
         "--executor",

@@ -75,11 +75,17 @@ def _table(path: Path) -> dict[str, int]:
 
 
 def allocate_kv(
-    num_blocks: int, num_layers: int, block_size: int, kv_width: int, dtype: torch.dtype, device: torch.device
+    num_blocks: int,
+    num_layers: int,
+    parts: int,
+    block_size: int,
+    kv_width: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
-    """Zeroed [num_blocks, num_layers, 2, block_size, kv_width]: one block's keys and values of all layers lie
-    side by side, so a tier moves a block with one copy."""
-    shape = (num_blocks, num_layers, 2, block_size, kv_width)
+    """Zeroed [num_blocks, num_layers, parts, block_size, kv_width], keys and values being two parts: one block's
+    of all layers lie side by side, so a tier moves a block with one copy."""
+    shape = (num_blocks, num_layers, parts, block_size, kv_width)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # Zero pages of the kernel's: the start costs nothing, and memory is taken as blocks are first written.

@@ -181,6 +181,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_disk_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False  # ranks share out whole experts, not slices of each
     ray_allow_open_dashboard: bool = False  # run also where anybody on the network can give the cluster jobs
     enforce_eager: bool = False
     seed: int = 0

@@ -26,14 +26,20 @@ class Rank:
         started_s = time.monotonic()
         loaded = load_model(config, device, group, progress)
         model, spec = loaded.model, loaded.spec
-        block_bytes = model.num_layers * 2 * config.block_size * model.kv_width * loaded.dtype.itemsize
+        block_bytes = model.num_layers * model.kv_parts * config.block_size * model.kv_width * loaded.dtype.itemsize
         plan = plan_kv(config, block_bytes, loaded.num_positions, device, group)
         self.kv = allocate_kv(
-            plan.num_blocks, model.num_layers, config.block_size, model.kv_width, loaded.dtype, device
+            plan.num_blocks,
+            model.num_layers,
+            model.kv_parts,
+            config.block_size,
+            model.kv_width,
+            loaded.dtype,
+            device,
         )
         sampler = Sampler(spec.vocab_size, config.max_num_seqs, device) if group.is_first else None
         slots = Slots(config.max_num_seqs, plan.max_model_len, config.block_size, device)
-        pages = [(self.kv[:, layer, 0], self.kv[:, layer, 1]) for layer in range(model.num_layers)]
+        pages = [(self.kv[:, layer, 0], self.kv[:, layer, -1]) for layer in range(model.num_layers)]
         self._tiers = open_transfers(config, self.kv, loaded.fingerprint, group.rank)
         self.runner = ModelRunner(model, pages, sampler, slots, device, group, self._tiers.transfers)
         self.info = ModelInfo(

@@ -18,7 +18,8 @@ class Ops:
     # (x, residual, weight, eps) -> (rms_norm(x + residual), x + residual)
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     # (q [T, Hq, D], k [T, Hkv, D], v, cos [P, rot / 2] float32, sin, positions [T], k_pages, v_pages, kv_slots [T],
-    #  q_weight=None, k_weight=None, eps=0.0) -> q [T, Hq, D]; k and v go into the pages. rot = 0: no rotation.
+    #  q_weight=None, k_weight=None, eps=0.0) -> q [T, Hq, D]; k and v go into the pages. rot = 0: no rotation;
+    #  v = None: k is all there is to store.
     rope_and_store: Callable[..., torch.Tensor]
     # (q [T, Hq, D], k_pages [pages, PAGE, Hkv * D], v_pages, batch, scale, window=None) -> [T, Hq, D]
     paged_attention: Callable[..., torch.Tensor]

@@ -29,7 +29,7 @@ def add_rms_norm(
 def rope_and_store(
     q: torch.Tensor,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     cos: torch.Tensor,
     sin: torch.Tensor,
     positions: torch.Tensor,
@@ -50,7 +50,8 @@ def rope_and_store(
     page = k_pages.shape[1]
     blocks, offsets = kv_slots // page, kv_slots % page
     k_pages[blocks, offsets] = _rotate(k, cos, sin).flatten(1)
-    v_pages[blocks, offsets] = v.flatten(1)
+    if v is not None:
+        v_pages[blocks, offsets] = v.flatten(1)
     return _rotate(q, cos, sin)
 
 

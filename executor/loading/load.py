@@ -43,11 +43,12 @@ def load_model(
     num_positions = min(config.max_model_len or spec.max_positions, spec.max_positions)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     reader: CheckpointReader | None = None
+    by_experts = config.enable_expert_parallel
     if config.load_format == "dummy":
-        weights = Weights(DummyWeights(config.seed, dtype), dtype, device, group, progress)
+        weights = Weights(DummyWeights(config.seed, dtype), dtype, device, group, progress, by_experts)
     else:
         reader = CheckpointReader(checkpoint, config.model)
-        weights = Weights(reader, dtype, device, group, progress)
+        weights = Weights(reader, dtype, device, group, progress, by_experts)
     model = architecture.build(spec, weights, select_ops(device, dtype, spec.head_dim), num_positions, device)
     if reader is not None:
         reader.check_all_read(("lm_head.weight",) if spec.tied_head else ())

@@ -69,9 +69,11 @@ class Weights:
         device: torch.device,
         group: Group,
         progress: Callable[[str], None],
+        by_experts: bool = False,
     ) -> None:
         self._read, self._dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
+        self.by_experts = by_experts  # ranks share out whole experts, not slices of each
         self.num_bytes = 0  # as stored in memory, by this rank
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
@@ -84,6 +86,14 @@ class Weights:
     def norm(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
         """A norm's weight, float32 as the kernels want it; `offset` is what the file leaves out."""
         return self._count(self._fetch(name, (size,)).to(self._device, torch.float32) + offset)
+
+    def float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """What is computed in float32 whatever the model's dtype, whole on every rank."""
+        return self._count(self._fetch(name, shape).to(self._device, torch.float32, copy=True))
+
+    def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
+        """A tensor of the model that this rank has no part in: checked and hashed, not kept."""
+        self._fetch(name, shape)
 
     def linear(
         self,

@@ -9,30 +9,32 @@ from penstock.executor.models.fields import Fields
 from penstock.executor.models.rope import Rope, read_rope, rope_of
 from penstock.executor.models.spec import DecoderSpec, LayerSpec
 
-_SILU = ("silu", "swish")
+SILU = ("silu", "swish")
 _GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
 
 
 def llama(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *_SILU, default="silu")
+    fields.only("hidden_act", *SILU, default="silu")
     bias = fields.flag("attention_bias", False)
-    return _spec(fields, _uniform(fields), qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
+    return spec_of(
+        fields, uniform_layers(fields), qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False)
+    )
 
 
 def mistral(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *_SILU, default="silu")
-    return _spec(fields, _uniform(fields, fields.integer_or_none("sliding_window")))
+    fields.only("hidden_act", *SILU, default="silu")
+    return spec_of(fields, uniform_layers(fields, fields.integer_or_none("sliding_window")))
 
 
 def qwen2(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *_SILU, default="silu")
-    return _spec(fields, _qwen_layers(fields), qkv_bias=True)
+    fields.only("hidden_act", *SILU, default="silu")
+    return spec_of(fields, qwen_layers(fields), qkv_bias=True)
 
 
 def qwen3(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *_SILU, default="silu")
+    fields.only("hidden_act", *SILU, default="silu")
     bias = fields.flag("attention_bias", False)
-    return _spec(fields, _qwen_layers(fields), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return spec_of(fields, qwen_layers(fields), qkv_bias=bias, output_bias=bias, qk_norm=True)
 
 
 def gemma3(fields: Fields) -> DecoderSpec:
@@ -41,7 +43,7 @@ def gemma3(fields: Fields) -> DecoderSpec:
     fields.only("attn_logit_softcapping", None)
     fields.only("use_bidirectional_attention", False, default=False)
     bias = fields.flag("attention_bias", False)
-    return _spec(
+    return spec_of(
         fields,
         _gemma_layers(fields),
         attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
@@ -56,7 +58,7 @@ def gemma3(fields: Fields) -> DecoderSpec:
     )
 
 
-def _spec(
+def spec_of(
     fields: Fields,
     layers: tuple[LayerSpec, ...],
     attention_scale: float | None = None,
@@ -76,7 +78,7 @@ def _spec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_positions=_max_positions(fields),
+        max_positions=max_positions_of(fields),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         layers=layers,
         attention_scale=attention_scale or head_dim**-0.5,
@@ -93,21 +95,21 @@ def _head_dim(fields: Fields) -> int:
     return head_dim
 
 
-def _max_positions(fields: Fields) -> int:
+def max_positions_of(fields: Fields) -> int:
     return fields.integer("max_position_embeddings", 2048)
 
 
-def _uniform(fields: Fields, window: int | None = None) -> tuple[LayerSpec, ...]:
-    rope = read_rope(fields, _head_dim(fields), _max_positions(fields))
+def uniform_layers(fields: Fields, window: int | None = None) -> tuple[LayerSpec, ...]:
+    rope = read_rope(fields, _head_dim(fields), max_positions_of(fields))
     return (LayerSpec(rope, window),) * fields.integer("num_hidden_layers")
 
 
-def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
+def qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     """Qwen slides only when told to, and then from layer `max_window_layers` on (or as `layer_types` lists)."""
     if not fields.flag("use_sliding_window", False):
-        return _uniform(fields)
+        return uniform_layers(fields)
     window = fields.integer("sliding_window", 4096)
-    full, sliding = _uniform(fields), _uniform(fields, window)
+    full, sliding = uniform_layers(fields), uniform_layers(fields, window)
     first_sliding = fields.integer("max_window_layers", 28)
     return _pick(fields, full, sliding, [index >= first_sliding for index in range(len(full))])
 
@@ -132,7 +134,7 @@ def _gemma_ropes(fields: Fields) -> tuple[Rope, Rope]:
     local = local or Fields({})
     local_theta = local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
     theta = overall.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
-    head_dim, max_positions = _head_dim(fields), _max_positions(fields)
+    head_dim, max_positions = _head_dim(fields), max_positions_of(fields)
     return rope_of(local, local_theta, head_dim, max_positions), rope_of(overall, theta, head_dim, max_positions)
 
 

@@ -28,11 +28,18 @@ class Fields:
         self._values = values
         self._where = where
 
-    def integer(self, name: str, default: Any = _MISSING) -> int:
+    def integer(self, name: str, default: Any = _MISSING, low: int = 1) -> int:
         value = self._get(name, default)
         limit = _LIMITS.get(name, 2**31 - 1)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-            raise self.error(name, value, f"an integer from 1 to {limit}")
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= limit:
+            raise self.error(name, value, f"an integer from {low} to {limit}")
+        return value
+
+    def integers(self, name: str) -> list[int]:
+        """A list of indices; empty where there is none."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, int) and item >= 0 for item in value):
+            raise self.error(name, value, "a list of indices")
         return value
 
     def integer_or_none(self, name: str) -> int | None:
@@ -43,6 +50,10 @@ class Fields:
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e12:
             raise self.error(name, value, "a positive number below 1e12")
         return float(value)
+
+    def number_or_zero(self, name: str) -> float:
+        """Zero where the field is absent, too."""
+        return self.number(name) if self._values.get(name) else 0.0
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)

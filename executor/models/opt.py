@@ -67,6 +67,7 @@ class Opt:
                 f"tensor_parallel_size: {weights.group.world} given; "
                 f"it must divide the model's {spec.num_heads} attention heads"
             )
+        self.kv_parts = 2
         self.num_layers, self.kv_width = spec.num_layers, spec.hidden_size // weights.group.world
         prefix = "model.decoder."
         self._vocabulary = Vocabulary(

@@ -8,7 +8,7 @@ import torch
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
 from penstock.executor.loading.weights import Weights
-from penstock.executor.models import families
+from penstock.executor.models import families, moe_families
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.fields import Fields
 from penstock.executor.models.opt import Opt, read_opt
@@ -27,7 +27,8 @@ class Spec(Protocol):
 
 class Model(Protocol):
     num_layers: int
-    kv_width: int  # of a position's keys in one layer; the values' is the same
+    kv_parts: int  # 2: keys and values; 1: one vector that is both
+    kv_width: int  # of each part, of one position in one layer
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
         """Final hidden states of the tokens `batch.wanted`: [W, hidden]."""
@@ -49,11 +50,16 @@ def _decoder(read_spec: Callable[[Fields], DecoderSpec]) -> Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {
     "Gemma3ForCausalLM": _decoder(families.gemma3),
+    "DeepseekV2ForCausalLM": _decoder(moe_families.deepseek_v2),
+    "DeepseekV3ForCausalLM": _decoder(moe_families.deepseek_v3),
     "LlamaForCausalLM": _decoder(families.llama),
     "MistralForCausalLM": _decoder(families.mistral),
+    "MixtralForCausalLM": _decoder(moe_families.mixtral),
     "OPTForCausalLM": Architecture(read_opt, Opt),
     "Qwen2ForCausalLM": _decoder(families.qwen2),
+    "Qwen2MoeForCausalLM": _decoder(moe_families.qwen2_moe),
     "Qwen3ForCausalLM": _decoder(families.qwen3),
+    "Qwen3MoeForCausalLM": _decoder(moe_families.qwen3_moe),
 }
 
 

@@ -13,6 +13,8 @@ import torch
 
 from penstock.executor.models.fields import Fields
 
+Tables = dict["Rope", tuple[torch.Tensor, torch.Tensor]]  # cos and sin of each kind of rotation in a model
+
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 

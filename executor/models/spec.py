@@ -7,9 +7,44 @@ from penstock.executor.models.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
+class MoeSpec:
+    num_experts: int
+    top_k: int  # experts per token
+    intermediate_size: int  # of one expert
+    renormalize: bool  # a token's shares sum to one, before `scale`
+    renormalize_eps: float = 0.0
+    scale: float = 1.0
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1  # experts are chosen from the best `top_groups` of so many groups
+    top_groups: int = 1
+    has_bias: bool = False  # added to the scores for the choice alone
+    shared_size: int = 0  # of an expert that every token goes through
+    shared_name: str = "shared_experts"
+    has_shared_gate: bool = False
+    block: str = "mlp"  # the layer's name for all this
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+
+    def names(self, prefix: str) -> tuple[str, str, str]:
+        gate, up, down = self.projections
+        return f"{prefix}{gate}", f"{prefix}{up}", f"{prefix}{down}"
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Sizes of multi-head latent attention. A cached position is `rope_dim + kv_rank` wide."""
+
+    kv_rank: int
+    q_rank: int | None
+    nope_dim: int  # of a query head's part without rotation
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     rope: Rope
     window: int | None = None  # attend to this many positions, the own one included; None: to all
+    moe: MoeSpec | None = None  # instead of the dense MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,3 +69,4 @@ class DecoderSpec:
     sandwich_norms: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    latent: LatentSpec | None = None  # then head_dim is the width of a cached position, shared by all heads

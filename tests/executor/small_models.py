@@ -30,6 +30,33 @@ OPT_SIZES = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK_SIZES = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "head_dim": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+DEEPSEEK_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.8,
+    "original_max_position_embeddings": 64,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -78,6 +105,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**SIZES, **EXPERTS, "head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [0]},
+    ),
+    "deepseek-v2-lite": (
+        "DeepseekV2Config",
+        {**DEEPSEEK_SIZES, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek-v2-yarn": (
+        "DeepseekV2Config",
+        {**DEEPSEEK_SIZES, "topk_method": "group_limited_greedy", "rope_parameters": DEEPSEEK_ROPE},
+    ),
+    "deepseek-v3": ("DeepseekV3Config", {**DEEPSEEK_SIZES}),
     "opt": ("OPTConfig", {**OPT_SIZES}),
     "opt-norm-after-projected": (
         "OPTConfig",
@@ -97,6 +142,9 @@ def reference(case: str) -> Any:
     for parameter in model.parameters():
         spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
         parameter.data += spread * torch.randn(parameter.shape)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # learned, though transformers keeps it as a buffer
+            buffer += 0.3 * torch.randn(buffer.shape)
     return model.eval()
 
 

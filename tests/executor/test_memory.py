@@ -28,7 +28,7 @@ def test_without_a_limit_the_machine_decides(tmp_path: Path) -> None:
 
 
 def test_a_block_holds_all_its_layers_side_by_side_and_starts_as_zeros() -> None:
-    kv = allocate_kv(5, 3, 16, 32, torch.bfloat16, torch.device("cpu"))
+    kv = allocate_kv(5, 3, 2, 16, 32, torch.bfloat16, torch.device("cpu"))
     assert kv.shape == (5, 3, 2, 16, 32) and kv.is_contiguous()
     assert not kv.any()
     assert kv[1].is_contiguous() and kv[:, 2, 1].stride() == (3 * 2 * 16 * 32, 32, 1)

@@ -1,0 +1,35 @@
+"""The gated MLP of a layer, or of one expert. Each rank has some of its columns; the results are still to be summed."""
+
+import torch
+
+from penstock.executor.kernels import Ops
+from penstock.executor.loading.weights import Split, Weights
+from penstock.executor.models.spec import DecoderSpec
+
+
+class Mlp:
+    """`names` are those of the gate, up and down projections."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        size: int,
+        names: tuple[str, str, str],
+        weights: Weights,
+        ops: Ops,
+        is_split: bool = True,
+    ) -> None:
+        gate, up, down = names
+        rows: Split = "rows" if is_split else None
+        columns: Split = "columns" if is_split else None
+        self._gate_up = weights.linear((gate, up), (size, size), spec.hidden_size, spec.mlp_bias, split=rows)
+        self._down = weights.linear((down,), (spec.hidden_size,), size, spec.mlp_bias, split=columns)
+        self._activate = ops.silu_mul if spec.activation == "silu" else ops.gelu_tanh_mul
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]"""
+        return self._down(self._activate(self._gate_up(hidden)))
+
+
+def projections(prefix: str) -> tuple[str, str, str]:
+    return f"{prefix}gate_proj", f"{prefix}up_proj", f"{prefix}down_proj"
