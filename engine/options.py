@@ -68,6 +68,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="share out whole experts between the ranks, not slices of each",
     )
+    add("--enable-eplb", action="store_true", default=None, help="move experts between ranks as their load changes")
+    add(
+        "--eplb-config",
+        type=_json_object,
+        metavar="JSON",
+        help='like {"window": 1000, "interval": 3000, "redundant_experts": 32}',
+    )
     add("--tensor-parallel-size", "-tp", type=int, metavar="N", help="ranks (GPUs) to split the model over")
     add(
         "--executor",

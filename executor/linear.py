@@ -1,11 +1,19 @@
 """Matrix products with weights: the fastest form that the device offers, chosen once, when the weight arrives."""
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-Linear = Callable[[torch.Tensor], torch.Tensor]  # [T, in] -> [T, out]
+
+class Linear(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out]"""
+        ...
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All there is of the layer; with others in their place it is another layer of the same shape."""
+        ...
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -14,7 +22,18 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
         from penstock.executor.kernels.cpu_linear import CpuLinear
 
         return CpuLinear(weight, bias)
-    return lambda x: F.linear(x, weight, bias)
+    return _Plain(weight, bias)
+
+
+class _Plain:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self._weight, self._bias)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
 
 
 def is_repacked(weight: torch.Tensor) -> bool:

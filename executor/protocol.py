@@ -130,6 +130,19 @@ class TransferResult(msgspec.Struct, frozen=True, array_like=True):
     stores: dict[str, dict[str, float]] = {}  # store → its gauges and counters, when they were last asked
 
 
+class ExpertNews(msgspec.Struct, frozen=True, array_like=True):
+    """How evenly experts' work is spread over the ranks, and what moving them took; counters since the start."""
+
+    balance: float  # mean load of a rank / load of the fullest, mean over the layers, at the last look
+    num_rebalances: int = 0
+    num_skipped: int = 0  # not worth it, or even enough
+    num_aborted: int = 0
+    num_moved: int = 0  # experts
+    moved_bytes: int = 0  # between ranks
+    plan_s: float = 0.0
+    stall_s: float = 0.0  # that steps waited for a move to take effect
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step produced; the lists and indices go by the step's `rows`."""
 
@@ -142,6 +155,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     errors: dict[int, str] = {}  # a failure that is one row's own; its request ends, the others go on
     elapsed_s: float = 0.0
     transfers: TransferResult | None = None
+    experts: ExpertNews | None = None  # when there is news
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +177,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     stores: tuple[str, ...] = ()  # what lies beneath the host tier, nearest first
 
 
+class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When experts move between ranks, and how far it must be worth it."""
+
+    window: int = 1000  # steps; what was routed before counts less and less
+    interval: int = 3000  # steps between two looks at the load
+    redundant_experts: int = 0  # slots beyond one for each expert, over all ranks
+    target: float = 0.96  # mean load of a rank / load of the fullest that is good enough
+    max_moves: int | None = None  # experts that move at most, over all layers, at one rebalancing
+    min_gain_per_gib: float = 0.001  # of that ratio, mean over the layers, for a GiB that goes over the network
+    timeout_s: float = 30.0  # for the experts of one layer to arrive
+
+
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What an executor is asked to run. `model` is a local folder or a .gguf file: names are resolved before."""
 
@@ -182,6 +208,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False  # ranks share out whole experts, not slices of each
+    enable_eplb: bool = False  # and move them after the load
+    eplb_config: EplbConfig = EplbConfig()
     ray_allow_open_dashboard: bool = False  # run also where anybody on the network can give the cluster jobs
     enforce_eager: bool = False
     seed: int = 0

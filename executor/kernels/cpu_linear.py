@@ -64,6 +64,9 @@ class CpuLinear:
         )
         return y
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
+
 
 def _pack(weight: torch.Tensor, columns: int) -> torch.Tensor:
     """[out, in] -> [out / columns, in, columns], zeros at the end; pairs of bfloat16 along `in` stay together."""

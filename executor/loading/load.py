@@ -4,8 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from penstock.eplb import Plan, plan
 from penstock.executor.kernels import select_ops
 from penstock.executor.linear import is_repacked
 from penstock.executor.loading.checkpoint import open_checkpoint
@@ -13,6 +15,7 @@ from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.weights import CheckpointReader, Weights
 from penstock.executor.models.fields import Fields
 from penstock.executor.models.registry import Model, Spec, find_architecture
+from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 
@@ -43,18 +46,32 @@ def load_model(
     num_positions = min(config.max_model_len or spec.max_positions, spec.max_positions)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     reader: CheckpointReader | None = None
-    by_experts = config.enable_expert_parallel
+    placement = first_placement(config, spec, group.world)
     if config.load_format == "dummy":
-        weights = Weights(DummyWeights(config.seed, dtype), dtype, device, group, progress, by_experts)
+        weights = Weights(DummyWeights(config.seed, dtype), dtype, device, group, progress, placement)
     else:
         reader = CheckpointReader(checkpoint, config.model)
-        weights = Weights(reader, dtype, device, group, progress, by_experts)
+        weights = Weights(reader, dtype, device, group, progress, placement)
     model = architecture.build(spec, weights, select_ops(device, dtype, spec.head_dim), num_positions, device)
     if reader is not None:
         reader.check_all_read(("lm_head.weight",) if spec.tied_head else ())
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
     fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {dtype}")
     return LoadedModel(name, spec, model, dtype, num_positions, fingerprint, weights.num_bytes)
+
+
+def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | None:
+    """Where experts lie before anything is known of the load. Every rank has as many slots; what is left over, and
+    what is asked for beyond, holds second copies."""
+    if not config.enable_expert_parallel:
+        return None
+    sparse = [layer.moe for layer in spec.layers if layer.moe] if isinstance(spec, DecoderSpec) else []
+    if not sparse:
+        raise ExecutorError("enable_expert_parallel: given, but the model has no experts")
+    if world == 1:
+        return None
+    asked = sparse[0].num_experts + (config.eplb_config.redundant_experts if config.enable_eplb else 0)
+    return plan(np.ones((len(sparse), sparse[0].num_experts)), -(-asked // world) * world, world)
 
 
 def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:

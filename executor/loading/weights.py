@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import torch
 import xxhash
 
+from penstock.eplb import Plan
 from penstock.executor.linear import Linear, is_repacked, make_linear
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.parallel import Group
@@ -69,11 +70,11 @@ class Weights:
         device: torch.device,
         group: Group,
         progress: Callable[[str], None],
-        by_experts: bool = False,
+        placement: Plan | None = None,
     ) -> None:
         self._read, self._dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
-        self.by_experts = by_experts  # ranks share out whole experts, not slices of each
+        self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()

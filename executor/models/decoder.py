@@ -12,7 +12,7 @@ from penstock.executor.loading.weights import Weights
 from penstock.executor.models.attention import GroupedAttention, Pages, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
-from penstock.executor.models.moe import MoeMlp
+from penstock.executor.models.moe import Experts, MoeMlp
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.vocabulary import Vocabulary
@@ -34,6 +34,11 @@ class Decoder:
             spec.hidden_size,
             head=None if spec.tied_head else "lm_head",
         )
+
+    @property
+    def experts(self) -> list[Experts]:
+        """Those of every layer that has any."""
+        return [layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, MoeMlp)]
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
         """Hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
@@ -68,11 +73,11 @@ class _Layer:
         attention = GroupedAttention if spec.latent is None else LatentAttention
         self._attention = attention(spec, index, weights, ops, tables)
         moe = spec.layers[index].moe
-        self._mlp: Mlp | MoeMlp
+        self.mlp: Mlp | MoeMlp
         if moe is None:
-            self._mlp = Mlp(spec, spec.intermediate_size, projections(f"{prefix}mlp."), weights, ops)
+            self.mlp = Mlp(spec, spec.intermediate_size, projections(f"{prefix}mlp."), weights, ops)
         else:
-            self._mlp = MoeMlp(spec, moe, index, weights, ops)
+            self.mlp = MoeMlp(spec, moe, index, weights, ops)
 
     def forward(
         self,
@@ -99,7 +104,7 @@ class _Layer:
         if self._attention_norm is not None:
             update = ops.rms_norm(update, self._attention_norm, eps)
         hidden, residual = ops.add_rms_norm(update, residual, self._mlp_norm, eps)
-        update = self._group.sum(self._mlp(hidden))
+        update = self._group.sum(self.mlp(hidden))
         if self._output_norm is not None:
             update = ops.rms_norm(update, self._output_norm, eps)
         return update, residual

@@ -30,6 +30,9 @@ class Mlp:
         """[T, hidden] -> [T, hidden]"""
         return self._down(self._activate(self._gate_up(hidden)))
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self._gate_up.tensors(), *self._down.tensors()]
+
 
 def projections(prefix: str) -> tuple[str, str, str]:
     return f"{prefix}gate_proj", f"{prefix}up_proj", f"{prefix}down_proj"

@@ -5,13 +5,19 @@ experts (`--enable-expert-parallel`): every rank has some experts whole, and com
 Either way every rank sees all tokens, and the layer's one sum over ranks puts the parts together.
 """
 
+import numpy as np
 import torch
 
+from penstock.eplb import Plan
+from penstock.eplb.choice import EXPERT_STEP, TOKEN_STEP
+from penstock.eplb.maps import WHOLE
 from penstock.executor.kernels import Ops
 from penstock.executor.linear import make_linear
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.spec import DecoderSpec, MoeSpec
+
+U32 = 0xFFFF_FFFF
 
 
 class MoeMlp:
@@ -23,7 +29,8 @@ class MoeMlp:
         self._bias = None
         if moe.has_bias:
             self._bias = weights.float32(f"{prefix}gate.e_score_correction_bias", (moe.num_experts,))
-        self._experts = Experts(spec, moe, prefix, weights, ops)
+        layer = sum(before.moe is not None for before in spec.layers[:index])
+        self.experts = Experts(spec, moe, prefix, layer, weights, ops)
         self._shared = self._shared_gate = None
         if moe.shared_size:
             names = projections(f"{prefix}{moe.shared_name}.")
@@ -37,7 +44,7 @@ class MoeMlp:
         """[T, hidden] -> [T, hidden]; a rank's part of the sum."""
         wide = hidden.float()
         ids, shares = choose_experts(self._gate(wide), self._bias, self._moe)
-        out = self._experts(hidden, ids, shares)
+        out = self.experts(hidden, ids, shares)
         if self._shared is None:
             return out
         shared = self._shared(hidden)
@@ -65,37 +72,79 @@ def choose_experts(logits: torch.Tensor, bias: torch.Tensor | None, moe: MoeSpec
 
 
 class Experts:
-    """The rank's experts. Tokens are sorted by expert, so that each one's weights are read once for all its tokens."""
+    """The rank's experts. Tokens are sorted by expert, so that each one's weights are read once for all its tokens.
 
-    def __init__(self, spec: DecoderSpec, moe: MoeSpec, prefix: str, weights: Weights, ops: Ops) -> None:
-        group = weights.group
-        self._num_experts, self._first = moe.num_experts, 0
-        if weights.by_experts:
-            self._first, end = group.share(moe.num_experts)
-        else:
-            end = moe.num_experts
-        self._experts: list[Mlp] = []
-        for expert in range(moe.num_experts):
+    With a plan, experts lie in slots, some in several, and a rank holds a run of slots; otherwise a slot is an expert.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, moe: MoeSpec, prefix: str, layer: int, weights: Weights, ops: Ops
+    ) -> None:
+        """`layer` counts the layers with experts; a plan knows no others."""
+        self.num_experts = moe.num_experts
+        self.counts: torch.Tensor | None = None  # [experts] int64: how often each was chosen, if anybody asks
+        self._table: SlotTable | None = None
+        self._first, self._num_slots = 0, moe.num_experts
+        held = list(range(moe.num_experts))  # the expert in each of this rank's slots
+        if weights.placement is not None:
+            placed = weights.placement.phy2log[layer].tolist()
+            self._num_slots = len(placed)
+            self._first, end = weights.group.share(self._num_slots)
+            held = placed[self._first : end]
+            self.replace(weights.placement, layer)
+        self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
+        for expert in sorted(set(range(moe.num_experts)) - set(held)):
+            # Another rank's, but part of the model that the fingerprint names.
+            shape = (moe.intermediate_size, spec.hidden_size)
             names = moe.names(f"{prefix}experts.{expert}.")
-            if self._first <= expert < end:
-                is_split = not weights.by_experts
-                self._experts.append(Mlp(spec, moe.intermediate_size, names, weights, ops, is_split))
-            else:  # another rank's, but part of the model that the fingerprint names
-                shape = (moe.intermediate_size, spec.hidden_size)
-                for name, of in zip(names, (shape, shape, shape[::-1]), strict=True):
-                    weights.pass_over(f"{name}.weight", of)
+            for name, of in zip(names, (shape, shape, shape[::-1]), strict=True):
+                weights.pass_over(f"{name}.weight", of)
+
+    def _load(
+        self, spec: DecoderSpec, moe: MoeSpec, prefix: str, expert: int, weights: Weights, ops: Ops
+    ) -> Mlp:
+        names = moe.names(f"{prefix}experts.{expert}.")
+        return Mlp(spec, moe.intermediate_size, names, weights, ops, is_split=weights.placement is None)
+
+    def replace(self, plan: Plan, layer: int) -> None:
+        """Go by another plan from the next token on; its experts are in the slots already."""
+        self._table = SlotTable(plan, layer)
 
     def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: what this rank's experts add up to."""
         num_tokens, top_k = ids.shape
-        order = ids.flatten().argsort(stable=True)  # [T * k] by expert
-        counts = torch.bincount(ids.flatten(), minlength=self._num_experts).tolist()
+        if self.counts is not None:
+            self.counts += torch.bincount(ids.flatten(), minlength=self.num_experts)
+        slots = ids if self._table is None else self._table.slots(ids)
+        order = slots.flatten().argsort(stable=True)  # [T * k] by slot
+        counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
         out = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
         start = sum(counts[: self._first])
-        for expert, count in zip(self._experts, counts[self._first :], strict=False):
+        for expert, count in zip(self.slots, counts[self._first :], strict=False):
             if count:
                 places = order[start : start + count]
                 out.index_copy_(0, places, expert(hidden.index_select(0, places // top_k)))
             start += count
         # A token's experts are added in the order of its choice, so the sum does not depend on the batch.
         return (out.view(num_tokens, top_k, hidden.shape[1]) * shares[..., None]).sum(1).to(hidden.dtype)
+
+
+class SlotTable:
+    """One layer of a plan, on the device: which of an expert's slots serves a token, the same on every rank.
+
+    The twin of `eplb.choose`, which says why.
+    """
+
+    def __init__(self, plan: Plan, layer: int) -> None:
+        self._cdf = torch.from_numpy(plan.cdf[layer].astype(np.int64))  # [experts, copies]
+        self._slots = torch.from_numpy(plan.log2phy[layer].astype(np.int64))
+
+    def slots(self, ids: torch.Tensor) -> torch.Tensor:
+        """[T, k] experts of token 0, 1, … -> [T, k] slots"""
+        if self._cdf.device != ids.device:
+            self._cdf, self._slots = self._cdf.to(ids.device), self._slots.to(ids.device)
+        token = torch.arange(len(ids), device=ids.device)[:, None]
+        mixed = ((token * TOKEN_STEP & U32) + ids * EXPERT_STEP) & U32
+        draw = mixed * WHOLE >> 32
+        copy = (self._cdf[ids] <= draw[..., None]).sum(-1)
+        return self._slots[ids, copy]

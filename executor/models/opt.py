@@ -14,6 +14,7 @@ from penstock.executor.kernels import Ops
 from penstock.executor.linear import Linear
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.fields import Fields
+from penstock.executor.models.moe import Experts
 from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.protocol import ExecutorError
 
@@ -68,6 +69,7 @@ class Opt:
                 f"it must divide the model's {spec.num_heads} attention heads"
             )
         self.kv_parts = 2
+        self.experts: list[Experts] = []
         self.num_layers, self.kv_width = spec.num_layers, spec.hidden_size // weights.group.world
         prefix = "model.decoder."
         self._vocabulary = Vocabulary(

@@ -11,6 +11,7 @@ from penstock.executor.loading.weights import Weights
 from penstock.executor.models import families, moe_families
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.fields import Fields
+from penstock.executor.models.moe import Experts
 from penstock.executor.models.opt import Opt, read_opt
 from penstock.executor.models.spec import DecoderSpec
 
@@ -29,6 +30,9 @@ class Model(Protocol):
     num_layers: int
     kv_parts: int  # 2: keys and values; 1: one vector that is both
     kv_width: int  # of each part, of one position in one layer
+
+    @property
+    def experts(self) -> list[Experts]: ...
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
         """Final hidden states of the tokens `batch.wanted`: [W, hidden]."""

@@ -1,0 +1,257 @@
+"""Moves experts between the ranks as their load changes, while steps go on.
+
+All ranks count the same tokens. At every `interval`-th step the first rank makes a plan, in a thread of its own, and
+when it has one tells the others at a step's boundary. From then on a thread of each rank brings the experts of one
+layer into spare memory, over connections of its own; at the first boundary at which all have them, all put them in
+place and go by the new plan for that layer. Until then the old one holds, as it does for every layer that is left
+when a transfer fails: a plan is always whole, layer by layer.
+
+Every collective here is made at a boundary, where all ranks are at the same step.
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import torch
+
+from penstock.eplb import LoadTracker, Plan, balance, replan, transfers
+from penstock.executor.models.mlp import Mlp
+from penstock.executor.models.moe import Experts
+from penstock.executor.parallel import CollectiveError, Group
+from penstock.executor.protocol import EplbConfig, ExpertNews
+
+ASK_EVERY = 8  # steps, while the first rank plans
+RUNNING, ARRIVED, FAILED = 1, 2, 0  # ordered: the least over the ranks decides
+NOTHING, SKIPPED, PLANNED = 0, 1, 2
+
+
+@dataclass
+class Proposal:
+    """What the planning thread comes back with."""
+
+    plan: Plan | None  # None: not worth it
+    balance: float
+    seconds: float
+
+
+@dataclass
+class Move:
+    """One layer's experts on their way into this rank's spare memory."""
+
+    layer: int
+    arrivals: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # own slot → what it will hold
+    state: int = RUNNING
+
+
+class Rebalancer:
+    def __init__(self, config: EplbConfig, plan: Plan, layers: list[Experts], group: Group, links: Group) -> None:
+        """`links` has the same ranks as `group`, over connections of its own: transfers run beside steps."""
+        for experts in layers:
+            for expert in experts.slots:
+                refuse_unregistered(expert)
+        self._config, self._plan, self._layers = config, plan, layers
+        self._group, self._links = group, links
+        self._counts = torch.zeros(len(layers), layers[0].num_experts, dtype=torch.int64, device=group.device)
+        for experts, counts in zip(layers, self._counts, strict=True):
+            experts.counts = counts
+        self._tracker = LoadTracker(len(layers), layers[0].num_experts, window=config.window)
+        self._expert_bytes = sum(tensor.nbytes for tensor in layers[0].slots[0].tensors())
+        self._first = group.rank * plan.slots_per_rank
+        self._num_steps = 0
+        self._planning: threading.Thread | None = None
+        self._is_planning = False  # on all ranks: the first one is at it
+        self._proposal: Proposal | None = None
+        self._target: Plan | None = None
+        self._pending: list[int] = []  # layers that are still to be moved, in order
+        self._move: Move | None = None
+        self._is_over = False  # transfers cannot be trusted any more
+        self._news = ExpertNews(balance=1.0)
+        self._told = self._news
+
+    def boundary(self) -> None:
+        """Before every step, on all ranks."""
+        self._num_steps += 1
+        if self._is_over:
+            return
+        started_s = time.perf_counter()
+        if self._move is not None:
+            self._advance(self._move)
+        elif self._is_planning:
+            if self._num_steps % ASK_EVERY == 0:
+                self._hear_plan()
+        elif self._num_steps % self._config.interval == 0:
+            self._look()
+        else:
+            return
+        self._note(stall_s=self._news.stall_s + time.perf_counter() - started_s)
+
+    def news(self) -> ExpertNews | None:
+        """What has changed since the last time."""
+        if self._news is self._told:
+            return None
+        self._told = self._news
+        return self._news
+
+    @property
+    def plan(self) -> Plan:
+        """What holds now: while layers move, the old plan for some and the new one for others."""
+        return self._plan
+
+    def _look(self) -> None:
+        """One small copy brings all layers' counts; the first rank goes away to think."""
+        counts = self._counts.cpu().numpy()
+        self._counts.zero_()
+        self._tracker.add(counts, self._config.interval)
+        self._is_planning = True
+        if self._group.is_first:
+            self._planning = threading.Thread(target=self._make_plan, args=(self._tracker.load(),), daemon=True)
+            self._planning.start()
+
+    def _make_plan(self, load: np.ndarray) -> None:
+        started_s = time.perf_counter()
+        now = balance(load, self._plan)
+        plan: Plan | None = replan(load, self._plan, target=self._config.target, max_moves=self._config.max_moves)
+        assert plan is not None
+        moved = transfers(self._plan, plan, self._plan.ranks)
+        depth = plan.slots_per_rank
+        remote = int((moved[:, 2] // depth != moved[:, 3] // depth).sum())
+        gain = float((balance(load, plan) - now).mean())
+        if gain <= 0 or gain < self._config.min_gain_per_gib * remote * self._expert_bytes / 2**30:
+            plan = None
+        self._proposal = Proposal(plan, float(now.mean()), time.perf_counter() - started_s)
+
+    def _hear_plan(self) -> None:
+        """The first rank says whether it has a plan, and if so which."""
+        told = torch.zeros(1 + 2 * self._plan.phy2log.size, dtype=torch.int32, device=self._group.device)
+        if self._planning is not None and not self._planning.is_alive():
+            assert self._proposal is not None, "the planning thread has failed; its traceback is on standard error"
+            self._planning = None
+            told[0] = SKIPPED if self._proposal.plan is None else PLANNED
+            if self._proposal.plan is not None:
+                placed = np.concatenate([self._proposal.plan.phy2log.ravel(), self._proposal.plan.weight.ravel()])
+                told[1:] = torch.from_numpy(placed.astype(np.int32))
+            self._note(balance=self._proposal.balance, plan_s=self._news.plan_s + self._proposal.seconds)
+        status, *_ = self._group.broadcast(told).tolist()
+        if status == NOTHING:
+            return
+        self._is_planning = False
+        if status == SKIPPED:
+            self._note(num_skipped=self._news.num_skipped + 1)
+            return
+        phy2log, weight = told[1:].cpu().numpy().reshape(2, *self._plan.phy2log.shape)
+        self._target = self._plan.with_(phy2log, weight)
+        self._agree_on(self._target)
+        changed = (self._target.phy2log != self._plan.phy2log) | (self._target.weight != self._plan.weight)
+        self._pending = np.flatnonzero(changed.any(1)).tolist()
+        self._start_next()
+
+    def _agree_on(self, plan: Plan) -> None:
+        digest = int.from_bytes(plan.digest()[:7], "little")
+        least, most = self._group.minimum(digest), -self._group.minimum(-digest)
+        assert least == most, "the ranks have heard different plans"
+
+    def _start_next(self) -> None:
+        if not self._pending:
+            self._move = self._target = None
+            self._note(num_rebalances=self._news.num_rebalances + 1)
+            return
+        assert self._target is not None
+        self._move = Move(self._pending.pop(0))
+        threading.Thread(target=self._bring, args=(self._move, self._target), daemon=True).start()
+
+    def _bring(self, move: Move, target: Plan) -> None:
+        """In a thread: fill the spare memory with what this rank's slots of the layer will hold."""
+        try:
+            for expert, source, slots in self._errands(move.layer, target):
+                self._run(move, expert, source, slots)
+            move.state = ARRIVED
+        except CollectiveError:
+            move.state = FAILED
+
+    def _errands(self, layer: int, target: Plan) -> Iterator[tuple[int, int, list[int]]]:
+        """(expert, slot that has it, slots of one rank that want it), in an order that all ranks share: two ranks
+        that exchange experts meet at the same one first."""
+        rows = transfers(self._plan, target, self._plan.ranks)
+        rows = rows[rows[:, 0] == layer]
+        depth = self._plan.slots_per_rank
+        wanted: dict[tuple[int, int], tuple[int, list[int]]] = {}
+        for _, expert, source, slot in rows.tolist():
+            wanted.setdefault((slot // depth, expert), (source, []))[1].append(slot)
+        for (_, expert), (source, slots) in sorted(wanted.items()):
+            yield expert, source, slots
+
+    def _run(self, move: Move, expert: int, source: int, slots: list[int]) -> None:
+        depth = self._plan.slots_per_rank
+        giver, taker, rank = source // depth, slots[0] // depth, self._group.rank
+        if rank not in (giver, taker):
+            return
+        held = self._layers[move.layer].slots
+        if rank == giver == taker:
+            arrived = [tensor.clone() for tensor in held[source - self._first].tensors()]
+        elif rank == giver:
+            for tensor in held[source - self._first].tensors():
+                self._links.send(tensor, taker, self._config.timeout_s)
+            return
+        else:
+            arrived = [torch.empty_like(tensor) for tensor in held[0].tensors()]
+            for tensor in arrived:
+                self._links.receive(tensor, giver, self._config.timeout_s)
+        for slot in slots:
+            move.arrivals[slot - self._first] = arrived
+
+    def _advance(self, move: Move) -> None:
+        """Put a layer in place once it has arrived everywhere; give up what is left once it has failed anywhere."""
+        state = self._group.minimum(move.state)
+        if state == RUNNING:
+            return
+        if state == FAILED:
+            self._is_over = True
+            self._move = self._target = None
+            self._note(num_aborted=self._news.num_aborted + 1)
+            return
+        assert self._target is not None
+        experts = self._layers[move.layer]
+        for slot, arrived in move.arrivals.items():
+            for tensor, new in zip(experts.slots[slot].tensors(), arrived, strict=True):
+                tensor.copy_(new)
+        experts.replace(self._target, move.layer)
+        self._count_moved(move.layer)
+        phy2log, weight = self._plan.phy2log.copy(), self._plan.weight.copy()
+        phy2log[move.layer], weight[move.layer] = self._target.phy2log[move.layer], self._target.weight[move.layer]
+        self._plan = self._plan.with_(phy2log, weight)
+        self._start_next()
+
+    def _count_moved(self, layer: int) -> None:
+        assert self._target is not None
+        depth = self._plan.slots_per_rank
+        errands = list(self._errands(layer, self._target))
+        remote = sum(source // depth != slots[0] // depth for _, source, slots in errands)
+        self._note(
+            num_moved=self._news.num_moved + sum(len(slots) for _, _, slots in errands),
+            moved_bytes=self._news.moved_bytes + remote * self._expert_bytes,
+        )
+
+    def _note(self, **changes: float) -> None:
+        self._news = msgspec.structs.replace(self._news, **changes)
+
+
+def refuse_unregistered(expert: Mlp) -> None:
+    """Every tensor of an expert moves with it, so every tensor must be among those it names."""
+    named = {id(tensor) for tensor in expert.tensors()}
+    for where, tensor in _tensors_of(expert, "expert", set()):
+        assert id(tensor) in named, f"{where} is a tensor of an expert that would not move with it"
+
+
+def _tensors_of(thing: object, where: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(thing, torch.Tensor):
+        yield where, thing
+        return
+    if id(thing) in seen or not type(thing).__module__.startswith("penstock."):
+        return
+    seen.add(id(thing))
+    for name, value in vars(thing).items():
+        yield from _tensors_of(value, f"{where}.{name}", seen)
