@@ -4,7 +4,7 @@ A `Group` of one does nothing. Otherwise its ranks make the same calls in the sa
 holds the same bits; `gather_columns` and `broadcast` know one distinguished rank, the first, which samples for all.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -34,12 +34,20 @@ class Group:
         self,
         rank: int = 0,
         world: int = 1,
-        backend: dist.Backend | None = None,
+        connect: Callable[[str], dist.Backend] | None = None,
         device: torch.device | None = None,
     ) -> None:
-        assert 0 <= rank < world and (backend is None) == (world == 1)
-        self.rank, self.world = rank, world
-        self._backend, self._device = backend, device
+        """`connect` makes connections between the ranks, to be called by all with the same name."""
+        assert 0 <= rank < world and (connect is None) == (world == 1)
+        self.rank, self.world, self.device = rank, world, device or torch.device("cpu")
+        self._connect = connect
+        self._backend = None if connect is None else connect("first")
+
+    def twin(self, name: str) -> "Group":
+        """The same ranks over connections of their own, for a thread beside this group's. Made by all ranks."""
+        connect = self._connect
+        assert connect is not None
+        return Group(self.rank, self.world, lambda inner: connect(f"{name}/{inner}"), self.device)
 
     @property
     def is_first(self) -> bool:
@@ -61,7 +69,7 @@ class Group:
         """The least of the ranks' values, on all ranks."""
         if self._backend is None:
             return value
-        held = torch.tensor([value], device=self._device)
+        held = torch.tensor([value], device=self.device)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         with _naming("minimum"):
@@ -93,8 +101,19 @@ class Group:
                 self._backend.broadcast([tensor], options).wait()
         return tensor
 
+    def send(self, tensor: torch.Tensor, rank: int, timeout_s: float) -> None:
+        assert self._backend is not None
+        with _naming("send"):
+            self._backend.send([tensor], rank, 0).wait(timedelta(seconds=timeout_s))
+
+    def receive(self, tensor: torch.Tensor, rank: int, timeout_s: float) -> None:
+        """Into `tensor`, which is contiguous."""
+        assert self._backend is not None
+        with _naming("receive"):
+            self._backend.recv([tensor], rank, 0).wait(timedelta(seconds=timeout_s))
+
     def close(self) -> None:
-        self._backend = None
+        self._backend = self._connect = None
 
 
 def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> Group:
@@ -111,7 +130,11 @@ def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> Group:
             wait_for_workers=False,
             master_listen_fd=at.listen_fd if rank == 0 else None,
         )
-        return Group(rank, world, _backend(store, rank, world, at.address, device), device)
+
+        def connect(name: str) -> dist.Backend:
+            return _backend(dist.PrefixStore(name, store), rank, world, at.address, device)
+
+        return Group(rank, world, connect, device)
 
 
 def _backend(store: dist.Store, rank: int, world: int, address: str, device: torch.device) -> dist.Backend:

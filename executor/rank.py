@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.executor.loading.load import load_model
+from penstock.executor.loading.load import LoadedModel, load_model
 from penstock.executor.memory import allocate_kv, plan_kv
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
+from penstock.executor.rebalance import Rebalancer
 from penstock.executor.runner import ModelRunner
 from penstock.executor.sampler import Sampler
 from penstock.executor.slots import Slots
@@ -41,7 +42,8 @@ class Rank:
         slots = Slots(config.max_num_seqs, plan.max_model_len, config.block_size, device)
         pages = [(self.kv[:, layer, 0], self.kv[:, layer, -1]) for layer in range(model.num_layers)]
         self._tiers = open_transfers(config, self.kv, loaded.fingerprint, group.rank)
-        self.runner = ModelRunner(model, pages, sampler, slots, device, group, self._tiers.transfers)
+        rebalancer = _rebalancer(config, loaded, group)
+        self.runner = ModelRunner(model, pages, sampler, slots, device, group, self._tiers.transfers, rebalancer)
         self.info = ModelInfo(
             architecture=loaded.architecture,
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -67,6 +69,16 @@ class Rank:
     def close(self) -> None:
         """Leave the tiers in order; call it after the last step."""
         self._tiers.close()
+
+
+def _rebalancer(config: ExecutorConfig, loaded: LoadedModel, group: Group) -> Rebalancer | None:
+    if not config.enable_eplb:
+        return None
+    if loaded.placement is None:
+        raise ExecutorError("enable_eplb: given; experts move only with enable_expert_parallel and several ranks")
+    return Rebalancer(
+        config.eplb_config, loaded.placement, loaded.model.experts, group, group.twin("experts on the move")
+    )
 
 
 def choose_device(asked: str, index: int = 0) -> torch.device:

@@ -26,7 +26,7 @@ from penstock.executor.protocol import EplbConfig, ExpertNews
 
 ASK_EVERY = 8  # steps, while the first rank plans
 RUNNING, ARRIVED, FAILED = 1, 2, 0  # ordered: the least over the ranks decides
-NOTHING, SKIPPED, PLANNED = 0, 1, 2
+NOTHING, SKIPPED, PLANNED, BROKEN = 0, 1, 2, 3
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Rebalancer:
         self._tracker = LoadTracker(len(layers), layers[0].num_experts, window=config.window)
         self._expert_bytes = sum(tensor.nbytes for tensor in layers[0].slots[0].tensors())
         self._first = group.rank * plan.slots_per_rank
-        self._num_steps = 0
+        self._num_steps = self._looked_at = 0
         self._planning: threading.Thread | None = None
         self._is_planning = False  # on all ranks: the first one is at it
         self._proposal: Proposal | None = None
@@ -103,9 +103,9 @@ class Rebalancer:
 
     def _look(self) -> None:
         """One small copy brings all layers' counts; the first rank goes away to think."""
-        counts = self._counts.cpu().numpy()
+        self._tracker.add(self._counts.cpu().numpy(), self._num_steps - self._looked_at)
         self._counts.zero_()
-        self._tracker.add(counts, self._config.interval)
+        self._looked_at = self._num_steps
         self._is_planning = True
         if self._group.is_first:
             self._planning = threading.Thread(target=self._make_plan, args=(self._tracker.load(),), daemon=True)
@@ -128,17 +128,15 @@ class Rebalancer:
         """The first rank says whether it has a plan, and if so which."""
         told = torch.zeros(1 + 2 * self._plan.phy2log.size, dtype=torch.int32, device=self._group.device)
         if self._planning is not None and not self._planning.is_alive():
-            assert self._proposal is not None, "the planning thread has failed; its traceback is on standard error"
             self._planning = None
-            told[0] = SKIPPED if self._proposal.plan is None else PLANNED
-            if self._proposal.plan is not None:
-                placed = np.concatenate([self._proposal.plan.phy2log.ravel(), self._proposal.plan.weight.ravel()])
-                told[1:] = torch.from_numpy(placed.astype(np.int32))
-            self._note(balance=self._proposal.balance, plan_s=self._news.plan_s + self._proposal.seconds)
-        status, *_ = self._group.broadcast(told).tolist()
+            self._fill(told)
+        status = int(self._group.broadcast(told)[0])
         if status == NOTHING:
             return
         self._is_planning = False
+        if status == BROKEN:
+            self._abort()
+            return
         if status == SKIPPED:
             self._note(num_skipped=self._news.num_skipped + 1)
             return
@@ -148,6 +146,25 @@ class Rebalancer:
         changed = (self._target.phy2log != self._plan.phy2log) | (self._target.weight != self._plan.weight)
         self._pending = np.flatnonzero(changed.any(1)).tolist()
         self._start_next()
+
+    def _fill(self, told: torch.Tensor) -> None:
+        """What the planning thread came back with, as it is told to the others."""
+        proposal, self._proposal = self._proposal, None
+        if proposal is None:  # its traceback is on standard error
+            told[0] = BROKEN
+            return
+        told[0] = SKIPPED
+        if proposal.plan is not None:
+            told[0] = PLANNED
+            placed = np.concatenate([proposal.plan.phy2log.ravel(), proposal.plan.weight.ravel()])
+            told[1:] = torch.from_numpy(placed.astype(np.int32))
+        self._note(balance=proposal.balance, plan_s=self._news.plan_s + proposal.seconds)
+
+    def _abort(self) -> None:
+        """Whatever holds now holds from here on."""
+        self._is_over = True
+        self._move = self._target = None
+        self._note(num_aborted=self._news.num_aborted + 1)
 
     def _agree_on(self, plan: Plan) -> None:
         digest = int.from_bytes(plan.digest()[:7], "little")
@@ -209,9 +226,7 @@ class Rebalancer:
         if state == RUNNING:
             return
         if state == FAILED:
-            self._is_over = True
-            self._move = self._target = None
-            self._note(num_aborted=self._news.num_aborted + 1)
+            self._abort()
             return
         assert self._target is not None
         experts = self._layers[move.layer]

@@ -17,6 +17,7 @@ from penstock.executor.models.registry import Model
 from penstock.executor.parallel import Group
 from penstock.executor.pooling import Pooler
 from penstock.executor.protocol import Step, StepResult, TokenLogprobs
+from penstock.executor.rebalance import Rebalancer
 from penstock.executor.sampler import Sampled, Sampler, prompt_logprobs
 from penstock.executor.slots import Slots
 from penstock.executor.transfers import RankTransfers
@@ -48,9 +49,10 @@ class ModelRunner:
         device: torch.device,
         group: Group,
         transfers: RankTransfers | None = None,
+        rebalancer: Rebalancer | None = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._slots, self._device = model, pages, sampler, slots, device
-        self._group, self._transfers = group, transfers
+        self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
         self._pooler = Pooler()
 
     @torch.inference_mode()
@@ -65,6 +67,8 @@ class ModelRunner:
             if self._sampler is not None:
                 self._sampler.admit(admission.slot, admission.sampling, tokens, admission.num_prompt)
         if step.rows:
+            if self._rebalancer is not None:
+                self._rebalancer.boundary()
             self._slots.edit_blocks(step.rows)
             self._compute(Layout(step.rows), launched)
         return launched
@@ -100,6 +104,7 @@ class ModelRunner:
             errors,
             time.monotonic() - launched.started_s,
             None if self._transfers is None else self._transfers.end(),
+            None if self._rebalancer is None else self._rebalancer.news(),
         )
 
     def _compute(self, layout: Layout, launched: Launched) -> None:

@@ -31,6 +31,7 @@ class LoadedModel:
     num_positions: int  # the tables' length: no position beyond can be computed
     fingerprint: bytes
     weight_bytes: int
+    placement: Plan | None  # of experts, where ranks share out whole ones
 
 
 def load_model(
@@ -57,7 +58,7 @@ def load_model(
         reader.check_all_read(("lm_head.weight",) if spec.tied_head else ())
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
     fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {dtype}")
-    return LoadedModel(name, spec, model, dtype, num_positions, fingerprint, weights.num_bytes)
+    return LoadedModel(name, spec, model, dtype, num_positions, fingerprint, weights.num_bytes, placement)
 
 
 def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | None:

@@ -77,9 +77,7 @@ class Experts:
     With a plan, experts lie in slots, some in several, and a rank holds a run of slots; otherwise a slot is an expert.
     """
 
-    def __init__(
-        self, spec: DecoderSpec, moe: MoeSpec, prefix: str, layer: int, weights: Weights, ops: Ops
-    ) -> None:
+    def __init__(self, spec: DecoderSpec, moe: MoeSpec, prefix: str, layer: int, weights: Weights, ops: Ops) -> None:
         """`layer` counts the layers with experts; a plan knows no others."""
         self.num_experts = moe.num_experts
         self.counts: torch.Tensor | None = None  # [experts] int64: how often each was chosen, if anybody asks
@@ -100,9 +98,7 @@ class Experts:
             for name, of in zip(names, (shape, shape, shape[::-1]), strict=True):
                 weights.pass_over(f"{name}.weight", of)
 
-    def _load(
-        self, spec: DecoderSpec, moe: MoeSpec, prefix: str, expert: int, weights: Weights, ops: Ops
-    ) -> Mlp:
+    def _load(self, spec: DecoderSpec, moe: MoeSpec, prefix: str, expert: int, weights: Weights, ops: Ops) -> Mlp:
         names = moe.names(f"{prefix}experts.{expert}.")
         return Mlp(spec, moe.intermediate_size, names, weights, ops, is_split=weights.placement is None)
 

@@ -1,8 +1,16 @@
 """Models with experts over several ranks, sharing out slices of every expert, or whole experts."""
 
+import numpy as np
 import pytest
+import torch
+from msgspec.structs import replace
 
+from penstock.eplb import choose, plan
+from penstock.executor.models.moe import SlotTable
 from penstock.executor.multiproc import open_multiproc
+from penstock.executor.protocol import EplbConfig, ExecutorError, ExpertNews
+from penstock.executor.rebalance import refuse_unregistered
+from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
 from tests.executor.small_models import greedy
 from tests.executor.test_models import prompts
@@ -32,3 +40,51 @@ def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int, by_experts
     finally:
         executor.close()
     assert got == [greedy(case, prompt, 12)[0] for prompt in given]
+
+
+def test_moving_experts_at_every_step_changes_no_token() -> None:
+    """The load of a few tokens jumps about, and every plan that is a little better is carried out."""
+    given = prompts(4, seed=3)
+    restless = EplbConfig(window=2, interval=1, redundant_experts=2, target=1.0, min_gain_per_gib=0.0)
+    config = config_of("deepseek-v3", 2, enable_expert_parallel=True, enable_eplb=True, eplb_config=restless)
+    executor = open_multiproc(config)
+    news = ExpertNews(balance=0.0)
+    try:
+        driver = Driver(executor)
+        sequences = [driver.admit(prompt) for prompt in given]
+        while waiting := [s for s in sequences if len(s.output) < 40]:
+            news = driver.advance(*waiting, chunk=9).experts or news
+    finally:
+        executor.close()
+    assert [s.output[:40] for s in sequences] == [greedy("deepseek-v3", prompt, 40)[0] for prompt in given]
+    assert news.num_rebalances >= 2 and news.num_moved > 0 and news.moved_bytes > 0 and news.num_aborted == 0
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "said"),
+    [
+        ("llama", {"enable_expert_parallel": True}, "enable_expert_parallel: given, but the model has no experts"),
+        ("mixtral", {"enable_eplb": True}, "enable_eplb: given; experts move only with enable_expert_parallel"),
+    ],
+)
+def test_options_of_experts_that_cannot_be_met_are_refused(case: str, options: dict, said: str) -> None:
+    with pytest.raises(ExecutorError, match=said):
+        UniprocExecutor(replace(config_of(case, 1), **options))
+
+
+def test_an_expert_with_a_tensor_that_would_stay_behind_is_refused() -> None:
+    executor = UniprocExecutor(config_of("mixtral", 1))
+    expert = executor._runner._model.experts[0].slots[0]
+    refuse_unregistered(expert)
+    expert.scale = torch.ones(1)
+    with pytest.raises(AssertionError, match=r"expert.scale is a tensor of an expert that would not move with it"):
+        refuse_unregistered(expert)
+
+
+def test_slots_on_the_device_are_those_of_the_numpy_rule() -> None:
+    load = np.random.default_rng(5).zipf(1.5, (3, 12)).astype(float)
+    placed = plan(load, 20, 4)
+    ids = torch.randint(0, 12, (500, 3))
+    for layer in range(3):
+        expected = choose(placed, layer, np.arange(500)[:, None], ids.numpy())
+        assert SlotTable(placed, layer).slots(ids).tolist() == expected.tolist()
