@@ -8,13 +8,15 @@ import gc
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from penstock.engine.cache_log import CacheLog
 from penstock.engine.config import EngineConfig
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.desk import GrammarDesk
 from penstock.engine.messages import CacheNews, Output, Stats, Submit
 from penstock.engine.scheduler import Scheduler, refusal
-from penstock.executor.protocol import STEP_DEADLINE_S, Executor, ModelInfo, step_deadline_s
+from penstock.executor.protocol import STEP_DEADLINE_S, Executor, ExpertNews, ModelInfo, step_deadline_s
 
 # Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
 POLL_S = 0.0005
@@ -41,6 +43,7 @@ class EngineCore:
         self.last_step_tokens = 0
         # What a heartbeat of another thread reads; each is one assignment.
         self.num_collected = 0
+        self._experts: ExpertNews | None = None
         self.step_started_s: float | None = None
         self.step_deadline_s = STEP_DEADLINE_S
         if executor.info.stores:
@@ -91,6 +94,7 @@ class EngineCore:
         result = self.executor.collect()
         self.num_collected += 1
         self.step_started_s = self._clock() if scheduler.num_under_way > 1 else None
+        self._experts = result.experts or self._experts
         outputs += scheduler.apply(result)
         if desk is not None and scheduler.num_under_way:
             outputs += desk.set_masks()
@@ -104,7 +108,8 @@ class EngineCore:
         return self.cache_log.news()
 
     def stats(self) -> Stats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        return stats if self._experts is None else msgspec.structs.replace(stats, experts=self._experts)
 
     @property
     def is_settled(self) -> bool:

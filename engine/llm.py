@@ -94,6 +94,9 @@ class LLM:
         """Gauges and counters of the engine core by name."""
         stats = msgspec.structs.asdict(self._running().stats())
         tiers = stats.pop("tiers")
+        experts = stats.pop("experts")
+        if experts is not None:
+            stats |= {f"experts_{name}": value for name, value in msgspec.structs.asdict(experts).items()}
         return stats | {f"kv_{tier}_{name}": value for tier in tiers for name, value in tiers[tier].items()}
 
     def reset_prefix_cache(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.executor.protocol import ModelInfo, Sampling, TokenLogprobs
+from penstock.executor.protocol import ExpertNews, ModelInfo, Sampling, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -83,6 +83,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     generation_tokens: int = 0
     step_s: float = 0.0  # total time of all steps
     tiers: dict[str, dict[str, float]] = {}  # "host", "disk", …: gauges and counters of each
+    experts: ExpertNews | None = None  # where they move between ranks
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from penstock.engine.client import AsyncEngine, Generation
 from penstock.engine.messages import Outputs
 from penstock.engine.output import Update
+from penstock.engine.server.expert_metrics import expert_families
 from penstock.engine.server.tier_metrics import tier_families
 
 _SECONDS = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
@@ -95,6 +96,8 @@ class Metrics(Collector):
             finished.add_metric([self.model_name, reason], self.finished[reason])
         yield finished
         yield from tier_families(stats.tiers, self.model_name)
+        if stats.experts is not None:
+            yield from expert_families(stats.experts, self.model_name)
         for histogram in (
             self.first_token,
             self.next_token,

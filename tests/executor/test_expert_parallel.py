@@ -5,6 +5,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from penstock import LLM, SamplingParams
 from penstock.eplb import choose, plan
 from penstock.executor.models.moe import SlotTable
 from penstock.executor.multiproc import open_multiproc
@@ -12,7 +13,7 @@ from penstock.executor.protocol import EplbConfig, ExecutorError, ExpertNews
 from penstock.executor.rebalance import refuse_unregistered
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
-from tests.executor.small_models import greedy
+from tests.executor.small_models import folder, greedy
 from tests.executor.test_models import prompts
 from tests.executor.test_multiproc import config_of
 
@@ -58,6 +59,30 @@ def test_moving_experts_at_every_step_changes_no_token() -> None:
         executor.close()
     assert [s.output[:40] for s in sequences] == [greedy("deepseek-v3", prompt, 40)[0] for prompt in given]
     assert news.num_rebalances >= 2 and news.num_moved > 0 and news.moved_bytes > 0 and news.num_aborted == 0
+
+
+def test_the_offline_engine_says_how_evenly_experts_are_loaded() -> None:
+    options = {
+        "enable_expert_parallel": True,
+        "enable_eplb": True,
+        "eplb_config": {"window": 4, "interval": 2, "target": 1.0, "redundant_experts": 2},
+    }
+    greedy_20 = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompt = prompts(1, seed=4)[0]
+    with LLM(
+        str(folder("mixtral")),
+        skip_tokenizer=True,
+        tensor_parallel_size=2,
+        kv_cache_bytes=2**22,
+        max_num_seqs=4,
+        dtype="float32",
+        **options,
+    ) as llm:
+        (answer,) = llm.generate([prompt], greedy_20, use_tqdm=False)
+        metrics = llm.get_metrics()
+    assert answer.outputs[0].token_ids == greedy("mixtral", prompt, 20)[0]
+    assert metrics["experts_num_rebalances"] + metrics["experts_num_skipped"] > 0
+    assert 0 < metrics["experts_balance"] <= 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,31 @@
+"""How evenly experts' work is spread over the ranks, and what moving them took, for /metrics."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from penstock.executor.protocol import ExpertNews
+
+COUNTERS = {
+    "num_rebalances": ("rebalances", "Plans carried out."),
+    "num_skipped": ("rebalances_skipped", "Looks at the load after which nothing moved."),
+    "num_aborted": ("rebalances_aborted", "Plans given up; the one before holds."),
+    "num_moved": ("moved", "Experts moved."),
+    "moved_bytes": ("moved_bytes", "Bytes of experts sent between ranks."),
+    "plan_s": ("plan_seconds", "Time spent planning, beside the steps."),
+    "stall_s": ("stall_seconds", "Time that steps waited at their boundaries."),
+}
+
+
+def expert_families(news: ExpertNews, model_name: str) -> Iterator[Metric]:
+    balance = GaugeMetricFamily(
+        "penstock:expert_balance",
+        "Mean load of a rank over the load of the fullest, mean over the layers.",
+        labels=["model_name"],
+    )
+    balance.add_metric([model_name], news.balance)
+    yield balance
+    for field, (name, text) in COUNTERS.items():
+        family = CounterMetricFamily(f"penstock:expert_{name}", text, labels=["model_name"])
+        family.add_metric([model_name], getattr(news, field))
+        yield family
