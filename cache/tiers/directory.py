@@ -21,7 +21,7 @@ from penstock.cache.tiers.memory import huge_buffer
 from penstock.cache.tiers.record import PAGE
 
 SLAB_BYTES = 2**30
-LOCK, PROBE = "lock", "probe"
+LOCK_FILE, PROBE_FILE = "lock", "probe"
 OUR_FILES = re.compile(r"lock|probe|index|index\.tmp|journal|slab-\d{6,}")
 OUR_DIRECTORIES = re.compile(r"[0-9a-f]{32}")
 _SLAB = re.compile(r"slab-(\d{6,})")
@@ -48,7 +48,7 @@ def open_directory(path: str, create: bool) -> int:
 
 def lock(calls: Calls, directory: int, path: str) -> int:
     """The descriptor that holds the lock; closing it gives the lock back, and so does the end of the process."""
-    file = calls.open(directory, LOCK, os.O_RDWR | os.O_CREAT)
+    file = calls.open(directory, LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(file, 0)
@@ -69,7 +69,7 @@ def takes_direct(calls: Calls, directory: int) -> bool:
     page[:8] = b"penstock"
     for flag in (os.O_DIRECT, 0):
         try:
-            file = calls.open(directory, PROBE, os.O_RDWR | os.O_CREAT | flag)
+            file = calls.open(directory, PROBE_FILE, os.O_RDWR | os.O_CREAT | flag)
         except OSError as error:
             if flag and error.errno == errno.EINVAL:
                 continue

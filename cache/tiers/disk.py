@@ -11,28 +11,27 @@ they finish comes back through `poll`. Whatever goes wrong on the disk is a miss
 import contextlib
 import os
 import time
-from array import array
+from collections import deque
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from penstock.cache.tiers.admission import Admission
 from penstock.cache.tiers.calls import DIRECTORY_MODE, Calls
+from penstock.cache.tiers.catalog import Catalog
 from penstock.cache.tiers.directory import SLAB_BYTES, Slabs, lock, open_directory, takes_direct
 from penstock.cache.tiers.health import Health, HealthLimits
-from penstock.cache.tiers.journal import ROW, ROWS, Geometry, Journal, Known, read_index, room_bytes
+from penstock.cache.tiers.journal import ROWS, Geometry, Journal, read_index, room_bytes
 from penstock.cache.tiers.keeper import Keeper
 from penstock.cache.tiers.measures import Measures
-from penstock.cache.tiers.recency import Recency
 from penstock.cache.tiers.record import KEY_BYTES, PAGE, namespace_of, slot_bytes
-from penstock.cache.tiers.transport import CORRUPT, STALE, Transport
+from penstock.cache.tiers.transport import CORRUPT, NO_ROOM, STALE, Transport
 from penstock.cache.tiers.workers import LOAD, PROBE, STORE, Job, Workers
 
 MAX_CHUNK_BYTES = 2**30
 NUM_WORKERS = 2
-_FREE, _BUSY, _READY = 0, 1, 2  # states of a slot
 _BAD_RECORD = (CORRUPT, STALE, "EIO")  # trying again will not mend it
-_MAX_PINNED_PASSED = 64  # that eviction looks past
 
 
 class Completion(NamedTuple):
@@ -73,81 +72,65 @@ class DiskTier:
         limits: Limits = Limits(),  # noqa: B008  (a constant)
         calls: Calls | None = None,
     ) -> None:
-        self._limits = limits
-        self._chunk_bytes = chunk_bytes
-        self._capacity_bytes = capacity_bytes
         num_slots = slots_within(capacity_bytes, chunk_bytes)
         namespace = namespace_of(fingerprint, chunk_bytes)
         self.directory = os.path.join(os.fspath(path), namespace.hex()[:32])
+        self._limits = limits
+        self._capacity_bytes = capacity_bytes
+        self._chunk_bytes = chunk_bytes
         self._calls = calls or Calls()
-        self._state = bytearray(num_slots)
-        self._keys: list[bytes | None] = [None] * num_slots
-        self._sequences = array("Q", bytes(8 * num_slots))
-        self._used_s = array("d", bytes(8 * num_slots))  # when it was last used
-        self._slots: dict[bytes, int] = {}  # READY ones
-        self._recency = Recency(num_slots)
         self._admission = Admission(num_slots)
-        self._loading: dict[int, int] = {}  # slot → loads under way
-        self._pins: dict[bytes, int] = {}
-        self._storing: set[bytes] = set()
-        self._free: dict[int, None] = {}  # a set that gives back what was put in last
-        self._unbacked: list[int] = []  # free, but their slab could not be made
-        self._num_jobs = 0  # given to the workers and not taken back yet
-        self._num_storing = 0
-        self._completions: list[Completion] = []
-        self._found: dict[bytes, None] = {}
-        self._lost: dict[bytes, None] = {}
-        self._next_ticket = 1
-        self._grow_at_s = 0.0
-        self._store_s = 0.0  # moving average of one store
-        self._event = -1
-        self._is_closed = False
-        self._sequence = 1  # of the next record
         self._health = Health(_scaled(limits.health, chunk_bytes))
         self._measures = Measures()
+        self._storing: set[bytes] = set()
+        self._num_jobs = 0  # given to the workers and not taken back yet
+        self._store_s = 0.0  # moving average of one store
+        self._completions: list[Completion] = []
+        self._next_ticket = 1
+        self._sequence = 1  # of the next record
+        self._event = -1
+        self._is_closed = False
+        os.makedirs(path, DIRECTORY_MODE, exist_ok=True)
         with contextlib.ExitStack() as undo:
-            self._open(os.fspath(path), Geometry(namespace, slot_bytes(chunk_bytes), num_slots), undo)
+            self._open(Geometry(namespace, slot_bytes(chunk_bytes), num_slots), undo)
             self._files = undo.pop_all()
+        self._max_storing = self._store_room()
 
     # -- what is there -------------------------------------------------------------------------------------
 
     def contains(self, key: bytes) -> bool:
-        """Whether a load may be started. No system call."""
+        """Whether there is a record. No system call."""
         return key in self._slots
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def keys(self) -> list[bytes]:
-        """Of all records that can be read, in no particular order."""
+        """Of all records, in no particular order."""
         return list(self._slots)
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """Keys that can be read and could not at the last call, and the other way round."""
-        found, self._found = list(self._found), {}
-        lost, self._lost = list(self._lost), {}
-        return found, lost
+        return self._catalog.changes()
 
-    def touch(self, keys: list[bytes]) -> None:
+    def touch(self, keys: Iterable[bytes]) -> None:
         """These were used, the head of the chain first."""
         for key in keys:
             self._admission.saw(key)
             slot = self._slots.get(key)
             if slot is not None:
-                self._use(slot)
+                self._catalog.use(slot)
 
     def pin(self, key: bytes) -> bool:
         """Keep a record until as many `unpin`; False if it is not there."""
         if key not in self._slots:
             return False
-        self._pins[key] = self._pins.get(key, 0) + 1
+        self._catalog.pins[key] = self._catalog.pins.get(key, 0) + 1
         return True
 
     def unpin(self, key: bytes) -> None:
         """A record that turned out to be bad meanwhile is gone, and its pins with it."""
-        count = self._pins.pop(key, 0)
-        if count > 1:
-            self._pins[key] = count - 1
+        _count_down(self._catalog.pins, key)
 
     # -- storing -------------------------------------------------------------------------------------------
 
@@ -159,72 +142,46 @@ class DiskTier:
         """
         if len(key) != KEY_BYTES:
             raise ValueError(f"key: {len(key)} bytes given; {KEY_BYTES} are expected")
-        payload = self._bytes_of(buffer, "buffer")
+        payload = memoryview(buffer)
+        if payload.nbytes != self._chunk_bytes or not payload.c_contiguous:
+            raise ValueError(f"buffer: {payload.nbytes} bytes given; a chunk has {self._chunk_bytes}, in one piece")
         self._admission.saw(key)
         if key in self._storing:
             return False
-        slot = self._slots.get(key)
-        if slot is not None:
-            self._use(slot)
+        if key in self._slots:
+            self._catalog.use(self._slots[key])
             return False
-        if not self._may_store():
+        if len(self._storing) >= self._max_storing:
+            self._measures.drops[self._why_no_room()] += 1
             return False
-        slot = self._take_slot(key)
+        catalog = self._catalog
+        if catalog.is_full and not self._admission.admits(key):
+            self._measures.drops["not seen before"] += 1
+            return False
+        slot = catalog.take(self._keeper.scan_left > 0)
         if slot is None:
+            self._measures.drops["all in use"] += 1
             return False
         sequence = self._sequence
         self._sequence = sequence + 1
         self._storing.add(key)
-        self._num_storing += 1
-        self._submit(Job(STORE, key, slot, sequence, payload, sequence))
+        self._num_jobs += 1
+        self._workers.store(Job(STORE, key, slot, sequence, payload, sequence))
         return True
 
-    def _may_store(self) -> bool:
+    def _store_room(self) -> int:
+        """How many stores may wait or be under way: bounded by bytes, and by the time that they will take."""
         if self._is_closed or not self._health.is_open:
-            self._measures.drops["closed" if self._is_closed else "bypassed"] += 1
-        elif (self._num_storing + 1) * self._chunk_bytes > self._limits.queue_bytes and self._num_storing:
-            self._measures.drops["queue bytes"] += 1
-        elif self._num_storing >= NUM_WORKERS and self._num_storing * self._store_s > (
-            NUM_WORKERS * self._limits.queue_s
-        ):
-            self._measures.drops["queue time"] += 1
-        else:
-            return True
-        return False
+            return 0
+        room = self._limits.queue_bytes // self._chunk_bytes
+        if self._store_s:
+            room = min(room, int(NUM_WORKERS * self._limits.queue_s / self._store_s))
+        return max(room, NUM_WORKERS)
 
-    def _take_slot(self, key: bytes) -> int | None:
-        """A free slot, one that was never used, or that of the oldest record: in this order, but while free slots
-        may still hold records that the scan has not come to, new slots go first."""
-        if self._free and not self._keeper.scan_left:
-            return self._free.popitem()[0]
-        if self._grow_at_s and time.monotonic() >= self._grow_at_s:
-            self._grow_at_s = 0.0
-        if not self._grow_at_s:
-            if self._unbacked:
-                return self._unbacked.pop()
-            if self._frontier < len(self._state):
-                self._frontier += 1
-                return self._frontier - 1
-        if self._free:
-            return self._free.popitem()[0]
-        if not self._admission.admits(key):
-            self._measures.drops["not seen before"] += 1
-            return None
-        return self._evict()
-
-    def _evict(self) -> int | None:
-        for passed, slot in enumerate(self._recency.oldest()):
-            if slot not in self._loading and self._keys[slot] not in self._pins:
-                self._measures.counts["evictions"] += 1
-                age_s = time.monotonic() - self._used_s[slot]
-                self._measures.retention_s += 0.01 * (age_s - self._measures.retention_s)
-                # No row tells the keeper: the one of the next record will, and until then a stale row is a miss.
-                self._forget(slot)
-                return slot
-            if passed == _MAX_PINNED_PASSED:
-                break
-        self._measures.drops["all in use"] += 1
-        return None
+    def _why_no_room(self) -> str:
+        if self._is_closed:
+            return "closed"
+        return "queue is full" if self._health.is_open else "bypassed"
 
     # -- loading -------------------------------------------------------------------------------------------
 
@@ -235,37 +192,45 @@ class DiskTier:
         ticket and `out` until the system lets go of both, however long: nobody may use memory that a late read can
         still write to. Wait no longer than is worth it, and put `out` to no other use.
         """
-        slot = self._slots.get(key)
-        if slot is None:
-            self._admission.saw(key)
-            self._measures.counts["misses"] += 1
-            return None
-        into = self._bytes_of(out, "out")
+        into = memoryview(out)
         if into.readonly:
             raise ValueError("out: a buffer that can be written to is expected")
+        if into.nbytes != self._chunk_bytes or not into.c_contiguous:
+            raise ValueError(f"out: {into.nbytes} bytes given; a chunk has {self._chunk_bytes}, in one piece")
+        self._admission.saw(key)
+        slot = self._slots.get(key)
+        if slot is None:
+            self._measures.counts["misses"] += 1
+            return None
         if self._is_closed or not self._health.is_open:
             self._measures.counts["loads refused"] += 1
             return None
-        self._admission.saw(key)
-        self._use(slot)
-        self._loading[slot] = self._loading.get(slot, 0) + 1
+        catalog = self._catalog
+        catalog.use(slot)
+        catalog.loading[slot] = catalog.loading.get(slot, 0) + 1
         ticket = self._next_ticket
         self._next_ticket = ticket + 1
-        self._submit(Job(LOAD, key, slot, self._sequences[slot], into, ticket))
+        self._num_jobs += 1
+        self._workers.load(Job(LOAD, key, slot, catalog.sequences[slot], into, ticket))
         return ticket
 
     # -- what the threads have done ------------------------------------------------------------------------
 
     def poll(self) -> list[Completion]:
-        """What has ended since the last call; takes care of the disk's health besides. Never blocks."""
+        """What has ended since the last call. Looks after slots for the next stores and the disk's health besides.
+
+        Never blocks.
+        """
         if self._event >= 0:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._event)
         self._settle()
-        if not self._is_closed:
-            self._watch()
         if self._keeper.found:
             self._adopt()
+        if not self._is_closed:
+            self._watch()
+            self._catalog.prepare(self._keeper.scan_left > 0)
+        self._max_storing = self._store_room()
         completions, self._completions = self._completions, []
         return completions
 
@@ -303,6 +268,7 @@ class DiskTier:
         ended = self._workers.stop(self._limits.close_s)
         self._settle()
         if self._keeper.stop(self._limits.close_s) and ended:
+            self._event = -1
             self._files.close()
 
     def __enter__(self) -> "DiskTier":
@@ -315,16 +281,15 @@ class DiskTier:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the tier was opened, and how things stand. Numbers, and dicts of numbers."""
-        measures = self._measures
         return {
             "entries": len(self._slots),
-            "slots": len(self._state),
+            "slots": self._slabs.num_slots,
             "workers": NUM_WORKERS,
             "used_bytes": len(self._slots) * self._slabs.slot_bytes,
             "capacity_bytes": self._capacity_bytes,
-            "queue_bytes": self._num_storing * self._chunk_bytes,
-            "pinned": len(self._pins),
-            "loading": len(self._loading),
+            "queue_bytes": len(self._storing) * self._chunk_bytes,
+            "pinned": len(self._catalog.pins),
+            "loading": len(self._catalog.loading),
             "is_open": self._health.is_open,
             "is_direct": self._slabs.is_direct,
             "is_picky": self._admission.is_picky,
@@ -332,41 +297,21 @@ class DiskTier:
             "index_errors": self._keeper.num_errors,
             "scan_left": self._keeper.scan_left,
             "recovery_s": self._recovery_s,
-            "retention_s": measures.retention_s,
-            "hits": measures.counts["hits"],
-            "misses": measures.counts["misses"],
-            "stores": measures.counts["stores"],
-            "loaded_bytes": measures.counts["hits"] * self._chunk_bytes,
-            "stored_bytes": measures.counts["stores"] * self._chunk_bytes,
-            "corrupt_reads": measures.counts["corrupt"],
-            "stale_reads": measures.counts["stale"],
-            "loads_refused": measures.counts["loads refused"],
-            "evictions": measures.counts["evictions"],
-            "drops": dict(measures.drops),
-            "failures": dict(measures.failures),
-            "store_times": measures.store_times.as_dict(),
-            "load_times": measures.load_times.as_dict(),
+            "retention_s": self._catalog.retention_s,
+            "evictions": self._catalog.num_evictions,
+            **self._measures.as_dict(self._chunk_bytes),
         }
 
     def check(self) -> None:
         """What holds between any two calls."""
-        self._recency.check()
-        ready = [slot for slot, state in enumerate(self._state) if state == _READY]
-        assert sorted(self._recency.oldest()) == ready == sorted(self._slots.values())
-        assert all(self._keys[slot] == key for key, slot in self._slots.items())
-        assert self._pins.keys() <= self._slots.keys()
-        free = [*self._free, *self._unbacked, *range(self._frontier, len(self._state))]
-        assert all(self._state[slot] == _FREE for slot in free)
-        assert len(free) + len(ready) + self._num_storing == len(self._state)
-        assert self._num_storing == len(self._storing) and not self._storing & self._slots.keys()
-        assert not self._found.keys() & self._lost.keys()
-        assert self._health.is_open or not self._found.keys() - self._slots.keys()
+        self._catalog.check(len(self._storing))
+        assert not self._storing & self._slots.keys()
+        assert self._num_jobs >= len(self._storing) + sum(self._catalog.loading.values())
 
     # -- beneath -------------------------------------------------------------------------------------------
 
-    def _open(self, path: str, geometry: Geometry, undo: contextlib.ExitStack) -> None:
+    def _open(self, geometry: Geometry, undo: contextlib.ExitStack) -> None:
         started_s = time.monotonic()
-        os.makedirs(path, DIRECTORY_MODE, exist_ok=True)
         directory = open_directory(self.directory, create=True)
         undo.callback(os.close, directory)
         undo.callback(os.close, lock(self._calls, directory, self.directory))
@@ -379,61 +324,29 @@ class DiskTier:
             direct=takes_direct(self._calls, directory),
         )
         undo.callback(self._slabs.close)
-        self._frontier = self._slabs.trim()
         self._transport = Transport(self._calls, directory, self._slabs, geometry.namespace, self._chunk_bytes)
         undo.callback(self._transport.close)
+        num_backed = self._slabs.trim()
 
         known = read_index(self._calls, directory, geometry.namespace)
-        rows = self._recall(known)
-        is_clean = known is not None and known.is_clean
-        is_whole = is_clean and known is not None and known.geometry == geometry
-        if known:
-            self._sequence = known.next_sequence
+        rows_to_keep: deque[bytes] = deque()
+        self._catalog = Catalog(geometry.num_slots, num_backed, rows_to_keep)
+        self._slots = self._catalog.slots
         journal = Journal(self._calls, directory, geometry, known.generation if known else 0)
         undo.callback(journal.close)
+        is_clean, is_whole, rows = False, False, np.empty(0, ROWS)
+        if known is not None:
+            rows = self._catalog.restore(known.rows)
+            self._sequence = known.next_sequence
+            is_clean = known.is_clean
+            is_whole = is_clean and known.geometry == geometry
         if is_clean:
             journal.begin()  # not in order any more, should the process end now
-        self._keeper = Keeper(journal, self._transport, geometry.num_slots, self._sequence, is_whole)
+        self._keeper = Keeper(journal, self._transport, geometry.num_slots, rows_to_keep, is_whole)
         self._workers = Workers(self._transport.work, NUM_WORKERS, self._on_done)
         self._workers.start()
-        self._keeper.start(rows, [] if is_clean else sorted(self._free))
+        self._keeper.start(rows, self._sequence, [] if is_clean else self._catalog.unknown())
         self._recovery_s = time.monotonic() - started_s
-
-    def _recall(self, known: Known | None) -> np.ndarray:
-        """Take over what the index knows, as far as there are slots; the rows of it."""
-        rows = np.empty(0, ROWS) if known is None else known.rows[known.rows["slot"] < self._frontier]
-        slots: list[int] = rows["slot"].tolist()
-        packed = rows["key"].tobytes()
-        keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
-        self._slots = dict(zip(keys, slots, strict=True))
-        if len(self._slots) < len(slots):  # a key was written again elsewhere: its last row counts
-            kept = [self._slots[key] == slot for key, slot in zip(keys, slots, strict=True)]
-            rows = rows[kept]
-            slots, keys = rows["slot"].tolist(), [key for key, keep in zip(keys, kept, strict=True) if keep]
-        for slot, key in zip(slots, keys, strict=True):
-            self._keys[slot] = key
-        np.frombuffer(self._state, np.uint8)[slots] = _READY
-        np.frombuffer(self._sequences, np.uint64)[slots] = rows["sequence"]
-        np.frombuffer(self._used_s)[slots] = time.monotonic()
-        self._recency.restore(rows["slot"].astype(np.int64), int(rows["stamp"].max(initial=0)))
-        self._found = dict.fromkeys(keys)
-        free = np.flatnonzero(np.frombuffer(self._state, np.uint8)[: self._frontier] == _FREE)
-        self._free = dict.fromkeys(free[::-1].tolist())  # the first of them first
-        return rows
-
-    def _bytes_of(self, buffer: Any, name: str) -> memoryview:
-        view = memoryview(buffer)
-        if view.format != "B" or view.ndim != 1:
-            view = view.cast("B")
-        if len(view) != self._chunk_bytes:
-            raise ValueError(f"{name}: {len(view)} bytes given; a chunk has {self._chunk_bytes}")
-        return view
-
-    def _submit(self, job: Job) -> None:
-        if job.kind is STORE:
-            self._state[job.slot] = _BUSY
-        self._num_jobs += 1
-        self._workers.submit(job)
 
     def _on_done(self) -> None:
         if self._event >= 0:
@@ -447,8 +360,7 @@ class DiskTier:
             if job.kind is PROBE:
                 self._health.probed(time.monotonic(), job.ok)
                 if self._health.is_open:
-                    for key in self._slots:
-                        self._appear(key)
+                    self._catalog.show()
             elif job.ok:
                 self._health.worked()
             else:
@@ -463,73 +375,32 @@ class DiskTier:
             self._end_load(job)
 
     def _end_store(self, job: Job) -> None:
-        measures, slot = self._measures, job.slot
         self._storing.remove(job.key)
-        self._num_storing -= 1
         if job.ok:
             self._store_s += 0.1 * (job.seconds - self._store_s)
-            measures.counts["stores"] += 1
-            measures.store_times.add(job.seconds)
-            self._publish(slot, job.key, job.sequence)
+            self._measures.stored(job.seconds)
+            self._catalog.publish(job.slot, job.key, job.sequence)
         else:
-            measures.drops[job.reason] += 1
-            self._keeper.rows.append(ROW.pack(job.key, job.sequence, 0, slot, 0))
-            self._state[slot] = _FREE
-            if job.reason == "ENOSPC" and not self._slabs.is_backed(slot):
-                self._grow_at_s = time.monotonic() + self._limits.grow_pause_s
-                self._unbacked.append(slot)
-            else:
-                self._free[slot] = None
+            self._measures.drops[job.reason] += 1
+            again_s = time.monotonic() + self._limits.grow_pause_s if job.reason == NO_ROOM else None
+            self._catalog.release(job.slot, job.key, again_s)
         self._completions.append(Completion("store", job.ticket, job.key, job.ok))
 
     def _end_load(self, job: Job) -> None:
-        measures, slot = self._measures, job.slot
-        count = self._loading.pop(slot) - 1
-        if count:
-            self._loading[slot] = count
+        _count_down(self._catalog.loading, job.slot)
         if job.ok:
-            measures.counts["hits"] += 1
-            measures.load_times.add(job.seconds)
+            self._measures.loaded(job.seconds)
         elif job.reason in _BAD_RECORD:
-            measures.counts[job.reason] += 1
-            if self._keys[slot] == job.key and self._sequences[slot] == job.sequence:
-                self._forget(slot)
-                self._keeper.rows.append(ROW.pack(job.key, job.sequence, 0, slot, 0))
-                self._free[slot] = None
+            self._measures.counts[job.reason] += 1
+            self._catalog.forget(job.slot, job.key, job.sequence)
         self._completions.append(Completion("load", job.ticket, job.key, job.ok))
 
-    def _publish(self, slot: int, key: bytes, sequence: int) -> None:
-        self._slots[key] = slot
-        self._keys[slot] = key
-        self._sequences[slot] = sequence
-        self._state[slot] = _READY
-        self._use(slot)
-        self._appear(key)
-
-    def _forget(self, slot: int) -> None:
-        key = self._keys[slot]
-        assert key is not None
-        del self._slots[key]
-        self._keys[slot] = None
-        self._pins.pop(key, None)
-        self._state[slot] = _FREE
-        self._recency.drop(slot)
-        self._vanish(key)
-
-    def _use(self, slot: int) -> None:
-        stamp = self._recency.use(slot)
-        self._used_s[slot] = time.monotonic()
-        self._keeper.rows.append(ROW.pack(self._keys[slot], self._sequences[slot], stamp, slot, 1))
-
     def _adopt(self) -> None:
-        """Take in what the scan found, where neither slot nor key has another use by now."""
         found = self._keeper.found
         while found:
             slot, key, sequence = found.popleft()
-            if slot in self._free and key not in self._slots and key not in self._storing:
-                del self._free[slot]
+            if key not in self._storing and self._catalog.adopt(slot, key, sequence):
                 self._sequence = max(self._sequence, sequence + 1)
-                self._publish(slot, key, sequence)
 
     # -- health --------------------------------------------------------------------------------------------
 
@@ -540,44 +411,33 @@ class DiskTier:
         if was_open and not self._health.is_open:
             self._withdraw()
         elif self._health.wants_probe(now_s):
-            self._submit(Job(PROBE, b"", -1, 0, None, 0))
+            self._num_jobs += 1
+            self._workers.load(Job(PROBE, b"", -1, 0, None, 0))
 
     def _blame(self, reason: str) -> None:
         """A job has failed. A bad record, or a file system without room to grow, says nothing about the disk."""
         self._measures.failures[reason] += 1
-        if reason in (CORRUPT, STALE) or (reason == "ENOSPC" and self._grow_at_s):
-            return
         was_open = self._health.is_open
-        self._health.failed(time.monotonic(), reason)
+        if reason not in (CORRUPT, STALE, NO_ROOM):
+            self._health.failed(time.monotonic(), reason)
         if was_open and not self._health.is_open:
             self._withdraw()
 
     def _withdraw(self) -> None:
         """The tier is bypassed: nothing is queued any more, and nothing can be read until it is back."""
+        self._catalog.hide()
         self._cancel("bypassed")
-        for key in self._slots:
-            self._vanish(key, although_bypassed=True)
 
     def _cancel(self, reason: str) -> None:
         for job in self._workers.cancel():
             job.reason = reason
             self._end(job)
 
-    def _appear(self, key: bytes) -> None:
-        if not self._health.is_open:
-            return  # they all appear when it is back
-        if key in self._lost:
-            del self._lost[key]
-        else:
-            self._found[key] = None
 
-    def _vanish(self, key: bytes, although_bypassed: bool = False) -> None:
-        if not self._health.is_open and not although_bypassed:
-            return
-        if key in self._found:
-            del self._found[key]
-        else:
-            self._lost[key] = None
+def _count_down(counts: dict[Any, int], name: Any) -> None:
+    count = counts.pop(name, 0)
+    if count > 1:
+        counts[name] = count - 1
 
 
 def slots_within(capacity_bytes: int, chunk_bytes: int) -> int:

@@ -28,30 +28,31 @@ class Found(NamedTuple):
 
 
 class Keeper:
-    """Hand rows to `rows`; take what the scan found from `found`."""
+    """Takes what others append to `rows`; take what the scan found from `found`."""
 
     def __init__(
-        self, journal: Journal, transport: Transport, num_slots: int, next_sequence: int, is_whole: bool
+        self, journal: Journal, transport: Transport, num_slots: int, rows: deque[bytes], is_whole: bool
     ) -> None:
-        self.rows: deque[bytes] = deque()
         self.found: deque[Found] = deque()
         self.scan_left = 0  # slots still to look into
         self.num_errors = 0
+        self._rows = rows
         self._journal = journal
         self._transport = transport
         self._table = np.zeros(num_slots, ROWS)
         self._journal_limit = journal_limit(num_slots)
-        self._next_sequence = next_sequence
+        self._next_sequence = 1
         self._to_scan: deque[int] = deque()
         self._is_dirty = False
         self._is_whole = is_whole  # snapshot and journal on disk make up the table; otherwise only a snapshot helps
         self._snapshot_s = time.monotonic()
-        self._lock = threading.Lock()  # of everything but `rows` and `found`
+        self._lock = threading.Lock()  # of everything but the deques
         self._wake = threading.Event()
         self._is_ending = False
         self._thread = threading.Thread(target=self._serve, name="penstock-disk-keeper", daemon=True)
 
-    def start(self, known: np.ndarray, to_scan: list[int]) -> None:
+    def start(self, known: np.ndarray, next_sequence: int, to_scan: list[int]) -> None:
+        self._next_sequence = next_sequence
         self._table[known["slot"]] = known
         self._to_scan.extend(to_scan)
         self.scan_left = len(to_scan)
@@ -90,7 +91,7 @@ class Keeper:
             self._journal.close()
 
     def _write_rows(self) -> None:
-        rows = b"".join([self.rows.popleft() for _ in range(len(self.rows))])
+        rows = b"".join([self._rows.popleft() for _ in range(len(self._rows))])
         if not rows:
             return
         changes = np.frombuffer(rows, ROWS)

@@ -30,4 +30,28 @@ class Measures:
         self.drops: Counter[str] = Counter()  # puts that were refused or failed, by reason
         self.failures: Counter[str] = Counter()  # of calls, by errno or kind
         self.store_times, self.load_times = Histogram(), Histogram()
-        self.retention_s = 0.0  # moving average of how long a record stayed since it was last used
+
+    def stored(self, seconds: float) -> None:
+        self.counts["stores"] += 1
+        self.store_times.add(seconds)
+
+    def loaded(self, seconds: float) -> None:
+        self.counts["hits"] += 1
+        self.load_times.add(seconds)
+
+    def as_dict(self, chunk_bytes: int) -> dict[str, Any]:
+        counts = self.counts
+        return {
+            "hits": counts["hits"],
+            "misses": counts["misses"],
+            "stores": counts["stores"],
+            "loaded_bytes": counts["hits"] * chunk_bytes,
+            "stored_bytes": counts["stores"] * chunk_bytes,
+            "corrupt_reads": counts["corrupt"],
+            "stale_reads": counts["stale"],
+            "loads_refused": counts["loads refused"],
+            "drops": dict(self.drops),
+            "failures": dict(self.failures),
+            "store_times": self.store_times.as_dict(),
+            "load_times": self.load_times.as_dict(),
+        }

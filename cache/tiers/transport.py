@@ -10,15 +10,15 @@ import os
 import threading
 
 from penstock.cache.tiers.calls import Calls
-from penstock.cache.tiers.directory import PROBE as PROBE_FILE
-from penstock.cache.tiers.directory import Slabs
+from penstock.cache.tiers.directory import PROBE_FILE, Slabs
 from penstock.cache.tiers.memory import address_of, huge_buffer
 from penstock.cache.tiers.record import HEADER_BYTES, PAGE, Header, checksum, read_header, round_up, write_header
-from penstock.cache.tiers.workers import LOAD, STORE, Job
+from penstock.cache.tiers.workers import LOAD, PROBE, STORE, Job
 
 # What a load can meet that says: this record is no good, and trying again will not mend it.
 CORRUPT, STALE = "corrupt", "stale"
-SHORT = "short"
+SHORT = "short"  # fewer bytes moved than asked
+NO_ROOM = "no room to grow"  # the file system has none for another slab
 
 
 class Transport:
@@ -36,6 +36,8 @@ class Transport:
     def work(self, job: Job) -> None:
         """Do it, and leave `ok` or the reason in it."""
         try:
+            if job.kind is not PROBE:
+                job.buffer = job.buffer.cast("B")
             if job.kind is STORE:
                 job.reason = self._store(job)
             elif job.kind is LOAD:
@@ -46,6 +48,8 @@ class Transport:
             job.reason = CORRUPT  # somebody removed a slab
         except OSError as error:
             job.reason = errno.errorcode.get(error.errno or 0, "OSError")
+            if job.reason == "ENOSPC" and job.kind is STORE and not self._slabs.is_backed(job.slot):
+                job.reason = NO_ROOM
         except Exception as error:  # the top of a thread: the job must end, and its end says what happened
             job.reason = f"{type(error).__name__}: {error}"
         job.ok = not job.reason

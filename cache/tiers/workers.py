@@ -2,7 +2,7 @@
 
 Every job that was queued ends in exactly one place: in `done`, when no thread touches its buffer any more, or in
 what `cancel` returns, when none ever did. Reads go before writes. Queues and `done` are deques, whose appends and
-pops are atomic, and SimpleQueue wakes a thread without a system call when none of them sleeps.
+pops are atomic. Whoever queues eight jobs wakes one thread once: each wake-up is a system call.
 """
 
 import threading
@@ -12,25 +12,24 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
 
+import msgspec
+
 STORE, LOAD, PROBE = "store", "load", "probe"
 
 
-class Job:
+class Job(msgspec.Struct, gc=False):
     """One record's way to the disk or back. Who gives it away does not touch it until it is back."""
 
-    __slots__ = ("kind", "key", "slot", "sequence", "buffer", "ticket", "ok", "reason", "started_s", "seconds")
-
-    def __init__(self, kind: str, key: bytes, slot: int, sequence: int, buffer: Any, ticket: int) -> None:
-        self.kind = kind
-        self.key = key
-        self.slot = slot
-        self.sequence = sequence
-        self.buffer = buffer
-        self.ticket = ticket
-        self.ok = False
-        self.reason = ""  # why not
-        self.started_s = 0.0
-        self.seconds = 0.0
+    kind: str
+    key: bytes
+    slot: int
+    sequence: int
+    buffer: Any
+    ticket: int
+    ok: bool = False
+    reason: str = ""  # why not
+    started_s: float = 0.0
+    seconds: float = 0.0
 
 
 class Workers:
@@ -42,7 +41,8 @@ class Workers:
         self._on_done = on_done
         self._reads: deque[Job] = deque()
         self._writes: deque[Job] = deque()
-        self._tokens: SimpleQueue[bool] = SimpleQueue()  # one for each queued job; False ends a thread
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # True: look at the queues; False: end
+        self._is_calling = False  # there is a token that nobody has taken
         self._running: list[Job | None] = [None] * count
         self._threads = [
             threading.Thread(target=self._serve, args=(index,), name=f"penstock-disk-{index}", daemon=True)
@@ -53,9 +53,16 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Job) -> None:
-        (self._writes if job.kind is STORE else self._reads).append(job)
-        self._tokens.put(True)
+    def store(self, job: Job) -> None:
+        self._writes.append(job)
+        if not self._is_calling:
+            self._call()
+
+    def load(self, job: Job) -> None:
+        """Also for probes: they go before the stores, too."""
+        self._reads.append(job)
+        if not self._is_calling:
+            self._call()
 
     def cancel(self) -> list[Job]:
         """Take back whatever no thread has begun."""
@@ -77,20 +84,29 @@ class Workers:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
+    def _call(self) -> None:
+        self._is_calling = True
+        self._tokens.put(True)
+
     def _serve(self, index: int) -> None:
         while self._tokens.get():
-            job = self._next()
-            if job is None:  # it was taken back
-                continue
-            job.started_s = time.monotonic()
-            self._running[index] = job
-            try:
-                self._work(job)
-            finally:
-                job.seconds = time.monotonic() - job.started_s
-                self._running[index] = None
-                self.done.append(job)
-                self._on_done()
+            # In this order: a job that is queued after the look finds the flag down and calls again.
+            self._is_calling = False
+            while (job := self._next()) is not None:
+                if (self._reads or self._writes) and not self._is_calling:
+                    self._call()  # whoever queues calls one thread, and that one calls the next
+                self._run(index, job)
+
+    def _run(self, index: int, job: Job) -> None:
+        job.started_s = time.monotonic()
+        self._running[index] = job
+        try:
+            self._work(job)
+        finally:
+            job.seconds = time.monotonic() - job.started_s
+            self._running[index] = None
+            self.done.append(job)
+            self._on_done()
 
     def _next(self) -> Job | None:
         for queue in (self._reads, self._writes):
