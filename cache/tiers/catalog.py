@@ -11,6 +11,7 @@ whoever polls, so that taking one costs the same on an empty and on a full disk.
 import time
 from array import array
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -71,9 +72,9 @@ class Catalog:
         self._free = dict.fromkeys(np.flatnonzero(state[: self._frontier] == _FREE)[::-1].tolist())
         return rows
 
-    def unknown(self) -> list[int]:
-        """Slots that may hold records of which nothing is known."""
-        return sorted(self._free)
+    def to_scan(self) -> list[int]:
+        """Slots that may hold something else than is known of them: first those of which nothing is known."""
+        return sorted(self._free) + sorted(self.slots.values())
 
     # -- giving slots out ----------------------------------------------------------------------------------
 
@@ -130,15 +131,20 @@ class Catalog:
         self.use(slot)
         self._appear(key)
 
-    def release(self, slot: int, key: bytes, grow_again_s: float | None = None) -> None:
-        """A store into it has failed. `grow_again_s`: until when not to ask for another slab."""
+    def release(self, slot: int, key: bytes) -> None:
+        """A store into it has failed."""
         self._state[slot] = _FREE
         self._rows.append(ROW.pack(key, 0, 0, slot, 0))
-        if grow_again_s is None:
-            self._free[slot] = None
-        else:
-            self._grow_at_s = grow_again_s
-            self._unbacked.append(slot)
+        self._free[slot] = None
+
+    def stop_growing(self, until_s: float, is_backed: Callable[[int], bool]) -> None:
+        """There is no room for another slab: set the slots aside that would need one."""
+        self._grow_at_s = until_s
+        for slots in (self.reserve, list(self._free)):
+            self._unbacked += [slot for slot in slots if not is_backed(slot)]
+        self.reserve = [slot for slot in self.reserve if is_backed(slot)]
+        for slot in self._unbacked:
+            self._free.pop(slot, None)
 
     def forget(self, slot: int, key: bytes, sequence: int) -> None:
         """This record is bad; unless the slot holds another by now, it is free."""
@@ -148,10 +154,15 @@ class Catalog:
             self._rows.append(ROW.pack(key, 0, 0, slot, 0))
 
     def adopt(self, slot: int, key: bytes, sequence: int) -> bool:
-        """Take in what a scan found, unless slot or key have another use by now."""
-        if slot not in self._free or key in self.slots:
+        """Take in what a scan found, unless slot or key have another use by now, or something newer."""
+        if key in self.slots:
             return False
-        del self._free[slot]
+        if self._state[slot] == _READY and self.sequences[slot] < sequence:
+            self._drop(slot)  # its row was older than its record
+        elif slot in self._free:
+            del self._free[slot]
+        else:
+            return False
         self.publish(slot, key, sequence)
         return True
 

@@ -117,6 +117,8 @@ class Slabs:
                     self._calls.truncate(file, size)
             finally:
                 os.close(file)
+            if have >= size:
+                self._backed.add(slab)
             if slab * self.slots_per_slab == num_backed:  # nothing is missing before it
                 num_backed += min(have, size) // self.slot_bytes
         return num_backed

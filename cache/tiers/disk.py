@@ -342,10 +342,12 @@ class DiskTier:
             is_whole = is_clean and known.geometry == geometry
         if is_clean:
             journal.begin()  # not in order any more, should the process end now
+        else:  # beyond what records may lie there that the index does not tell of
+            self._sequence = max(self._sequence, int(time.time()) << 32)
         self._keeper = Keeper(journal, self._transport, geometry.num_slots, rows_to_keep, is_whole)
         self._workers = Workers(self._transport.work, NUM_WORKERS, self._on_done)
         self._workers.start()
-        self._keeper.start(rows, self._sequence, [] if is_clean else self._catalog.unknown())
+        self._keeper.start(rows, self._sequence, [] if is_clean else self._catalog.to_scan())
         self._recovery_s = time.monotonic() - started_s
 
     def _on_done(self) -> None:
@@ -377,13 +379,14 @@ class DiskTier:
     def _end_store(self, job: Job) -> None:
         self._storing.remove(job.key)
         if job.ok:
-            self._store_s += 0.1 * (job.seconds - self._store_s)
+            self._store_s = 0.9 * self._store_s + 0.1 * job.seconds if self._store_s else job.seconds
             self._measures.stored(job.seconds)
             self._catalog.publish(job.slot, job.key, job.sequence)
         else:
             self._measures.drops[job.reason] += 1
-            again_s = time.monotonic() + self._limits.grow_pause_s if job.reason == NO_ROOM else None
-            self._catalog.release(job.slot, job.key, again_s)
+            self._catalog.release(job.slot, job.key)
+            if job.reason == NO_ROOM:
+                self._catalog.stop_growing(time.monotonic() + self._limits.grow_pause_s, self._slabs.is_backed)
         self._completions.append(Completion("store", job.ticket, job.key, job.ok))
 
     def _end_load(self, job: Job) -> None:

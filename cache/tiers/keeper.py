@@ -121,6 +121,7 @@ class Keeper:
             header = self._transport.header_at(slot)
         except OSError:
             header = None
-        if header is not None:
+        row = self._table[slot]
+        if header is not None and not (row["live"] and row["sequence"] == header.sequence):
             self.found.append(Found(slot, header.key, header.sequence))
         self.scan_left -= 1

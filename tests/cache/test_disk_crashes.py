@@ -1,0 +1,277 @@
+"""Bytes that change behind the disk tier's back, and ends that come in the middle of everything."""
+
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.cache.tiers.disk import Limits
+from penstock.cache.tiers.health import HealthLimits
+from penstock.cache.tiers.record import HEADER_BYTES, slot_bytes
+from tests.cache.disk_rig import Rig, key_of, start_python
+from tests.cache.lossy_calls import LossyCalls
+
+SMALL = 600  # bytes of a payload, so that many fit into a second
+SLOT = slot_bytes(SMALL)
+NEVER_BYPASSED = Limits(health=HealthLimits(max_errors=10**9))
+
+
+class Slab:
+    """A slab file in the hands of somebody else. Names 0 … n-1 lie in its slots in this order."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.path = Path(rig.tier.directory) / "slab-000000"
+
+    def change(self, at: int, data: bytes) -> None:
+        with self.path.open("r+b") as file:
+            file.seek(at)
+            file.write(data)
+
+    def read(self, at: int, size: int) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(at)
+            return file.read(size)
+
+
+def flip_a_bit(slab: Slab, draw: random.Random, slots: int) -> None:
+    at = draw.randrange(slots) * SLOT + draw.randrange(HEADER_BYTES + SMALL)
+    slab.change(at, bytes([slab.read(at, 1)[0] ^ 1 << draw.randrange(8)]))
+
+
+def zero_some(slab: Slab, draw: random.Random, slots: int) -> None:
+    at = draw.randrange(slots) * SLOT + draw.choice((0, HEADER_BYTES))
+    slab.change(at, bytes(512))
+
+
+def swap_payloads(slab: Slab, draw: random.Random, slots: int) -> None:
+    one, other = (slot * SLOT + HEADER_BYTES for slot in draw.sample(range(slots), 2))
+    first, second = slab.read(one, SMALL), slab.read(other, SMALL)
+    slab.change(one, second)
+    slab.change(other, first)
+
+
+def swap_records(slab: Slab, draw: random.Random, slots: int) -> None:
+    one, other = (slot * SLOT for slot in draw.sample(range(slots), 2))
+    first, second = slab.read(one, SLOT), slab.read(other, SLOT)
+    slab.change(one, second)
+    slab.change(other, first)
+
+
+def swap_headers(slab: Slab, draw: random.Random, slots: int) -> None:
+    one, other = (slot * SLOT for slot in draw.sample(range(slots), 2))
+    first, second = slab.read(one, HEADER_BYTES), slab.read(other, HEADER_BYTES)
+    slab.change(one, second)
+    slab.change(other, first)
+
+
+MUTATIONS: list[Callable[[Slab, random.Random, int], None]] = [
+    flip_a_bit, zero_some, swap_payloads, swap_records, swap_headers,
+]  # fmt: skip
+
+
+def mutate_and_read(path: Path, count: int, seed: int) -> None:
+    """After each change all records are read; `Rig` compares every byte. What was lost is stored again."""
+    draw = random.Random(seed)
+    with Rig(path, chunk=SMALL, slots=8, limits=NEVER_BYPASSED) as rig:
+        slots = rig.tier.stats()["slots"]
+        names = range(slots)
+        rig.store(*names)
+        slab = Slab(rig)
+        num_missed = 0
+        for _ in range(count):
+            draw.choice(MUTATIONS)(slab, draw, slots)
+            missed = slots - rig.hits(*names)
+            assert 1 <= missed <= 2
+            num_missed += missed
+            assert rig.store(*names) == missed
+        stats = rig.tier.stats()
+        assert stats["corrupt_reads"] + stats["stale_reads"] == num_missed
+        rig.tier.check()
+
+
+def test_changed_bytes_are_a_miss_and_counted(tmp_path: Path) -> None:
+    mutate_and_read(tmp_path, 150, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_changes_serve_no_wrong_byte(tmp_path: Path) -> None:
+    mutate_and_read(tmp_path, 100_000, seed=2)
+
+
+@pytest.mark.parametrize("size", [0, 1, SLOT - 1, SLOT + HEADER_BYTES, 3 * SLOT + 100])
+def test_a_truncated_slab_loses_what_was_cut_off_and_nothing_else(tmp_path: Path, size: int) -> None:
+    with Rig(tmp_path, chunk=SMALL) as rig:
+        rig.store(*range(8))
+        slab = Slab(rig)
+        with slab.path.open("r+b") as file:
+            file.truncate(size)
+        whole = size // SLOT + (size % SLOT >= HEADER_BYTES + SMALL)
+        assert rig.hits(*range(8)) == whole
+        assert rig.store(*range(8)) == 8 - whole
+    with Rig(tmp_path, chunk=SMALL) as rig:
+        assert rig.hits(*range(8)) == 8
+
+
+def test_files_that_change_their_names_or_go_away_are_misses(tmp_path: Path) -> None:
+    limits = Limits(slab_bytes=4 * SLOT)
+    with Rig(tmp_path, chunk=SMALL, slots=12, limits=limits) as rig:
+        rig.store(*range(12))
+        folder = Path(rig.tier.directory)
+    (folder / "slab-000000").rename(folder / "other")
+    (folder / "slab-000001").rename(folder / "slab-000000")
+    (folder / "other").rename(folder / "slab-000001")
+    (folder / "slab-000002").unlink()
+    with Rig(tmp_path, chunk=SMALL, slots=12, limits=limits) as rig:
+        assert rig.hits(*range(12)) == 0
+        assert rig.store(*range(12)) == 12 == rig.hits(*range(12))
+        rig.tier.check()
+
+
+@pytest.mark.parametrize("damage", ["index gone", "index cut", "index flipped", "journal flipped"])
+def test_a_broken_index_costs_time_and_no_record(tmp_path: Path, damage: str) -> None:
+    draw = random.Random(damage)
+    with Rig(tmp_path) as rig:
+        rig.store(*range(10))
+        if damage == "journal flipped":
+            rig.tier.flush()
+            shutil.copytree(rig.tier.directory, tmp_path / "copy")
+        folder = Path(rig.tier.directory)
+    if damage == "journal flipped":  # as a crash leaves it: a journal behind an old snapshot
+        shutil.rmtree(folder)
+        (tmp_path / "copy").rename(folder)
+    victim = folder / damage.split()[0]
+    if damage == "index gone":
+        victim.unlink()
+    elif victim.exists():
+        data = bytearray(victim.read_bytes())
+        at = draw.randrange(len(data))
+        data[at] ^= 1
+        victim.write_bytes(data[:at] if damage == "index cut" else data)
+    with Rig(tmp_path) as rig:
+        assert rig.load("from the first second") is None  # served at once, whatever the scan does
+        rig.finish_scan()
+        assert rig.hits(*range(10)) == 10
+        rig.tier.check()
+
+
+LIVES = """
+import os, random, signal, sys, time
+from pathlib import Path
+from tests.cache.disk_rig import Rig, key_of
+path, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+draw = random.Random(seed)
+
+def live():
+    # Two in a row may be on their way at any time; the parent ends this without a word.
+    with Rig(path, chunk=600, slots=48) as rig:
+        os.write(1, b"o")
+        while True:
+            rig.store(draw.randrange(10**6) % 200)
+            rig.load(draw.randrange(200))
+
+def look():
+    with Rig(path, chunk=600, slots=48) as rig:
+        rig.finish_scan()
+        known = len(rig.tier)
+        hits = rig.hits(*range(200))
+        rig.tier.check()
+        stale = rig.tier.stats()["stale_reads"] + rig.tier.stats()["corrupt_reads"]
+        # Served are all but those that the kill caught half-written, and one that gave way to the next store.
+        if not (stale <= 2 and known - stale - hits <= 1):
+            sys.exit(f"{known} known, {hits} served, {stale} bad")
+
+def child(act):
+    process = os.fork()
+    if process == 0:
+        draw.seed(os.getpid())
+        try:
+            act()
+            os._exit(0)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+    return process
+
+for number in range(rounds):
+    victim = child(live)
+    time.sleep(draw.random() * 0.06)
+    os.kill(victim, signal.SIGKILL)
+    os.waitpid(victim, 0)
+    _, status = os.waitpid(child(look), 0)
+    if status:
+        sys.exit(f"round {number}: {status}")
+print("whole")
+"""
+
+
+def kill_again_and_again(path: Path, rounds: int, seed: int) -> None:
+    with start_python(LIVES, path, rounds, seed, stderr=subprocess.PIPE) as process:
+        output, errors = process.communicate()
+    assert output.endswith("whole\n"), errors
+    assert output.count("o") > rounds / 3  # most lived long enough to write
+
+
+def test_a_kill_in_the_middle_of_writing_loses_only_what_was_under_way(tmp_path: Path) -> None:
+    kill_again_and_again(tmp_path, 20, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_kills_serve_no_wrong_byte(tmp_path: Path) -> None:
+    kill_again_and_again(tmp_path, 1000, seed=2)
+
+
+def crash_and_reopen(path: Path, schedules: int, seed: int) -> int:
+    """How many records were served after the crashes; each is compared."""
+    draw = random.Random(seed)
+    served = 0
+    for number in range(schedules):
+        calls = LossyCalls()
+        before, after = path / f"{number}a", path / f"{number}b"
+        with Rig(before, chunk=SMALL, slots=12, calls=calls) as rig:
+            for _ in range(draw.randrange(1, 25)):
+                rig.store(draw.randrange(30))
+            if draw.random() < 0.5:
+                rig.tier.flush()
+            left = calls.crash(Path(rig.tier.directory), draw)
+            folder = after / Path(rig.tier.directory).name
+        folder.mkdir(parents=True)
+        for name, content in left.items():
+            (folder / name).write_bytes(content)
+        with Rig(after, chunk=SMALL, slots=12) as rig:
+            rig.finish_scan()
+            served += rig.hits(*range(30))
+            rig.store(*range(30))
+            rig.hits(*range(30))
+            rig.tier.check()
+        shutil.rmtree(before)
+        shutil.rmtree(after)
+    return served
+
+
+def test_lost_torn_and_reordered_writes_are_misses(tmp_path: Path) -> None:
+    assert crash_and_reopen(tmp_path, 20, seed=1) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ten_thousand_schedules_of_lost_writes_serve_no_wrong_byte(tmp_path: Path) -> None:
+    assert crash_and_reopen(tmp_path, 10_000, seed=2) > 10_000
+
+
+def test_after_a_kill_what_was_flushed_is_there_without_looking_for_it(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from tests.cache.disk_rig import Rig\n"
+        "rig = Rig(Path(sys.argv[1]), slots=200); rig.store(*range(200)); rig.tier.flush(); os.kill(os.getpid(), 9)"
+    )
+    with start_python(code, tmp_path) as process:
+        process.communicate(timeout=60)
+    with Rig(tmp_path, slots=200) as rig:
+        known = len(rig.tier)
+        assert known >= 194 and {key_of(name) for name in range(10, 200)} <= set(rig.tier.keys())
+        assert rig.hits(*range(200)) >= known - 6  # some give way to make slots ready

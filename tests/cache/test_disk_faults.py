@@ -1,0 +1,231 @@
+"""What the disk tier makes of a disk that fails, hangs or lies. No byte that it serves may ever be wrong."""
+
+import errno
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.cache.tiers.disk import Limits
+from penstock.cache.tiers.faults import ERRORS, Fault, FaultyCalls
+from penstock.cache.tiers.health import Health, HealthLimits
+from penstock.cache.tiers.record import slot_bytes
+from tests.cache.disk_rig import CHUNK, Rig, key_of
+
+QUICK = Limits(health=HealthLimits(stall_s=0.05, first_pause_s=0.01, longest_pause_s=0.05), grow_pause_s=0.05)
+FAULTS = [Fault(error=error) for error in ERRORS] + [Fault(points=("writev", "readv"), short=True)]
+
+
+def names(fault: Fault) -> str:
+    return errno.errorcode.get(fault.error, "short" if fault.short else "flip")
+
+
+def open_with(path: Path, calls: FaultyCalls, **more: object) -> Rig:
+    return Rig(path, calls=calls, limits=QUICK, **more)  # type: ignore[arg-type]
+
+
+def reopened_serves_only_what_is_right(path: Path) -> None:
+    with Rig(path) as rig:
+        rig.finish_scan()
+        rig.hits(*range(40))  # each is compared
+        assert rig.store("after") == 1 and rig.hits("after") == 1
+        rig.tier.check()
+
+
+def run_through(path: Path, calls: FaultyCalls) -> None:
+    """A short life: fill, read, overflow, read, close. Whatever fails, every store and load ends once."""
+    try:
+        rig = open_with(path, calls)
+    except OSError:
+        return  # said at once and clearly: nothing is left open
+    rig.store(*range(10))
+    rig.hits(*range(10))
+    rig.store(*range(10, 30))
+    rig.hits(*range(5, 25))
+    assert rig.tier.flush()
+    rig.tier.check()
+    assert rig.tier.stats()["loading"] == 0
+    rig.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=names)
+def test_whichever_call_fails_the_tier_lives_and_serves_nothing_wrong(tmp_path: Path, fault: Fault) -> None:
+    stride = 5 if fault.error == errno.EIO else 11
+    number = 0
+    while True:
+        calls = FaultyCalls(fault._replace(at=number))
+        run_through(tmp_path / str(number), calls)
+        if number >= calls.num_calls:
+            break
+        reopened_serves_only_what_is_right(tmp_path / str(number))
+        number += stride
+    assert number > 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fault", FAULTS, ids=names)
+def test_every_single_call_may_fail_with_every_error(tmp_path: Path, fault: Fault) -> None:
+    number = 0
+    while True:
+        calls = FaultyCalls(fault._replace(at=number))
+        run_through(tmp_path / str(number), calls)
+        if number >= calls.num_calls:
+            break
+        reopened_serves_only_what_is_right(tmp_path / str(number))
+        number += 1
+    assert number > 40
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_disk_that_fails_now_and_then_is_survived_without_a_leak(tmp_path: Path, seed: int) -> None:
+    everything = [
+        *(Fault(error=error, probability=0.02) for error in ERRORS),
+        Fault(points=("writev", "readv"), short=True, probability=0.05),
+        Fault(points=("readv",), flip=True, probability=0.1),
+        Fault(delay_s=0.002, probability=0.1),
+    ]
+    calls = FaultyCalls(*everything, seed=seed)
+    calls.is_on = False
+    with open_with(tmp_path, calls) as rig:
+        calls.is_on = True
+        draw = random.Random(seed)
+        deadline_s = time.monotonic() + 60
+        while calls.num_struck < 60:
+            assert time.monotonic() < deadline_s
+            (rig.store if draw.random() < 0.5 else rig.load)(draw.randrange(40))
+            while not rig.tier.stats()["is_open"]:
+                assert rig.tier.poll() == []
+                time.sleep(0.001)
+        assert rig.tier.flush()
+        rig.tier.check()
+        stats = rig.tier.stats()
+        assert stats["loading"] == stats["pinned"] == stats["queue_bytes"] == 0
+    reopened_serves_only_what_is_right(tmp_path)
+
+
+def wait_until_open(rig: Rig) -> None:
+    deadline_s = time.monotonic() + 30
+    while not rig.tier.stats()["is_open"]:
+        assert rig.tier.poll() == []
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EROFS])
+def test_a_disk_that_keeps_failing_is_bypassed_and_comes_back(tmp_path: Path, error: int) -> None:
+    calls = FaultyCalls()
+    with open_with(tmp_path, calls) as rig:
+        rig.store(*range(8))
+        rig.tier.changes()
+        calls.faults.append(Fault(points=("readv", "writev"), error=error))
+        assert rig.store("a", "b", "c") == 0
+        assert not rig.tier.stats()["is_open"]
+        assert set(rig.tier.changes()[1]) == {key_of(name) for name in range(8)}
+        assert not rig.tier.put(key_of("d"), rig.buffer())
+        assert rig.tier.start_load(key_of(1), rig.buffer()) is None
+        calls.faults.clear()
+        wait_until_open(rig)
+        assert set(rig.tier.changes()[0]) == {key_of(name) for name in range(8)}
+        assert rig.hits(*range(8)) == 8 and rig.store("d") == 1
+        assert rig.tier.stats()["drops"]["bypassed"] >= 1
+        rig.tier.check()
+
+
+def test_a_hanging_read_keeps_its_buffer_and_everything_else_goes_on(tmp_path: Path) -> None:
+    calls = FaultyCalls()
+    with open_with(tmp_path, calls, slots=64) as rig:
+        rig.store(*range(20))
+        calls.faults.append(Fault(points=("readv",), delay_s=1.0))
+        outs = {rig.tier.start_load(key_of(name), rig.buffer()) for name in range(10)}
+        ended = []
+        while rig.tier.stats()["is_open"]:
+            ended += rig.tier.poll()
+        ended += rig.tier.poll()
+        # Two are in the system's hands, and their buffers with them; those behind them are given back at once.
+        assert len(ended) == 8 and not any(completion.ok for completion in ended)
+        assert rig.tier.stats()["loading"] == 2
+        assert not rig.tier.put(key_of("x"), rig.buffer())
+        calls.faults.clear()
+        ended += rig.wait(2)
+        assert {completion.ticket for completion in ended} == outs
+        wait_until_open(rig)
+        assert rig.hits(*range(20)) == 20
+        rig.tier.check()
+
+
+def test_a_full_file_system_stops_growth_and_not_the_tier(tmp_path: Path) -> None:
+    limits = QUICK._replace(slab_bytes=8 * slot_bytes(CHUNK))
+    calls = FaultyCalls()
+    with Rig(tmp_path, slots=64, calls=calls, limits=limits) as rig:
+        assert rig.store(*range(8)) == 8
+        calls.faults.append(Fault(points=("allocate",), error=errno.ENOSPC))
+        assert rig.store("no room") == 0
+        assert rig.store(*range(10, 14)) == 4  # in place of others
+        assert rig.tier.stats()["is_open"] and rig.tier.stats()["evictions"] >= 4
+        assert rig.tier.stats()["drops"] == {"no room to grow": 1}
+        calls.faults.clear()
+        time.sleep(limits.grow_pause_s)
+        assert rig.store(*range(20, 60)) == 40
+        assert len(rig.tier) > 40
+        rig.tier.check()
+
+
+def test_a_slow_disk_drops_stores_instead_of_queueing_them(tmp_path: Path) -> None:
+    calls = FaultyCalls(Fault(points=("writev",), delay_s=0.02))
+    limits = Limits(queue_s=0.1)
+    with Rig(tmp_path, slots=300, calls=calls, limits=limits) as rig:
+        rig.store(*range(5))
+        taken = [name for name in range(10, 200) if rig.tier.put(key_of(name), rig.buffer())]
+        assert len(taken) <= 12
+        assert rig.tier.stats()["drops"]["queue is full"] == 190 - len(taken)
+        rig.wait(len(taken))
+    with Rig(tmp_path / "bytes", slots=300, calls=calls, limits=Limits(queue_bytes=4 * CHUNK)) as rig:
+        taken = [name for name in range(10, 200) if rig.tier.put(key_of(name), rig.buffer())]
+        assert len(taken) == 4
+        rig.wait(4)
+
+
+def test_reads_overtake_writes(tmp_path: Path) -> None:
+    calls = FaultyCalls()
+    with Rig(tmp_path, slots=64, calls=calls) as rig:
+        rig.store("a")
+        calls.faults.append(Fault(points=("writev",), delay_s=0.02))
+        puts = sum(rig.tier.put(key_of(name), rig.buffer()) for name in range(20))
+        rig.tier.start_load(key_of("a"), rig.buffer())
+        kinds = [completion.kind for completion in rig.wait(puts + 1)]
+        assert kinds.index("load") <= 4
+
+
+def test_failed_opening_leaves_nothing_locked_or_open(tmp_path: Path) -> None:
+    Rig(tmp_path).close()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(8):
+        with pytest.raises(OSError, match="on purpose"):
+            Rig(tmp_path, calls=FaultyCalls(Fault(error=errno.EMFILE, at=number)))
+            raise OSError("on purpose: this call may fail without harm")
+    assert len(os.listdir("/proc/self/fd")) == before
+    Rig(tmp_path).close()
+
+
+def test_health_doubles_its_pause_while_probes_fail_and_forgets_it_after_a_long_time() -> None:
+    health = Health(HealthLimits(max_errors=2, stall_s=1, first_pause_s=1, longest_pause_s=4))
+    health.failed(0, "EIO")
+    health.worked()
+    health.failed(0, "EIO")
+    assert health.is_open
+    health.failed(0, "EIO")
+    assert not health.is_open and health.reason == "EIO"
+    now_s = 0.0
+    for pause_s in (1, 2, 4, 4):
+        assert not health.wants_probe(now_s + pause_s - 0.1)
+        now_s += pause_s
+        assert health.wants_probe(now_s) and not health.wants_probe(now_s)
+        health.probed(now_s, ok=False)
+    health.probed(now_s, ok=True)
+    assert health.is_open
+    health.watch(now_s + 100, now_s)
+    assert not health.is_open and health.reason == "stalled"
+    assert health.wants_probe(now_s + 101)
