@@ -155,14 +155,13 @@ class Catalog:
 
     def adopt(self, slot: int, key: bytes, sequence: int) -> bool:
         """Take in what a scan found, unless slot or key have another use by now, or something newer."""
-        if key in self.slots:
-            return False
         if self._state[slot] == _READY and self.sequences[slot] < sequence:
-            self._drop(slot)  # its row was older than its record
-        elif slot in self._free:
-            del self._free[slot]
-        else:
+            stale = self._keys[slot]
+            assert stale is not None
+            self.forget(slot, stale, self.sequences[slot])  # its row was older than its record
+        if slot not in self._free or key in self.slots:
             return False
+        del self._free[slot]
         self.publish(slot, key, sequence)
         return True
 
