@@ -24,7 +24,7 @@ SLAB_BYTES = 2**30
 LOCK_FILE, PROBE_FILE = "lock", "probe"
 OUR_FILES = re.compile(r"lock|probe|index|index\.tmp|journal|slab-\d{6,}")
 OUR_DIRECTORIES = re.compile(r"[0-9a-f]{32}")
-_SLAB = re.compile(r"slab-(\d{6,})")
+SLAB_FILE = re.compile(r"slab-(\d{6,})")
 
 
 class DirectoryInUse(OSError):
@@ -158,7 +158,7 @@ class Slabs:
 
     def _found(self) -> Iterator[tuple[int, str]]:
         for name in os.listdir(self._directory):
-            if match := _SLAB.fullmatch(name):
+            if match := SLAB_FILE.fullmatch(name):
                 yield int(match[1]), name
 
 

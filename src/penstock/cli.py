@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _user_errors() -> tuple[type[BaseException], ...]:
+    from penstock.cache.tiers.operate import CacheError
     from penstock.engine.client import EngineDead
     from penstock.engine.config import ConfigError
     from penstock.engine.model_files import ModelError
@@ -46,7 +47,7 @@ def _user_errors() -> tuple[type[BaseException], ...]:
     from penstock.executor.protocol import ExecutorError
     from penstock.router.config import RouteError
 
-    return EngineDead, ConfigError, ModelError, InvalidRequest, ExecutorError, RouteError
+    return CacheError, EngineDead, ConfigError, ModelError, InvalidRequest, ExecutorError, RouteError
 
 
 def _serve() -> Command:
@@ -67,6 +68,12 @@ def _bench() -> Command:
 
     others = [("eplb", eplb, "Plans that spread experts over ranks: time, balance, moves; tables and a heat map.")]
     return lambda parser: bench.add_arguments(parser, others), bench.run
+
+
+def _cache() -> Command:
+    from penstock.cache.tiers import operate
+
+    return operate.add_arguments, operate.run
 
 
 def _export() -> Command:
@@ -98,6 +105,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "serve": ("Serve a model over an OpenAI-compatible API.", _serve),
     "route": ("Put one address in front of many servers, each request where its prefix lies.", _route),
     "bench": ("Measure a server or the engine itself.", _bench),
+    "cache": ("Inspect, verify or clear KV blocks on a disk.", _cache),
     "export": ("Write a model as a Hugging Face folder (safetensors and tokenizer).", _export),
 }
 

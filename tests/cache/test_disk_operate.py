@@ -1,0 +1,81 @@
+"""`penstock cache inspect|verify|clear`."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from penstock.cache.tiers.record import HEADER_BYTES, slot_bytes
+from penstock.cli import main
+from tests.cache.disk_rig import CHUNK, Rig
+
+
+def filled(path: Path, **more: object) -> Path:
+    with Rig(path, **more) as rig:  # type: ignore[arg-type]
+        rig.store(*range(8))
+        return Path(rig.tier.directory)
+
+
+def test_inspect_tells_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = filled(tmp_path)
+    assert main(["cache", "inspect", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert folder.name in said and "records      8 of" in said and "in use       no" in said and "in order" in said
+
+
+def test_inspect_names_who_uses_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Rig(tmp_path):
+        assert main(["cache", "inspect", str(tmp_path)]) == 0
+    assert f"in use       by process {os.getpid()}" in capsys.readouterr().out
+
+
+def test_verify_finds_the_one_bad_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = filled(tmp_path)
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    assert "8 good, 0 bad" in capsys.readouterr().out
+    with (folder / "slab-000000").open("r+b") as file:
+        file.seek(3 * slot_bytes(CHUNK) + HEADER_BYTES + 17)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    assert main(["cache", "verify", str(tmp_path)]) == 1
+    assert "7 good, 1 bad" in capsys.readouterr().out
+
+
+def test_verify_needs_no_index(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (filled(tmp_path) / "index").unlink()
+    assert main(["cache", "verify", str(tmp_path)]) == 0
+    assert "0 good, 0 bad, 8 good ones that the index does not know" in capsys.readouterr().out
+
+
+def test_clear_touches_only_its_own_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, other = filled(tmp_path), filled(tmp_path, fingerprint=b"other")
+    mine = [tmp_path / "notes.txt", folder / "mine.txt", tmp_path / "folder" / "slab-000000"]
+    (tmp_path / "folder").mkdir()
+    for path in mine:
+        path.write_text("keep")
+    with Rig(tmp_path) as rig:
+        assert main(["cache", "clear", str(tmp_path)]) == 1  # one is in use, and said to be
+        assert "not cleared: " in capsys.readouterr().out and not other.exists()
+        rig.tier.check()
+        assert rig.hits(*range(8)) == 8
+    assert main(["cache", "clear", str(tmp_path)]) == 0
+    assert list(folder.iterdir()) == [folder / "mine.txt"]
+    assert all(path.read_text() == "keep" for path in mine)
+    with Rig(tmp_path) as rig:
+        assert rig.hits(*range(8)) == 0
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "inspect", str(tmp_path / "absent")]) == 2
+    assert "absent: No such file or directory" in capsys.readouterr().err
+    assert main(["cache", "clear", str(tmp_path)]) == 0
+    assert "no records below" in capsys.readouterr().out
+
+
+def test_every_action_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["cache", "--help"], ["cache", "clear", "--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 0
+    assert "Other files are left alone" in capsys.readouterr().out
