@@ -53,9 +53,9 @@ def _decoder(read_spec: Callable[[Fields], DecoderSpec]) -> Architecture:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "Gemma3ForCausalLM": _decoder(families.gemma3),
     "DeepseekV2ForCausalLM": _decoder(moe_families.deepseek_v2),
     "DeepseekV3ForCausalLM": _decoder(moe_families.deepseek_v3),
+    "Gemma3ForCausalLM": _decoder(families.gemma3),
     "LlamaForCausalLM": _decoder(families.llama),
     "MistralForCausalLM": _decoder(families.mistral),
     "MixtralForCausalLM": _decoder(moe_families.mixtral),
