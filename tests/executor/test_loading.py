@@ -150,7 +150,7 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
             {"architectures": ["EvilForCausalLM"]},
             "architectures: ['EvilForCausalLM'] found; one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Gemma3ForCausalLM",
         ),
-        ({"architectures": None}, "architectures: [] found; one of Gemma3"),
+        ({"architectures": None}, "architectures: [] found; one of DeepseekV2"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 found; an integer from 1 to 1024 is expected"),
         ({"hidden_size": "64"}, "hidden_size: '64' found; an integer"),
         ({"num_attention_heads": 0}, "num_attention_heads: 0 found"),
