@@ -30,7 +30,7 @@ from penstock.cache.tiers.transport import CORRUPT, NO_ROOM, STALE, Transport
 from penstock.cache.tiers.workers import LOAD, PROBE, STORE, Job, Workers
 
 MAX_CHUNK_BYTES = 2**30
-NUM_WORKERS = 2
+NUM_WORKERS = 3  # two keep the disk busy, one checks or hashes meanwhile
 _BAD_RECORD = (CORRUPT, STALE, "EIO")  # trying again will not mend it
 
 

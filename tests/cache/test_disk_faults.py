@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cache.tiers.disk import Limits
+from penstock.cache.tiers.disk import NUM_WORKERS, Limits
 from penstock.cache.tiers.faults import ERRORS, Fault, FaultyCalls
 from penstock.cache.tiers.health import Health, HealthLimits
 from penstock.cache.tiers.record import slot_bytes
@@ -144,12 +144,12 @@ def test_a_hanging_read_keeps_its_buffer_and_everything_else_goes_on(tmp_path: P
         while rig.tier.stats()["is_open"]:
             ended += rig.tier.poll()
         ended += rig.tier.poll()
-        # Two are in the system's hands, and their buffers with them; those behind them are given back at once.
-        assert len(ended) == 8 and not any(completion.ok for completion in ended)
-        assert rig.tier.stats()["loading"] == 2
+        # Some are in the system's hands, and their buffers with them; those behind them are given back at once.
+        assert len(ended) == 10 - NUM_WORKERS and not any(completion.ok for completion in ended)
+        assert rig.tier.stats()["loading"] == NUM_WORKERS
         assert not rig.tier.put(key_of("x"), rig.buffer())
         calls.faults.clear()
-        ended += rig.wait(2)
+        ended += rig.wait(NUM_WORKERS)
         assert {completion.ticket for completion in ended} == outs
         wait_until_open(rig)
         assert rig.hits(*range(20)) == 20
@@ -179,7 +179,7 @@ def test_a_slow_disk_drops_stores_instead_of_queueing_them(tmp_path: Path) -> No
     with Rig(tmp_path, slots=300, calls=calls, limits=limits) as rig:
         rig.store(*range(5))
         taken = [name for name in range(10, 200) if rig.tier.put(key_of(name), rig.buffer())]
-        assert len(taken) <= 12
+        assert len(taken) <= 16
         assert rig.tier.stats()["drops"]["queue is full"] == 190 - len(taken)
         rig.wait(len(taken))
     with Rig(tmp_path / "bytes", slots=300, calls=calls, limits=Limits(queue_bytes=4 * CHUNK)) as rig:
@@ -196,7 +196,7 @@ def test_reads_overtake_writes(tmp_path: Path) -> None:
         puts = sum(rig.tier.put(key_of(name), rig.buffer()) for name in range(20))
         rig.tier.start_load(key_of("a"), rig.buffer())
         kinds = [completion.kind for completion in rig.wait(puts + 1)]
-        assert kinds.index("load") <= 4
+        assert kinds.index("load") <= 2 * NUM_WORKERS
 
 
 def test_failed_opening_leaves_nothing_locked_or_open(tmp_path: Path) -> None:

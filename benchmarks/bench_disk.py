@@ -1,0 +1,322 @@
+"""The disk tier: what storing costs the caller, beside LMCache's; bandwidth beside raw O_DIRECT; lookup; restart.
+
+    python benchmarks/bench_disk.py --dir DIR [--peer-python PATH] [--rounds 10]
+
+A store of 2,048 tokens is eight chunks of 8 MiB. Its cost on the calling thread is taken on an empty disk and with
+20,000 resident chunks where every further one evicts; writing and unlinking are left out on both sides, which take
+turns. Bandwidth is that of real files in DIR (3 GiB are needed), with the same buffers and slots as the raw calls of
+two threads that it is compared with. Prints what it finds and one line of JSON.
+"""
+
+import argparse
+import json
+import os
+import select
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+import timeit
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pairs import alternate, judge, record
+
+from penstock.cache.tiers.calls import Calls
+from penstock.cache.tiers.directory import SLAB_BYTES, open_directory, slab_name
+from penstock.cache.tiers.disk import DiskTier, slots_within
+from penstock.cache.tiers.journal import ROWS, Geometry, Journal
+from penstock.cache.tiers.memory import huge_array
+from penstock.cache.tiers.record import HEADER_BYTES, namespace_of, slot_bytes
+
+CHUNK = 8 * 2**20
+BATCH = 8
+RESIDENT = 20_000
+MANY = 100_000
+BATCHES_A_ROUND = 30
+CHUNKS_A_RUN = 96
+RAW_THREADS = 2  # more add latency, and no bandwidth
+FINGERPRINT = b"benchmark"
+
+
+class NoWrites(Calls):
+    """Records go nowhere; all else is as always."""
+
+    def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
+        return sum(map(len, parts)) if len(parts) > 1 else super().writev(file, parts, offset)
+
+    def allocate(self, file: int, size_bytes: int) -> None:
+        os.ftruncate(file, size_bytes)
+
+
+class Ours:
+    """A tier with so many records, real in everything but their bytes."""
+
+    def __init__(self, folder: Path, resident: int, full: bool) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        slots = resident if full else resident + 10**4
+        capacity = slots * (slot_bytes(CHUNK) + 4096) + 2**26
+        make_records(folder, resident, capacity)
+        self.tier = DiskTier(
+            folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT, calls=NoWrites()
+        )
+        if full:  # the records that fit into what the capacity leaves beside them
+            self._fill(self.tier.stats()["slots"] - len(self.tier) + BATCH)
+            self.tier._admission.admits = lambda key: True  # type: ignore[method-assign]  # every store evicts
+        self._chunks = [memoryview(chunk) for chunk in huge_array(BATCH, CHUNK)]
+        self.polls: list[float] = []
+
+    def batches(self, count: int) -> list[float]:
+        seconds = []
+        for _ in range(count):
+            keys = [os.urandom(32) for _ in range(BATCH)]
+            put, chunks = self.tier.put, self._chunks
+            started_s = time.perf_counter()
+            for key, chunk in zip(keys, chunks, strict=True):
+                put(key, chunk)
+            seconds.append(time.perf_counter() - started_s)
+            self.drain(BATCH)
+        return seconds
+
+    def drain(self, count: int) -> None:
+        while count:
+            time.sleep(0.0002)
+            started_s = time.perf_counter()
+            count -= len(self.tier.poll())
+            self.polls.append(time.perf_counter() - started_s)
+
+    def _fill(self, count: int) -> None:
+        chunk = huge_array(1, CHUNK)[0]
+        self.polls = []
+        for _ in range(max(count, 0)):
+            self.tier.put(os.urandom(32), memoryview(chunk))
+            self.drain(1)
+
+
+def make_records(folder: Path, count: int, capacity: int) -> None:
+    """An index of that many records, and slab files as long as it takes, with no blocks of their own."""
+    namespace = namespace_of(FINGERPRINT, CHUNK)
+    folder.mkdir(parents=True, exist_ok=True)
+    if count == 0:
+        return
+    directory = open_directory(str(folder / namespace.hex()[:32]), create=True)
+    rows = np.zeros(count, ROWS)
+    rows["key"] = np.random.default_rng(1).integers(0, 256, (count, 32), np.uint8).view("V32")[:, 0]
+    rows["sequence"] = rows["stamp"] = np.arange(1, count + 1)
+    rows["slot"] = np.arange(count)
+    rows["live"] = 1
+    num_slots = slots_within(capacity, CHUNK)
+    Journal(Calls(), directory, Geometry(namespace, slot_bytes(CHUNK), num_slots), 0).snapshot(
+        rows, count + 1, clean=True
+    )
+    per_slab = SLAB_BYTES // slot_bytes(CHUNK)
+    for slab in range(-(-count // per_slab)):
+        file = os.open(slab_name(slab), os.O_CREAT | os.O_RDWR, 0o600, dir_fd=directory)
+        os.ftruncate(file, min(per_slab, num_slots - slab * per_slab) * slot_bytes(CHUNK))
+        os.close(file)
+    os.close(directory)
+
+
+class Peer:
+    def __init__(self, python: str, folder: Path, resident: int, full: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [
+            python,
+            str(Path(__file__).parent / "disk_peer.py"),
+            str(folder),
+            str(CHUNK),
+            str(resident),
+            str(int(full)),
+        ]
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self._process = subprocess.Popen(
+            command,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        assert self._process.stdout is not None
+        if self._process.stdout.readline() != "ready\n":
+            raise SystemExit(f"{python}: LMCache does not run there")
+
+    def batches(self, count: int) -> list[float]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(count, file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    p50, p99 = np.percentile(seconds, [50, 99]) * 1e6
+    return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
+
+
+def store_path(args: argparse.Namespace) -> dict[str, Any]:
+    sides: dict[str, Any] = {
+        "empty": Ours(args.dir / "empty", 0, full=False),
+        "full": Ours(args.dir / "full", RESIDENT, full=True),
+    }
+    if args.peer_python:
+        sides["LMCache empty"] = Peer(args.peer_python, args.dir / "peer", 0, full=False)
+        sides["LMCache full"] = Peer(args.peer_python, args.dir / "peer", RESIDENT, full=True)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side.batches(3)
+        if isinstance(side, Ours):
+            side.polls.clear()
+    for _ in range(args.rounds):
+        for name, side in sides.items():
+            count = BATCHES_A_ROUND if isinstance(side, Ours) else max(BATCHES_A_ROUND // 10, 3)
+            seconds[name] += side.batches(count)
+    figures: dict[str, Any] = {name: quantiles(values) for name, values in seconds.items()}
+    figures["poll"] = quantiles([*sides["empty"].polls, *sides["full"].polls])
+    figures["p99 full to empty"] = round(figures["full"]["p99_us"] / figures["empty"]["p99_us"], 2)
+    for name in ("empty", "full"):
+        if args.peer_python:
+            ratio = statistics.median(seconds[name]) / statistics.median(seconds[f"LMCache {name}"])
+            figures[f"{name} to LMCache"] = round(ratio, 5)
+    for side in sides.values():
+        (side.tier if isinstance(side, Ours) else side).close()
+    return figures
+
+
+def bandwidth(args: argparse.Namespace) -> dict[str, Any]:
+    folder = args.dir / "bandwidth"
+    shutil.rmtree(folder, ignore_errors=True)
+    capacity = (CHUNKS_A_RUN * 2 + 4) * slot_bytes(CHUNK) + 2**24
+    chunks = huge_array(BATCH, CHUNK)
+    chunks[:] = np.random.default_rng(2).integers(0, 256, chunks.shape, np.uint8)
+    views = [memoryview(chunk) for chunk in chunks]
+    with DiskTier(folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT) as tier:
+        raw = Raw(folder / "raw", views)
+        keys: list[bytes] = []
+
+        def write() -> float:
+            started_s = time.perf_counter()
+            keys[:] = [os.urandom(32) for _ in range(CHUNKS_A_RUN)]
+            return _move(tier, [(key, views[at % BATCH]) for at, key in enumerate(keys)], tier.put, started_s)
+
+        def read() -> float:
+            jobs = [(key, views[at % BATCH]) for at, key in enumerate(keys)]
+            return _move(tier, jobs, tier.start_load, time.perf_counter())
+
+        tier._admission.admits = lambda key: True  # type: ignore[method-assign]  # every store is to be written
+        for _ in range(2):
+            write(), raw.write()  # every block has been written once
+        writes = alternate(write, raw.write, args.rounds)
+        reads = alternate(read, raw.read, args.rounds)
+        figures = {"is_direct": tier.stats()["is_direct"]}
+        raw.close()
+    for name, pairs in (("write", writes), ("verified read", reads)):
+        verdict = judge(pairs, higher_is_better=True)
+        gbs = statistics.median(pair.ours for pair in pairs)
+        figures[name] = {
+            "GB/s": round(gbs, 2),
+            "to raw": round(verdict.ratio, 3),
+            "interval": [verdict.low, verdict.high],
+        }
+    return figures
+
+
+def _move(tier: DiskTier, jobs: list[tuple[bytes, memoryview]], start: Any, started_s: float) -> float:
+    """GB/s of these loads or stores, at most eight under way so that each has a buffer of its own."""
+    ahead = len(jobs)
+    under_way = 0
+    at = 0
+    while at < ahead or under_way:
+        while at < ahead and under_way < BATCH:
+            assert start(*jobs[at]), tier.stats()
+            at, under_way = at + 1, under_way + 1
+        select.select([tier], [], [])
+        for completion in tier.poll():
+            assert completion.ok
+            under_way -= 1
+    return ahead * CHUNK / (time.perf_counter() - started_s) / 1e9
+
+
+class Raw:
+    """The same transfers without a tier: as many threads, O_DIRECT, one call for a header and a chunk."""
+
+    def __init__(self, path: Path, views: list[memoryview]) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._file, 0, CHUNKS_A_RUN * slot_bytes(CHUNK))
+        self._views = views
+        self._headers = [memoryview(header) for header in huge_array(RAW_THREADS, HEADER_BYTES)]
+
+    def write(self) -> float:
+        return self._run(os.pwritev)
+
+    def read(self) -> float:
+        return self._run(os.preadv)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _run(self, call: Any) -> float:
+        def work(worker: int) -> None:
+            for at in range(worker, CHUNKS_A_RUN, RAW_THREADS):
+                parts = [self._headers[worker], self._views[at % BATCH]]
+                assert call(self._file, parts, at * slot_bytes(CHUNK)) == slot_bytes(CHUNK)
+
+        started_s = time.perf_counter()
+        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(RAW_THREADS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return CHUNKS_A_RUN * CHUNK / (time.perf_counter() - started_s) / 1e9
+
+
+def restart_and_lookup(args: argparse.Namespace) -> dict[str, Any]:
+    folder = args.dir / "restart"
+    shutil.rmtree(folder, ignore_errors=True)
+    capacity = MANY * (slot_bytes(CHUNK) + 4096) + 2**26
+    make_records(folder, MANY, capacity)
+    seconds = []
+    for _ in range(args.rounds):
+        started_s = time.perf_counter()
+        tier = DiskTier(folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT)
+        seconds.append(time.perf_counter() - started_s)
+        assert len(tier) == MANY
+        names = {"contains": tier.contains, "keys": tier.keys()[::10]}
+        walk = min(timeit.repeat("[contains(key) for key in keys]", number=1, repeat=5, globals=names))
+        lookup_s = walk / len(names["keys"])
+        tier.close()
+    return {
+        "entries": MANY,
+        "restart_s": {"median": round(statistics.median(seconds), 3), "worst": round(max(seconds), 3)},
+        "lookup_ns": round(lookup_s * 1e9),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, required=True, help="a directory on the disk to measure; 3 GiB are used")
+    parser.add_argument("--peer-python", metavar="PATH", help="interpreter of an environment with LMCache 0.5.6")
+    parser.add_argument("--rounds", type=int, default=10)
+    args = parser.parse_args()
+    args.dir = args.dir / "penstock-bench-disk"
+    if not args.peer_python:
+        print("no --peer-python: LMCache is left out", file=sys.stderr)
+    try:
+        figures = {"store path": store_path(args), "bandwidth": bandwidth(args), "restart": restart_and_lookup(args)}
+    finally:
+        shutil.rmtree(args.dir, ignore_errors=True)
+    for title, values in figures.items():
+        print(title)
+        for name, value in values.items():
+            print(f"  {name:20} {value}")
+    record("disk", figures)
+
+
+if __name__ == "__main__":
+    main()
