@@ -36,6 +36,21 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--max-queued-requests", type=int, metavar="N", help="beyond this many, requests get 429 (default: 4096)")
     add("--block-size", type=int, metavar="N", help="tokens per KV block (default: 16)")
     add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="keep finished blocks for later requests with the same beginning (default: on)",
+    )
+    add("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+    add("--seed", type=int, metavar="N", help="for dummy weights (default: 0)")
+    add("--hf-overrides", type=_json_object, metavar="JSON", help="entries of the model's config.json to replace")
+    _add_memory_options(parser)
+    _add_rank_options(parser)
+
+
+def _add_memory_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("memory").add_argument
+    add(
         "--kv-cache-bytes",
         "--kv-cache-memory-bytes",
         type=size_bytes,
@@ -56,12 +71,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="share of the GPU to use when no size is given (default: 0.9)",
     )
-    add(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="keep finished blocks for later requests with the same beginning (default: on)",
-    )
+
+
+def _add_rank_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("ranks").add_argument
     add(
         "--enable-expert-parallel",
         action="store_true",
@@ -88,9 +101,6 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="use a Ray cluster also where its dashboard takes jobs from the network",
     )
-    add("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
-    add("--seed", type=int, metavar="N", help="for dummy weights (default: 0)")
-    add("--hf-overrides", type=_json_object, metavar="JSON", help="entries of the model's config.json to replace")
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:

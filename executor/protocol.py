@@ -10,9 +10,10 @@ history, so step N+1 can be built, and submitted, before the host has learned wh
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import msgspec
+from msgspec import Meta
 
 if TYPE_CHECKING:  # the light commands read this page too
     import numpy as np
@@ -180,13 +181,17 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When experts move between ranks, and how far it must be worth it."""
 
-    window: int = 1000  # steps; what was routed before counts less and less
-    interval: int = 3000  # steps between two looks at the load
-    redundant_experts: int = 0  # slots beyond one for each expert, over all ranks
-    target: float = 0.96  # mean load of a rank / load of the fullest that is good enough
-    max_moves: int | None = None  # experts that move at most, over all layers, at one rebalancing
-    min_gain_per_gib: float = 0.001  # of that ratio, mean over the layers, for a GiB that goes over the network
-    timeout_s: float = 30.0  # for the experts of one layer to arrive
+    window: Annotated[int, Meta(ge=1)] = 1000  # steps; what was routed before counts less and less
+    interval: Annotated[int, Meta(ge=1)] = 3000  # steps between two looks at the load
+    redundant_experts: Annotated[int, Meta(ge=0)] = 0  # slots beyond one for each expert, over all ranks
+    target: Annotated[float, Meta(gt=0, le=1)] = 0.96  # mean load of a rank / load of the fullest that is good enough
+    max_moves: Annotated[int, Meta(ge=0)] | None = (
+        None  # experts that move at most, over all layers, at one rebalancing
+    )
+    min_gain_per_gib: Annotated[float, Meta(ge=0)] = (
+        0.001  # of that ratio, mean over the layers, for a GiB that goes over the network
+    )
+    timeout_s: Annotated[float, Meta(gt=0)] = 30.0  # for the experts of one layer to arrive
 
 
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

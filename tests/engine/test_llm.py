@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, engine_config
 from penstock.engine.llm import LLM
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from tests.engine.simulation import alone, submit
@@ -164,3 +164,16 @@ def test_a_model_that_was_shut_down_says_so(folder: Path):
     llm.shutdown()
     with pytest.raises(RuntimeError, match="shut down"):
         llm.generate([[1]], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"interval": 0}, r"Expected `int` >= 1 - at `\$.eplb_config.interval`"),
+        ({"target": 2}, r"Expected `float` <= 1.0 - at `\$.eplb_config.target`"),
+        ({"windows": 3}, r"unknown field `windows` - at `\$.eplb_config`"),
+    ],
+)
+def test_options_of_moving_experts_are_checked_by_name_and_limit(given: dict, said: str):
+    with pytest.raises(ConfigError, match=said):
+        engine_config("anywhere", {"eplb_config": given})
