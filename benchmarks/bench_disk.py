@@ -300,7 +300,7 @@ def restart_and_lookup(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, required=True, help="a directory on the disk to measure; 3 GiB are used")
+    parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to measure; 3 GiB are used there")
     parser.add_argument("--peer-python", metavar="PATH", help="interpreter of an environment with LMCache 0.5.6")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()

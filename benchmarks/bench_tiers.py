@@ -193,7 +193,7 @@ MODES: dict[str, Callable[[Bench], dict[str, Any]]] = {"cost": cost, "ttft": ttf
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("mode", choices=MODES)
+    add("mode", choices=MODES, nargs="?", default="ttft")
     add("--model", help="default: the default model")
     add("--load-format", default="auto", choices=("auto", "dummy"))
     add("--pairs", type=int, default=10, metavar="N")
