@@ -52,7 +52,18 @@ def run_through(path: Path, calls: FaultyCalls) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=names)
 def test_whichever_call_fails_the_tier_lives_and_serves_nothing_wrong(tmp_path: Path, fault: Fault) -> None:
-    stride = 5 if fault.error == errno.EIO else 11
+    fail_every(5 if fault.error == errno.EIO else 11, tmp_path, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("fault", FAULTS, ids=names)
+def test_every_single_call_may_fail_with_every_error(tmp_path: Path, fault: Fault) -> None:
+    fail_every(1, tmp_path, fault)
+
+
+def fail_every(stride: int, tmp_path: Path, fault: Fault) -> None:
+    """One run for each `stride`-th call, which fails, until a run has no call of that number."""
     number = 0
     while True:
         calls = FaultyCalls(fault._replace(at=number))
@@ -61,21 +72,6 @@ def test_whichever_call_fails_the_tier_lives_and_serves_nothing_wrong(tmp_path: 
             break
         reopened_serves_only_what_is_right(tmp_path / str(number))
         number += stride
-    assert number > 40
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("fault", FAULTS, ids=names)
-def test_every_single_call_may_fail_with_every_error(tmp_path: Path, fault: Fault) -> None:
-    number = 0
-    while True:
-        calls = FaultyCalls(fault._replace(at=number))
-        run_through(tmp_path / str(number), calls)
-        if number >= calls.num_calls:
-            break
-        reopened_serves_only_what_is_right(tmp_path / str(number))
-        number += 1
     assert number > 40
 
 

@@ -1,7 +1,11 @@
 """Raw requests to a router, byte by byte."""
 
-import contextlib
 import socket
+
+from tests.engine.server import running
+from tests.engine.server.running import read_all
+
+__all__ = ["connect", "exchange", "post", "read_all", "status"]
 
 
 def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
@@ -16,17 +20,7 @@ def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
 def exchange(port: int, request: bytes) -> bytes:
     """Everything the router says until it closes; sending stops where it does not listen any more."""
     with connect(port) as sock:
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            sock.sendall(request)
-        return read_all(sock)
-
-
-def read_all(sock: socket.socket) -> bytes:
-    parts = []
-    with contextlib.suppress(ConnectionResetError):
-        while data := sock.recv(65536):
-            parts.append(data)
-    return b"".join(parts)
+        return running.exchange(sock, request)
 
 
 def status(answer: bytes) -> int:
