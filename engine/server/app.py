@@ -115,27 +115,13 @@ def build_app(engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate 
 def _routes(service: Service) -> list[Route]:
     started = int(time.time())
 
-    def model(name: str) -> reply.Model:
-        info = service.info
-        return reply.Model(
-            id=name,
-            created=started,
-            max_model_len=info.max_model_len,
-            root=service.model_name,
-            block_size=info.block_size,
-            fingerprint=info.fingerprint.hex(),
-            num_blocks=info.num_blocks - 1,  # block 0 holds nothing
-            max_num_batched_tokens=service.engine.max_num_batched_tokens,
-            text_digest=service.text_digest,
-        )
-
     async def models(request: Request) -> Response:
         await service.know_text_digest()
-        return _json(reply.Models([model(name) for name in service.config.served_model_names]))
+        return _json(reply.Models([_model(service, name, started) for name in service.config.served_model_names]))
 
     async def one_model(request: Request) -> Response:
         await service.know_text_digest()
-        return _json(model(service.check_model(request.path_params["model"])))
+        return _json(_model(service, service.check_model(request.path_params["model"]), started))
 
     async def health(request: Request) -> Response:
         state = service.engine.health()
@@ -174,6 +160,21 @@ def _routes(service: Service) -> list[Route]:
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets_by_path.items()] + [
         Route(post.path, Endpoint(service, post.handler), methods=["POST"]) for post in POSTS
     ]
+
+
+def _model(service: Service, name: str, started: int) -> reply.Model:
+    info = service.info
+    return reply.Model(
+        id=name,
+        created=started,
+        max_model_len=info.max_model_len,
+        root=service.model_name,
+        block_size=info.block_size,
+        fingerprint=info.fingerprint.hex(),
+        num_blocks=info.num_blocks - 1,  # block 0 holds nothing
+        max_num_batched_tokens=service.engine.max_num_batched_tokens,
+        text_digest=service.text_digest,
+    )
 
 
 def _page(html: str) -> Callable[[Request], Awaitable[Response]]:
