@@ -15,14 +15,12 @@ import msgspec
 import numpy as np
 
 from penstock.engine.http.kv_stream import Frame, Snapshot
-from penstock.router import policy as policies
 from penstock.router.hasher import HashName, KeySpace
 from penstock.router.index import Match
 from penstock.router.knowledge import Knowledge, ReplicaCache
 from penstock.router.load import Charge, Fleet, Ledger, ReplicaLoad
-from penstock.router.policy import Column, PolicyConfig
+from penstock.router.policy import PolicyConfig
 
-TIE_S = 1e-6
 UNKNOWN_BLOCKS = 2**14  # of a replica that does not say: little enough that the guess forgets in time
 NO_CACHE: frozenset[str] = frozenset()
 
@@ -72,17 +70,15 @@ class Brain:
         seed: int = 0,
     ) -> None:
         self.policy = policy.check()
-        self.fleet = Fleet()
+        self.fleet = Fleet(policy, seed)
         self.knowledge = Knowledge(policy, clock)
         self.ledger = Ledger(clock)
         self._clock = clock
-        self._rng = np.random.default_rng(seed)
         self._replicas: dict[str, Replica] = {}
         self._rows: dict[int, Replica] = {}
         self._spaces: tuple[KeySpace, ...] = ()  # replaced as a whole: `prepare` reads it from other threads
-        self._space_of_row = np.zeros(8, dtype=np.intp)
+        self._space_of_row = np.zeros(8, dtype=np.int64)
         self._sessions: OrderedDict[str, str] = OrderedDict()
-        self._turn = -1
 
     # -- who is there --------------------------------------------------------------------------------------
 
@@ -141,18 +137,14 @@ class Brain:
         self.knowledge.tick()
         now_s = self._clock()
         fleet = self.fleet
-        cached = np.minimum(self._cached_tokens(prompt), max(num_tokens - 1, 0))
-        backlog = fleet.backlog(now_s)
-        overflow = np.maximum(fleet.held + num_tokens - fleet.capacity, 0.0)
-        ttft = policies.predicted_ttft(
-            backlog, num_tokens - cached, fleet.speed, fleet.active, overflow, self.policy.decode_s
+        self._look_up(prompt)
+        sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
+        row = fleet.choose(
+            num_tokens,
+            now_s,
+            -1 if sticky is None else sticky.load.row,
+            [self._replicas[name].load.row for name in exclude if name in self._replicas] if exclude else (),
         )
-        is_shut = fleet.is_open == 0.0
-        scores = ttft + self.policy.wear * fleet.crowding() * (num_tokens - cached) / fleet.speed
-        for name in exclude:
-            if name in self._replicas:
-                is_shut[self._replicas[name].load.row] = True
-        row = self._pick(scores, cached, is_shut, num_tokens, session)
         if row < 0:
             return None
         replica = self._rows[row]
@@ -161,7 +153,7 @@ class Brain:
         if prompt is not None:
             for space, match in prompt.matches:
                 if space == replica.cache.space and len(match.keys):
-                    num_known = int(cached[row]) // space.block_size + 1
+                    num_known = int(fleet.cached[row]) // space.block_size + 1
                     self.knowledge.expect(replica.cache, match.keys, min(num_known, len(match.keys)))
         self.ledger.num_placed += 1
         return Charge(
@@ -169,55 +161,19 @@ class Brain:
             replica.load,
             replica.name,
             num_tokens,
-            float(cached[row]),
-            float(backlog[row]),
-            float(ttft[row]),
+            float(fleet.cached[row]),
+            float(fleet.backlog[row]),
+            float(fleet.ttft[row]),
         )
 
-    def _pick(self, costs: Column, cached: Column, is_shut: Any, num_tokens: int, session: str | None) -> int:
-        fleet, name = self.fleet, self.policy.name
-        if name == "round-robin":
-            return self._next_in_turn(is_shut)
-        if name == "predicted-ttft":
-            scores = costs
-        elif name == "prefix":
-            scores = policies.prefix(cached, fleet.active, ~is_shut, num_tokens)
-        else:
-            scores = fleet.active.copy()
-        scores[is_shut] = np.inf
-        row = policies.best(scores, TIE_S, self._rng)
-        if name == "predicted-ttft" and session is not None and row >= 0:
-            known = self._replicas.get(self._sessions.get(session, ""))
-            if known is not None and scores[known.load.row] <= scores[row] + self.policy.affinity_s:
-                return known.load.row
-        return row
-
-    def _next_in_turn(self, is_shut: Any) -> int:
-        open_rows = np.flatnonzero(~is_shut)
-        if len(open_rows) == 0:
-            return -1
-        later = open_rows[open_rows > self._turn]
-        self._turn = int(later[0] if len(later) else open_rows[0])
-        return self._turn
-
-    def _cached_tokens(self, prompt: Prompt | None) -> Column:
-        num_rows = self.fleet.num_rows
-        cached = np.zeros(num_rows)
-        if prompt is None:
-            return cached
-        version = self.knowledge.index.version()
-        for space, match in prompt.matches:
-            if space not in self._spaces:  # the last replica that named blocks so has left since
-                continue
-            # A slot may have come between sizing the counts and filling them, in the thread that prepared.
-            if match.version != version or len(match.counts) < self.knowledge.index.num_slots:
-                match = self.knowledge.index.match(match.keys)
-            here = self.knowledge.cached_tokens(match, space, num_rows)
-            if len(self._spaces) == 1:
-                return here
-            is_here = self._space_of_row[:num_rows] == self._spaces.index(space)
-            cached[is_here] = here[is_here]
-        return cached
+    def _look_up(self, prompt: Prompt | None) -> None:
+        """What of the prompt is cached where, into the fleet's column."""
+        cached = self.fleet.cached
+        cached.fill(0.0)
+        for space, match in () if prompt is None else prompt.matches:
+            if space in self._spaces:  # else the last replica that named blocks so has left since
+                index = self._spaces.index(space)
+                self.knowledge.cached_tokens(match, space.block_size, self._space_of_row, index, cached)
 
     def _remember(self, session: str, name: str) -> None:
         self._sessions[session] = name
@@ -246,18 +202,14 @@ class Brain:
     def view(self) -> dict[str, dict[str, Any]]:
         """Per replica, what /replicas shows."""
         now_s = self._clock()
-        backlog = self.fleet.backlog(now_s)
-        return {
-            name: self._view_one(replica, float(backlog[replica.load.row]), now_s)
-            for name, replica in self._replicas.items()
-        }
+        return {name: self._view_one(replica, now_s) for name, replica in self._replicas.items()}
 
-    def _view_one(self, replica: Replica, backlog: float, now_s: float) -> dict[str, Any]:
+    def _view_one(self, replica: Replica, now_s: float) -> dict[str, Any]:
         row, cache = replica.load.row, replica.cache
         return {
             "available": bool(self.fleet.is_open[row]),
             "active_requests": int(self.fleet.active[row]),
-            "queued_tokens": round(backlog),
+            "queued_tokens": round(self.fleet.backlog_of(row, now_s)),
             "held_tokens": int(self.fleet.held[row]),
             "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
             "prefill_tokens_per_s": round(float(self.fleet.speed[row]), 1),
@@ -312,7 +264,7 @@ class Brain:
 
     def _count_spaces(self) -> None:
         if len(self._space_of_row) < self.fleet.num_rows:
-            self._space_of_row = np.zeros(2 * self.fleet.num_rows, dtype=np.intp)
+            self._space_of_row = np.zeros(2 * self.fleet.num_rows, dtype=np.int64)
         for row, replica in self._rows.items():
             self._space_of_row[row] = self._spaces.index(replica.cache.space)
 

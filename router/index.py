@@ -5,9 +5,7 @@ holds a lock, and the calls release the GIL. Memory is bounded at construction.
 """
 
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -63,12 +61,12 @@ class RouteIndex:
 
     def store(self, slot: int, keys: bytes | Keys, key_bytes: int = 8) -> int:
         """Returns how many keys the slot's limit refused."""
-        with _buffer(keys) as raw:
-            return lib.penstock_route_store(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
+        raw = ffi.from_buffer("uint8_t[]", keys)
+        return lib.penstock_route_store(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
 
     def remove(self, slot: int, keys: bytes | Keys, key_bytes: int = 8) -> None:
-        with _buffer(keys) as raw:
-            lib.penstock_route_remove(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
+        raw = ffi.from_buffer("uint8_t[]", keys)
+        lib.penstock_route_remove(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
 
     def hope(self, slot: int, keys: Keys, num_known: int | None = None) -> None:
         """`num_known`: how many leading keys may be facts of this slot; where not given, all may."""
@@ -125,9 +123,3 @@ class RouteIndex:
     def check(self) -> None:
         """Assert every invariant; O(entries)."""
         assert lib.penstock_route_check(self._index) == 1, "the index is broken"
-
-
-@contextmanager
-def _buffer(keys: bytes | Keys) -> Iterator[Any]:
-    with ffi.from_buffer("uint8_t[]", keys) as raw:
-        yield raw

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
 from penstock.router.hasher import Keys, KeySpace
 from penstock.router.index import Match, RouteIndex
-from penstock.router.policy import Column, PolicyConfig
+from penstock.router.load import Column
+from penstock.router.policy import PolicyConfig
 
 TIERS = ("device", "host", "disk")
 OLDER = len(TIERS)  # a row's fourth slot: the older generation of a guess
@@ -56,7 +58,11 @@ class Knowledge:
         self.index = RouteIndex(config.max_facts, seed=seed)
         nobody = self.index.add_slot(0)
         assert nobody == NOBODY
-        self._slots = np.zeros((OLDER + 1, 8), dtype=np.intp)
+        self._slots = np.zeros((OLDER + 1, 8), dtype=np.int64)
+        self._c = ffi.new(
+            "struct penstock_slots *", {"host_credit": config.host_credit, "disk_credit": config.disk_credit}
+        )
+        self._name_slots()
         self._caches: dict[int, ReplicaCache] = {}
         self._num_deep = 0  # replicas with something in a tier beneath the device
         self._faded_s = clock()
@@ -64,6 +70,7 @@ class Knowledge:
     def add(self, row: int, space: KeySpace, num_blocks: int) -> ReplicaCache:
         while row >= self._slots.shape[1]:
             self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)], axis=1)
+            self._name_slots()
         cache = ReplicaCache(row, space, num_blocks, self._clock())
         self._caches[row] = cache
         self._slots[:, row] = NOBODY
@@ -189,18 +196,29 @@ class Knowledge:
 
     # -- what it comes to ----------------------------------------------------------------------------------
 
-    def cached_tokens(self, match: Match, space: KeySpace, num_rows: int) -> Column:
-        """Per row, how many tokens of the prompt need not be computed there; deeper tiers count in part."""
-        counts = match.counts
-        slots = self._slots[:, :num_rows]
-        blocks: npt.NDArray[np.float64] = np.maximum(counts[slots[0]], counts[slots[OLDER]]).astype(np.float64)
-        if self._num_deep:
-            reach = blocks.copy()
-            for layer, credit in ((1, self._config.host_credit), (2, self._config.disk_credit)):
-                deeper = counts[slots[layer]]
-                blocks += credit * np.maximum(deeper - reach, 0)
-                reach = np.maximum(reach, deeper)
-        return blocks * space.block_size
+    def cached_tokens(
+        self, match: Match, block_size: int, space_of_row: npt.NDArray[np.int64], space: int, out: Column
+    ) -> None:
+        """Per row of the key space, how many tokens of the prompt need not be computed there; deeper tiers count in
+        part."""
+        # A slot may have come between sizing the counts and filling them, in the thread that prepared.
+        if match.version != self.index.version() or len(match.counts) < self.index.num_slots:
+            match = self.index.match(match.keys)
+        lib.penstock_cached_tokens(
+            self._c,
+            ffi.from_buffer("int32_t[]", match.counts),
+            block_size,
+            ffi.from_buffer("int64_t[]", space_of_row),
+            space,
+            self._num_deep,
+            len(out),
+            ffi.from_buffer("double[]", out),
+        )
+
+    def _name_slots(self) -> None:
+        start, stride = ffi.from_buffer("int64_t[]", self._slots), self._slots.shape[1]
+        for layer, name in enumerate((*TIERS, "older")):
+            setattr(self._c, name, start + layer * stride)
 
     def num_held(self, cache: ReplicaCache) -> dict[str, int]:
         held = {tier: self.index.num_held(int(self._slots[layer, cache.row])) for layer, tier in enumerate(TIERS)}

@@ -4,10 +4,15 @@ A charge is made when a request is placed and released exactly once, whatever be
 drains and restarts never touch these numbers. From the charges' first tokens the replica's prefill speed is learned.
 """
 
+from collections.abc import Collection
+
 import numpy as np
 import numpy.typing as npt
 
-from penstock.router.policy import Column
+from penstock._csrc import ffi, lib
+from penstock.router.policy import POLICIES, PolicyConfig
+
+Column = npt.NDArray[np.float64]
 
 SPEED_MEMORY = 0.9  # weight of the past at each sample
 UNKNOWN_CAPACITY = 2.0**18  # tokens
@@ -15,7 +20,8 @@ MIN_SAMPLE_TOKENS = 256  # shorter waits say more about the network than about t
 
 
 class Fleet:
-    """One row per replica; a freed row is used again. Columns are views of one array that grows by doubling."""
+    """One row per replica; a freed row is used again. Columns are views of one array that grows by doubling, and
+    csrc/route_choice.c chooses among them."""
 
     FIELDS = (
         "queued",
@@ -25,10 +31,13 @@ class Fleet:
         "held",
         "capacity",
         "speed",
-        "is_known",
         "filled",
         "per_capacity",
         "is_open",
+        "cached",
+        "backlog",
+        "ttft",
+        "score",
     )
     queued: Column  # tokens placed there whose first token has not come
     head: Column  # of these, the oldest request's
@@ -37,15 +46,29 @@ class Fleet:
     held: Column  # tokens of KV that they hold or will need
     capacity: Column  # tokens of KV there are
     speed: Column  # learned, tokens of prefill per second
-    is_known: Column  # 1: the speed was learned or told; where it is 0, that of the others is assumed
     filled: Column  # tokens of new content that went there of late: what its cache had to make room for
     per_capacity: Column  # one over the capacity, where that is not known over a middling one
-    is_open: npt.NDArray[np.float64]  # 1: takes requests
+    is_open: Column  # 1: takes requests
+    cached: Column  # of a prompt that is to be placed: tokens that need not be computed there
+    backlog: Column  # at the last choice: queued tokens, less what the oldest request must have got done
+    ttft: Column  # and what it predicted
+    score: Column  # and what it went by
 
-    def __init__(self) -> None:
+    def __init__(self, policy: PolicyConfig = PolicyConfig(), seed: int = 0) -> None:  # noqa: B008
         self._free: list[int] = []
+        self._unknown: set[int] = set()  # rows whose speed was neither learned nor told: that of the others is assumed
         self.num_rows = 0
-        self._total_capacity = 0.0
+        self._c = ffi.new(
+            "struct penstock_fleet *",
+            {
+                "wear": policy.wear,
+                "decode_s": policy.decode_s,
+                "affinity_s": policy.affinity_s,
+                "policy": POLICIES.index(policy.name),
+                "turn": -1,
+                "random": seed + 1,
+            },
+        )
         self._columns = np.zeros((len(self.FIELDS), 8))
         self._name_columns()
 
@@ -59,43 +82,54 @@ class Fleet:
                 self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
             self._name_columns()
         self._columns[:, row] = 0.0
-        self.capacity[row], self.speed[row], self.is_known[row] = capacity, speed, is_known
+        self.capacity[row], self.speed[row] = capacity, speed
         self.per_capacity[row] = 1.0 / (UNKNOWN_CAPACITY if np.isinf(capacity) else capacity)
-        self._total_capacity += 1.0 / self.per_capacity[row]
+        if not is_known:
+            self._unknown.add(row)
+        self._count_rows()
         return row
 
     def remove(self, row: int) -> None:
-        self._total_capacity -= 1.0 / self.per_capacity[row]
         self._columns[:, row] = 0.0
         self.speed[row] = 1.0  # a divisor
+        self._unknown.discard(row)
         self._free.append(row)
+        self._count_rows()
+
+    def choose(self, num_tokens: int, now_s: float, sticky: int = -1, excluded: Collection[int] = ()) -> int:
+        """The row for a request by what `cached` says of its prompt, -1 if none is open; `sticky` is its session's."""
+        rows = ffi.new("int64_t[]", list(excluded)) if excluded else ffi.NULL
+        return lib.penstock_fleet_choose(self._c, num_tokens, now_s, sticky, rows, len(excluded))
+
+    def place(self, row: int, own_tokens: float, held_tokens: float) -> None:
+        lib.penstock_fleet_place(self._c, row, own_tokens, held_tokens)
 
     def learn(self, row: int, speed: float) -> None:
         """Whoever has done nothing yet is taken to be like the others. A fixed guess would keep it idle for ever
         where it is too low: what it is worth shows only in work."""
-        self.speed[row], self.is_known[row] = speed, 1.0
-        if self.is_known.min() == 0.0:
-            self.speed[self.is_known == 0.0] = self.speed[self.is_known == 1.0].mean()
+        self.speed[row] = speed
+        self._unknown.discard(row)
+        if self._unknown:
+            known = set(range(self.num_rows)) - self._unknown - set(self._free)
+            self.speed[list(self._unknown)] = self.speed[list(known)].mean()
 
-    def backlog(self, now_s: float) -> Column:
+    def backlog_of(self, row: int, now_s: float) -> float:
         """Queued tokens, less what the oldest request must have got done since its turn came."""
-        done = np.minimum((now_s - self.head_since) * self.speed, self.head)
-        return self.queued - np.maximum(done, 0.0)
+        done = min((now_s - self.head_since[row]) * self.speed[row], self.head[row])
+        return float(self.queued[row] - max(done, 0.0))
 
-    def fill(self, row: int, num_tokens: float) -> None:
-        """Of late: within about as many tokens as the fleet's caches hold together."""
-        self.filled *= max(1.0 - num_tokens / self._total_capacity, 0.0)
-        self.filled[row] += num_tokens
-
-    def crowding(self) -> Column:
-        """How much new content went there of late, as a share of its capacity, in units of the fleet's mean."""
-        share = self.filled * self.per_capacity
-        total = float(share.sum())
-        return share * ((self.num_rows - len(self._free)) / total) if total > 0 else share
+    def _count_rows(self) -> None:
+        in_use = np.ones(self.num_rows, dtype=bool)
+        in_use[self._free] = False
+        self._c.num_in_use = int(in_use.sum())
+        self._c.total_capacity = (1.0 / self.per_capacity[in_use]).sum()
 
     def _name_columns(self) -> None:
+        start, stride = ffi.from_buffer("double[]", self._columns), self._columns.shape[1]
         for index, field in enumerate(self.FIELDS):
             setattr(self, field, self._columns[index, : self.num_rows])
+            setattr(self._c, field, start + index * stride)
+        self._c.num_rows = self.num_rows
 
 
 class ReplicaLoad:
@@ -110,13 +144,9 @@ class ReplicaLoad:
         self._sample_tokens = self._sample_s = 0.0
 
     def place(self, charge: "Charge", now_s: float) -> None:
-        fleet, row = self.fleet, self.row
         self.num_active += 1
         self._waiting[charge] = None
-        fleet.active[row] += 1
-        fleet.queued[row] += charge.own_tokens
-        fleet.held[row] += charge.held_tokens
-        fleet.fill(row, charge.own_tokens)
+        self.fleet.place(self.row, charge.own_tokens, charge.held_tokens)
         if len(self._waiting) == 1:
             self._new_head(now_s)
 

@@ -1,20 +1,16 @@
-"""Which replica is best: scores over the whole fleet at once, lower is better.
+"""By what a replica is chosen: the policies and their weights. csrc/route_choice.c computes them.
 
-Pure functions of columns (one value per replica); they know neither names nor time nor requests. The default,
-`predicted-ttft`, is the seconds until a new request's first token: work queued there that is not cached, plus the
-part of its own prompt that is not cached there, over the replica's learned speed, plus what its answers under way
-cost. Everything is in one unit, so a long match cannot outweigh a long queue, nor the other way round.
+The default, `predicted-ttft`, is the seconds until a new request's first token: work queued there that is not cached,
+plus the part of its own prompt that is not cached there, over the replica's learned speed, plus what its answers under
+way cost. Everything is in one unit, so a long match cannot outweigh a long queue, nor the other way round.
 """
 
 from typing import Literal
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 PolicyName = Literal["predicted-ttft", "prefix", "least-loaded", "round-robin"]
-POLICIES: tuple[PolicyName, ...] = ("predicted-ttft", "prefix", "least-loaded", "round-robin")
-Column = npt.NDArray[np.float64]
+POLICIES: tuple[PolicyName, ...] = ("predicted-ttft", "prefix", "least-loaded", "round-robin")  # in this order in C
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,30 +39,3 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if not 0 <= getattr(self, field) <= 1:
                 raise ValueError(f"{field}: {getattr(self, field)} is outside 0 … 1")
         return self
-
-
-def predicted_ttft(
-    queued: Column, own: Column, speed: Column, active: Column, overflow: Column, decode_s: float
-) -> Column:
-    """Seconds. `overflow`: tokens that do not fit beside what the replica holds, so that somebody must end first."""
-    return (queued + own + overflow) / speed + decode_s * active
-
-
-def prefix(cached: Column, active: Column, is_open: npt.NDArray[np.bool_], num_tokens: int) -> Column:
-    """The longest match, of equal ones the fewest requests.
-
-    A match of less than a third of the prompt is none, and a replica with far more requests than the mean has none:
-    without these two rules every prompt follows the first one that began alike, and one replica does all the work.
-    """
-    mean = active[is_open].mean() if is_open.any() else 0.0
-    counts = (3.0 * cached >= num_tokens) & (active <= 1.5 * mean + 8.0)
-    return active / (active.sum() + 1.0) - np.where(counts, cached, 0.0)
-
-
-def best(scores: Column, tolerance: float, rng: np.random.Generator) -> int:
-    """The row of the lowest score, by lot among equals; -1 where none is finite."""
-    lowest = scores.min(initial=np.inf)
-    if not np.isfinite(lowest):
-        return -1
-    ties = np.flatnonzero(scores <= lowest + tolerance)
-    return int(ties[0]) if len(ties) == 1 else int(ties[rng.integers(len(ties))])

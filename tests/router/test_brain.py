@@ -43,10 +43,10 @@ def live(brain: Brain, name: str, tokens: bytes = b"", seq: int = 0) -> None:
     brain.apply_events(name, [Hello(name, "sha256", b"model", 16, 1000), Snapshot(seq, "device", keys, True, True)])
 
 
-def cached(brain: Brain, tokens: bytes, **names) -> dict[str, int]:
+def cached(brain: Brain, tokens: bytes, salt: str | None = None, adapter: str | None = None) -> dict[str, int]:
     """What the brain thinks each replica has of a prompt, without choosing for good."""
-    column = brain._cached_tokens(brain.prepare(tokens))
-    return {name: int(column[replica.load.row]) for name, replica in brain._replicas.items()}
+    brain._look_up(brain.prepare(tokens, salt, adapter))
+    return {name: int(brain.fleet.cached[replica.load.row]) for name, replica in brain._replicas.items()}
 
 
 def test_a_request_goes_where_its_prefix_lies() -> None:

@@ -137,10 +137,9 @@ def test_what_was_learned_since_a_prompt_was_prepared_counts():
 def test_salts_and_adapters_match_only_themselves():
     brain, _ = fleet(1)
     brain.apply_events("r0", [Snapshot(0, "device", short_keys(ids(1), salt="a"), True, True)])
-    column = brain._cached_tokens
-    assert column(brain.prepare(ids(1), "a", None)).tolist() == [160]
-    assert column(brain.prepare(ids(1))).tolist() == [0]
-    assert column(brain.prepare(ids(1), "a", "lora")).tolist() == [0]
+    assert cached(brain, ids(1), "a") == {"r0": 160}
+    assert cached(brain, ids(1)) == {"r0": 0}
+    assert cached(brain, ids(1), "a", "lora") == {"r0": 0}
 
 
 def test_replicas_of_several_block_sizes_and_hashes_are_each_matched_by_their_own_keys():

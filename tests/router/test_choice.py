@@ -1,0 +1,113 @@
+"""The choice in C against the formulas in numpy, on fleets of every kind."""
+
+import numpy as np
+import pytest
+
+from penstock._csrc import ffi, lib
+from penstock.router.load import Fleet
+from penstock.router.policy import POLICIES, PolicyConfig
+from tests.router import slow_policy
+
+COLUMNS = ("queued", "head", "head_since", "active", "held", "filled", "cached")
+NOW_S = 50.0
+
+
+def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int) -> Fleet:
+    """With every column set, and a row that nobody uses any more."""
+    fleet = Fleet(policy, seed=int(rng.integers(1000)))
+    for _ in range(num_replicas + 1):
+        fleet.add(float(rng.choice([np.inf, 50_000, 100_000])), float(rng.uniform(1_000, 20_000)), is_known=True)
+    fleet.remove(int(rng.integers(num_replicas + 1)))
+    for name in COLUMNS:
+        getattr(fleet, name)[:] = rng.integers(0, 60, fleet.num_rows) * (1000 if name != "active" else 1)
+    fleet.head_since[:] = rng.uniform(40, 51, fleet.num_rows)
+    fleet.is_open[:] = (rng.random(fleet.num_rows) < 0.8) & (fleet.capacity > 0)
+    fleet.filled[fleet.capacity == 0] = 0.0
+    return fleet
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_who_is_chosen_is_best_by_the_formulas(name):
+    policy, rng = PolicyConfig(name=name), np.random.default_rng(3)
+    for _ in range(400):
+        fleet = some_fleet(rng, policy, int(rng.choice([1, 2, 8, 70])))
+        if rng.random() < 0.3:
+            fleet.active[:] = fleet.cached[:] = 0  # equals
+        cached, is_open = fleet.cached.copy(), fleet.is_open > 0
+        excluded = set(np.flatnonzero(rng.random(fleet.num_rows) < 0.1).tolist())
+        is_open[list(excluded)] = False
+        num_tokens = int(rng.choice([1, 500, 40_000]))
+        row = fleet.choose(num_tokens, NOW_S, excluded=excluded)
+        if not is_open.any():
+            assert row == -1
+            continue
+        predicted = slow_policy.scores(fleet, cached, num_tokens, NOW_S, policy)
+        match name:
+            case "predicted-ttft":
+                assert row in slow_policy.equals(predicted, is_open)
+                np.testing.assert_allclose(fleet.score[is_open], predicted[is_open], rtol=1e-9)
+            case "prefix":
+                wanted = slow_policy.prefix_scores(fleet, cached, is_open, num_tokens)
+                assert row in slow_policy.equals(wanted, is_open)
+            case "least-loaded":
+                assert row in slow_policy.equals(fleet.active, is_open)
+            case "round-robin":
+                assert row == np.flatnonzero(is_open)[0]
+        assert fleet.backlog[row] == pytest.approx(fleet.backlog_of(row, NOW_S))
+
+
+def test_every_one_of_equals_is_drawn_about_as_often():
+    fleet = Fleet(seed=5)
+    for _ in range(3):
+        fleet.add(1000.0, 100.0, is_known=True)
+    fleet.is_open[:] = 1.0
+    drawn = np.bincount([fleet.choose(10, NOW_S) for _ in range(3000)], minlength=3)
+    assert (drawn > 900).all(), drawn
+
+
+def test_round_robin_goes_on_after_the_last_one():
+    fleet = Fleet(PolicyConfig(name="round-robin"))
+    for _ in range(4):
+        fleet.add(1000.0, 100.0, is_known=True)
+    fleet.is_open[:] = (1, 1, 0, 1)
+    assert [fleet.choose(1, NOW_S) for _ in range(5)] == [0, 1, 3, 0, 1]
+
+
+def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity():
+    fleet = Fleet(PolicyConfig(affinity_s=0.05, decode_s=0.0, wear=0.0))
+    for _ in range(2):
+        fleet.add(100_000.0, 1000.0, is_known=True)
+    fleet.is_open[:] = 1.0
+    fleet.queued[1] = 40.0
+    assert fleet.choose(100, NOW_S, sticky=1) == 1
+    fleet.queued[1] = 60.0
+    assert fleet.choose(100, NOW_S, sticky=1) == 0
+    fleet.queued[1], fleet.is_open[1] = 0.0, 0.0
+    assert fleet.choose(100, NOW_S, sticky=1) == 0
+
+
+def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it():
+    fleet = Fleet()
+    for capacity in (1000.0, 3000.0):
+        fleet.add(capacity, 100.0, is_known=True)
+    fleet.place(0, 400.0, 500.0)
+    fleet.place(1, 1000.0, 1000.0)
+    assert fleet.filled.tolist() == [300.0, 1000.0]
+    assert fleet.queued.tolist() == [400.0, 1000.0]
+    assert fleet.held.tolist() == [500.0, 1000.0] and fleet.active.tolist() == [1, 1]
+
+
+def test_blocks_of_all_tiers_count_by_the_formula():
+    policy, rng = PolicyConfig(host_credit=0.7, disk_credit=0.4), np.random.default_rng(4)
+    for num_rows in (1, 8, 100):
+        slots = rng.integers(0, 300, (4, num_rows))
+        counts = rng.integers(0, 1000, 300).astype(np.int32)
+        space_of_row = rng.integers(0, 2, num_rows)
+        c = ffi.new("struct penstock_slots *", {"host_credit": 0.7, "disk_credit": 0.4})
+        for name, row in zip(("device", "host", "disk", "older"), slots, strict=True):
+            setattr(c, name, ffi.from_buffer("int64_t[]", row))
+        cached = np.full(num_rows, -1.0)
+        arrays = ffi.from_buffer("int32_t[]", counts), ffi.from_buffer("int64_t[]", space_of_row)
+        lib.penstock_cached_tokens(c, arrays[0], 16, arrays[1], 1, 1, num_rows, ffi.from_buffer("double[]", cached))
+        expected = slow_policy.cached_tokens(counts, slots, 16, policy)
+        np.testing.assert_allclose(cached, np.where(space_of_row == 1, expected, -1.0))
