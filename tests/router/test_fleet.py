@@ -56,7 +56,7 @@ def test_an_idle_fleet_uses_all_of_its_caches():
     report = play(arrivals).report()
     assert report["hit"] >= 0.97 * pooled_hit(arrivals, 4 * 120)
     without = play(arrivals, wear=0.0).report()
-    assert without["imbalance"] > 2 * report["imbalance"], "the first block alone would draw everybody to one replica"
+    assert without["imbalance"] > 1.8 * report["imbalance"], "the first block alone would draw everybody to one replica"
 
 
 @pytest.mark.parametrize("policy", ["predicted-ttft", "least-loaded", "round-robin"])
