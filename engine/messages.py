@@ -82,6 +82,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     step_s: float = 0.0  # total time of all steps
+    forced_tokens: int = 0  # of the generated ones: what a grammar left no choice about, so nobody sampled it
     tiers: dict[str, dict[str, float]] = {}  # "host", "disk", …: gauges and counters of each
     experts: ExpertNews | None = None  # where they move between ranks
 

@@ -10,7 +10,8 @@ class Request:
     """Token positions move through three marks: `num_scheduled` ≤ `num_ready` and `len(tokens)` ≤ `num_ready`.
 
     `tokens` is what the host knows. `num_ready` counts also the tokens that steps under way are still
-    producing: the executor has them in its own history, so their positions may be scheduled already.
+    producing: the executor has them in its own history, so their positions may be scheduled already. Behind
+    the token of the last such step there may be `forced` ones: a grammar says what they must be.
     """
 
     __slots__ = (
@@ -18,6 +19,7 @@ class Request:
         "arrival_s",
         "blocks",
         "finished",
+        "forced",
         "first_scheduled_s",
         "grammar",
         "is_restoring",
@@ -25,7 +27,9 @@ class Request:
         "looked",
         "matcher",
         "max_tokens",
+        "may_jump",
         "num_cached",
+        "num_known",
         "num_pending",
         "num_preemptions",
         "num_prompt",
@@ -85,6 +89,10 @@ class Request:
         self.slot = -1  # -1: not running
         self.num_scheduled = 0  # positions handed to the executor since the last admission
         self.num_pending = 0  # tokens that steps under way will sample
+        self.forced: list[int] = []  # tokens that follow the pending one
+        self.num_known = 0  # positions whose tokens the executor samples itself or was told
+        # Nobody samples a forced token: it has no log-probabilities, and no list of tokens can forbid it.
+        self.may_jump = sampling.logprobs is None and not (sampling.allowed_ids or sampling.banned_ids)
         self.num_registered = 0  # leading blocks that the pool knows by key
         self.num_sent_blocks = 0  # leading table entries that the executor has
         self.write_from = 0
@@ -100,7 +108,14 @@ class Request:
 
     @property
     def num_ready(self) -> int:
-        return len(self.tokens) + self.num_pending
+        return len(self.tokens) + self.num_pending + len(self.forced)
+
+    @property
+    def unknown(self) -> tuple[int, ...]:
+        """The tokens from position `num_known` on."""
+        if self.num_known < len(self.tokens):
+            return tuple(self.tokens[self.num_known :])
+        return tuple(self.forced[self.num_known - len(self.tokens) - self.num_pending :])
 
     @property
     def num_outputs(self) -> int:

@@ -9,6 +9,7 @@ row under way delivers its token, and `apply` corrects what turns out otherwise 
 from array import array
 from collections import deque
 from collections.abc import Callable
+from itertools import takewhile
 from typing import NamedTuple
 
 from penstock.cache.keys import block_keys, namespace_root
@@ -55,6 +56,7 @@ class Scheduler:
         self._num_steps = 0
         self._prefix_queries = self._prefix_hits = 0
         self._num_preemptions = self._prompt_tokens = self._generation_tokens = 0
+        self._num_forced = 0
         self._step_s = 0.0
 
     # -- requests come and go ------------------------------------------------------------------------------
@@ -214,6 +216,7 @@ class Scheduler:
             self.waiting.remove(request)
             self.running[request] = None
             request.slot = self._free_slots.pop()
+            request.num_known = len(request.tokens)
             if request.first_scheduled_s is None:
                 request.first_scheduled_s = now
                 request.num_cached = request.num_scheduled
@@ -283,15 +286,28 @@ class Scheduler:
         first = request.num_sent_blocks
         blocks = tuple(request.blocks[first:]) if first < len(request.blocks) else ()
         masked = sample and request.matcher is not None
-        row = Row(request.slot, request.num_scheduled, count, sample, first, blocks, request.write_from, masked)
+        tokens = request.unknown
+        row = Row(
+            request.slot,
+            request.num_scheduled,
+            count,
+            sample,
+            first,
+            blocks,
+            request.write_from,
+            masked,
+            request.num_known if tokens else 0,
+            tokens,
+        )
         request.num_sent_blocks = len(request.blocks)
+        request.num_known += len(tokens) + sample
         request.num_scheduled += count
         if sample:
             request.num_pending += 1
         return row
 
     def _wants_more(self, request: Request) -> bool:
-        return request.num_outputs + request.num_pending < request.max_tokens or request.pooling is not None
+        return request.num_ready - request.num_prompt < request.max_tokens or request.pooling is not None
 
     # -- preemption ----------------------------------------------------------------------------------------
 
@@ -376,23 +392,50 @@ class Scheduler:
 
     def _append(self, request: Request, token: int, logprobs: list | None) -> Output:
         """A token has arrived: extend the request, and end it where it ends."""
-        request.tokens.append(token)
-        self._generation_tokens += 1
-        if len(request.tokens) % self.block_size == 0:
+        tokens = [token, *request.forced]
+        request.forced = []
+        self._extend(request, tokens)
+        matcher = request.matcher
+        if matcher is not None and not matcher.advance(tokens):
+            return self._finish(request, "error", error=f"the grammar cannot go on: {matcher.error}")
+        if token in request.stop_ids and request.num_outputs >= request.sampling.min_tokens:
+            return self._finish(request, "stop", tokens=tokens, logprobs=logprobs, stop_token=token)
+        if matcher is not None:
+            if request.may_jump and not matcher.is_complete:
+                tokens += self._jump(request, matcher)
+            if matcher.is_complete:
+                end = token if token in matcher.vocabulary.eos_ids else None
+                return self._finish(request, "stop", tokens=tokens, logprobs=logprobs, stop_token=end)
+        if request.num_outputs >= request.max_tokens:
+            return self._finish(request, "length", tokens=tokens, logprobs=logprobs)
+        return self._output(request, tokens, logprobs=logprobs)
+
+    def _extend(self, request: Request, tokens: list[int]) -> None:
+        request.tokens.extend(tokens)
+        self._generation_tokens += len(tokens)
+        if len(request.tokens) % self.block_size < len(tokens):  # one more block is full, or several
             self._extend_keys(request)
             if request.slot >= 0:
                 self._register(request)
-        matcher = request.matcher
-        if matcher is not None and not matcher.advance(token):
-            return self._finish(request, "error", error=f"the grammar cannot go on: {matcher.error}")
-        if token in request.stop_ids and request.num_outputs >= request.sampling.min_tokens:
-            return self._finish(request, "stop", tokens=[token], logprobs=logprobs, stop_token=token)
-        if matcher is not None and matcher.is_complete:
-            end = token if token in matcher.vocabulary.eos_ids else None
-            return self._finish(request, "stop", tokens=[token], logprobs=logprobs, stop_token=end)
-        if request.num_outputs >= request.max_tokens:
-            return self._finish(request, "length", tokens=[token], logprobs=logprobs)
-        return self._output(request, [token], logprobs=logprobs)
+
+    def _jump(self, request: Request, matcher: Matcher) -> list[int]:
+        """Take in what the grammar forces to come next, so that one step computes all of it; the tokens taken.
+
+        Where a step under way has still to sample, it has no choice but the first of them: the others wait for it.
+        A stop token is never forced, and the last token that a request may have never either: `_append` ends with those.
+        """
+        room = max(0, request.max_tokens - request.num_outputs - 1)
+        forced = list(takewhile(lambda token: token not in request.stop_ids, matcher.forced()[:room]))
+        if request.num_pending:
+            request.forced = forced[1:]
+            self._num_forced += len(request.forced)
+            return []
+        if forced:
+            self._num_forced += len(forced)
+            self._extend(request, forced)
+            is_taken = matcher.advance(forced)
+            assert is_taken, f"a grammar refuses what it forces: {matcher.error}"
+        return forced
 
     def _finish(
         self,
@@ -483,6 +526,7 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             step_s=self._step_s,
+            forced_tokens=self._num_forced,
             tiers={} if self.tiers is None else self.tiers.stats(),
         )
 
@@ -497,7 +541,8 @@ class Scheduler:
         refs: dict[int, int] = {}
         for request in self.running:
             assert request.num_registered <= len(request.blocks)
-            assert request.num_scheduled <= request.num_ready <= len(request.blocks) * self.block_size + 1
+            assert request.num_scheduled <= min(request.num_ready, len(request.blocks) * self.block_size)
+            assert request.num_known + len(request.unknown) == request.num_ready
             for block in request.blocks:
                 refs[block] = refs.get(block, 0) + 1
         for plan in self._under_way:

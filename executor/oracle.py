@@ -137,6 +137,9 @@ class OracleExecutor:
         end = row.start + row.count
         slot.table = slot.table[: row.first_block] + list(row.blocks) if row.blocks else slot.table
         assert 0 not in slot.table, "block 0 was handed out"
+        if row.tokens:
+            assert row.first_token == len(slot.tokens), "tokens that do not continue the history"
+            slot.tokens += row.tokens
         assert row.count > 0 and end <= len(slot.tokens), "a position without a token"
         assert end <= len(slot.table) * self.info.block_size, "a position without a block"
         self._write(slot, row)

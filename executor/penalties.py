@@ -46,6 +46,13 @@ class Seen:
             wider[:, :width] = self.history
             self.history = wider
 
+    def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
+        """Tokens at `position` and behind it that count like sampled ones."""
+        self.reserve(position + len(tokens))
+        ids = torch.tensor(tokens, dtype=torch.int32).to(self.counts.device)
+        self.history[slot, position : position + len(ids)] = ids
+        self.counts[slot].index_add_(0, ids, torch.ones_like(ids))
+
     def add(self, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
         """Token i is now at positions[i] of the request in slots[i]; [n] each."""
         self.history[slots, positions] = tokens.to(torch.int32)

@@ -76,6 +76,9 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaults=
     blocks: tuple[int, ...] = ()
     write_from: int = 0
     masked: bool = False  # it samples, and only what `set_masks` allows
+    # Tokens that nobody sampled, as a grammar leaves no choice: they continue the slot's history from `first_token` on.
+    first_token: int = 0
+    tokens: tuple[int, ...] = ()
 
 
 class Transfers(msgspec.Struct, frozen=True, array_like=True):

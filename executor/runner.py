@@ -70,6 +70,11 @@ class ModelRunner:
             if self._rebalancer is not None:
                 self._rebalancer.boundary()
             self._slots.edit_blocks(step.rows)
+            for row in step.rows:
+                if row.tokens:
+                    self._slots.extend(row)
+                    if self._sampler is not None:
+                        self._sampler.extend(row.slot, row.first_token, row.tokens)
             self._compute(Layout(step.rows), launched)
         return launched
 

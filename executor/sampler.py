@@ -76,6 +76,11 @@ class Sampler:
             self._seen.admit(slot, tokens, num_prompt)
         self._plan = None
 
+    def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
+        """Tokens that were not sampled join the request's history from `position` on."""
+        if is_penalized(self._samplings[slot]):
+            self._seen.extend(slot, position, tokens)
+
     def sample(
         self, logits: Tensor, slots: list[int], positions: list[int]
     ) -> tuple[Tensor, dict[int, TokenLogprobs], dict[int, str]]:

@@ -35,6 +35,11 @@ class Slots:
         assert admission is not None, f"slot {slot} was never admitted"
         return admission
 
+    def extend(self, row: Row) -> None:
+        """Take in the tokens that a row brings along."""
+        tokens = torch.tensor(row.tokens, dtype=torch.int32)
+        self.tokens[row.slot, row.first_token : row.first_token + len(tokens)] = tokens
+
     def edit_blocks(self, rows: list[Row]) -> None:
         for row in rows:
             if row.blocks:

@@ -64,6 +64,20 @@ def test_answers_to_hundreds_of_random_schemas_parse_and_validate(llm: LLM) -> N
     check_schemas(llm, range(1000, 1300))
 
 
+def test_jumping_over_what_is_forced_changes_no_token(llm: LLM) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"first_name": {"type": "string", "maxLength": 9}, "is_capital_city": {"type": "boolean"}},
+        "required": ["first_name", "is_capital_city"],
+        "additionalProperties": False,
+    }
+    walking = [hot(StructuredOutputs(json=schema), seed, logprobs=0) for seed in range(6)]
+    jumping = [hot(StructuredOutputs(json=schema), seed) for seed in range(6)]
+    results = llm.chat([QUESTION] * 12, [*walking, *jumping], use_tqdm=False)
+    ids = [result.outputs[0].token_ids for result in results]
+    assert ids[:6] == ids[6:]
+
+
 def test_every_form_is_kept_beside_free_requests_and_by_every_choice(llm: LLM) -> None:
     forms = [
         (StructuredOutputs(regex=r"[A-Z][a-z]{2,8}, \d{1,2} [A-Z][a-z]{2,8} \d{4}"), None),

@@ -15,9 +15,14 @@ class Matcher:
     def __init__(self, backend: LLMatcher, vocabulary: Vocabulary) -> None:
         self.backend, self.vocabulary = backend, vocabulary
 
-    def advance(self, token: int) -> bool:
-        """Take in the sequence's next token; False if it cannot follow, or following it costs more than is allowed."""
-        return self.backend.consume_token(token)
+    def advance(self, tokens: list[int]) -> bool:
+        """Take in the sequence's next tokens; False if they cannot follow, or that costs more than is allowed."""
+        return self.backend.consume_tokens(tokens)
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow, whatever the model would say: the grammar's only text, cut the way that the
+        tokenizer cuts it. A last piece that could still be cut otherwise is left out. 2 µs if there is none."""
+        return self.backend.compute_ff_tokens()
 
     @property
     def is_complete(self) -> bool:

@@ -89,6 +89,11 @@ class Metrics(Collector):
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
         yield self._counter("prompt_tokens", "Prompt tokens computed or found.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
+        forced = CounterMetricFamily(
+            "penstock:forced_tokens", "Generated tokens that a grammar left no choice about.", labels=["model_name"]
+        )
+        forced.add_metric([self.model_name], stats.forced_tokens)
+        yield forced
         finished = CounterMetricFamily(
             "vllm:request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
         )

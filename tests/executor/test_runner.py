@@ -4,7 +4,7 @@ import msgspec
 import pytest
 import torch
 
-from penstock.executor.protocol import ExecutorConfig, Row, Step
+from penstock.executor.protocol import ExecutorConfig, Row, Sampling, Step
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
 from tests.executor.small_models import folder, greedy
@@ -70,6 +70,23 @@ def test_a_partly_skipped_row_writes_the_rest(driver: Driver) -> None:
     driver.step((hit, row))
     assert torch.equal(kv_of(driver)[hit.blocks[2]], marked[0])
     assert driver.generate(hit, count=12) == [greedy(CASE, PROMPT, 12)[0]]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2}]
+)
+def test_tokens_that_a_row_brings_along_count_as_if_they_had_been_sampled(driver: Driver, options: dict) -> None:
+    sampling, forced = Sampling(temperature=0.0, **options), (5, 9, 5, 77)
+    known = driver.admit(PROMPT[:20], sampling)
+    told = driver.admit(PROMPT[:20], sampling)
+    driver.generate(known, told, count=3)
+    known.tokens += forced
+    driver.readmit(known, slot=9)
+    first = len(told.tokens)
+    told.tokens += forced
+    row = msgspec.structs.replace(driver.row(told), first_token=first, tokens=forced)
+    driver.step((told, row))
+    assert driver.generate(known, count=12) == driver.generate(told, count=12)
 
 
 def test_blocks_replace_the_table_from_first_block_on(driver: Driver) -> None:

@@ -35,7 +35,7 @@ def matcher(**wanted: object) -> Matcher:
 
 def accepts(found: Matcher, text: str) -> bool:
     """Whether the whole text is an answer."""
-    return all(found.advance(byte) for byte in text.encode()) and found.backend.is_accepting()
+    return all(found.advance([byte]) for byte in text.encode()) and found.backend.is_accepting()
 
 
 def text_of(tokens: list[int]) -> str:

@@ -1,8 +1,10 @@
 """Constrained requests in the engine core, over the oracle executor: waiting for grammars, masks, ends, preemption."""
 
 import random
+import re
 import threading
 
+import msgspec
 import pytest
 
 from penstock.engine.grammar.compiler import Compiler
@@ -171,6 +173,50 @@ def test_a_new_request_with_the_id_of_an_aborted_one_does_not_get_its_grammar() 
     gate.set()
     world.run()
     assert text_of(world.tokens("a")) == "other"
+
+
+CALL = StructuredOutputs(grammar='start: "call(" /[a-z]{3,9}/ ", with=[" /[0-9]{1,6}/ "], and nothing else)"')
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_what_a_grammar_forces_is_computed_in_one_step_and_not_sampled(max_in_flight: int) -> None:
+    world = Core(max_in_flight=max_in_flight)
+    world.submit(submit("a", [1, 2], CALL, 80))
+    world.run()
+    stats, num_tokens = world.core.stats(), len(world.tokens("a"))
+    assert re.fullmatch(r"call\([a-z]{3,9}, with=\[\d{1,6}\], and nothing else\)", text_of(world.tokens("a")))
+    assert stats.generation_tokens == num_tokens and stats.forced_tokens >= len("all(, with=[], and nothing else)") - 4
+    assert stats.num_steps <= num_tokens - stats.forced_tokens + max_in_flight
+    assert max(len(output.tokens) for output in world.outputs["a"]) > 15
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_forced_tokens_are_those_that_would_have_been_sampled(seed: int, max_in_flight: int) -> None:
+    """Log-probabilities must be computed, so a request that wants them jumps over nothing."""
+    rng = random.Random(seed)
+    jumping, walking = (Core(num_blocks=34, max_in_flight=max_in_flight) for _ in range(2))
+    for number in range(12):
+        sampling = Sampling(temperature=1.0, seed=number, stop_ids=(EOS,))
+        prompt, length = rng.choices(range(32, 120), k=rng.randint(1, 30)), rng.choice([6, 30, 80])
+        for world, logprobs in ((jumping, None), (walking, 0)):
+            options = msgspec.structs.replace(sampling, logprobs=logprobs)
+            world.submit(submit(f"r{number}", prompt, CALL, length, sampling=options))
+    for world in (jumping, walking):
+        world.run()
+        assert world.core.stats().num_preemptions > 0
+    assert jumping.core.stats().forced_tokens > 100 and walking.core.stats().forced_tokens == 0
+    for name in jumping.outputs:
+        assert jumping.tokens(name) == walking.tokens(name)
+        assert jumping.last(name).finish_reason == walking.last(name).finish_reason
+
+
+def test_a_stop_token_of_the_user_ends_an_answer_in_the_middle_of_what_is_forced() -> None:
+    world = Core()
+    world.submit(submit("a", [1], CALL, 80, sampling=Sampling(temperature=0.0, stop_ids=(EOS, ord("=")))))
+    world.run()
+    assert text_of(world.tokens("a")).endswith(", with=") and world.last("a").stop_token == ord("=")
+    assert world.core.stats().forced_tokens > 0
 
 
 def test_log_probabilities_come_with_every_token() -> None:

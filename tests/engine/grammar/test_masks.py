@@ -15,7 +15,7 @@ def allowed(masks: Masks, place: int) -> set[int]:
 
 def after(text: str, **wanted: object) -> Matcher:
     found = matcher(**wanted)
-    assert all(found.advance(byte) for byte in text.encode())
+    assert all(found.advance([byte]) for byte in text.encode())
     return found
 
 
@@ -54,7 +54,7 @@ def test_a_row_after_which_only_an_end_may_follow_has_ended() -> None:
 
 def test_a_matcher_that_has_failed_is_reported_and_its_row_allows_all() -> None:
     broken = matcher(regex="a+")
-    assert not broken.advance(ord("b"))
+    assert not broken.advance([ord("b")])
     filler = MaskFiller(4)
     masks = filler.fill([(0, broken), (1, after("", regex="a"))])
     assert list(masks.errors) == [0] and masks.errors[0]
