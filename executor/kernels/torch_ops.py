@@ -49,10 +49,18 @@ def rope_and_store(
     sin = sin.index_select(0, positions).unsqueeze(1)
     page = k_pages.shape[1]
     blocks, offsets = kv_slots // page, kv_slots % page
-    k_pages[blocks, offsets] = _rotate(k, cos, sin).flatten(1)
+    k_pages[blocks, offsets] = _narrow(_rotate(k, cos, sin), k_pages.dtype).flatten(1)
     if v is not None:
-        v_pages[blocks, offsets] = v.flatten(1)
+        v_pages[blocks, offsets] = _narrow(v, v_pages.dtype).flatten(1)
     return _rotate(q, cos, sin)
+
+
+def _narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Eight-bit pages take what they can hold, never infinity or NaN for it."""
+    if dtype == x.dtype:
+        return x
+    limit = torch.finfo(dtype).max
+    return x.float().clamp(-limit, limit).to(dtype)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -142,9 +150,9 @@ def _attend_row(
 
 
 def _gather(pages: torch.Tensor, tables: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Pages of the rows' tables, [rows, Hkv, positions, D]; the copy is the caller's."""
+    """Pages of the rows' tables in the queries' dtype, [rows, Hkv, positions, D]; the copy is the caller's."""
     rows, num_blocks = tables.shape
-    gathered = pages.index_select(0, tables.flatten())
+    gathered = pages.index_select(0, tables.flatten()).to(q.dtype)
     return gathered.view(rows, num_blocks * pages.shape[1], -1, q.shape[-1]).transpose(1, 2)
 
 

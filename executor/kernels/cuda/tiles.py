@@ -1,0 +1,51 @@
+"""Which tile sizes, warps and pipeline stages a kernel is launched with: plain functions of shapes, decided at launch.
+
+The numbers come from compiling for compute capability 9.0 (no spills, within 227 KiB of shared memory, tensor-core
+instructions of the wide kind) and from published measurements; none has been tuned on a GPU yet. tests/executor/kernels
+compiles every one of them.
+"""
+
+from typing import NamedTuple
+
+NUM_PROCESSORS = 132  # of an H100 or H200
+MAX_SPLITS = 64  # of one row's context
+MIN_SPLIT = 128  # positions: below this, putting parts together costs more than it gains
+
+
+class Tile(NamedTuple):
+    rows: int  # M of the tile's matrix product
+    columns: int  # N of it
+    num_warps: int
+    num_stages: int
+
+
+def decode_tile(group: int, head_dim: int, itemsize: int, is_split: bool) -> Tile:
+    """rows: the query heads that share a key-value head; columns: positions at a time."""
+    rows = max(16, power_of_2(group))
+    if itemsize == 4:
+        return Tile(rows, 16 if head_dim > 128 else 32, 4, 2)
+    # With three stages the kernel for whole contexts keeps one address in memory; there, many rows hide the waiting.
+    return Tile(rows, 32 if head_dim > 128 else 64, 4, 3 if is_split else 2)
+
+
+def prefill_tile(head_dim: int, itemsize: int) -> Tile:
+    """rows: pairs of a token and one of its heads; 64 or more of them make a warpgroup's product (wgmma)."""
+    if itemsize == 4:
+        return Tile(32, 16 if head_dim > 128 else 32, 4, 1)
+    return Tile(128, 32, 8, 2) if head_dim > 128 else Tile(128, 64, 8, 3)
+
+
+def choose_splits(programs: int, max_context: int) -> int:
+    """Into how many parts each row's context is cut so that `programs` times as many fill the GPU a few times."""
+    wanted = -(-4 * NUM_PROCESSORS // max(1, programs))
+    return power_of_2(min(wanted, -(-max_context // MIN_SPLIT), MAX_SPLITS))
+
+
+def row_warps(width: int) -> int:
+    """For a kernel that keeps a row of `width` in registers."""
+    return 1 if width <= 256 else 4 if width <= 4096 else 8 if width <= 8192 else 16
+
+
+def power_of_2(n: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << max(0, n - 1).bit_length()

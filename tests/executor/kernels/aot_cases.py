@@ -1,0 +1,106 @@
+"""Calls of the launchers with the shapes of models people serve, by group; `aot.py` compiles what they launch.
+
+`quick` is compiled with every run of the suite, `all` with `-m slow`.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.cuda.ops import OPS
+
+BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+PAGE = 16
+LAYERS = 4
+
+
+def batch(singles: int, prompts: int, context: int = 4096) -> ForwardBatch:
+    rows = singles + prompts
+    return ForwardBatch(
+        tokens=torch.zeros(rows, dtype=torch.int32),
+        positions=torch.zeros(rows, dtype=torch.int32),
+        kv_slots=torch.zeros(rows, dtype=torch.int64),
+        query_starts=torch.zeros(rows + 1, dtype=torch.int32),
+        context_lens=torch.zeros(rows, dtype=torch.int32),
+        block_tables=torch.zeros(rows, context // PAGE, dtype=torch.int32),
+        wanted=None,
+        num_single_rows=singles,
+        query_lens=(64,) * prompts,
+        query_contexts=(context,) * prompts,
+        max_context_len=context,
+        max_single_context=context if singles else 0,
+    )
+
+
+def pages(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    kv = torch.zeros(2, LAYERS, 2, PAGE, width).to(dtype)
+    return kv[:, 1, 0], kv[:, 1, 1]
+
+
+def attention(
+    singles: int,
+    prompts: int,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype = BF16,
+    page_dtype: torch.dtype | None = None,
+    window: int | None = None,
+) -> Callable[[], None]:
+    def call() -> None:
+        q = torch.zeros(singles + 64 * prompts, heads, dim, dtype=dtype)
+        cache = pages(kv_heads * dim, page_dtype or dtype)
+        OPS.paged_attention(q, *cache, batch(singles, prompts), dim**-0.5, window)
+
+    return call
+
+
+def rope(dim: int, heads: int, kv_heads: int, normed: bool, page_dtype: torch.dtype = BF16) -> Callable[[], None]:
+    def call() -> None:
+        merged = torch.zeros(8, heads + 2 * kv_heads, dim, dtype=BF16)
+        q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
+        tables = torch.zeros(64, dim // 2)
+        index = torch.zeros(8, dtype=torch.int64)
+        weights = (torch.zeros(dim), torch.zeros(dim), 1e-6) if normed else (None, None, 0.0)
+        OPS.rope_and_store(q, k, v, tables, tables, index.int(), *pages(kv_heads * dim, page_dtype), index, *weights)
+
+    return call
+
+
+def rows(width: int, inner: int) -> Callable[[], None]:
+    def call() -> None:
+        x, weight = torch.zeros(8, width, dtype=BF16), torch.zeros(width)
+        OPS.rms_norm(x, weight, 1e-6)
+        OPS.add_rms_norm(x, x, weight, 1e-6)
+        OPS.silu_mul(torch.zeros(8, 2 * inner, dtype=BF16))
+        OPS.gelu_tanh_mul(torch.zeros(8, 2 * inner, dtype=BF16))
+
+    return call
+
+
+QUICK: dict[str, Callable[[], None]] = {
+    "Qwen3-0.6B: one row": attention(1, 0, 128, 16, 8),
+    "Qwen3-0.6B: prompts": attention(0, 2, 128, 16, 8),
+    "Qwen3-0.6B: rope": rope(128, 16, 8, True),
+    "Qwen3-0.6B: rows": rows(1024, 3072),
+}
+
+ALL: dict[str, Callable[[], None]] = QUICK | {
+    "Qwen3-0.6B: full batch": attention(256, 0, 128, 16, 8),
+    "Qwen3-0.6B: eight-bit pages": attention(1, 1, 128, 16, 8, page_dtype=FP8),
+    "Qwen3-0.6B: rope into eight-bit pages": rope(128, 16, 8, True, FP8),
+    "Llama-3.1-8B: attention": attention(4, 1, 128, 32, 8),
+    "Llama-3.1-8B: float16": attention(4, 1, 128, 32, 8, dtype=F16),
+    "Llama-3.1-8B: rows": rows(4096, 14336),
+    "Llama-3.1-70B: rows": rows(8192, 28672),
+    "SmolLM2-135M: attention": attention(4, 1, 64, 9, 3),
+    "SmolLM2-135M: float32": attention(4, 1, 64, 9, 3, dtype=F32),
+    "SmolLM2-135M: rope": rope(64, 9, 3, False),
+    "Gemma-3-4B: attention": attention(4, 1, 256, 8, 4),
+    "Gemma-3-4B: windowed attention": attention(4, 1, 256, 8, 4, window=1024),
+    "OPT-2.7B: attention": attention(4, 1, 80, 32, 32),
+    "Phi: attention": attention(4, 1, 96, 32, 32),
+}
+
+GROUPS = {"quick": QUICK, "all": ALL}

@@ -1,0 +1,49 @@
+"""Where Triton is found, and in which of its two ways it runs: on a GPU, or interpreted on the CPU.
+
+`make test` puts the Triton of the GPU machines into .venv/triton, out of sight of everything but these tests; a machine
+with a GPU has its own. Which way kernels run is settled when triton is first imported, so it is settled here.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+PINNED = Path(sys.prefix) / "triton"
+HAS_GPU = torch.cuda.is_available()
+
+if PINNED.is_dir() and not HAS_GPU:
+    sys.path.insert(0, str(PINNED))
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+collect_ignore_glob = [] if HAS_TRITON else ["test_triton_*.py"]
+
+if HAS_TRITON and not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    from tests.executor.kernels import interpreter
+
+    # The variable would follow into the processes that other tests start.
+    del os.environ["TRITON_INTERPRET"]
+    triton.knobs.propagate_env = False
+    triton.knobs.runtime.interpret = True
+    interpreter.mend()
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Every test with it is two: on the CPU, and with `-m gpu` the same on the GPU."""
+    return torch.device("cpu" if request.param == "interpreter" else "cuda")
+
+
+@pytest.fixture(autouse=True)
+def _numpy_like_a_gpu() -> Iterator[None]:
+    """exp(200) is infinity, without a warning."""
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        yield

@@ -1,0 +1,51 @@
+"""Triton 3.6's interpreter made right for bfloat16, which it keeps as bare 16-bit integers, and for numpy 2.4.
+
+Its casts truncate, where GPUs round to the nearest, and its `dot` multiplies the bit patterns. Kernels do no other
+arithmetic in bfloat16: the interpreter would get that wrong too. Bounds of a `range` are arrays of one element to it,
+which numpy no longer turns into numbers by itself.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+TORCH = {
+    tl.float32: (torch.float32, np.uint32),
+    tl.float16: (torch.float16, np.uint16),
+    tl.bfloat16: (torch.bfloat16, np.uint16),
+    tl.float8e4nv: (torch.float8_e4m3fn, np.uint8),
+}
+
+
+def mend() -> None:
+    interpreter._convert_float = _convert
+    plain_dot = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, acc: Any, *options: Any) -> Any:
+        return plain_dot(self, _wide(a), _wide(b), acc, *options)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+    plain_patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor: Any, scope: Any) -> None:
+        plain_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor
+
+
+def _convert(array: np.ndarray, source: Any, goal: Any, rounding: Any) -> np.ndarray:
+    (from_dtype, from_bits), (to_dtype, to_bits) = TORCH[source], TORCH[goal]
+    bits = torch.from_numpy(np.ascontiguousarray(array).view(from_bits).copy())
+    return bits.view(from_dtype).to(to_dtype).view(getattr(torch, to_bits.__name__)).numpy().reshape(array.shape)
+
+
+def _wide(handle: Any) -> Any:
+    if handle.dtype.scalar not in (tl.bfloat16, tl.float8e4nv):
+        return handle
+    return interpreter.TensorHandle(
+        _convert(handle.data, handle.dtype.scalar, tl.float32, None).view(np.float32), tl.float32
+    )

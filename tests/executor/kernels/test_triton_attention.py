@@ -1,0 +1,109 @@
+"""Paged attention in Triton against its twin in float64, from the very same values."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+from penstock.executor.kernels import torch_ops
+from penstock.executor.kernels.cuda import attention, tiles
+from penstock.executor.kernels.cuda.ops import OPS
+from tests.executor.kernels.cases import close, every_dtype
+from tests.executor.paged import Cache, attend, random
+
+# (row of the cache, queries, context). Rows 0 … 3 have one token; 70 queries of 3 heads fill more than one tile.
+ROWS = [(0, 1, 1), (1, 1, 150), (2, 1, 64), (3, 1, 65), (4, 5, 5), (5, 70, 133), (6, 2, 130)]
+# head dimension, query heads, key-value heads, page
+SHAPES = [(64, 3, 1, 16), (16, 4, 2, 4), (80, 2, 2, 16)]
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "dim{}-{}q{}kv-page{}".format(*shape))
+
+
+@functools.cache
+def case(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> tuple[Cache, torch.Tensor]:
+    dim, q_heads, kv_heads, page = shape
+    contexts = [context for _, _, context in ROWS]
+    return Cache(contexts, kv_heads, dim, page, dtype), random(len(ROWS), 150, q_heads, dim, dtype=dtype, seed=9)
+
+
+@functools.cache
+def twins_answer(dtype: torch.dtype, shape: tuple[int, int, int, int], window: int | None) -> torch.Tensor:
+    cache, q = case(dtype, shape)
+    wide = copy.copy(cache)
+    wide.k_pages, wide.v_pages = cache.k_pages.double(), cache.v_pages.double()
+    return attend(torch_ops.OPS, wide, q.double(), ROWS, window)
+
+
+@every_dtype
+@shapes
+def test_attention_equals_the_twin(device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    cache, q = case(dtype, shape)
+    close(attend(OPS, cache.to(device), q.to(device), ROWS), twins_answer(dtype, shape, None))
+
+
+@pytest.mark.parametrize("window", [1, 40, 64])
+def test_a_window_hides_what_lies_before_it(device: torch.device, window: int) -> None:
+    cache, q = case(torch.float32, SHAPES[0])
+    actual = attend(OPS, cache.to(device), q.to(device), ROWS, window)
+    close(actual, twins_answer(torch.float32, SHAPES[0], window))
+
+
+def test_a_batch_of_prefills_alone_and_one_of_decodes_alone(device: torch.device) -> None:
+    cache, q = case(torch.float32, SHAPES[0])
+    expected = twins_answer(torch.float32, SHAPES[0], None)
+    close(attend(OPS, cache.to(device), q.to(device), ROWS[4:]), expected[4:])
+    close(attend(OPS, cache.to(device), q.to(device), ROWS[:4]), expected[:4])
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_however_a_context_is_cut_the_answer_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, splits: int
+) -> None:
+    monkeypatch.setattr(attention, "choose_splits", lambda *_: splits)
+    cache, q = case(torch.float32, SHAPES[1])
+    for window in (None, 40):
+        actual = attend(OPS, cache.to(device), q.to(device), ROWS[:4], window)
+        close(actual, twins_answer(torch.float32, SHAPES[1], window)[:4])
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.device, splits: int) -> None:
+    dim, page = 16, 4
+    q = torch.ones(2, 2, dim, device=device)
+    pages = torch.full((3, page, dim), float("nan"), device=device)
+    pages[1] = 1.0
+    tables = torch.tensor([[1], [2]], dtype=torch.int32, device=device)
+    contexts = torch.tensor([3, 0], dtype=torch.int32, device=device)
+    out = torch.full_like(q, float("nan"))
+    attention.decode(q, pages, pages, contexts, tables, splits * tiles.MIN_SPLIT, 0.5, None, out)
+    assert torch.equal(out[0], torch.ones_like(out[0]))
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+
+
+def test_eight_bit_pages_are_written_and_read(device: torch.device) -> None:
+    dim, heads, page, tokens = 32, 2, 4, 6
+    q, k, v = (random(tokens, heads, dim, dtype=torch.bfloat16, seed=seed).to(device) for seed in range(3))
+    k[0, 0, 0] = 1000.0  # beyond what eight bits hold
+    angles = random(8, dim // 2).to(device)
+    index = torch.arange(tokens, device=device)
+    answers = []
+    for kernels in (OPS, torch_ops.OPS):
+        cache = Cache([tokens], heads, dim, page, torch.bfloat16).to(device)
+        kv = torch.zeros(4, 2, page, heads * dim, device=device).to(torch.float8_e4m3fn)
+        cache.k_pages, cache.v_pages = kv[:, 0], kv[:, 1]
+        slots = cache.tables[0, index // page].long() * page + index % page
+        arguments = (angles.cos(), angles.sin(), index.int(), cache.k_pages, cache.v_pages, slots)
+        rotated = kernels.rope_and_store(q, k, v, *arguments)
+        assert kv.float().isfinite().all() and kv.float().abs().max() <= 448
+        answers.append((kv, attend(kernels, cache, rotated[None], [(0, tokens, tokens)])))
+        single = attend(kernels, cache, rotated[None], [(0, 1, tokens)])
+        close(single, answers[-1][1][-1:])
+    assert torch.equal(answers[0][0].float(), answers[1][0].float())
+    close(answers[0][1], answers[1][1])
+
+
+def test_splits_fill_the_gpu_and_never_become_tiny() -> None:
+    assert tiles.choose_splits(8, 1024) == 8  # one row of a 1024-token context: parts of 128 positions
+    assert tiles.choose_splits(8, 2**17) == 64
+    assert tiles.choose_splits(256 * 8, 4096) == 1
+    assert tiles.choose_splits(8, 1) == 1

@@ -1,0 +1,65 @@
+"""Norms, gated activations, rotation and the way into the pages: the Triton kernels against their twins."""
+
+import pytest
+import torch
+
+from penstock.executor.kernels import torch_ops
+from penstock.executor.kernels.cuda.ops import OPS
+from tests.executor.kernels.cases import close, every_dtype
+from tests.executor.paged import random
+
+
+@every_dtype
+@pytest.mark.parametrize("width", [8, 100, 576])
+def test_norms_equal_the_twin(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    weight = random(width, seed=3).to(device)
+    for rows in (0, 1, 5):
+        x = random(rows, 2 * width, dtype=dtype).to(device)[:, width:]
+        residual = random(rows, width, dtype=dtype, seed=1).to(device)
+        close(OPS.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
+        y, total = OPS.add_rms_norm(x, residual, weight, 1e-5)
+        expected_y, expected_total = torch_ops.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(total, expected_total)
+        close(y, expected_y)
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_gated_activations_equal_the_twin(device: torch.device, dtype: torch.dtype, name: str) -> None:
+    for rows, width in ((0, 64), (1, 2), (3, 172), (2, 1536)):
+        gate_up = 4 * random(rows, 2 * width, dtype=dtype).to(device)
+        close(getattr(OPS, name)(gate_up), getattr(torch_ops, name)(gate_up))
+
+
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
+def test_activations_reach_their_limits_without_overflow(device: torch.device, name: str) -> None:
+    gate = torch.tensor([[-1e4, -200.0, 0.0, 200.0, 1e4, float("nan")]], device=device)
+    y = getattr(OPS, name)(torch.cat([gate, torch.ones_like(gate)], dim=1))[0]
+    assert torch.equal(y[2:5], gate[0, 2:5])
+    assert y[:2].abs().max() < 1e-30
+    assert y[5].isnan()
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    ("dim", "rotated", "normed", "has_v"),
+    [(64, 64, False, True), (8, 8, True, True), (80, 32, True, True), (96, 0, False, True), (160, 32, False, False)],
+)
+def test_rope_writes_the_pages_like_the_twin(
+    device: torch.device, dtype: torch.dtype, dim: int, rotated: int, normed: bool, has_v: bool
+) -> None:
+    tokens, q_heads, kv_heads, page = 7, 3, 2 if has_v else 1, 4
+    merged = random(tokens, (q_heads + 2 * kv_heads) * dim, dtype=dtype).to(device).unflatten(1, (-1, dim))
+    q, k, v = merged.split((q_heads, kv_heads, kv_heads), dim=1)
+    angles = 6 * random(30, rotated // 2).to(device)
+    positions = torch.randint(30, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(4)).to(device)
+    slots = torch.randperm(5 * page, generator=torch.Generator().manual_seed(5))[:tokens].to(device)
+    weights = (random(dim, seed=6).to(device), random(dim, seed=7).to(device), 1e-6) if normed else (None, None, 0.0)
+    results = []
+    for kernels in (OPS, torch_ops.OPS):
+        kv = torch.zeros(5, 3, 2, page, kv_heads * dim, dtype=dtype, device=device)
+        pages = (kv[:, 1, 0], kv[:, 1, 1]) if has_v else (kv[:, 1, 0], kv[:, 1, 0])
+        arguments = (angles.cos(), angles.sin(), positions, *pages, slots, *weights)
+        results.append((kernels.rope_and_store(q, k, v if has_v else None, *arguments), kv))
+    close(results[0][0], results[1][0])
+    close(results[0][1], results[1][1])
