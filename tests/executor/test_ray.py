@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,9 +26,10 @@ PROMPT, COUNT = [5, 6, 7, 8, 9], 12  # what ray_driver.py asks
 class Program:
     """A Python program that prints a line of JSON for everything it has to say."""
 
-    def __init__(self, name: str, *arguments: str, **environment: str) -> None:
+    def __init__(self, name: str, *arguments: str, before: Sequence[str] = (), **environment: str) -> None:
+        """`before`: the words of a command that runs it."""
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / name), *arguments],
+            [*before, sys.executable, str(HERE / name), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
