@@ -3,8 +3,13 @@
 numpy's fastest sorts are not stable: equal loads come out in another order with AVX-512 than with AVX2, and ranks
 that plan for themselves would then disagree. So value and column are packed into one integer, no two of which are
 equal: the value as float64 leaves 29 bits free, the column lies in them, and the order of the integers is the order
-of the values. Everything in this room that sorts by load calls these two.
+of the values. Everything in this room that sorts by load calls one of these.
+
+Where a near tie may go either way, the column lies in the low bits of the float32 itself: that is half as much to
+sort, and no two values that differ by more than columns · 2^-23 of themselves change places.
 """
+
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +39,33 @@ def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     keys = _falling(values)
     keys.partition(count - 1, axis=1)
     return keys[:, :count] & _COLUMN
+
+
+def roughly_ascending(values: NDArray[np.float32]) -> NDArray[np.int32]:
+    """`ascending`, but for near ties."""
+    columns, low = _low_bits(values.shape[1])
+    keys = values.view(np.int32) & ~low
+    keys |= columns
+    keys.sort(axis=1)
+    keys &= low
+    return keys
+
+
+def roughly_descending(values: NDArray[np.float32]) -> NDArray[np.int32]:
+    """`descending`, but for near ties, of values that are not negative."""
+    columns, low = _low_bits(values.shape[1])
+    keys = values.view(np.int32) | low
+    np.invert(keys, out=keys)
+    keys |= columns
+    keys.sort(axis=1)
+    keys &= low
+    return keys
+
+
+@cache
+def _low_bits(num_columns: int) -> tuple[NDArray[np.int32], np.int32]:
+    """Every column, and the bits that it takes."""
+    return np.arange(num_columns, dtype=np.int32), np.int32((1 << (num_columns - 1).bit_length()) - 1)
 
 
 def _falling(values: NDArray[np.float32]) -> NDArray[np.int64]:

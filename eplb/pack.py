@@ -42,37 +42,35 @@ def deal_rounds(ids: Ids, shares: Shares, ranks: int) -> Bins:
     Only one expert per round can also have been in the round before, because its copies stand side by side. It
     goes to ranks that do not have it yet, so no rank gets an expert twice.
     """
-    rows, slots = ids.shape
-    bins = Bins.empty(slots // ranks, rows, ranks)
-    base = np.arange(rows)[:, None] * ranks
-    load = bins.load.ravel()
-    for slot in range(slots // ranks):
-        start = slot * ranks
-        block, share = ids[:, start : start + ranks], shares[:, start : start + ranks]
-        if slot == 0:
-            to = base + np.arange(ranks)
-        else:
-            lightest = order.ascending(bins.load)
-            _keep_apart(lightest, bins.ids[slot - 1], block, ids[:, start - 1], bins.load)
-            to = lightest + base
-        bins.ids[slot].ravel()[to] = block
-        bins.shares[slot].ravel()[to] = share
-        load += bins.shares[slot].ravel()
+    rows, depth = len(ids), ids.shape[1] // ranks
+    bins = Bins.empty(depth, rows, ranks)
+    blocks = np.ascontiguousarray(ids.reshape(rows, depth, ranks).swapaxes(0, 1))
+    sizes = np.ascontiguousarray(shares.reshape(rows, depth, ranks).swapaxes(0, 1))
+    straddles = (blocks[1:, :, 0] == blocks[:-1, :, -1]).any(1).tolist()
+    base = np.arange(0, rows * ranks, ranks)[:, None]
+    bins.ids[0], bins.shares[0] = blocks[0], sizes[0]
+    bins.load += sizes[0]
+    for slot in range(1, depth):
+        lightest = order.roughly_ascending(bins.load)
+        if straddles[slot - 1]:
+            _keep_apart(lightest, bins.ids[slot - 1], blocks[slot], blocks[slot - 1, :, -1], bins.load)
+        to = lightest + base
+        bins.ids[slot].put(to, blocks[slot])
+        bins.shares[slot].put(to, sizes[slot])
+        bins.load += bins.shares[slot]
     return bins
 
 
-def _keep_apart(lightest: NDArray[np.int64], before: Ids, block: Ids, last: Ids, load: Shares) -> None:
+def _keep_apart(lightest: NDArray[np.int32], before: Ids, block: Ids, last: Ids, load: Shares) -> None:
     """Where the expert that opens this round also closed the last one, rewrite the order in which ranks are served."""
     rows = np.nonzero(block[:, 0] == last)[0]
-    if not rows.size:
-        return
     expert, load = block[rows, :1], load[rows]
     num_copies = (block[rows] == expert).sum(1)[:, None]
-    free_first = order.ascending(np.where(before[rows] == expert, _NEVER, load))
+    free_first = order.roughly_ascending(np.where(before[rows] == expert, _NEVER, load))
     turn = np.empty_like(free_first)
-    np.put_along_axis(turn, free_first, np.arange(load.shape[1])[None], axis=1)
+    np.put_along_axis(turn, free_first, np.arange(load.shape[1], dtype=np.int32)[None], axis=1)
     # The lightest ranks without the expert are served first, all others after them by load.
-    lightest[rows] = order.ascending(np.where(turn < num_copies, np.float32(0), load + np.float32(1)))
+    lightest[rows] = order.roughly_ascending(np.where(turn < num_copies, np.float32(0), load + np.float32(1)))
 
 
 def deal_singly(ids: Ids, shares: Shares, ranks: int) -> Bins:
@@ -81,32 +79,36 @@ def deal_singly(ids: Ids, shares: Shares, ranks: int) -> Bins:
     With no spare copies the hottest ranks must end up with the coldest experts, which rounds cannot do.
     """
     rows, slots = ids.shape
-    bins = Bins.empty(slots // ranks, rows, ranks)
-    flat_ids, flat_shares = bins.ids.ravel(), bins.shares.ravel()
-    base, plane = np.arange(rows) * ranks, rows * ranks
+    depth, plane = slots // ranks, rows * ranks
+    bins = Bins.empty(depth, rows, ranks)
+    base = np.arange(0, plane, ranks)
     load = np.zeros((rows, ranks), np.float32)  # of ranks that have a slot left; a full one counts as infinite
     flat_load = load.ravel()
     free = np.arange(plane)  # the next slot of every rank
-    last = free + plane * (slots // ranks - 1)
-    for column, (expert, share) in enumerate(zip(ids.T.copy(), shares.T.copy(), strict=True)):
-        rank = load.argmin(1) + base
+    last = plane * (depth - 1)
+    taken = np.empty((slots, rows), np.int64)
+    for column, share in enumerate(np.ascontiguousarray(shares.T)):
+        rank = load.argmin(1)
+        rank += base
         slot = free[rank]
-        flat_ids[slot] = expert
-        flat_shares[slot] = share
+        taken[column] = slot
         flat_load[rank] += share
-        free[rank] = slot + plane
-        if column >= slots // ranks - 1:
-            flat_load[rank[slot == last[rank]]] = np.inf
-    bins.load = bins.shares.sum(0)
+        if column >= depth - 1:
+            flat_load[rank[slot >= last]] = np.inf
+        slot += plane
+        free[rank] = slot
+    bins.ids.put(taken.T, ids)
+    bins.shares.put(taken.T, shares)
+    bins.load += bins.shares.sum(0)
     return bins
 
 
-def rematch(bins: Bins, goal: Shares, offers: NDArray[np.int64], *, spread: bool) -> None:
+def rematch(bins: Bins, goal: Shares, offers: NDArray[np.int64]) -> None:
     """Every rank offers one slot; the offers are dealt anew, the largest to the rank that is lightest without its own.
 
-    `offers` says which slot every rank offers in every step: [steps, ranks]. A row takes the result where its
-    heaviest rank gets lighter (and, with `spread`, where no rank gets an expert twice), and rests for good once it
-    is at its goal. Rows that rest are left out after every few steps, so the stubborn ones cost little.
+    `offers` says which slot every rank offers: [steps, tries, ranks]. A row takes the best of a step's tries if its
+    heaviest rank gets lighter and no rank gets an expert twice, and rests for good once it is at its goal. Many ranks
+    with few slots are best served so; where slots are many, `trade` gets further.
     """
     active = np.nonzero(bins.load.max(1) > goal)[0]
     for start in range(0, len(offers), _STEPS_BETWEEN_LOOKS):
@@ -114,8 +116,8 @@ def rematch(bins: Bins, goal: Shares, offers: NDArray[np.int64], *, spread: bool
             return
         # take, unlike indexing, always gives contiguous arrays, which the flat views in _offer need
         part = Bins(bins.ids.take(active, 1), bins.shares.take(active, 1), bins.load[active])
-        for offer in offers[start : start + _STEPS_BETWEEN_LOOKS]:
-            _offer(part, offer, goal[active], spread)
+        for tries in offers[start : start + _STEPS_BETWEEN_LOOKS]:
+            _offer(part, tries, goal[active])
         bins.ids[:, active], bins.shares[:, active], bins.load[active] = part.ids, part.shares, part.load
         active = active[part.load.max(1) > goal[active]]
 
@@ -123,48 +125,43 @@ def rematch(bins: Bins, goal: Shares, offers: NDArray[np.int64], *, spread: bool
 @cache
 def sweep(depth: int, ranks: int) -> NDArray[np.int64]:
     """Offers: all ranks offer the same slot, each slot once. Enough for most rows."""
-    return np.broadcast_to(np.arange(1, depth + 1)[:, None] % depth, (depth, ranks))
+    return np.broadcast_to(np.arange(1, depth + 1)[:, None, None] % depth, (depth, 1, ranks))
 
 
 @cache
-def neighbours(depth: int, ranks: int, steps: int) -> NDArray[np.int64]:
+def neighbours(depth: int, ranks: int, steps: int, tries: int) -> NDArray[np.int64]:
     """Offers: slots filled in the same round or the ones beside it, so that shares are alike and fit each other."""
-    jitter = np.random.default_rng(0).integers(-1, 2, (steps, ranks))  # seeded: a plan is a function of its input
-    return (np.arange(steps)[:, None] % depth + jitter).clip(0, depth - 1)
+    jitter = np.random.default_rng(0).integers(-1, 2, (steps * tries, ranks))  # a plan is a function of its input
+    slot = np.arange(steps * tries)[:, None] % depth + jitter
+    return slot.clip(0, depth - 1).reshape(steps, tries, ranks)
 
 
-@cache
-def anything(depth: int, ranks: int, steps: int) -> NDArray[np.int64]:
-    """Offers: any slot. Where ranks were filled singly, slots of one depth are not alike."""
-    return np.random.default_rng(0).integers(0, depth, (steps, ranks))
-
-
-def _offer(bins: Bins, offer: NDArray[np.int64], goal: Shares, spread: bool) -> None:
+def _offer(bins: Bins, offers: NDArray[np.int64], goal: Shares) -> None:
     """One step of `rematch`, in place."""
-    rows, ranks = bins.load.shape
-    base = np.arange(0, rows * ranks, ranks)[:, None]
-    cells = base + (offer * (rows * ranks) + np.arange(ranks))  # [rows, ranks], into the flat slots
+    (rows, ranks), num = bins.load.shape, len(offers)
+    plane = rows * ranks
+    row = np.arange(0, plane, ranks)[:, None]
+    cells = row[:, :, None] + (offers * plane + np.arange(ranks))  # [rows, tries, ranks], into the flat slots
     share = bins.shares.take(cells)
-    rest = bins.load - share
-    to, what = order.ascending(rest), order.descending(share)
-    to += base
-    what += base
+    rest = (bins.load[:, None] - share).reshape(-1, ranks)
+    share = share.reshape(-1, ranks)
+    base = np.arange(0, plane * num, ranks)[:, None]
+    to, what = order.roughly_ascending(rest) + base, order.roughly_descending(share) + base
     share = share.take(what)
     load = rest.take(to)
     load += share
+    expert = np.empty((rows, num, ranks), np.int16)
+    expert.put(to, bins.ids.take(cells.take(what)))
+    twice = bins.ids[:, :, None] == expert  # [slots per rank, rows, tries, ranks]
+    twice.put(offers * (plane * num) + np.arange(plane * num).reshape(rows, num, ranks), False)
+    worst = np.where(twice.any((0, 3)), _NEVER, load.max(1).reshape(rows, num))
+    best = worst.argmin(1) + np.arange(0, rows * num, num)
     heaviest = bins.load.max(1)
-    better = load.max(1) < heaviest
-    better &= heaviest > goal
-    expert = np.empty((rows, ranks), np.int16)
-    expert.put(to, bins.ids.take(cells).take(what))
-    if spread:
-        twice = bins.ids == expert
-        twice.put(cells, False)
-        better &= ~twice.any((0, 2))
-    row = np.nonzero(better)[0]
-    if row.size:
-        taken = np.empty((rows, ranks), np.float32)
-        taken.put(to, share)
-        bins.shares.put(cells[row], taken[row])
-        bins.ids.put(cells[row], expert[row])
-        bins.load.put(to[row], load[row])
+    do = np.nonzero((worst.take(best) < heaviest) & (heaviest > goal))[0]
+    if not do.size:
+        return
+    best = best[do]
+    to = to[best]
+    bins.shares.put(cells.take(to), share[best])
+    bins.ids.put(cells.take(to), expert.take(to))
+    bins.load.put(to % ranks + row[do], load[best])

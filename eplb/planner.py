@@ -8,14 +8,15 @@ by how even groups are. *soft*: the first copy of every expert lies on its group
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.eplb import order, pack, search
+from penstock.eplb import order, pack, trade
 from penstock.eplb.load import check_shape, checked, smooth
 from penstock.eplb.maps import Plan, max_copies
 from penstock.eplb.replicas import Ids, Shares, copies
 
-TOLERANCE = np.float32(2e-3)  # a row at most this far above its bound is finished
-_FEW = 4
-_FINE = np.float32(1e-4)  # but one sweep is made for rows further away than this: it costs little and finds much
+TOLERANCE = np.float32(1.8e-3)  # a row at most this far above its bound is finished
+_FINE = np.float32(1e-4)  # but one step is made for rows further away than this: it costs little and finds much
+_FEW_SLOTS = 8  # with fewer, two ranks have too few pairs of slots for a good trade
+_TRIES = 20, 4  # steps, and tries in each: rows left by now are few, so four tries cost as much as two steps
 
 
 def plan(load: ArrayLike, slots: int, ranks: int, *, groups: int = 1, nodes: int = 1, locality: str = "global") -> Plan:
@@ -45,37 +46,14 @@ def _pack(ids: Ids, shares: Shares, ranks: int, is_redundant: bool, nodes: int) 
     if not is_redundant:
         floor = np.maximum(floor, shares[:, 0] + shares[:, len(shares[0]) - depth + 1 :].sum(1))
     floor = floor.reshape(-1, nodes).max(1).repeat(nodes)
-    if depth == 1 or ranks == 1:
-        return pack.deal_rounds(ids, shares, ranks)
     goal = floor * (1 + TOLERANCE)
-    if is_redundant:
-        bins = pack.deal_rounds(ids, shares, ranks)
-        pack.rematch(bins, floor * (1 + _FINE), pack.sweep(depth, ranks), spread=True)
-        pack.rematch(bins, goal, pack.neighbours(depth, ranks, ranks * nodes), spread=True)
+    bins = (pack.deal_rounds if is_redundant or depth == 1 else pack.deal_singly)(ids, shares, ranks)
+    if is_redundant and depth < min(_FEW_SLOTS, ranks):
+        pack.rematch(bins, floor * (1 + TOLERANCE / 2), pack.sweep(depth, ranks))
+        pack.rematch(bins, goal, pack.neighbours(depth, ranks, *_TRIES))
     else:
-        bins = pack.deal_singly(ids, shares, ranks)
-        pack.rematch(bins, goal, pack.anything(depth, ranks, depth + ranks), spread=False)
-    if ranks <= _FEW:
-        _trade(bins, goal)
+        trade.even_out(bins, goal, floor * (1 + _FINE), spread=is_redundant)
     return bins
-
-
-def _trade(bins: pack.Bins, goal: Shares) -> None:
-    """Trade slots of the heaviest rank one by one: few ranks have few offers to match, and few trades to try."""
-    at = np.nonzero(bins.load.max(1) > goal)[0]
-    if not at.size:
-        return
-    ids = bins.ids[:, at].transpose(1, 2, 0).astype(np.int64)  # [rows, ranks, slots per rank]
-    carried = bins.shares[:, at].transpose(1, 2, 0)
-    num_experts = int(bins.ids.max()) + 1
-    load = np.zeros((len(at), num_experts), np.float32)
-    row = np.arange(len(at))[:, None, None]
-    np.add.at(load, (row, ids), carried)
-    unused = np.full(len(at), ids.size)
-    rows = search.Rows(load, ids, goal[at], goal[at], unused, may_copy=False)
-    search.improve(rows)
-    bins.ids[:, at], bins.shares[:, at] = rows.ids.transpose(2, 0, 1), rows.carried.transpose(2, 0, 1)
-    bins.load[at] = rows.rank_load
 
 
 def _by_home(load: Shares, groups: int, nodes: int) -> NDArray[np.int64]:

@@ -100,6 +100,7 @@ class _Draft:
         goal = self.goal if self.rows.nodes == 1 else self.target
         layers = np.nonzero(self.balance < goal - _WORTH)[0]
         if layers.size:
+            self.reweight(layers)  # what shares alone gain is not to speak for a plan from scratch
             fresh = place(self.smooth[layers], old.slots, old.ranks, old.groups, old.nodes, old.locality)
             kept_apart = old.nodes if old.locality != "global" else 1
             self.offer_placed(layers, overlay(fresh, old.phy2log[layers], old.ranks, kept_apart), _WORTH)

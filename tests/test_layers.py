@@ -253,5 +253,22 @@ def test_torch_and_transformers_are_not_loaded_by(what: str) -> None:
     assert modules_in_a_fresh_process(LIGHT[what]) & {"torch", "transformers", "triton"} == set()
 
 
+REFUSING_ALL_BUT_NUMPY = """
+class Refusing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] not in {*sys.stdlib_module_names, "numpy", "penstock"}:
+            raise ModuleNotFoundError(f"{name} is not numpy")
+sys.meta_path.insert(0, Refusing())
+"""
+
+
+def test_eplb_plans_where_there_is_nothing_but_numpy() -> None:
+    use = "\nfrom penstock.eplb import balance, plan\nassert balance([[3, 1, 2]], plan([[3, 1, 2]], 4, 2)).all()"
+    loaded = modules_in_a_fresh_process(REFUSING_ALL_BUT_NUMPY + importing("eplb") + use)
+    assert "numpy" in loaded and "torch" not in loaded
+    with pytest.raises(AssertionError, match="msgspec is not numpy"):
+        modules_in_a_fresh_process(REFUSING_ALL_BUT_NUMPY + "import msgspec")
+
+
 def test_the_check_of_loaded_modules_sees_what_is_loaded() -> None:
     assert {"numpy", "penstock"} <= modules_in_a_fresh_process("import penstock.cache.keys")
