@@ -2,6 +2,7 @@
 
 import math
 import random
+from typing import Literal, NamedTuple
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random) -> list[float]:
@@ -21,3 +22,28 @@ def arrival_times(count: int, rate: float, burstiness: float, rng: random.Random
         now += rng.gammavariate(burstiness, 1.0)
         times.append(now)
     return [time * count / (rate * now) for time in times]
+
+
+class Ramp(NamedTuple):
+    """A rate that changes from the first request to the last: by as much each time, or by the same factor."""
+
+    strategy: Literal["linear", "exponential"]
+    start: float  # requests per second
+    end: float
+
+    def rate(self, progress: float) -> float:
+        """At 0 … 1 of the requests."""
+        if self.strategy == "linear":
+            return self.start + (self.end - self.start) * progress
+        return self.start * (self.end / self.start) ** progress
+
+
+def ramp_times(count: int, ramp: Ramp, burstiness: float, rng: random.Random) -> list[float]:
+    """Seconds from the start for each of `count` requests; gaps as in `arrival_times`, around the ramp's."""
+    times: list[float] = []
+    now = 0.0
+    for index in range(count):
+        draw = 1.0 if math.isinf(burstiness) else rng.gammavariate(burstiness, 1 / burstiness)
+        now += draw / ramp.rate(index / max(1, count - 1))
+        times.append(now)
+    return times

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import math
 import os
 import random
 import time
@@ -9,11 +10,12 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.bench.arrivals import arrival_times
+from penstock.engine.bench.arrivals import Ramp, arrival_times, ramp_times
 from penstock.engine.bench.client import Client, Target
 from penstock.engine.bench.datasets import Sample, Source, load_samples
 from penstock.engine.bench.load import Call
 from penstock.engine.bench.structured import response_formats
+from penstock.engine.bench.synthetic import estimated_tokens, token_counter
 from penstock.engine.config import ConfigError
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -35,14 +37,39 @@ def build_calls(
         raise ConfigError("extra_body: a JSON object is expected, like '{\"top_k\": 5}'")
     path = args.endpoint or ENDPOINTS[args.backend]
     is_chat = path.rstrip("/").endswith("/chat/completions")
-    samples = load_samples(args, args.num_prompts + args.num_warmups, Source(args.random_vocab_size, is_text=is_chat))
+    counter = estimated_tokens if args.tokenizer is None else token_counter(args.tokenizer)
+    source = Source(args.random_vocab_size, is_chat, counter)
+    samples = load_samples(args, args.num_prompts + args.num_warmups, source)
     formats = response_formats(args, len(samples))
     bodies = [_body(args, model, is_chat, sample, extra) for sample, extra in zip(samples, formats, strict=True)]
     requests = [target.request("POST", path, body, headers) for body in bodies]
-    times = arrival_times(args.num_prompts, args.request_rate, args.burstiness, random.Random(args.seed))
-    times += [0.0] * args.num_warmups
+    times = [*_times(args, samples[: args.num_prompts]), *[0.0] * args.num_warmups]
     calls = [Call(*each) for each in zip(requests, (sample.prompt_len for sample in samples), times, strict=True)]
     return calls[args.num_prompts :], calls[: args.num_prompts]
+
+
+def _times(args: argparse.Namespace, samples: list[Sample]) -> list[float]:
+    """When each of the samples is sent, in seconds after the start."""
+    ramp = None
+    if args.ramp_up_strategy is not None:
+        start, end = args.ramp_up_start_rps, args.ramp_up_end_rps
+        if start is None or end is None or min(start, end) <= 0:
+            raise ConfigError(
+                "ramp_up_strategy: --ramp-up-start-rps and --ramp-up-end-rps are needed, more than 0 each"
+            )
+        if not math.isinf(args.request_rate):
+            raise ConfigError(f"request_rate: {args.request_rate:g} given; a ramp says the rate itself")
+        ramp = Ramp(args.ramp_up_strategy, start, end)
+    if samples[0].arrival_s is not None:
+        if ramp is not None or not math.isinf(args.request_rate):
+            raise ConfigError(
+                "request_rate: a rate is given; a trace says itself when its requests come (--trace-speed)"
+            )
+        return [sample.arrival_s or 0.0 for sample in samples]
+    rng = random.Random(args.seed)
+    if ramp is not None:
+        return ramp_times(len(samples), ramp, args.burstiness, rng)
+    return arrival_times(len(samples), args.request_rate, args.burstiness, rng)
 
 
 def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample, extra: dict[str, Any]) -> bytes:

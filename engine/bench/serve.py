@@ -38,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random-vocab-size", type=int, default=10_000, metavar="N", help="token ids are drawn below it"
     )
+    parser.add_argument(
+        "--tokenizer", metavar="MODEL", help="counts a dataset's texts (default: four characters are a token)"
+    )
     _add_requests(parser)
     _add_results(parser)
 
@@ -53,6 +56,9 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
         help="1: Poisson arrivals; less: bursts; more: more even (default: 1)",
     )
     add("--max-concurrency", type=int, metavar="N", help="hold requests back while this many are under way")
+    add("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate change over the requests")
+    add("--ramp-up-start-rps", type=float, metavar="R", help="requests per second at the first")
+    add("--ramp-up-end-rps", type=float, metavar="R", help="and at the last")
     add("--num-warmups", type=int, default=0, metavar="N", help="requests before the measured ones (default: 0)")
     add("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default: 0)")
 

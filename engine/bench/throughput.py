@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.bench.datasets import Sample, Source, add_dataset_options, load_samples
+from penstock.engine.bench.synthetic import token_counter
 from penstock.engine.options import add_engine_options, engine_options
 
 
@@ -36,7 +37,10 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **engine_options(args)) as llm:
         count = args.num_prompts + args.num_warmups
-        samples = load_samples(args, count, Source(llm.info.vocab_size))
+        source = Source(llm.info.vocab_size)
+        if not args.skip_tokenizer_init:
+            source = source._replace(count_tokens=token_counter(args.model))
+        samples = load_samples(args, count, source)
         if args.num_warmups:
             _generate(llm, samples[args.num_prompts :], args, show=False)
         samples = samples[: args.num_prompts]
@@ -73,4 +77,4 @@ def _generate(llm: Any, samples: list[Sample], args: argparse.Namespace, show: b
     ]
     results = llm.generate([sample.prompt for sample in samples], params, use_tqdm=show)
     num_output = sum(len(output.token_ids) for result in results for output in result.outputs)
-    return sum(sample.prompt_len for sample in samples), num_output
+    return sum(len(result.prompt_token_ids) for result in results), num_output

@@ -1,6 +1,9 @@
 """The prompts of a benchmark."""
 
 import argparse
+import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -67,3 +70,95 @@ def test_a_seed_gives_the_same_prompts_and_asking_for_more_keeps_the_first() -> 
 def test_a_value_out_of_range_is_named(option: str, value: str, field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}: {value} given"):
         samples(option, value)
+
+
+def test_a_few_prefixes_come_again_and_again() -> None:
+    lengths = [
+        word
+        for name, value in (("prefix-len", 20), ("suffix-len", 5), ("num-prefixes", 3), ("output-len", 7))
+        for word in (f"--prefix-repetition-{name}", str(value))
+    ]
+    made = samples("--dataset-name", "prefix_repetition", *lengths, count=12)
+    heads = Counter(tuple(sample.prompt[:20]) for sample in made)
+    assert sorted(heads.values()) == [4, 4, 4]
+    assert {(len(sample.prompt), sample.prompt_len, sample.output_len) for sample in made} == {(25, 25, 7)}
+    assert len({tuple(sample.prompt) for sample in made}) == 12
+
+
+def conversation(question: str, *answers: str) -> dict:
+    return {"conversations": [{"from": "human", "value": question}, *({"from": "gpt", "value": a} for a in answers)]}
+
+
+def test_conversations_give_their_first_question_and_the_length_of_its_answer(tmp_path: Path) -> None:
+    path = tmp_path / "sharegpt.json"
+    long, short, alone = conversation("q" * 5000, "a" * 40), conversation("q" * 40, "a"), conversation("q" * 40)
+    good = conversation("Where does the river end?", "In the sea, after four hundred kilometres.")
+    path.write_text(json.dumps([long, short, alone, good]))
+    options = ("--dataset-name", "sharegpt", "--dataset-path", str(path))
+    assert samples(*options, count=1) == [Sample("Where does the river end?", 7, 11)]
+    assert (
+        samples(*options, "--sharegpt-output-len", "5", count=2, source=Source(9, False, lambda text: len(text)))[
+            0
+        ].output_len
+        == 5
+    )
+
+
+def test_prompts_of_a_file_keep_their_order_and_are_repeated_where_they_do_not_suffice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one"}\n\n{"prompt": "two", "output_tokens": 3}\n')
+    options = ("--dataset-name", "custom", "--dataset-path", str(path), "--custom-output-len", "9")
+    assert [(s.prompt, s.output_len) for s in samples(*options, count=3)] == [("one", 9), ("two", 3), ("one", 9)]
+    assert "prompts.jsonl has 2 prompts; they are repeated to 3" in capsys.readouterr().err
+
+
+def test_a_trace_of_mooncake_keeps_its_times_lengths_and_shared_beginnings(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines = [(1000, 1200, 30, [0, 1, 2]), (3000, 1024, 4, [0, 1]), (3500, 512, 8, [7])]
+    keys = ("timestamp", "input_length", "output_length", "hash_ids")
+    path.write_text("".join(json.dumps(dict(zip(keys, line, strict=True))) + "\n" for line in lines))
+    options = ("--dataset-name", "timed_trace", "--dataset-path", str(path))
+    first, second, third = samples(*options, "--trace-speed", "2", count=3)
+    assert [sample.arrival_s for sample in (first, second, third)] == [0.0, 1.0, 1.25]
+    assert [(len(s.prompt), s.prompt_len, s.output_len) for s in (first, second)] == [(1200, 1200, 30), (1024, 1024, 4)]
+    assert first.prompt[:1024] == second.prompt and third.prompt[:50] != second.prompt[:50]
+    small = samples(*options, "--trace-length-scale", "0.1", count=2)
+    assert [(s.prompt_len, s.output_len) for s in small] == [(120, 3), (102, 1)]
+    assert small[0].prompt[:102] == small[1].prompt
+
+
+def test_a_trace_of_azure_keeps_its_times_and_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    rows = ["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:17:03.9799600,48,10"]
+    path.write_text("\n".join([*rows, "2023-11-16 18:17:04.4799600,31,8"]) + "\n")
+    made = samples("--dataset-name", "timed_trace", "--dataset-path", str(path), count=2)
+    assert [(s.prompt_len, s.output_len, s.arrival_s) for s in made] == [(48, 10, 0.0), (31, 8, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "count", "message"),
+    [
+        ("sharegpt", '{"a": 1}', 1, "no list of conversations"),
+        ("sharegpt", "[]", 1, "has no prompt that can be used"),
+        ("custom", '{"prompt": 3}', 1, "line 1"),
+        ("custom", '{"prompt": "a"}\n{"prompt": "a", "output_tokens": 0}', 2, "line 2"),
+        ("timed_trace", '{"timestamp": 0}', 1, "request 1: KeyError"),
+        ("timed_trace", '{"timestamp": 0, "input_length": 5, "output_length": 5}', 2, "the trace has 1 requests"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_place(
+    name: str, content: str, count: int, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        samples("--dataset-name", name, "--dataset-path", str(path), count=count)
+
+
+def test_a_file_that_is_not_there_or_not_named_is_said() -> None:
+    with pytest.raises(ConfigError, match="dataset_path: none given"):
+        samples("--dataset-name", "custom")
+    with pytest.raises(ConfigError, match="dataset_path: /no/file given; there is no such file"):
+        samples("--dataset-name", "sharegpt", "--dataset-path", "/no/file")

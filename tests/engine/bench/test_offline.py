@@ -34,7 +34,10 @@ class CountingLLM:
     def generate(self, prompts: list, params: Any, use_tqdm: bool) -> list[Any]:
         self.batches.append((prompts, params))
         each = params if isinstance(params, list) else [params] * len(prompts)
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * p.max_tokens)] * p.n) for p in each]
+        return [
+            SimpleNamespace(prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=[1] * p.max_tokens)] * p.n)
+            for prompt, p in zip(prompts, each, strict=True)
+        ]
 
 
 @pytest.fixture

@@ -251,3 +251,33 @@ def test_the_benchmarks_options_are_there_without_torch() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, env=env)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_trace_is_replayed_at_its_own_times_and_no_rate_may_be_given_beside(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    entry = {"input_length": 9, "output_length": 3, "hash_ids": [4]}
+    path.write_text("".join(json.dumps({"timestamp": at, **entry}) + "\n" for at in (0, 40, 80, 90, 95, 100)))
+    options = ("--dataset-name", "timed_trace", "--dataset-path", str(path))
+    result, endpoint = bench(*options)
+    assert result["completed"] == 6 and {len(body["prompt"]) for body in bodies(endpoint)} == {9}
+    assert result["duration"] >= 0.1
+    with pytest.raises(ConfigError, match="request_rate: a rate is given; a trace says itself"):
+        bench(*options, "--request-rate", "5")
+
+
+def test_a_ramp_needs_both_of_its_ends_and_no_rate() -> None:
+    with pytest.raises(ConfigError, match="ramp_up_strategy: "):
+        bench("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "5")
+    ramp = ("--ramp-up-strategy", "linear", "--ramp-up-start-rps", "50", "--ramp-up-end-rps", "500")
+    with pytest.raises(ConfigError, match="request_rate: 5 given; a ramp says the rate itself"):
+        bench(*ramp, "--request-rate", "5")
+    assert bench(*ramp)[0]["completed"] == 6
+
+
+def test_texts_of_a_file_go_to_completions_and_to_chats(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one two", "output_tokens": 3}\n')
+    options = ("--dataset-name", "custom", "--dataset-path", str(path))
+    assert bodies(bench(*options)[1])[0]["prompt"] == "one two"
+    chat = bodies(bench(*options, "--backend", "openai-chat")[1])[0]
+    assert chat["messages"] == [{"role": "user", "content": "one two"}] and chat["max_completion_tokens"] == 3
