@@ -1,5 +1,4 @@
-# The words of the README: serve test check bench gpu fmt. Whichever comes first makes .venv; that takes minutes
-# once (torch is most of it) and nothing afterwards.
+# The words of the README: serve test check bench gpu fmt. Whichever comes first makes .venv, which takes minutes.
 #
 #   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench BENCH=benchmarks/bench_keys.py
 SHELL := /bin/bash

@@ -23,6 +23,9 @@ class Ops:
     rope_and_store: Callable[..., torch.Tensor]
     # (q [T, Hq, D], k_pages [pages, PAGE, Hkv * D], v_pages, batch, scale, window=None) -> [T, Hq, D]
     paged_attention: Callable[..., torch.Tensor]
+    # (q [T, H, rope + rank], latents [pages, PAGE, rope + rank], batch, scale, rope) -> [T, H, rank]: as with one
+    # key-value head whose keys and values are the same vectors, of which the first `rope` numbers are no values
+    latent_attention: Callable[..., torch.Tensor]
     # (gate_up [T, 2 I]) -> activation(gate) * up [T, I]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
@@ -34,6 +37,11 @@ def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
         from penstock.executor.kernels.cpu_ops import make_ops
 
         return make_ops(dtype, head_dim)
+    # Older GPUs have less shared memory than the tiles ask for, and other tensor cores.
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+        from penstock.executor.kernels.cuda.ops import OPS
+
+        return OPS
     from penstock.executor.kernels import torch_ops
 
     return torch_ops.OPS

@@ -31,6 +31,7 @@ def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, 
         kernels.add_rms_norm,
         kernels.rope_and_store,
         kernels.paged_attention,
+        kernels.latent_attention,
         kernels.silu_mul,
         kernels.gelu_tanh_mul,
     )
@@ -186,6 +187,11 @@ class _Kernels:
         if failed:
             raise MemoryError(f"no memory for the attention of {tokens} tokens")
         return out
+
+    def latent_attention(
+        self, q: torch.Tensor, latents: torch.Tensor, batch: ForwardBatch, scale: float, rope_dim: int
+    ) -> torch.Tensor:
+        return self.paged_attention(q, latents, latents, batch, scale)[..., rope_dim:]
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._gate(_SILU, gate_up)

@@ -93,6 +93,12 @@ def paged_attention(
     return out
 
 
+def latent_attention(
+    q: torch.Tensor, latents: torch.Tensor, batch: ForwardBatch, scale: float, rope_dim: int
+) -> torch.Tensor:
+    return paged_attention(q, latents, latents, batch, scale)[..., rope_dim:]
+
+
 def _attend_single(
     q: torch.Tensor,
     k_pages: torch.Tensor,
@@ -166,4 +172,4 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
-OPS = Ops(rms_norm, add_rms_norm, rope_and_store, paged_attention, silu_mul, gelu_tanh_mul)
+OPS = Ops(rms_norm, add_rms_norm, rope_and_store, paged_attention, latent_attention, silu_mul, gelu_tanh_mul)

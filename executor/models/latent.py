@@ -55,7 +55,7 @@ class LatentAttention:
         q = ops.rope_and_store(
             self._queries(hidden), key, None, self._cos, self._sin, batch.positions, latents, latents, batch.kv_slots
         )
-        attended = ops.paged_attention(q, latents, latents, batch, self._scale)[..., sizes.rope_dim :]
+        attended = ops.latent_attention(q, latents, batch, self._scale, sizes.rope_dim)
         return torch.bmm(attended.transpose(0, 1), self._from_latent).transpose(0, 1).flatten(1)
 
     def _queries(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,14 @@
 """The Triton kernels as `Ops`, for a model on a GPU."""
 
 from penstock.executor.kernels import Ops
-from penstock.executor.kernels.cuda import attention, rope, rows
+from penstock.executor.kernels.cuda import attention, latent, rope, rows
 
 OPS = Ops(
     rows.rms_norm,
     rows.add_rms_norm,
     rope.rope_and_store,
     attention.paged_attention,
+    latent.latent_attention,
     rows.silu_mul,
     rows.gelu_tanh_mul,
 )

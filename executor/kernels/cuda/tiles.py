@@ -35,6 +35,15 @@ def prefill_tile(head_dim: int, itemsize: int) -> Tile:
     return Tile(128, 32, 8, 2) if head_dim > 128 else Tile(128, 64, 8, 3)
 
 
+def latent_tile(num_heads: int, is_single: bool, itemsize: int) -> Tile:
+    """rows: pairs of a token and a head, of the one token where it stands alone; columns: positions at a time."""
+    if itemsize == 4:
+        return Tile(16, 16, 8, 1)
+    if is_single and num_heads <= 16:
+        return Tile(16, 32, 4, 2)
+    return Tile(64, 32, 8, 2)
+
+
 def choose_splits(programs: int, max_context: int) -> int:
     """Into how many parts each row's context is cut so that `programs` times as many fill the GPU a few times."""
     wanted = -(-4 * NUM_PROCESSORS // max(1, programs))

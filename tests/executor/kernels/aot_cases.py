@@ -56,6 +56,14 @@ def attention(
     return call
 
 
+def latent(singles: int, prompts: int, heads: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
+    def call() -> None:
+        q = torch.zeros(singles + 64 * prompts, heads, 64 + 512, dtype=dtype)
+        OPS.latent_attention(q, pages(64 + 512, dtype)[0], batch(singles, prompts), 0.1, 64)
+
+    return call
+
+
 def rope(dim: int, heads: int, kv_heads: int, normed: bool, page_dtype: torch.dtype = BF16) -> Callable[[], None]:
     def call() -> None:
         merged = torch.zeros(8, heads + 2 * kv_heads, dim, dtype=BF16)
@@ -99,6 +107,10 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "SmolLM2-135M: rope": rope(64, 9, 3, False),
     "Gemma-3-4B: attention": attention(4, 1, 256, 8, 4),
     "Gemma-3-4B: windowed attention": attention(4, 1, 256, 8, 4, window=1024),
+    "DeepSeek-V2-Lite: attention": latent(4, 1, 16),
+    "DeepSeek-V2-Lite: full batch": latent(1024, 0, 16),
+    "DeepSeek-V2-Lite: float32": latent(4, 1, 16, F32),
+    "DeepSeek-V3: attention": latent(4, 1, 128),
     "OPT-2.7B: attention": attention(4, 1, 80, 32, 32),
     "Phi: attention": attention(4, 1, 96, 32, 32),
 }

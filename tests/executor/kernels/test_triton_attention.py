@@ -102,6 +102,19 @@ def test_eight_bit_pages_are_written_and_read(device: torch.device) -> None:
     close(answers[0][1], answers[1][1])
 
 
+@every_dtype
+@pytest.mark.parametrize(("heads", "rope", "rank"), [(4, 16, 64), (20, 8, 48)])
+def test_latent_attention_equals_the_twin(
+    device: torch.device, dtype: torch.dtype, heads: int, rope: int, rank: int
+) -> None:
+    rows = [(0, 1, 1), (1, 1, 150), (2, 1, 64), (3, 5, 5), (4, 7, 70)]
+    cache = Cache([context for _, _, context in rows], 1, rope + rank, 16, dtype)
+    q = random(sum(count for _, count, _ in rows), heads, rope + rank, dtype=dtype, seed=9)
+    expected = torch_ops.latent_attention(q.double(), cache.k_pages.double(), cache.batch(rows), 0.2, rope)
+    moved = cache.to(device)
+    close(OPS.latent_attention(q.to(device), moved.k_pages, moved.batch(rows), 0.2, rope), expected)
+
+
 def test_splits_fill_the_gpu_and_never_become_tiny() -> None:
     assert tiles.choose_splits(8, 1024) == 8  # one row of a 1024-token context: parts of 128 positions
     assert tiles.choose_splits(8, 2**17) == 64

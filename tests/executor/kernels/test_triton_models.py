@@ -1,0 +1,46 @@
+"""Whole models on the Triton kernels, through runner and sampler, against transformers."""
+
+import pytest
+import torch
+
+from penstock.executor.kernels import select_ops, torch_ops
+from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.driver import Driver
+from tests.executor.small_models import folder, greedy
+
+PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21]]
+COUNT = 3
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("gemma3", "mistral-sliding", "deepseek-v2-lite", "opt")]
+
+
+@pytest.mark.parametrize("case", ["qwen3", *SLOW])
+def test_a_model_gives_the_tokens_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str
+) -> None:
+    """Two prompts in chunks, then decoding, one a step ahead of the other; stale blocks are NaN."""
+    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: OPS)
+    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    executor = UniprocExecutor(
+        ExecutorConfig(
+            model=str(folder(case)),
+            device=device.type,
+            dtype="float32",
+            kv_cache_bytes=2**18,
+            block_size=4,
+            max_num_seqs=2,
+        )
+    )
+    executor._rank.kv.fill_(float("nan"))
+    driver = Driver(executor)
+    sequences = [driver.admit(prompt) for prompt in PROMPTS]
+    got = driver.generate(*sequences, count=COUNT, chunk=5)
+    assert got == [greedy(case, prompt, COUNT)[0] for prompt in PROMPTS]
+
+
+def test_a_gpu_of_this_generation_or_later_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    for capability, expected in (((9, 0), OPS), ((10, 0), OPS), ((8, 9), torch_ops.OPS)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
+        assert select_ops(cuda, torch.bfloat16, 128) is expected
