@@ -16,15 +16,16 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.http.token_form import REPORT_HEADER
+from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
 from penstock.router.config import RouteError, RouterConfig, canonical_url
-from penstock.router.edge import ClientConnection, Edge, Request
+from penstock.router.edge import ClientConnection, Edge
 from penstock.router.exchange import Exchange, Plan
 from penstock.router.fleet import Fleet, Group
+from penstock.router.heads import Request
 from penstock.router.metrics import Metrics
 from penstock.router.replica import Replica
 from penstock.router.text import Asked, Prepared, Texts
-from penstock.router.wire import REWRITTEN, Headers, passing
+from penstock.router.wire import Headers
 
 log = logging.getLogger("penstock.router")
 
@@ -34,6 +35,8 @@ OPEN = frozenset({(b"GET", "/health"), (b"HEAD", "/health"), (b"GET", "/"), (b"H
 LOOK_S = 0.5  # how often running requests and the loop's lag are looked at
 JSON = [(b"content-type", b"application/json")]
 TEXT = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
+
+WITH_IDS = b"content-type: %b\r\n" % CONTENT_TYPE
 
 _ASKED = msgspec.json.Decoder(Asked)
 
@@ -60,6 +63,9 @@ class App:
         self.on_change: Callable[[str, str], None] = lambda method, url: None
         self._keys = Keys(config.api_keys)
         self._admin_keys = Keys(config.admin_api_keys)
+        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n"  # what replicas are told beside the client's headers
+        if config.backend_api_key is not None:
+            self._own_lines += b"authorization: Bearer %b\r\n" % config.backend_api_key.encode()
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._started_s = int(time.time())
@@ -123,15 +129,15 @@ class App:
             self.refuse(request, connection, HttpError(500, "internal error"))
 
     def _may(self, request: Request, path: str) -> bool:
-        if not self._keys or (request.method, path) in OPEN or self._keys.admit(request.headers):
+        if not self._keys or (request.method, path) in OPEN or _admits(self._keys, request):
             return True
-        return path == "/replicas" and bool(self._admin_keys) and self._admin_keys.admit(request.headers)
+        return path == "/replicas" and bool(self._admin_keys) and _admits(self._admin_keys, request)
 
     def _objection(self, request: Request) -> HttpError | None:
         if request.method != b"POST":
             return HttpError(405, f"{request.method.decode('latin-1')[:16]}: not a method of this route")
-        kind = (request.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        if kind != b"application/json":
+        kind = request.content_type
+        if kind != b"application/json" and kind.partition(b";")[0].strip().lower() != b"application/json":
             return HttpError(415, "content-type: 'application/json' is expected", param="content-type")
         if self.is_draining:
             return HttpError(503, "the router is shutting down", headers={"retry-after": "1"})
@@ -174,20 +180,18 @@ class App:
 
     def _begin(self, exchange: Exchange, group: Group, asked: Asked, prepared: Prepared) -> None:
         request = exchange.request
-        headers = self._upstream_headers(request)
+        lines = self._upstream_lines(request)
         with_ids = None
         if prepared.body_with_ids is not None:
-            with_ids = ([*headers, *prepared.headers_with_ids], prepared.body_with_ids)
-        headers.append((b"content-type", b"application/json"))
-        session = request.header(b"x-session-id")
+            with_ids = (lines + WITH_IDS, prepared.body_with_ids)
         plan = Plan(
             request.target,
-            headers,
+            lines + b"content-type: application/json\r\n",
             request.body,
             with_ids,
             self.texts.digest,
             asked.model,
-            session.decode("latin-1")[:256] if session is not None else asked.session,
+            request.session.decode("latin-1")[:256] if request.session else asked.session,
             prepared.prompt,
             prepared.num_tokens,
         )
@@ -206,15 +210,12 @@ class App:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request failed in the router", exc_info=error)
 
-    def _upstream_headers(self, request: Request) -> Headers:
-        """The client's, cleaned. Its key passes only where the router has none of its own to ask for or to give."""
-        headers = passing(request.headers, REWRITTEN)
-        if self.config.backend_api_key is not None:
-            headers.append((b"authorization", b"Bearer " + self.config.backend_api_key.encode()))
-        elif not self._keys and (given := request.header(b"authorization")) is not None:
-            headers.append((b"authorization", given))
-        headers.append((REPORT_HEADER, b"cached-tokens"))
-        return headers
+    def _upstream_lines(self, request: Request) -> bytes:
+        """The client's headers, cleaned. Its key passes only where the router has none of its own to ask for or to
+        give."""
+        if request.authorization and not self._keys and self.config.backend_api_key is None:
+            return b"%bauthorization: %b\r\n%b" % (request.lines, request.authorization[-1], self._own_lines)
+        return request.lines + self._own_lines
 
     def _move_from(self, replica: Replica) -> None:
         for exchange in list(self.exchanges):
@@ -270,7 +271,7 @@ class App:
     def _change(self, request: Request) -> tuple[int, Headers, bytes]:
         if not self._admin_keys:
             raise HttpError(403, "the fleet can be changed only where the router was started with --admin-api-key")
-        if not self._admin_keys.admit(request.headers):
+        if not _admits(self._admin_keys, request):
             raise HttpError(403, "changing the fleet needs the admin key")
         change = decode(msgspec.json.Decoder(Change), request.body)
         try:
@@ -297,3 +298,7 @@ class App:
             with self.fleet.observing(replica):
                 replica.remove()
             self.probe_now(replica)
+
+
+def _admits(keys: Keys, request: Request) -> bool:
+    return keys.admit((b"authorization", value) for value in request.authorization)

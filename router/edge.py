@@ -16,31 +16,11 @@ import httptools
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import KEEP_ALIVE_S, LINGER_S, MAX_REFUSALS, Limits
-from penstock.router.wire import CONTINUE, Headers, answer_head
+from penstock.router.heads import Heads, Request
+from penstock.router.wire import CONTINUE, Headers, answer_head, written
 
 HIGH_WATER_BYTES = 64 * 1024  # unread by a client before its replica is made to wait
 NEVER = float("inf")
-
-
-class Request:
-    """A request as it came; the body is complete. `path` is as it will be matched: nothing decoded or normalised."""
-
-    __slots__ = ("body", "fields", "headers", "is_http10", "keep_alive", "method", "path", "target")
-
-    def __init__(
-        self, method: bytes, target: bytes, headers: Headers, fields: dict[bytes, bytes], version: str, keep_alive: bool
-    ) -> None:
-        self.method = method
-        self.target = target
-        self.path = target.partition(b"?")[0].decode("latin-1")
-        self.headers = headers  # names in lower case
-        self.fields = fields  # the same by name; of several the last
-        self.body = b""
-        self.is_http10 = version == "1.0"
-        self.keep_alive = keep_alive
-
-    def header(self, name: bytes) -> bytes | None:
-        return self.fields.get(name)
 
 
 class Handler(Protocol):
@@ -67,6 +47,7 @@ class Edge:
     def __init__(self, handler: Handler, limits: Limits) -> None:
         self.handler = handler
         self.limits = limits
+        self.heads = Heads(limits.max_header_bytes, limits.max_body_bytes)
         self.connections: set[ClientConnection] = set()
         self.refused: Counter[int] = Counter()  # status → what never became a request
         self.is_closing = False
@@ -154,6 +135,9 @@ class ClientConnection(asyncio.Protocol):
         if self._is_refused:
             return
         if not self._is_inside_headers and self._arriving is None and self.current is None:
+            if not self._waiting and (request := self.edge.heads.request(data)) is not None:
+                self._take_whole(request)
+                return
             self._expect(self.limits.header_timeout_s, self._headers_are_late)
         # Fed in slices of the limit: an endless header costs at most twice that.
         limit = self.limits.max_header_bytes
@@ -161,6 +145,16 @@ class ClientConnection(asyncio.Protocol):
             self._feed_slice(data[start : start + limit] if len(data) > limit else data)
             if self._is_refused:
                 return
+
+    def _take_whole(self, request: Request) -> None:
+        """What `on_headers_complete` and `on_message_complete` do, where there is nothing to be waited for."""
+        request.keep_alive = not self.edge.is_closing
+        objection = self.edge.handler.admit(request)
+        if objection is not None:
+            self._refuse(objection)
+            return
+        self.deadline_s = NEVER
+        self._start(request)
 
     def _feed_slice(self, data: bytes) -> None:
         began_before = self._is_inside_headers
@@ -203,13 +197,12 @@ class ClientConnection(asyncio.Protocol):
         if self._is_refused:
             return
         version = self._parser.get_http_version()
-        request = Request(
+        request = Request.of(
             self._parser.get_method(),
             self._target,
             self._headers,
-            self._fields,
-            version,
-            self._parser.should_keep_alive() and version == "1.1" and not self.edge.is_closing,
+            is_http10=version == "1.0",
+            keep_alive=self._parser.should_keep_alive() and version == "1.1" and not self.edge.is_closing,
         )
         objection = self._objection(request, version) or self.edge.handler.admit(request)
         self._arriving = request
@@ -217,7 +210,7 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(objection)
             return
         self._expect(self.limits.body_timeout_s, self._body_is_late)
-        if self.current is None and (request.header(b"expect") or b"").lower() == b"100-continue":
+        if self.current is None and self._fields.get(b"expect", b"").lower() == b"100-continue":
             self.transport.write(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
@@ -272,12 +265,12 @@ class ClientConnection(asyncio.Protocol):
     # Answers.
 
     def answer(self, status: int, headers: Headers, body: bytes) -> None:
-        """A whole answer to the current request."""
+        """A whole answer of the router's own to the current request."""
         request = self.current
         if request is None:
             return  # the client is gone
         keep = request.keep_alive and not self.edge.is_closing
-        head = answer_head(status, [*headers, (b"content-length", b"%d" % len(body))], keep)
+        head = answer_head(status, written([*headers, (b"content-length", b"%d" % len(body))]), keep)
         self.transport.write(head if request.method == b"HEAD" else head + body)
         self.finish(keep)
 
@@ -369,7 +362,7 @@ class ClientConnection(asyncio.Protocol):
         body = error.body()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         headers += [(name.encode(), value.encode("latin-1")) for name, value in error.headers.items()]
-        self.transport.write(answer_head(error.status, headers, keep_alive=False) + body)
+        self.transport.write(answer_head(error.status, written(headers), keep_alive=False) + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.transport.resume_reading()

@@ -13,13 +13,13 @@ import time
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from penstock.engine.http.errors import HttpError, error_body
-from penstock.engine.http.token_form import CACHED_HEADER
 from penstock.router.brain import Charge, Prompt
-from penstock.router.edge import ClientConnection, Request
+from penstock.router.edge import ClientConnection
 from penstock.router.fleet import Group
+from penstock.router.heads import AnswerHead, Request
 from penstock.router.replica import Replica
 from penstock.router.upstream import ConnectFailed, Dechunker, Upstream
-from penstock.router.wire import HOP_BY_HOP, Headers, answer_head, passing, request_head
+from penstock.router.wire import answer_head, request_head
 
 if TYPE_CHECKING:
     from penstock.router.app import App
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 MAX_HELD_BYTES = 64 * 1024  # of an answer that may yet be replaced by another replica's
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
-CACHED = CACHED_HEADER.encode()
 BUSY = frozenset({429, 503})  # answers that another replica may better
 
 Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "moved", "late"]
@@ -37,9 +36,9 @@ class Plan(NamedTuple):
     """What is sent, and by what a replica is chosen. The body is the client's; `with_ids` has the token ids in it."""
 
     target: bytes
-    headers: Headers
+    lines: bytes  # the headers, written
     body: bytes
-    with_ids: tuple[Headers, bytes] | None
+    with_ids: tuple[bytes, bytes] | None
     text_digest: str | None  # of the tokenizer that made the ids: only a replica with the same may take them
     model: str | None
     session: str | None
@@ -68,8 +67,7 @@ class Exchange:
         self._is_gone = False
         self._reason = ""
         self._status = 0
-        self._headers: Headers = []
-        self._is_framed = True
+        self._head: AnswerHead
         self._plain: Dechunker | None = None  # a client of HTTP/1.0 knows no chunks
         self._held: list[bytes] = []  # the body of a busy answer
         self._num_data = self._num_reported = 0
@@ -128,10 +126,10 @@ class Exchange:
     def _send(self, upstream: Upstream, *, is_kept: bool) -> None:
         plan, replica = self._plan, self.replica
         assert replica is not None
-        headers, body = plan.headers, plan.body
+        lines, body = plan.lines, plan.body
         if plan.with_ids is not None and replica.text_digest == plan.text_digest:
-            headers, body = plan.with_ids
-        head = request_head(plan.target, replica.host_header, headers, len(body))
+            lines, body = plan.with_ids
+        head = request_head(plan.target, replica.host_header, lines, len(body))
         self._upstream, self._is_kept = upstream, is_kept
         upstream.send(head, body, self)
 
@@ -203,10 +201,9 @@ class Exchange:
 
     # What comes from the replica.
 
-    def head(self, status: int, headers: Headers, is_framed: bool) -> None:
-        self._status, self._headers, self._is_framed, self._held = status, headers, is_framed, []
-        is_chunked = any(name == b"transfer-encoding" for name, _ in headers)
-        self._plain = Dechunker() if is_chunked and self.request.is_http10 else None
+    def head(self, head: AnswerHead) -> None:
+        self._head, self._status, self._held = head, head.status, []
+        self._plain = Dechunker() if head.is_chunked and self.request.is_http10 else None
 
     def data(self, data: bytes) -> None:
         self._num_data += 1
@@ -253,32 +250,28 @@ class Exchange:
         """The first byte: from here on nothing can be asked of another replica."""
         self.has_begun = True
         assert self._charge is not None
-        cached = next((value for name, value in self._headers if name == CACHED), b"")
-        self._charge.first_token(int(cached) if cached.isdigit() else None)
+        self._charge.first_token(self._head.cached_tokens)
         self.app.metrics.count(self.request, self._status)
         self.app.metrics.first_byte.observe(time.monotonic() - self.begun_s)
         self._held.append(data)
         self._flush_held()
 
     def _flush_held(self) -> None:
-        headers = passing(self._headers, HOP_BY_HOP)
-        if self._plain is None and any(name == b"transfer-encoding" for name, _ in self._headers):
-            headers.append((b"transfer-encoding", b"chunked"))
-        head = answer_head(self._status, headers, self._keeps())
+        lines = self._head.lines
+        if self._plain is None and self._head.is_chunked:
+            lines += b"transfer-encoding: chunked\r\n"
+        head = answer_head(self._status, lines, self._keeps())
         self.connection.transport.write(head + b"".join(self._held))
         self._held = []
 
     def _keeps(self) -> bool:
-        return self._is_framed and self.request.keep_alive and not self.app.edge.is_closing
+        return self._head.is_framed and self.request.keep_alive and not self.app.edge.is_closing
 
     def _break_off(self, reason: str) -> None:
         """Half an answer is out. A stream can still say so if its framing is whole; else the connection is cut."""
         self.app.metrics.broken_streams += 1
         upstream, replica = self._upstream, self.replica
-        is_stream = any(
-            name == b"content-type" and value.startswith(b"text/event-stream") for name, value in self._headers
-        )
-        if upstream is not None and upstream.is_at_boundary and is_stream and self._plain is None:
+        if upstream is not None and upstream.is_at_boundary and self._head.is_stream and self._plain is None:
             event = b"data: " + error_body(502, f"the replica failed: {reason}") + b"\n\ndata: [DONE]\n\n"
             self.connection.transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
             self.connection.finish(keep_alive=False)

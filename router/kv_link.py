@@ -11,9 +11,9 @@ import random
 from penstock.engine.http.kv_stream import ALIVE_S, FrameReader, Snapshot, StreamError
 from penstock.router.config import RouterConfig
 from penstock.router.fleet import Fleet
+from penstock.router.heads import AnswerHead
 from penstock.router.replica import Replica
 from penstock.router.upstream import ConnectFailed, Dechunker, Upstream
-from penstock.router.wire import Headers
 
 log = logging.getLogger("penstock.router")
 
@@ -90,11 +90,11 @@ class Stream:
         self._frames = FrameReader()
         self._body: Dechunker | None = None
 
-    def head(self, status: int, headers: Headers, is_framed: bool) -> None:
-        self.status = status
-        if any(name == b"transfer-encoding" for name, _ in headers):
+    def head(self, head: AnswerHead) -> None:
+        self.status = head.status
+        if head.is_chunked:
             self._body = Dechunker()
-        if status != 200:
+        if head.status != 200:
             self.over.set()
 
     def data(self, data: bytes) -> None:

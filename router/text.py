@@ -22,7 +22,6 @@ from penstock.engine.text.segments import SegmentCache
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.brain import Brain, Prompt
-from penstock.router.wire import Headers
 
 INLINE_BYTES = 2048  # done on the event loop: about as long as handing it to a thread takes
 THREADS = 2
@@ -98,7 +97,6 @@ _CHAT = msgspec.json.Decoder(Chat)
 class Prepared(NamedTuple):
     prompt: Prompt | None
     num_tokens: int
-    headers_with_ids: Headers = []
     body_with_ids: bytes | None = None
 
 
@@ -142,7 +140,7 @@ class Texts:
         if not ids.is_exact:
             return Prepared(prompt, num_tokens)
         form = token_form.pack(body, "messages" if path == CHAT else "prompt", ids.packed)
-        return Prepared(prompt, num_tokens, [(b"content-type", token_form.CONTENT_TYPE)], form)
+        return Prepared(prompt, num_tokens, form)
 
     def _ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
         """None: no tokenizer, several prompts, or something that only the replica can judge."""

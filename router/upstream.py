@@ -6,12 +6,14 @@ only be taken for the answer to somebody else's request.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import httptools
 
+from penstock.router.heads import AnswerHead, Heads
 from penstock.router.wire import Headers
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -28,8 +30,7 @@ class ConnectFailed(Exception):
 class Leg(Protocol):
     """What a request learns of its answer. After `lost` or `ended` nothing follows."""
 
-    def head(self, status: int, headers: Headers, is_framed: bool) -> None:
-        """`is_framed`: the body has a length or chunks; else it ends with the connection."""
+    def head(self, head: AnswerHead) -> None: ...
 
     def data(self, data: bytes) -> None:
         """Raw bytes of the body, chunk framing included."""
@@ -98,6 +99,9 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         leg = self.leg
+        if leg is not None and not self.has_heard and (plain := self.pool.heads.answer(data)) is not None:
+            self._take_whole(leg, *plain)
+            return
         self.has_heard = True
         try:
             self._parser.feed_data(data)
@@ -114,6 +118,14 @@ class Upstream(asyncio.Protocol):
         if self._is_complete and self.leg is leg:
             self._finish(leg)
 
+    def _take_whole(self, leg: Leg, head: AnswerHead, body: bytes) -> None:
+        self.has_heard = self._keep = True
+        leg.head(head)
+        if body and self.leg is leg:
+            leg.data(body)
+        if self.leg is leg:
+            self._finish(leg)
+
     def _take_head(self, leg: Leg, data: bytes) -> bytes:
         """Collect the head; what follows it is the body's first piece."""
         self._head += data
@@ -128,11 +140,10 @@ class Upstream(asyncio.Protocol):
         rest = self._head.partition(b"\r\n\r\n")[2]
         self._head = b""
         self._in_body = True
-        names = {name for name, _ in self._headers}
-        bodiless = status in (204, 304)
-        self._is_framed = bodiless or b"content-length" in names or b"transfer-encoding" in names
-        self._keep = self._is_framed and self._wants_more
-        leg.head(status, self._headers, self._is_framed)
+        head = AnswerHead.of(status, self._headers)
+        self._is_framed = head.is_framed
+        self._keep = head.is_framed and self._wants_more
+        leg.head(head)
         return rest
 
     def _finish(self, leg: Leg) -> None:
@@ -190,6 +201,7 @@ class Pool:
         self.host = host
         self.port = port
         self.connect_timeout_s = connect_timeout_s
+        self.heads = Heads(MAX_HEAD_BYTES, sys.maxsize)
         self.busy: set[Upstream] = set()
         self._idle: list[Upstream] = []
 
@@ -263,13 +275,13 @@ class Collected:
 
     def __init__(self) -> None:
         self.status = 0
-        self.headers: Headers = []
+        self.is_chunked = False
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._parts: list[bytes] = []
         self._size_bytes = 0
 
-    def head(self, status: int, headers: Headers, is_framed: bool) -> None:
-        self.status, self.headers = status, headers
+    def head(self, head: AnswerHead) -> None:
+        self.status, self.is_chunked = head.status, head.is_chunked
 
     def data(self, data: bytes) -> None:
         self._size_bytes += len(data)
@@ -287,8 +299,7 @@ class Collected:
     @property
     def body(self) -> bytes:
         raw = b"".join(self._parts)
-        is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-        return Dechunker().feed(raw) if is_chunked else raw
+        return Dechunker().feed(raw) if self.is_chunked else raw
 
 
 async def fetch(pool: Pool, path: str, headers: Headers, timeout_s: float) -> tuple[int, bytes]:

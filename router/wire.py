@@ -31,12 +31,14 @@ STATUS_LINES = {
 }
 
 
-def answer_head(status: int, headers: Headers, keep_alive: bool) -> bytes:
-    parts = [STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
-    for name, value in headers:
-        parts += (name, b": ", value, b"\r\n")
-    parts.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
-    return b"".join(parts)
+def answer_head(status: int, lines: bytes, keep_alive: bool) -> bytes:
+    """`lines`: the headers, written."""
+    status_line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+    return status_line + lines + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
+
+
+def written(headers: Headers) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def passing(headers: Headers, dropped: frozenset[bytes]) -> Headers:
@@ -50,10 +52,6 @@ def passing(headers: Headers, dropped: frozenset[bytes]) -> Headers:
     return [(name, value) for name, value in headers if name not in dropped and not name.startswith(PRIVATE)]
 
 
-def request_head(target: bytes, host: bytes, headers: Headers, content_length: int) -> bytes:
-    """A POST to a replica. `headers` are clean; they came through `passing`."""
-    parts = [b"POST ", target, b" HTTP/1.1\r\nhost: ", host, b"\r\n"]
-    for name, value in headers:
-        parts += (name, b": ", value, b"\r\n")
-    parts.append(b"content-length: %d\r\n\r\n" % content_length)
-    return b"".join(parts)
+def request_head(target: bytes, host: bytes, lines: bytes, content_length: int) -> bytes:
+    """A POST to a replica. `lines` are its headers, written and clean: they came through `passing`."""
+    return b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (target, host, lines, content_length)
