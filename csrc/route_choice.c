@@ -99,7 +99,13 @@ int64_t penstock_fleet_choose(struct penstock_fleet *fleet, double num_tokens, d
     return row;
 }
 
-void penstock_fleet_place(struct penstock_fleet *fleet, size_t row, double own, double held) {
+static void new_head(struct penstock_fleet *fleet, size_t row, double own, double now_s) {
+    fleet->head[row] = own;
+    fleet->head_since[row] = now_s;
+}
+
+void penstock_fleet_place(struct penstock_fleet *fleet, size_t row, double own, double held, double now_s) {
+    if (fleet->waiting[row]++ == 0) new_head(fleet, row, own, now_s);
     fleet->active[row] += 1;
     fleet->queued[row] += own;
     fleet->held[row] += held;
@@ -107,6 +113,17 @@ void penstock_fleet_place(struct penstock_fleet *fleet, size_t row, double own, 
     double kept = larger(1 - own / fleet->total_capacity, 0);
     for (size_t each = 0; each < fleet->num_rows; each++) fleet->filled[each] *= kept;
     fleet->filled[row] += own;
+}
+
+void penstock_fleet_answer(struct penstock_fleet *fleet, size_t row, double own, double next, double now_s) {
+    fleet->waiting[row] -= 1;
+    fleet->queued[row] -= own;
+    new_head(fleet, row, next, now_s);
+}
+
+void penstock_fleet_leave(struct penstock_fleet *fleet, size_t row, double held) {
+    fleet->active[row] -= 1;
+    fleet->held[row] -= held;
 }
 
 void penstock_cached_tokens(const struct penstock_slots *slots, const int32_t *counts, double block_size,

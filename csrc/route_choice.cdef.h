@@ -4,7 +4,8 @@
 struct penstock_fleet {
     size_t num_rows, num_in_use; /* rows of replicas that have left are shut, and not in use */
     double total_capacity;
-    double *queued, *head, *head_since, *active, *held, *capacity, *speed, *filled, *per_capacity, *is_open;
+    double *queued, *waiting, *head, *head_since, *active, *held;
+    double *capacity, *speed, *filled, *per_capacity, *is_open;
     double *cached;                            /* of the prompt that is asked about: tokens that need not be computed there */
     double *backlog, *ttft, *score;            /* filled by the choice; a score of infinity may not be chosen */
     double wear, decode_s, affinity_s;         /* PolicyConfig */
@@ -17,8 +18,11 @@ struct penstock_fleet {
 int64_t penstock_fleet_choose(struct penstock_fleet *fleet, double num_tokens, double now_s, int64_t sticky,
                               const int64_t *excluded, size_t num_excluded);
 
-/* A request of which `own` tokens are to be computed goes to `row`, and will hold `held` tokens there. */
-void penstock_fleet_place(struct penstock_fleet *fleet, size_t row, double own, double held);
+/* The life of a request at `row`: it comes, with `own` tokens to be computed and `held` to be kept; its first token comes,
+ * and `next` are the own tokens of whoever waits longest now; it goes. */
+void penstock_fleet_place(struct penstock_fleet *fleet, size_t row, double own, double held, double now_s);
+void penstock_fleet_answer(struct penstock_fleet *fleet, size_t row, double own, double next, double now_s);
+void penstock_fleet_leave(struct penstock_fleet *fleet, size_t row, double held);
 
 /* Per row, the slots of its tiers in the index: device, host, disk, and the older generation of a guess. */
 struct penstock_slots {

@@ -150,21 +150,14 @@ class Brain:
         replica = self._rows[row]
         if session is not None:
             self._remember(session, replica.name)
+        cached, backlog, ttft = fleet.prediction(row)
         if prompt is not None:
             for space, match in prompt.matches:
                 if space == replica.cache.space and len(match.keys):
-                    num_known = int(fleet.cached[row]) // space.block_size + 1
+                    num_known = int(cached) // space.block_size + 1
                     self.knowledge.expect(replica.cache, match.keys, min(num_known, len(match.keys)))
         self.ledger.num_placed += 1
-        return Charge(
-            self.ledger,
-            replica.load,
-            replica.name,
-            num_tokens,
-            float(fleet.cached[row]),
-            float(fleet.backlog[row]),
-            float(fleet.ttft[row]),
-        )
+        return Charge(self.ledger, replica.load, replica.name, num_tokens, cached, backlog, ttft)
 
     def _look_up(self, prompt: Prompt | None) -> None:
         """What of the prompt is cached where, into the fleet's column."""

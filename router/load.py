@@ -25,6 +25,7 @@ class Fleet:
 
     FIELDS = (
         "queued",
+        "waiting",
         "head",
         "head_since",
         "active",
@@ -40,7 +41,8 @@ class Fleet:
         "score",
     )
     queued: Column  # tokens placed there whose first token has not come
-    head: Column  # of these, the oldest request's
+    waiting: Column  # how many requests they belong to
+    head: Column  # of these tokens, the oldest request's
     head_since: Column  # when that one's turn came, as far as we can tell
     active: Column  # requests under way
     held: Column  # tokens of KV that they hold or will need
@@ -101,8 +103,18 @@ class Fleet:
         rows = ffi.new("int64_t[]", list(excluded)) if excluded else ffi.NULL
         return lib.penstock_fleet_choose(self._c, num_tokens, now_s, sticky, rows, len(excluded))
 
-    def place(self, row: int, own_tokens: float, held_tokens: float) -> None:
-        lib.penstock_fleet_place(self._c, row, own_tokens, held_tokens)
+    def place(self, row: int, own_tokens: float, held_tokens: float, now_s: float) -> None:
+        lib.penstock_fleet_place(self._c, row, own_tokens, held_tokens, now_s)
+
+    def answer(self, row: int, own_tokens: float, next_own_tokens: float, now_s: float) -> None:
+        lib.penstock_fleet_answer(self._c, row, own_tokens, next_own_tokens, now_s)
+
+    def leave(self, row: int, held_tokens: float) -> None:
+        lib.penstock_fleet_leave(self._c, row, held_tokens)
+
+    def prediction(self, row: int) -> tuple[float, float, float]:
+        """At the last choice: cached tokens, tokens queued before, and the time to the first token."""
+        return self._c.cached[row], self._c.backlog[row], self._c.ttft[row]
 
     def learn(self, row: int, speed: float) -> None:
         """Whoever has done nothing yet is taken to be like the others. A fixed guess would keep it idle for ever
@@ -146,22 +158,19 @@ class ReplicaLoad:
     def place(self, charge: "Charge", now_s: float) -> None:
         self.num_active += 1
         self._waiting[charge] = None
-        self.fleet.place(self.row, charge.own_tokens, charge.held_tokens)
-        if len(self._waiting) == 1:
-            self._new_head(now_s)
+        self.fleet.place(self.row, charge.own_tokens, charge.held_tokens, now_s)
 
     def answer(self, charge: "Charge", now_s: float) -> None:
         """Its first token has come, or never will."""
         if self._waiting.pop(charge, self) is self or self.is_gone:
             return
-        self.fleet.queued[self.row] -= charge.own_tokens
-        self._new_head(now_s)
+        oldest = next(iter(self._waiting), None)
+        self.fleet.answer(self.row, charge.own_tokens, 0.0 if oldest is None else oldest.own_tokens, now_s)
 
     def leave(self, charge: "Charge") -> None:
         self.num_active -= 1
         if not self.is_gone:
-            self.fleet.active[self.row] -= 1
-            self.fleet.held[self.row] -= charge.held_tokens
+            self.fleet.leave(self.row, charge.held_tokens)
 
     def learn(self, num_tokens: float, seconds: float) -> None:
         """So many tokens of prefill were done in so long, queue and own prompt together."""
@@ -175,13 +184,8 @@ class ReplicaLoad:
         if not self.is_gone:
             queued = sum(charge.own_tokens for charge in self._waiting)
             assert abs(self.fleet.queued[self.row] - queued) < 1e-3, (self.fleet.queued[self.row], queued)
-            assert self.fleet.active[self.row] == self.num_active >= len(self._waiting)
+            assert self.fleet.active[self.row] == self.num_active >= len(self._waiting) == self.fleet.waiting[self.row]
             assert self.fleet.speed[self.row] > 0
-
-    def _new_head(self, now_s: float) -> None:
-        oldest = next(iter(self._waiting), None)
-        self.fleet.head[self.row] = 0.0 if oldest is None else oldest.own_tokens
-        self.fleet.head_since[self.row] = now_s
 
 
 class Charge:
@@ -238,7 +242,8 @@ class Charge:
         if self.is_released:
             return
         self.is_released = True
-        self._load.answer(self, self._ledger.clock())
+        if not self.is_answered:
+            self._load.answer(self, self._ledger.clock())
         self._load.leave(self)
         self._ledger.note_end(self, ok)
 
