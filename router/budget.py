@@ -16,7 +16,9 @@ class RetryBudget:
 
     def deposit(self, num_under_way: int) -> None:
         """A request has come; `num_under_way` requests are there with it."""
-        self.tokens = min(self.tokens + self.share, max(float(RESERVE), num_under_way / 2))
+        room = num_under_way / 2
+        tokens, room = self.tokens + self.share, room if room > RESERVE else RESERVE
+        self.tokens = tokens if tokens < room else room
 
     def take(self) -> bool:
         if self.tokens < 1:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from penstock.engine.http.errors import HttpError, error_body
 from penstock.router.brain import Charge, Prompt
 from penstock.router.edge import ClientConnection
-from penstock.router.fleet import Group
+from penstock.router.fleet import NOBODY, Group
 from penstock.router.heads import AnswerHead, Request
 from penstock.router.replica import Replica
 from penstock.router.upstream import ConnectFailed, Dechunker, Upstream
@@ -49,30 +49,31 @@ class Plan(NamedTuple):
 class Exchange:
     """Reads an answer (it is the connection's reader and the upstream's leg) and carries it to the client."""
 
+    # How it begins stands on the class: to set twenty attributes of each request costs as much as choosing its replica.
+    replica: Replica | None = None  # the one that is being asked
+    has_begun = False
+    _group: Group
+    _plan: Plan
+    _tried: frozenset[str] = NOBODY
+    _num_lost = 0
+    _upstream: Upstream | None = None
+    _is_kept = False  # the connection has served others before
+    _was_stale = False
+    _charge: Charge | None = None
+    _is_gone = False
+    _reason = ""
+    _status = 0
+    _head: AnswerHead
+    _plain: Dechunker | None = None  # a client of HTTP/1.0 knows no chunks
+    _held: tuple[bytes, ...] = ()  # the body of a busy answer
+    _num_data = _num_reported = 0
+    _num_data_then = 0
+
     def __init__(self, app: "App", request: Request, connection: ClientConnection) -> None:
         self.app = app
         self.request = request
         self.connection = connection
-        self.replica: Replica | None = None  # the one that is being asked
-        self.has_begun = False
-        self.begun_s = time.monotonic()
-        self._group: Group
-        self._plan: Plan
-        self._tried: set[str] = set()
-        self._num_lost = 0
-        self._upstream: Upstream | None = None
-        self._is_kept = False  # the connection has served others before
-        self._was_stale = False
-        self._charge: Charge | None = None
-        self._is_gone = False
-        self._reason = ""
-        self._status = 0
-        self._head: AnswerHead
-        self._plain: Dechunker | None = None  # a client of HTTP/1.0 knows no chunks
-        self._held: list[bytes] = []  # the body of a busy answer
-        self._num_data = self._num_reported = 0
-        self._quiet_since_s = self.begun_s
-        self._num_data_then = 0
+        self.begun_s = self._quiet_since_s = time.monotonic()
 
     def start(self, group: Group, plan: Plan) -> None:
         self._group, self._plan = group, plan
@@ -138,7 +139,8 @@ class Exchange:
         replica, charge, fleet = self.replica, self._charge, self.app.fleet
         if replica is None or charge is None:
             return
-        self._report_progress()
+        if self._num_data > 1:
+            self._report_progress()
         charge.release(outcome == "answered" and self._status < 500)
         self.replica = self._upstream = self._charge = None
         fleet.end(replica)
@@ -150,7 +152,7 @@ class Exchange:
 
     def _go_on(self, replica: Replica, outcome: Outcome) -> None:
         """Nothing is out yet: ask another replica, within reason."""
-        self._tried.add(replica.url)
+        self._tried |= {replica.url}
         self._num_lost += outcome == "lost"
         metrics = self.app.metrics
         if outcome == "late":
@@ -172,7 +174,7 @@ class Exchange:
         if not self._is_gone and self._held and self._status in BUSY:
             self.app.exchanges.discard(self)
             self.app.metrics.count(self.request, self._status)
-            self._flush_held()
+            self._write_first(b"".join(self._held))
             self.connection.finish(self._keeps())
         else:
             self.refuse(error)
@@ -202,7 +204,7 @@ class Exchange:
     # What comes from the replica.
 
     def head(self, head: AnswerHead) -> None:
-        self._head, self._status, self._held = head, head.status, []
+        self._head, self._status, self._held = head, head.status, ()
         self._plain = Dechunker() if head.is_chunked and self.request.is_http10 else None
 
     def data(self, data: bytes) -> None:
@@ -212,14 +214,14 @@ class Exchange:
         if self.has_begun:
             self.connection.transport.write(data)
         elif self._status in BUSY and sum(map(len, self._held)) < MAX_HELD_BYTES:
-            self._held.append(data)
+            self._held += (data,)
         else:
             self._begin(data)
 
     def ended(self) -> None:
         self._upstream = None  # it may be serving somebody else by the time the client is slow
         if self._status in BUSY and not self.has_begun:
-            self._held = self._held or [b""]
+            self._held = self._held or (b"",)
             self._reason = f"it answered {self._status}"
             self._settle("busy")
             return
@@ -251,18 +253,17 @@ class Exchange:
         self.has_begun = True
         assert self._charge is not None
         self._charge.first_token(self._head.cached_tokens)
-        self.app.metrics.count(self.request, self._status)
-        self.app.metrics.first_byte.observe(time.monotonic() - self.begun_s)
-        self._held.append(data)
-        self._flush_held()
+        metrics = self.app.metrics
+        metrics.count(self.request, self._status)
+        metrics.first_byte.observe(time.monotonic() - self.begun_s)
+        self._write_first(b"".join((*self._held, data)) if self._held else data)
 
-    def _flush_held(self) -> None:
+    def _write_first(self, data: bytes) -> None:
         lines = self._head.lines
         if self._plain is None and self._head.is_chunked:
             lines += b"transfer-encoding: chunked\r\n"
-        head = answer_head(self._status, lines, self._keeps())
-        self.connection.transport.write(head + b"".join(self._held))
-        self._held = []
+        self.connection.transport.write(answer_head(self._status, lines, self._keeps()) + data)
+        self._held = ()
 
     def _keeps(self) -> bool:
         return self._head.is_framed and self.request.keep_alive and not self.app.edge.is_closing

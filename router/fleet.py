@@ -96,7 +96,7 @@ class Fleet:
         *,
         num_tokens: int,
         session: str | None,
-        tried: set[str],
+        tried: frozenset[str],
     ) -> Charge | None:
         """Who should answer; None when nobody is left to ask."""
         exclude = NOBODY
@@ -108,13 +108,15 @@ class Fleet:
         """A request goes to the replica."""
         replica.begin()
         self.num_under_way += 1
-        if replica.num_under_way >= self._limit_of(replica) and replica.root is not None:
-            self.groups[replica.root].full.add(replica.url)
+        if replica.num_under_way >= self._limit_of(replica):
+            self._count_full(replica)
 
     def end(self, replica: Replica) -> None:
+        was_full = replica.num_under_way >= self._limit_of(replica)
         replica.end()
         self.num_under_way -= 1
-        self._count_full(replica)
+        if was_full:
+            self._count_full(replica)
 
     def refusal(self, group: Group, model: str | None) -> HttpError:
         """Why nobody was left to ask: all are full, or none is there."""

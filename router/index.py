@@ -15,6 +15,9 @@ from penstock.router.hasher import Keys, KeySpace, u64_pointer
 
 Counts = npt.NDArray[np.int32]
 MAX_SLOTS = 8192
+BYTES, I32S, U64S = map(
+    ffi.typeof, ("uint8_t[]", "int32_t[]", "uint64_t[]")
+)  # a type by name is looked up at each call
 
 
 class Match(NamedTuple):
@@ -61,17 +64,17 @@ class RouteIndex:
 
     def store(self, slot: int, keys: bytes | Keys, key_bytes: int = 8) -> int:
         """Returns how many keys the slot's limit refused."""
-        raw = ffi.from_buffer("uint8_t[]", keys)
+        raw = ffi.from_buffer(BYTES, keys)
         return lib.penstock_route_store(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
 
     def remove(self, slot: int, keys: bytes | Keys, key_bytes: int = 8) -> None:
-        raw = ffi.from_buffer("uint8_t[]", keys)
+        raw = ffi.from_buffer(BYTES, keys)
         lib.penstock_route_remove(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
 
     def hope(self, slot: int, keys: Keys, num_known: int | None = None) -> None:
         """`num_known`: how many leading keys may be facts of this slot; where not given, all may."""
         known = len(keys) if num_known is None else num_known
-        lib.penstock_route_hope(self._index, slot, ffi.from_buffer("uint64_t[]", keys), len(keys), known)
+        lib.penstock_route_hope(self._index, slot, ffi.from_buffer(U64S, keys), len(keys), known)
 
     def fade(self) -> None:
         lib.penstock_route_fade(self._index)
@@ -80,9 +83,9 @@ class RouteIndex:
         counts = np.empty(self.num_slots, dtype=np.int32)
         version = lib.penstock_route_match(
             self._index,
-            ffi.from_buffer("uint64_t[]", keys),
+            ffi.from_buffer(U64S, keys),
             len(keys),
-            ffi.from_buffer("int32_t[]", counts),
+            ffi.from_buffer(I32S, counts),
             len(counts),
         )
         return Match(keys, counts, version)
@@ -92,20 +95,21 @@ class RouteIndex:
     ) -> Match:
         """Keys of a prompt (little-endian int32) and who holds them, in one call without the GIL."""
         num_tokens = len(tokens) // 4
+        num_slots = self.num_slots
         keys = np.empty(space.num_keys(num_tokens), dtype=np.uint64)
-        counts = np.empty(self.num_slots, dtype=np.int32)
+        counts = np.empty(num_slots, dtype=np.int32)
         is_v1 = space.hash == "v1"
         version = lib.penstock_route_keys_and_match(
             self._index,
             ffi.NULL if is_v1 else root,
-            u64_pointer("salt_id", salt_id),
-            u64_pointer("lora_id", lora_id),
+            ffi.NULL if salt_id is None else u64_pointer("salt_id", salt_id),
+            ffi.NULL if lora_id is None else u64_pointer("lora_id", lora_id),
             tokens,
             max(num_tokens - 1, 0) if is_v1 else num_tokens,
             space.block_size,
-            ffi.from_buffer("uint64_t[]", keys),
-            ffi.from_buffer("int32_t[]", counts),
-            len(counts),
+            ffi.from_buffer(U64S, keys),
+            ffi.from_buffer(I32S, counts),
+            num_slots,
         )
         return Match(keys, counts, version)
 

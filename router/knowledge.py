@@ -20,6 +20,7 @@ from penstock.router.policy import PolicyConfig
 
 TIERS = ("device", "host", "disk")
 OLDER = len(TIERS)  # a row's fourth slot: the older generation of a guess
+I32S, I64S, DOUBLES = map(ffi.typeof, ("int32_t[]", "int64_t[]", "double[]"))
 NOBODY = 0  # a slot that never holds anything
 
 
@@ -206,13 +207,13 @@ class Knowledge:
             match = self.index.match(match.keys)
         lib.penstock_cached_tokens(
             self._c,
-            ffi.from_buffer("int32_t[]", match.counts),
+            ffi.from_buffer(I32S, match.counts),
             block_size,
-            ffi.from_buffer("int64_t[]", space_of_row),
+            ffi.from_buffer(I64S, space_of_row),
             space,
             self._num_deep,
             len(out),
-            ffi.from_buffer("double[]", out),
+            ffi.from_buffer(DOUBLES, out),
         )
 
     def _name_slots(self) -> None:

@@ -72,6 +72,8 @@ class Asked(msgspec.Struct):
 
     @property
     def session(self) -> str | None:
+        if self.session_id is None and self.prompt_cache_key is None:
+            return None
         for given in (self.session_id, self.prompt_cache_key):
             if isinstance(given, str) and given:
                 return given[:256]
