@@ -19,7 +19,7 @@ struct head {
     const uint8_t *data;
     size_t size, at; /* read so far */
     uint8_t *lines;
-    size_t lines_size, room;
+    size_t lines_size, limit; /* where the head must have ended */
     int64_t length; /* of the body */
     struct span values[UNUSUAL];
 };
@@ -27,6 +27,8 @@ struct head {
 static const uint8_t name_chars[256] = {
     ['!'] = 1, ['#'] = 1, ['$'] = 1, ['%'] = 1, ['&'] = 1, ['\''] = 1, ['*'] = 1, ['+'] = 1, ['-'] = 1, ['.'] = 1,
     ['^'] = 1, ['_'] = 1, ['`'] = 1, ['|'] = 1, ['~'] = 1, ['0' ... '9'] = 1, ['a' ... 'z'] = 1, ['A' ... 'Z'] = 1};
+
+static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
 
 static int is_name(const uint8_t *name, size_t size, const char *known) {
     return size == strlen(known) && memcmp(name, known, size) == 0;
@@ -62,7 +64,7 @@ static enum kind kind_of(const uint8_t *name, size_t size) {
 static int read_line(struct head *head, unsigned passed) {
     const uint8_t *data = head->data;
     size_t at = head->at, end;
-    size_t limit = head->size < head->room ? head->size : head->room;
+    size_t limit = head->limit;
     uint8_t *line = head->lines + head->lines_size; /* never further in `lines` than we are in `data` */
     for (end = at; end < limit && name_chars[data[end]]; end++)
         line[end - at] = data[end] >= 'A' && data[end] <= 'Z' ? data[end] | 0x20 : data[end];
@@ -109,9 +111,9 @@ static int stays_open(const struct head *head) {
 
 /* All headers, and that the body is as long as they say and here to its end. */
 static int read_headers(struct head *head, unsigned passed) {
-    while (head->at + 1 < head->size && head->data[head->at] != '\r')
+    while (head->at + 1 < head->limit && head->data[head->at] != '\r')
         if (!read_line(head, passed)) return 0;
-    if (head->at + 1 >= head->size || head->data[head->at + 1] != '\n') return 0;
+    if (head->at + 1 >= head->limit || head->data[head->at + 1] != '\n') return 0;
     head->at += 2;
     return read_length(head) && stays_open(head) && head->size - head->at == (size_t)head->length;
 }
@@ -122,7 +124,7 @@ int penstock_plain_request(const uint8_t *data, size_t size, int32_t *found, uin
     size_t end = sizeof method - 1;
     while (end < size && data[end] > ' ' && data[end] < 0x7f && data[end] != '#') end++;
     if (size - end < sizeof version - 1 || memcmp(data + end, version, sizeof version - 1)) return 0;
-    struct head head = {.data = data, .size = size, .at = end + sizeof version - 1, .lines = lines, .room = room};
+    struct head head = {.data = data, .size = size, .at = end + sizeof version - 1, .lines = lines, .limit = smaller(size, room)};
     if (!read_headers(&head, 1u << PASSES | 1u << SESSION)) return 0;
     if (!head.values[HOST].end || head.values[CACHED].end) return 0;
     const struct span values[] = {head.values[AUTHORIZATION], head.values[TYPE], head.values[SESSION]};
@@ -145,7 +147,7 @@ int penstock_plain_answer(const uint8_t *data, size_t size, int32_t *found, uint
     if (status < 200 || status > 599 || status == 204 || status == 304 || data[end++] != ' ') return 0;
     while (end < size && data[end] >= ' ' && data[end] < 0x7f) end++;
     if (size - end < 2 || data[end] != '\r' || data[end + 1] != '\n') return 0;
-    struct head head = {.data = data, .size = size, .at = end + 2, .lines = lines, .room = room};
+    struct head head = {.data = data, .size = size, .at = end + 2, .lines = lines, .limit = smaller(size, room)};
     const unsigned held = 1u << CONNECTION | 1u << CACHED;
     if (!read_headers(&head, ~held)) return 0;
     found[0] = status;

@@ -1,0 +1,179 @@
+"""The quick reader of plain messages against the parsers that read all others: it may only accept what they accept."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from penstock.engine.http.limits import Limits
+from penstock.router.edge import ClientConnection, Edge
+from penstock.router.heads import AnswerHead, Heads, Request
+from penstock.router.upstream import Pool, Upstream
+
+BODY = b'{"prompt":"abc"}'
+REQUEST = (
+    b"POST /v1/completions?x=1 HTTP/1.1\r\nHost: a\r\nUser-Agent: b/1 (c)\r\nAccept: */*\r\nContent-Type: application/json\r\n"
+    b"Authorization: Bearer sk-1\r\nX-Session-Id: s\r\nConnection: keep-alive\r\nContent-Length: 16\r\n\r\n" + BODY
+)
+ANSWER = (
+    b"HTTP/1.1 200 OK\r\nDate: x\r\nContent-Type: application/json\r\nX-Penstock-Cached-Tokens: 12\r\nX-Request-Id: \xe9y\r\n"
+    b"content-length: 16\r\n\r\n" + BODY
+)
+PIECES = [
+    *(b"\r\n", b"\n", b"\r", b" ", b"\t", b"\x00", b"0", b";", b":", b",", b"#", b"?", b"\x7f", b"\xff", b"(", b"\r\n\r\n"),
+    *(b"content-length: 5\r\n", b"Content-Length: 16\r\n", b"transfer-encoding: chunked\r\n", b"te: trailers\r\n", b"host: b\r\n"),
+    *(b"connection: close\r\n", b"Connection: Keep-Alive\r\n", b"connection: x-a\r\nx-a: b\r\n", b"expect: 100-continue\r\n"),
+    *(b"x-penstock-report: 1\r\n", b"x: \r\n", b"x:y\r\n", b"x : y\r\n", b"x: y \r\n", b" x: y\r\n", b"keep-alive: 5\r\n", b"X-A: b\r\n"),
+    *(b"upgrade: h2c\r\n", b"proxy-authorization: a\r\n", b"trailer: a\r\n", b"Authorization: Bearer sk-2\r\n"),
+]  # fmt: skip
+
+
+class Transport:
+    """Takes whatever is written."""
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **options: None
+
+
+class Handler:
+    def __init__(self) -> None:
+        self.handled: list[Request] = []
+
+    def admit(self, request: Request) -> None:
+        pass
+
+    def handle(self, request: Request, connection: ClientConnection) -> None:
+        self.handled.append(request)
+
+
+class NotPlain(Heads):
+    """Everything goes to the parser."""
+
+    def request(self, data: bytes) -> None:
+        return None
+
+    def answer(self, data: bytes) -> None:
+        return None
+
+
+class Leg:
+    def __init__(self) -> None:
+        self.is_over = False
+        self.body = b""
+        self.got: AnswerHead
+
+    def head(self, head: AnswerHead) -> None:
+        self.got = head
+
+    def data(self, data: bytes) -> None:
+        self.body += data
+
+    def ended(self) -> None:
+        self.is_over = True
+
+    def lost(self, reason: str) -> None:
+        pass
+
+
+def by_the_parser(data: bytes, limits: Limits) -> list[Request]:
+    handler = Handler()
+    edge = Edge(handler, limits)
+    edge.heads = NotPlain(1, 0)
+    connection = edge.connection()
+    connection.connection_made(Transport())
+    connection.data_received(data)
+    return handler.handled
+
+
+def answer_by_the_parser(data: bytes) -> Leg:
+    pool, leg = Pool("x", 1, 1.0), Leg()
+    pool.heads = NotPlain(1, 0)
+    upstream = Upstream(pool)
+    upstream.connection_made(Transport())
+    upstream.send(b"", b"", leg)
+    upstream.data_received(data)
+    leg.is_over &= pool.num_idle == 1  # kept
+    return leg
+
+
+def mangled(rng: random.Random, message: bytes) -> bytes:
+    data = bytearray(message)
+    for _ in range(rng.randrange(1, 4)):
+        place = rng.randrange(len(data))
+        match rng.randrange(4):
+            case 0:
+                data[place] = rng.randrange(256)
+            case 1:
+                del data[place : place + rng.randrange(1, 4)]
+            case 2:
+                data[place:place] = rng.choice(PIECES)
+            case 3:  # a line more, where lines begin
+                place = data.find(b"\r\n", place) + 2
+                data[place:place] = rng.choice(PIECES)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("count", [20_000, pytest.param(500_000, marks=pytest.mark.slow)])
+def test_a_request_that_is_read_quickly_is_what_the_parser_reads(count):
+    rng, limits = random.Random(count), Limits()
+    heads = Heads(limits.max_header_bytes, limits.max_body_bytes)
+    num_plain = 0
+    for _ in range(count):
+        data = mangled(rng, REQUEST)
+        quick = heads.request(data)
+        if quick is None:
+            continue
+        num_plain += 1
+        (slow,) = by_the_parser(data, limits)
+        assert [getattr(quick, name) for name in Request.__slots__] == [
+            getattr(slow, name) for name in Request.__slots__
+        ], data
+    assert num_plain > count / 20
+
+
+@pytest.mark.parametrize("count", [20_000, pytest.param(500_000, marks=pytest.mark.slow)])
+def test_an_answer_that_is_read_quickly_is_what_the_parser_reads(count):
+    rng, heads = random.Random(count), Heads(8192, 1000)
+    num_plain = 0
+    for _ in range(count):
+        data = mangled(rng, ANSWER)
+        quick = heads.answer(data)
+        if quick is None:
+            continue
+        num_plain += 1
+        slow = answer_by_the_parser(data)
+        assert slow.is_over, data
+        assert quick == (slow.got, slow.body), data
+    assert num_plain > count / 20
+
+
+def test_the_plain_ones_are_read_whole():
+    heads = Heads(8192, 1000)
+    request = heads.request(REQUEST)
+    assert request is not None
+    assert (request.path, request.body, request.session) == ("/v1/completions", BODY, b"s")
+    assert request.authorization == [b"Bearer sk-1"] and request.content_type == b"application/json"
+    assert request.lines == b"user-agent: b/1 (c)\r\naccept: */*\r\nx-session-id: s\r\n"
+    head = AnswerHead(
+        200, b"date: x\r\ncontent-type: application/json\r\nx-request-id: \xe9y\r\ncontent-length: 16\r\n", 12
+    )
+    assert heads.answer(ANSWER) == (head, BODY)
+
+
+@pytest.mark.parametrize("size", range(len(REQUEST)))
+def test_what_is_not_there_whole_is_not_plain(size):
+    heads = Heads(8192, 1000)
+    assert heads.request(REQUEST[:size]) is None
+    assert heads.answer(ANSWER[:size]) is None or size >= len(ANSWER)
+
+
+def test_heads_and_bodies_beyond_the_limits_are_left_to_the_parser():
+    assert Heads(len(REQUEST) - len(BODY), len(BODY)).request(REQUEST) is not None
+    assert Heads(len(REQUEST) - len(BODY) - 1, len(BODY)).request(REQUEST) is None
+    assert Heads(len(REQUEST) - len(BODY), len(BODY) - 1).request(REQUEST) is None
