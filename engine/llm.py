@@ -96,7 +96,9 @@ class LLM:
         tiers = stats.pop("tiers")
         experts = stats.pop("experts")
         if experts is not None:
-            stats |= {f"experts_{name}": value for name, value in msgspec.structs.asdict(experts).items()}
+            told = msgspec.structs.asdict(experts)
+            del told["rank_load"], told["expert_load"]  # not single figures
+            stats |= {f"experts_{name}": value for name, value in told.items()}
         return stats | {f"kv_{tier}_{name}": value for tier in tiers for name, value in tiers[tier].items()}
 
     def reset_prefix_cache(self) -> bool:

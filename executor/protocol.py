@@ -145,6 +145,9 @@ class ExpertNews(msgspec.Struct, frozen=True, array_like=True):
     moved_bytes: int = 0  # between ranks
     plan_s: float = 0.0
     stall_s: float = 0.0  # that steps waited for a move to take effect
+    # Shares of all tokens at the last look, of all layers together; float32 little-endian, for this goes with each step.
+    rank_load: bytes = b""
+    expert_load: bytes = b""
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from penstock.eplb import LoadTracker, Plan, balance, replan, transfers
+from penstock.eplb.measure import rank_loads
 from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import Experts
 from penstock.executor.parallel import CollectiveError, Group
@@ -35,6 +36,8 @@ class Proposal:
 
     plan: Plan | None  # None: not worth it
     balance: float
+    rank_load: bytes
+    expert_load: bytes
     seconds: float
 
 
@@ -122,7 +125,10 @@ class Rebalancer:
         gain = float((balance(load, plan) - now).mean())
         if gain <= 0 or gain < self._config.min_gain_per_gib * remote * self._expert_bytes / 2**30:
             plan = None
-        self._proposal = Proposal(plan, float(now.mean()), time.perf_counter() - started_s)
+        by_rank = rank_loads(load, self._plan.phy2log, self._plan.weight, self._plan.ranks)
+        self._proposal = Proposal(
+            plan, float(now.mean()), _shares(by_rank), _shares(load), time.perf_counter() - started_s
+        )
 
     def _hear_plan(self) -> None:
         """The first rank says whether it has a plan, and if so which."""
@@ -158,7 +164,12 @@ class Rebalancer:
             told[0] = PLANNED
             placed = np.concatenate([proposal.plan.phy2log.ravel(), proposal.plan.weight.ravel()])
             told[1:] = torch.from_numpy(placed.astype(np.int32))
-        self._note(balance=proposal.balance, plan_s=self._news.plan_s + proposal.seconds)
+        self._note(
+            balance=proposal.balance,
+            rank_load=proposal.rank_load,
+            expert_load=proposal.expert_load,
+            plan_s=self._news.plan_s + proposal.seconds,
+        )
 
     def _abort(self) -> None:
         """Whatever holds now holds from here on."""
@@ -250,8 +261,14 @@ class Rebalancer:
             moved_bytes=self._news.moved_bytes + remote * self._expert_bytes,
         )
 
-    def _note(self, **changes: float) -> None:
+    def _note(self, **changes: float | bytes) -> None:
         self._news = msgspec.structs.replace(self._news, **changes)
+
+
+def _shares(load: np.ndarray) -> bytes:
+    """Of [layers, parts], what each part has of the whole."""
+    by_part = load.sum(axis=0)
+    return (by_part / max(by_part.sum(), 1e-9)).astype("<f4").tobytes()
 
 
 def refuse_unregistered(expert: Mlp) -> None:

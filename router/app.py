@@ -16,6 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.http.page.document import document
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
 from penstock.router.config import RouteError, RouterConfig, canonical_url
 from penstock.router.edge import ClientConnection, Edge
@@ -61,6 +62,8 @@ class App:
         # Set by whoever runs the probes and, with several workers, carries changes to the others.
         self.probe_now: Callable[[Replica], None] = lambda replica: None
         self.on_change: Callable[[str, str], None] = lambda method, url: None
+        self._page, headers = document("fleet")
+        self._page_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._keys = Keys(config.api_keys)
         self._admin_keys = Keys(config.admin_api_keys)
         self._own_lines = REPORT_HEADER + b": cached-tokens\r\n"  # what replicas are told beside the client's headers
@@ -241,7 +244,7 @@ class App:
         if path == "/metrics":
             return 200, TEXT, self.metrics.text()
         if path == "/":
-            return 200, [(b"content-type", b"text/plain; charset=utf-8")], b"Penstock router\n"
+            return 200, self._page_headers, self._page
         status, reply = self._status(path)
         return status, JSON, msgspec.json.encode(reply)
 

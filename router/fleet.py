@@ -170,6 +170,7 @@ class Fleet:
                 "requests_under_way": replica.num_under_way,
                 "requests": replica.num_requests,
                 "failures": replica.num_failures,
+                "ejections": replica.num_ejections,
                 "brain": known.get(replica.url),
             }
 

@@ -30,6 +30,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "broken_streams": ("Answers that broke after their first byte.", ()),
     "replica_requests": ("Requests sent to a replica.", ("replica",)),
     "replica_failures": ("Failures seen of a replica.", ("replica",)),
+    "replica_ejections": ("Times that a replica was ejected for its conduct.", ("replica",)),
 }
 SEPARATOR = "\x1f"  # between a counter's name and its labels in a report
 
@@ -81,6 +82,7 @@ class Metrics(Collector):
         for replica in self.fleet.replicas.values():
             found[_key("replica_requests", replica.url)] = replica.num_requests
             found[_key("replica_failures", replica.url)] = replica.num_failures
+            found[_key("replica_ejections", replica.url)] = replica.num_ejections
         for name, histogram in self._histograms():
             found |= {_key(name, place): count for place, count in enumerate(histogram.counts)}
             found[_key(name, "sum")] = histogram.total

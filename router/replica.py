@@ -35,6 +35,7 @@ class Replica:
         self.num_under_way = 0
         self.num_requests = 0
         self.num_failures = 0  # since it started
+        self.num_ejections = 0
         self._failures_in_row = 0
         self._silent_probes = 0
         self._ejection_s = EJECTION_S
@@ -101,6 +102,7 @@ class Replica:
             self._ejected_until_s = now_s + self._ejection_s
             self._ejection_s = min(2 * self._ejection_s, MAX_EJECTION_S)
             self._failures_in_row = 0
+            self.num_ejections += 1
             self._set("ejected", reason)
 
     def unreachable(self, reason: str) -> None:

@@ -22,6 +22,9 @@ def main() -> None:
     assert (
         block_keys(list(range(16)), 16)[0].hex() == "d4a2ea9e2c44d0b658cede080b1af81eed45de2164509435c4359eb4fd2dcc3a"
     )
+    from penstock.engine.http.page.document import document
+
+    assert document("live").body.startswith(b"<!doctype html>") and document("fleet").body  # all their files are there
     assert "torch" not in sys.modules
 
     [wheel], [sdist] = folder.glob("*.whl"), folder.glob("*.tar.gz")

@@ -6,7 +6,7 @@ anywhere below is answered in the one error format.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.engine.client import AsyncEngine
 from penstock.engine.http.auth import Authentication, Keys
 from penstock.engine.http.errors import ErrorReply, HttpError, clip
+from penstock.engine.http.page.document import document
 from penstock.engine.http.request_id import client_id
 from penstock.engine.server import pages, schema
 from penstock.engine.server import replies as reply
@@ -114,6 +115,7 @@ def build_app(engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate 
 
 def _routes(service: Service) -> list[Route]:
     started = int(time.time())
+    page = document("live")
 
     async def models(request: Request) -> Response:
         await service.know_text_digest()
@@ -140,7 +142,7 @@ def _routes(service: Service) -> list[Route]:
         return _json(reply.Version(pages.version()))
 
     gets = {
-        "/": _page(pages.index()),
+        "/": _page(page.body, page.headers),
         "/health": health,
         "/ping": health,
         "/ready": ready,
@@ -149,13 +151,13 @@ def _routes(service: Service) -> list[Route]:
         "/v1/models": models,
         "/v1/models/{model:path}": one_model,
     }
-    document = pages.openapi(POSTS, [*gets, "/kv_events", "/openapi.json", "/docs"], ErrorReply)
-    encoded = msgspec.json.encode(document)
+    described = pages.openapi(POSTS, [*gets, "/kv_events", "/openapi.json", "/docs"], ErrorReply)
+    encoded = msgspec.json.encode(described)
 
     async def openapi(request: Request) -> Response:
         return Response(encoded, media_type="application/json")
 
-    gets |= {"/openapi.json": openapi, "/docs": _page(pages.docs(document))}
+    gets |= {"/openapi.json": openapi, "/docs": _page(pages.docs(described), pages.HEADERS)}
     gets_by_path: dict[str, Callable] = {**gets, "/kv_events": KvEvents(service)}
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets_by_path.items()] + [
         Route(post.path, Endpoint(service, post.handler), methods=["POST"]) for post in POSTS
@@ -177,9 +179,9 @@ def _model(service: Service, name: str, started: int) -> reply.Model:
     )
 
 
-def _page(html: str) -> Callable[[Request], Awaitable[Response]]:
+def _page(html: str | bytes, headers: Mapping[str, str]) -> Callable[[Request], Awaitable[Response]]:
     async def page(request: Request) -> Response:
-        return HTMLResponse(html, headers=pages.HEADERS)
+        return HTMLResponse(html, headers=headers)
 
     return page
 

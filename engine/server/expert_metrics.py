@@ -1,5 +1,6 @@
 """How evenly experts' work is spread over the ranks, and what moving them took, for /metrics."""
 
+from array import array
 from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,7 +26,17 @@ def expert_families(news: ExpertNews, model_name: str) -> Iterator[Metric]:
     )
     balance.add_metric([model_name], news.balance)
     yield balance
+    yield _shares("penstock:expert_rank_load", "rank", news.rank_load, model_name)
+    yield _shares("penstock:expert_load", "expert", news.expert_load, model_name)
     for field, (name, text) in COUNTERS.items():
         family = CounterMetricFamily(f"penstock:expert_{name}", text, labels=["model_name"])
         family.add_metric([model_name], getattr(news, field))
         yield family
+
+
+def _shares(name: str, of: str, shares: bytes, model_name: str) -> Metric:
+    text = f"Share of the experts' tokens at the last look, by {of}; all layers together."
+    family = GaugeMetricFamily(name, text, labels=["model_name", of])
+    for place, share in enumerate(array("f", shares)):
+        family.add_metric([model_name, str(place)], share)
+    return family

@@ -11,11 +11,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from penstock.engine.client import AsyncEngine, Generation
-from penstock.engine.messages import Outputs
+from penstock.engine.messages import Outputs, Stats
 from penstock.engine.output import Update
 from penstock.engine.server.expert_metrics import expert_families
 from penstock.engine.server.tier_metrics import tier_families
@@ -84,6 +90,8 @@ class Metrics(Collector):
         yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Sequences in the queue.", stats.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.num_used_blocks / usable)
+        yield self._device_blocks(stats)
+        yield self._steps(stats)
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries)
         yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits)
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
@@ -127,6 +135,22 @@ class Metrics(Collector):
     def _see_step(self, outputs: Outputs) -> None:
         if outputs.step_tokens:
             self.step.observe(outputs.step_tokens)
+
+    def _device_blocks(self, stats: Stats) -> Metric:
+        family = GaugeMetricFamily(
+            "penstock:kv_device_blocks",
+            "KV blocks of the device: all, held by requests, and with content that can be found again.",
+            labels=["model_name", "state"],
+        )
+        states = {"all": stats.num_blocks, "held": stats.num_used_blocks, "cached": stats.num_cached_blocks}
+        for state, count in states.items():
+            family.add_metric([self.model_name, state], count)
+        return family
+
+    def _steps(self, stats: Stats) -> Metric:
+        family = SummaryMetricFamily("penstock:step_seconds", "Time of the engine's steps.", labels=["model_name"])
+        family.add_metric([self.model_name], stats.num_steps, stats.step_s)
+        return family
 
     def _http(self) -> Metric:
         requests = CounterMetricFamily("penstock:http_requests", "HTTP requests.", labels=["route", "status"])

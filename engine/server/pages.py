@@ -1,6 +1,6 @@
-"""The pages that describe the server: the OpenAPI document out of the structs, and two small HTML pages.
+"""What describes the API: the OpenAPI document out of the structs, and the same as a page to read.
 
-No scripts and nothing from elsewhere, so they work without a network and can be locked down by their policy.
+No scripts and nothing from elsewhere, so it works without a network and can be locked down by its policy.
 """
 
 from collections.abc import Iterable, Sequence
@@ -78,16 +78,6 @@ def docs(document: dict[str, Any]) -> str:
                 reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
                 parts.append(_fields(schemas[reference.rpartition("/")[2]]))
     return _html("Penstock API", "".join(parts))
-
-
-def index() -> str:
-    """The page at `/`. It needs no key, so it says nothing that a key protects."""
-    return _html(
-        "Penstock",
-        "<h1>Penstock</h1><p>This is an inference server with an OpenAI-compatible API under <code>/v1</code>.</p>"
-        '<p><a href="/docs">Documentation</a> · <a href="/openapi.json">OpenAPI</a> · <a href="/health">Health</a> · '
-        '<a href="/metrics">Metrics</a></p>',
-    )
 
 
 def _content(kind: type[msgspec.Struct], media_type: str = "application/json") -> dict[str, Any]:

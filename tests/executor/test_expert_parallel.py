@@ -1,5 +1,7 @@
 """Models with experts over several ranks, sharing out slices of every expert, or whole experts."""
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +61,8 @@ def test_moving_experts_at_every_step_changes_no_token() -> None:
         executor.close()
     assert [s.output[:40] for s in sequences] == [greedy("deepseek-v3", prompt, 40)[0] for prompt in given]
     assert news.num_rebalances >= 2 and news.num_moved > 0 and news.moved_bytes > 0 and news.num_aborted == 0
+    for shares, count in ((news.rank_load, 2), (news.expert_load, 8)):
+        assert len(array("f", shares)) == count and sum(array("f", shares)) == pytest.approx(1.0)
 
 
 def test_the_offline_engine_says_how_evenly_experts_are_loaded() -> None:

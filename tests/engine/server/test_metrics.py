@@ -2,12 +2,14 @@
 
 import random
 import string
+from array import array
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.messages import Outputs, Stats
+from penstock.executor.protocol import ExpertNews
 from tests.engine.server.fake import FakeEngine
 from tests.engine.server.running import running, until
 
@@ -83,6 +85,24 @@ def test_tiers_are_labelled_and_absent_without_any(server):
     assert seen["penstock:kv_tier_hit_tokens_total{tier=disk}"] == 16
     assert seen["penstock:kv_tier_used_blocks{tier=host}"] == 5
     assert seen["penstock:kv_tier_bytes_per_s{tier=disk}"] == 1e9
+
+
+def test_experts_are_told_by_rank_and_by_expert_and_absent_without_any(server):
+    assert not [name for name in samples(server) if "expert" in name]
+    loads = {"rank_load": array("f", [0.25, 0.75]).tobytes(), "expert_load": array("f", [0.5, 0.25, 0.25]).tobytes()}
+    server.engine.stats = Stats(experts=ExpertNews(balance=0.5, num_moved=3, **loads))
+    seen = samples(server)
+    assert seen["penstock:expert_balance{}"] == 0.5 and seen["penstock:expert_moved_total{}"] == 3
+    assert [seen[f"penstock:expert_rank_load{{rank={rank}}}"] for rank in range(2)] == [0.25, 0.75]
+    assert [seen[f"penstock:expert_load{{expert={expert}}}"] for expert in range(3)] == [0.5, 0.25, 0.25]
+
+
+def test_blocks_of_the_device_and_the_time_of_steps_are_told(server):
+    server.engine.stats = Stats(num_blocks=64, num_used_blocks=16, num_cached_blocks=20, num_steps=4, step_s=0.5)
+    seen = samples(server)
+    states = {state: seen[f"penstock:kv_device_blocks{{state={state}}}"] for state in ("all", "held", "cached")}
+    assert states == {"all": 64, "held": 16, "cached": 20}
+    assert (seen["penstock:step_seconds_sum{}"], seen["penstock:step_seconds_count{}"]) == (0.5, 4)
 
 
 def test_requests_are_measured_once_whole_or_streamed(server):

