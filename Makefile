@@ -1,6 +1,7 @@
 # The words of the README: serve test check bench gpu fmt. Whichever comes first makes .venv, which takes minutes.
 #
-#   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench BENCH=benchmarks/bench_keys.py
+#   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench ARGS=--full
+#   make bench BENCH=benchmarks/bench_ring.py
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
@@ -12,7 +13,7 @@ INSTALLED := .venv/.installed
 MODEL := .venv/.model
 TRITON := .venv/triton/.installed
 EXTENSION := src/penstock/_csrc.abi3.so
-BENCH ?= $(wildcard benchmarks/bench_*.py)
+BENCH ?=
 ARGS ?=
 
 serve: $(EXTENSION) $(MODEL)
@@ -33,7 +34,8 @@ check: $(EXTENSION)
 	PYTHONPATH=dist/check/site $(BIN)/python tests/smoke_installed.py dist/check
 
 bench: $(EXTENSION) $(MODEL)
-	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
+	@[ -n "$(BENCH)" ] || exec $(BIN)/python -m benchmarks.published $(ARGS)
+	for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
 # On a GPU machine, with its own python and torch: nothing is installed. Archives may drop symlinks, so they are redrawn.
 gpu:

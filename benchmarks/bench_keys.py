@@ -26,6 +26,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
+from pairs import record
 
 from penstock._csrc import ffi, lib
 from penstock.cache.keys import block_keys
@@ -265,7 +266,7 @@ def main() -> None:
     print(f"{'hashing':<48}{'µs':>10}   ({args.tokens:,} tokens a prompt)")
     for name, value in times.items():
         print(f"{name:<48}{value:>10,.2f}")
-    print(json.dumps({"benchmark": "keys", "loop": loop, "hashing_us": times, "options": vars(args)}))
+    record("keys", {"loop": loop, "hashing_us": times})
 
 
 if __name__ == "__main__":

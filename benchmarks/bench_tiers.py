@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from benchmarks.pairs import Pair, Verdict, judge, record
+from pairs import Pair, Verdict, judge, record
 
 from penstock import LLM, SamplingParams
 from penstock.cache.tiers.calls import Calls
+from penstock.cache.tiers.disk import DiskTier
 
 FIRST_ID = 1000
 THROTTLE_BYTES_PER_S = 50e6
@@ -85,6 +86,9 @@ def figures(verdict: Verdict) -> dict[str, Any]:
 
 def cost(bench: Bench) -> dict[str, Any]:
     engines = {"none": bench.engine(host=False), "host": bench.engine(), "host+disk": bench.engine(disk=True)}
+    if bench.args.caller_writes:
+        engines["host+disk, caller writes"] = bench.engine(disk=True)
+        write_in_the_caller(disk_of(engines["host+disk, caller writes"]))
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     names = list(engines)
     for number in range(-1, bench.args.pairs):
@@ -106,6 +110,22 @@ def cost(bench: Bench) -> dict[str, Any]:
         "host+disk / host": ratio("host+disk / host", disk, 1.01),
         "blocks_on_disk": stored,
     }
+
+
+def disk_of(llm: LLM) -> DiskTier:
+    return llm._running().executor._rank._tiers.transfers._stores["disk"]  # type: ignore[attr-defined,no-any-return]
+
+
+def write_in_the_caller(disk: DiskTier) -> None:
+    """As connectors did before they had workers: who stores a block waits until it is written."""
+    put = disk.put
+
+    def put_and_wait(key: bytes, buffer: Any) -> bool:
+        is_taken = put(key, buffer)
+        disk.flush()
+        return is_taken
+
+    disk.put = put_and_wait  # type: ignore[method-assign]
 
 
 def ttft(bench: Bench) -> dict[str, Any]:
@@ -144,8 +164,7 @@ def throttled(bench: Bench) -> dict[str, Any]:
     host, slow = bench.engine(**room), bench.engine(disk=True, **room)
     batch_blocks = args.prompts * args.input_len // host.info.block_size
     assert host.info.num_blocks + host.info.host_slots < (LAG - 1) * batch_blocks, "old prompts never leave the host"
-    disk = slow._running().executor._rank._tiers.transfers._stores["disk"]  # type: ignore[attr-defined]
-    disk._transport._calls = SlowCalls(THROTTLE_BYTES_PER_S)
+    disk_of(slow)._transport._calls = SlowCalls(THROTTLE_BYTES_PER_S)
     batches: list[list[list[int]]] = []
     pairs = []
     for number in range(args.pairs + LAG):
@@ -205,6 +224,7 @@ def main() -> None:
     add("--kv-cache-bytes", type=int, help="default: 1 GiB, and as little as a batch needs for `throttled`")
     add("--kv-host-bytes", help="default: likewise")
     add("--kv-disk-bytes", default="8GiB")
+    add("--caller-writes", action="store_true", help="`cost` also with a disk that the caller writes to itself")
     add("--disk-path", help="where the temporary directories are made")
     add("--seed", type=int, default=0)
     args = parser.parse_args()

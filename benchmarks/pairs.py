@@ -117,7 +117,9 @@ def _read(path: str) -> str:
 def _command() -> str:
     """As it was typed, with paths cut to their last part: where somebody keeps things is not a result."""
     words = [f"…/{Path(word).name}" if word.startswith(("/", "~", "..")) else word for word in sys.argv[1:]]
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    script = Path(sys.argv[0]).parts
+    inside = script[-1:] if "benchmarks" not in script[:-1] else script[-script[::-1].index("benchmarks") :]
+    return " ".join(["python", "/".join(("benchmarks", *inside)), *words])
 
 
 def _commit() -> str:

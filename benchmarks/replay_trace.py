@@ -18,7 +18,7 @@ from array import array
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.pairs import record
+from pairs import record
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core import EngineCore

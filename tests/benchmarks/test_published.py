@@ -1,0 +1,63 @@
+"""How reproductions of published results are shown: ratios, plots, the page."""
+
+import json
+import math
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from benchmarks import pairs
+from benchmarks.published import __main__ as published
+from benchmarks.published import report
+from benchmarks.published.report import MARKS, PAGE, Report, Row, show, write_page
+
+ROWS = [Row("requests", 20.0, 50.0, "per second"), Row("first <byte>", 3.0, 0.5, "s", False)]
+FOUND = Report("thing", "A thing & more", "the way it was", "the way it is", "1 → 2 (somebody).", ROWS, "A note.")
+
+
+@pytest.fixture(autouse=True)
+def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(pairs, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(report, "IMAGES", tmp_path / "img")
+    monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
+    return tmp_path
+
+
+def test_a_ratio_above_one_is_better_whatever_the_unit() -> None:
+    assert [row.ratio for row in ROWS] == [2.5, 6.0]
+    assert math.isnan(Row("nothing", 0.0, 3.0, "s").ratio)
+
+
+def test_a_report_ends_in_a_table_a_line_and_a_plot(rooms: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(FOUND)
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line["bench"] == "published-thing" and [row["ratio"] for row in line["rows"]] == [2.5, 6.0]
+    drawing = ElementTree.parse(rooms / "img" / "published-thing.svg")
+    widths = [float(bar.get("width", "0")) for bar in drawing.iter("{http://www.w3.org/2000/svg}rect")]
+    assert widths[0] / widths[1] == pytest.approx(0.4, abs=0.01) and widths[3] / widths[2] == pytest.approx(
+        1 / 6, abs=0.01
+    )
+
+
+def test_the_page_gets_the_figures_between_its_marks_and_keeps_the_rest(rooms: Path) -> None:
+    page = rooms / "page.md"
+    page.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
+    for _ in range(2):
+        write_page([FOUND], is_full=False)
+        text = page.read_text()
+        assert text.startswith("before\n") and text.endswith(f"{MARKS[1]}\nafter\n") and "old" not in text
+        assert (
+            "| requests | 20 | 50 | per second | 2.50 |" in text
+            and "![A thing & more](img/published-thing.svg)" in text
+        )
+
+
+def test_the_page_of_this_project_has_the_marks_and_an_unknown_name_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / PAGE.name).read_text()
+    assert text.index(MARKS[0]) < text.index(MARKS[1])
+    monkeypatch.setattr("sys.argv", ["x", "nothing"])
+    with pytest.raises(SystemExit):
+        published.main()
+    assert "'nothing' given; known are keys" in capsys.readouterr().err
