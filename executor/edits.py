@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.executor.kernels import SamplingOps
 from penstock.executor.penalties import Penalties, Seen, is_penalized
 from penstock.executor.protocol import Sampling
 
@@ -34,7 +35,7 @@ class Edits:
         self._too_short: tuple[int, ...] = ()
         self._stops: Tensor | None = None
 
-    def apply(self, logits: Tensor, positions: np.ndarray, seen: Seen) -> None:
+    def apply(self, logits: Tensor, positions: np.ndarray, seen: Seen, ops: SamplingOps | None = None) -> None:
         """Change logits [R, stride] in place, of which only the vocabulary's columns count. positions [R]."""
         flat, vocab_size = logits.view(-1), seen.counts.shape[1]
         if self._allowed_rows is not None:
@@ -47,7 +48,7 @@ class Edits:
         if self._biased is not None:
             flat.index_add_(0, self._biased, self._biases)
         if self._penalties is not None:
-            self._penalties.apply(logits, positions, seen)
+            self._penalties.apply(logits, positions, seen, ops)
 
     def count(self, tokens: Tensor, positions: np.ndarray, seen: Seen) -> None:
         """The rows' sampled tokens [R] join what was seen."""

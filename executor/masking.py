@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock import _csrc
+from penstock.executor.kernels import SamplingOps
 
 MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
 PART_BYTES = 32 << 20  # of unpacked bits on a GPU at a time: one byte for each
@@ -18,9 +19,17 @@ class RowMasks(NamedTuple):
     rows: list[int]
     masks: np.ndarray
 
-    def apply(self, logits: Tensor) -> None:
+    def apply(self, logits: Tensor, ops: SamplingOps | None = None) -> None:
         """logits [S, V]"""
         if not self.rows:
+            return
+        if ops is not None:
+            rows = torch.tensor(self.rows, dtype=torch.int64)
+            masks = torch.from_numpy(self.masks)
+            if logits.is_cuda:
+                rows, masks = rows.pin_memory(), masks.pin_memory()
+            to = {"device": logits.device, "non_blocking": True}
+            ops.mask(logits, rows.to(**to), masks.to(**to))
             return
         if logits.device.type == "cpu":
             self._apply_on_cpu(logits)

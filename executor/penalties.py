@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.executor.kernels import SamplingOps
 from penstock.executor.protocol import Sampling
 
 _IN_PROMPT = 1 << 30  # beside the number of times a token was sampled
@@ -82,8 +83,12 @@ class Penalties:
             *torch.tensor(options, dtype=torch.float32).to(device, non_blocking=True)[..., None].unbind(1),
         )
 
-    def apply(self, logits: Tensor, positions: np.ndarray, seen: Seen) -> None:
+    def apply(self, logits: Tensor, positions: np.ndarray, seen: Seen, ops: SamplingOps | None) -> None:
         """Penalize rows of logits [R, stride] in place; row i has positions[i] tokens so far."""
+        if ops is not None:
+            options = (self.repetition[:, 0], self.frequency[:, 0], self.presence[:, 0])
+            ops.penalize(logits, self.rows, self.slots, seen.counts, _IN_PROMPT, *options)
+            return
         lengths = self._lengths(positions, logits.device)
         longest = int(positions.max())
         ids = seen.history[self.slots, :longest].long()  # [P, longest]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from penstock.executor.kernels import select_sampling_ops
 from penstock.executor.loading.load import LoadedModel, load_model
 from penstock.executor.memory import allocate_kv, plan_kv
 from penstock.executor.parallel import Group
@@ -38,7 +39,9 @@ class Rank:
             loaded.dtype,
             device,
         )
-        sampler = Sampler(spec.vocab_size, config.max_num_seqs, device) if group.is_first else None
+        sampler = None
+        if group.is_first:
+            sampler = Sampler(spec.vocab_size, config.max_num_seqs, device, select_sampling_ops(device))
         slots = Slots(config.max_num_seqs, plan.max_model_len, config.block_size, device)
         pages = [(self.kv[:, layer, 0], self.kv[:, layer, -1]) for layer in range(model.num_layers)]
         self._tiers = open_transfers(config, self.kv, loaded.fingerprint, group.rank)

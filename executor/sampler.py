@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.executor.draw import BLOCK, draw, filter_weights, uniforms
 from penstock.executor.edits import Edits, is_edited
+from penstock.executor.kernels import SamplingOps
 from penstock.executor.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
 from penstock.executor.masking import RowMasks
 from penstock.executor.penalties import Seen, is_penalized
@@ -57,8 +58,11 @@ class Sampled:
 class Sampler:
     """Keeps what sampling needs of the request in each slot. One step at a time, in order."""
 
-    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
-        self._vocab_size, self._device = vocab_size, device
+    def __init__(
+        self, vocab_size: int, max_num_seqs: int, device: torch.device, ops: SamplingOps | None = None
+    ) -> None:
+        """With `ops`, rows are drawn by a kernel, which knows every filter, instead of filter by filter."""
+        self._vocab_size, self._device, self._ops = vocab_size, device, ops
         self._samplings: list[Sampling] = [Sampling()] * max_num_seqs
         self._num_prompt = [0] * max_num_seqs
         self._seen = Seen(max_num_seqs, vocab_size, device)
@@ -66,7 +70,7 @@ class Sampler:
         self._part_rows = max(1, min(max_num_seqs, WORK_BYTES[device.type] // (4 * self._stride)))
         # Columns beyond the vocabulary stay zero for ever: weights there are never drawn.
         self._weights = torch.zeros(self._part_rows, self._stride, device=device)
-        self._scratch = torch.empty_like(self._weights)
+        self._scratch = torch.empty_like(self._weights) if ops is None else self._weights[:0]
         self._plan: _Plan | None = None
 
     def admit(self, slot: int, sampling: Sampling, tokens: np.ndarray, num_prompt: int) -> None:
@@ -99,7 +103,7 @@ class Sampler:
         raw = logits
         if masks is not None:
             raw = logits.clone() if plan.logprobs else logits
-            masks.apply(logits)
+            masks.apply(logits, self._ops)
         if plan.has_plain:
             largest, tokens = logits.max(-1)
         else:  # several times faster without the index
@@ -122,6 +126,8 @@ class Sampler:
         self, part: "_Part", logits: Tensor, largest: Tensor, edited: Tensor, positions: np.ndarray
     ) -> Tensor:
         """Tokens [R] of the part's rows; `edited` [S] receives their largest logits after edits."""
+        if part.draw is not None:
+            return self._draw_part(part, part.draw, logits, edited, positions)
         weights = self._weights[: len(part.rows)]
         values = weights[:, : self._vocab_size]
         rows = logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index]
@@ -144,6 +150,20 @@ class Sampler:
         filter_weights(weights, self._scratch[: len(weights)], part.min_p, part.top_k, part.top_p, part.max_top_k)
         uniform = torch.from_numpy(uniforms(part.seeds, positions)[:, None])
         return draw(weights, uniform.to(self._device, non_blocking=True))
+
+    def _draw_part(
+        self, part: "_Part", options: tuple[Tensor, ...], logits: Tensor, edited: Tensor, positions: np.ndarray
+    ) -> Tensor:
+        assert self._ops is not None
+        rows = logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index]
+        if part.edits is not None:
+            weights = self._weights[: len(part.rows)]
+            rows = weights[:, : self._vocab_size].copy_(rows)
+            part.edits.apply(weights, positions, self._seen, self._ops)
+        where = torch.from_numpy(positions.astype(np.int64)).to(self._device, non_blocking=True)
+        tokens, top = self._ops.choose(rows, *options, where)
+        edited.index_copy_(0, part.index, top)
+        return tokens
 
     def _make_plan(self, slots: tuple[int, ...]) -> "_Plan":
         samplings = [self._samplings[slot] for slot in slots]
@@ -184,7 +204,18 @@ class Sampler:
             top_p=column([s.top_p for s in samplings], 1.0, torch.float64),
             max_top_k=max((k for k in top_ks if k < self._stride), default=0),
             edits=Edits(edited, self._stride, self._device) if any(map(is_edited, samplings)) else None,
+            draw=None if self._ops is None else self._draw_options(samplings),
         )
+
+    def _draw_options(self, samplings: list[Sampling]) -> tuple[Tensor, ...]:
+        """[R] each, as `SamplingOps.choose` takes them."""
+        temperature, min_p, top_p = (
+            self._tensor([getattr(s, name) for s in samplings], torch.float32)
+            for name in ("temperature", "min_p", "top_p")
+        )
+        top_k = self._tensor([s.top_k for s in samplings], torch.int32)
+        seeds = torch.from_numpy(np.array([s.seed for s in samplings], dtype=np.uint64).view(np.int64))
+        return temperature, min_p, top_k, top_p, seeds.to(self._device, non_blocking=True)
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
@@ -205,6 +236,7 @@ class _Part:
     top_p: Tensor | None
     max_top_k: int
     edits: Edits | None
+    draw: tuple[Tensor, ...] | None  # what the drawing kernel is told, if there is one
 
 
 @dataclass(frozen=True)

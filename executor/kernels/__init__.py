@@ -31,17 +31,42 @@ class Ops:
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class SamplingOps:
+    """What a GPU samples with, described at the twins in `torch_sampling`. The CPU has other ways (executor/draw.py)."""
+
+    # (logits [R, V], temperature [R], min_p, top_k, top_p, seeds, positions) -> tokens [R], largest logits [R]
+    choose: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    # (logits, rows [P], slots [P], counts, in_prompt, repetition [P], frequency, presence), in place
+    penalize: Callable[..., None]
+    # (logits [S, V], rows [n], masks [n, words]), in place
+    mask: Callable[..., None]
+
+
 def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
     """The fastest set there is for a model of this kind."""
     if device.type == "cpu":
         from penstock.executor.kernels.cpu_ops import make_ops
 
         return make_ops(dtype, head_dim)
-    # Older GPUs have less shared memory than the tiles ask for, and other tensor cores.
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    if _has_triton_kernels(device):
         from penstock.executor.kernels.cuda.ops import OPS
 
         return OPS
     from penstock.executor.kernels import torch_ops
 
     return torch_ops.OPS
+
+
+def select_sampling_ops(device: torch.device) -> SamplingOps | None:
+    """None where the sampler does with plain torch."""
+    if not _has_triton_kernels(device):
+        return None
+    from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
+
+    return SAMPLING_OPS
+
+
+def _has_triton_kernels(device: torch.device) -> bool:
+    """Older GPUs have less shared memory than the tiles ask for, and other tensor cores."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

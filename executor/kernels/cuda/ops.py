@@ -1,7 +1,7 @@
-"""The Triton kernels as `Ops`, for a model on a GPU."""
+"""The Triton kernels as `Ops` and `SamplingOps`, for a model on a GPU."""
 
-from penstock.executor.kernels import Ops
-from penstock.executor.kernels.cuda import attention, latent, rope, rows
+from penstock.executor.kernels import Ops, SamplingOps
+from penstock.executor.kernels.cuda import attention, latent, rope, rows, sampling
 
 OPS = Ops(
     rows.rms_norm,
@@ -12,3 +12,5 @@ OPS = Ops(
     rows.silu_mul,
     rows.gelu_tanh_mul,
 )
+
+SAMPLING_OPS = SamplingOps(sampling.choose, sampling.penalize, sampling.mask)

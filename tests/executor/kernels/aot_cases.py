@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 PAGE = 16
@@ -87,6 +87,18 @@ def rows(width: int, inner: int) -> Callable[[], None]:
     return call
 
 
+def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
+    def call() -> None:
+        logits = torch.zeros(2, vocab_size, dtype=dtype)
+        floats, ints, words = torch.zeros(2), torch.zeros(2, dtype=torch.int64), vocab_size // 32
+        SAMPLING_OPS.choose(logits, floats, floats, ints.int(), floats, ints, ints)
+        counts = torch.zeros(2, vocab_size, dtype=torch.int32)
+        SAMPLING_OPS.penalize(logits, ints, ints, counts, 1 << 30, floats, floats, floats)
+        SAMPLING_OPS.mask(logits, ints, torch.zeros(2, words, dtype=torch.int32))
+
+    return call
+
+
 QUICK: dict[str, Callable[[], None]] = {
     "Qwen3-0.6B: one row": attention(1, 0, 128, 16, 8),
     "Qwen3-0.6B: prompts": attention(0, 2, 128, 16, 8),
@@ -95,6 +107,7 @@ QUICK: dict[str, Callable[[], None]] = {
 }
 
 ALL: dict[str, Callable[[], None]] = QUICK | {
+    "Qwen3-0.6B: sampling": sample(151936, BF16),
     "Qwen3-0.6B: full batch": attention(256, 0, 128, 16, 8),
     "Qwen3-0.6B: eight-bit pages": attention(1, 1, 128, 16, 8, page_dtype=FP8),
     "Qwen3-0.6B: rope into eight-bit pages": rope(128, 16, 8, True, FP8),
@@ -103,6 +116,7 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Llama-3.1-8B: rows": rows(4096, 14336),
     "Llama-3.1-70B: rows": rows(8192, 28672),
     "SmolLM2-135M: attention": attention(4, 1, 64, 9, 3),
+    "SmolLM2-135M: sampling": sample(49152, F32),
     "SmolLM2-135M: float32": attention(4, 1, 64, 9, 3, dtype=F32),
     "SmolLM2-135M: rope": rope(64, 9, 3, False),
     "Gemma-3-4B: attention": attention(4, 1, 256, 8, 4),

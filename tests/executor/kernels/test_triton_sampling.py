@@ -1,0 +1,170 @@
+"""Drawing, penalties and masks in Triton against their twins, and the twin's noise against its distribution."""
+
+import numpy as np
+import torch
+
+from penstock.executor.kernels import torch_sampling
+from penstock.executor.kernels.cuda import sampling
+from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
+from penstock.executor.masking import RowMasks
+from penstock.executor.protocol import Sampling
+from penstock.executor.sampler import Sampler
+from tests.executor.kernels.cases import TOLERANCE, every_dtype
+from tests.executor.paged import random
+
+VOCAB = 5000  # more than one chunk of 4096
+OFF = (1.0, 0.0, 0, 1.0)
+# temperature, min_p, top_k, top_p
+OPTIONS = [
+    OFF,
+    (0.0, 0.0, 0, 1.0),
+    (0.7, 0.0, 5, 1.0),
+    (1.3, 0.0, 0, 0.9),
+    (1.0, 0.1, 0, 1.0),
+    (1.0, 0.01, 40, 0.5),
+    (2.0, 0.0, 1, 1.0),
+    (1.0, 0.0, 0, 0.0),
+    (1.0, 0.0, VOCAB + 7, 1.0),
+    (0.01, 0.0, 30, 0.99),
+]
+
+
+def options(
+    values: list[tuple[float, float, int, float]], device: torch.device, start: int = 100
+) -> list[torch.Tensor]:
+    temperature, min_p, top_k, top_p = zip(*values, strict=True)
+    rows = torch.arange(len(values), device=device)
+    return [
+        torch.tensor(temperature, device=device),
+        torch.tensor(min_p, device=device),
+        torch.tensor(top_k, dtype=torch.int32, device=device),
+        torch.tensor(top_p, device=device),
+        rows * -(2**40) + 12345,  # seeds, of 64 bits
+        rows + start,
+    ]
+
+
+@every_dtype
+def test_the_tokens_are_the_twins(device: torch.device, dtype: torch.dtype) -> None:
+    logits = (3 * random(len(OPTIONS), VOCAB, seed=1)).to(dtype).to(device)
+    given = options(OPTIONS, device)
+    tokens, largest = sampling.choose(logits, *given)
+    expected_tokens, expected_largest = torch_sampling.choose(logits, *given)
+    assert torch.equal(tokens, expected_tokens)
+    assert torch.equal(largest, expected_largest)
+
+
+def test_filters_keep_ties_and_nothing_else(device: torch.device) -> None:
+    """On few logits with many ties: over many draws of the twin all that is kept comes up; the kernel draws the same."""
+    logits = torch.tensor([4.0, 4.0, 3.0, 3.0, 3.0, 2.0, 1.0, -torch.inf, 0.0, -1.0], device=device)
+    draws, few = 150, 4
+    for temperature, min_p, top_k, top_p, kept in (
+        (1.0, 0.0, 3, 1.0, {0, 1, 2, 3, 4}),
+        (1.0, 0.0, 2, 1.0, {0, 1}),
+        (1.0, 0.0, 0, 0.5, {0, 1}),
+        (1.0, 0.3, 0, 1.0, {0, 1, 2, 3, 4}),
+        (3.0, 0.0, 6, 0.99, {0, 1, 2, 3, 4, 5}),
+    ):
+        given = options([(temperature, min_p, top_k, top_p)] * draws, device)
+        expected, _ = torch_sampling.choose(logits.repeat(draws, 1), *given)
+        assert set(expected.tolist()) == kept
+        tokens, _ = sampling.choose(logits.repeat(few, 1), *(column[:few] for column in given))
+        assert torch.equal(tokens, expected[:few])
+
+
+def test_rows_that_are_not_finite_are_told(device: torch.device) -> None:
+    logits = random(4, 50).to(device)
+    logits[0, 7] = torch.nan
+    logits[1, 7] = torch.inf
+    logits[2] = -torch.inf
+    for temperature in (0.0, 1.0):
+        tokens, largest = sampling.choose(logits, *options([(temperature, 0.0, 0, 1.0)] * 4, device))
+        assert tokens[:3].tolist() == [0, 0, 0]
+        assert largest[0].isnan() and largest[1] == torch.inf and largest[2] == -torch.inf and largest[3].isfinite()
+
+
+def test_a_draw_depends_on_seed_and_position_alone(device: torch.device) -> None:
+    logits = random(1, 300).to(device).repeat(6, 1)
+    given = options([OFF] * 6, device)
+    together, _ = sampling.choose(logits, *given)
+    for row in (0, 5):
+        alone, _ = sampling.choose(logits[row : row + 1], *(column[row : row + 1] for column in given))
+        assert alone[0] == together[row]
+    assert len(set(together.tolist())) > 1
+
+
+def test_the_noise_is_gumbels() -> None:
+    """Tokens come up as often as their weights say: chi-square of 20,000 draws, 9 degrees of freedom."""
+    weights = torch.tensor([0.3, 0.2, 0.15, 0.1, 0.08, 0.06, 0.05, 0.03, 0.02, 0.01])
+    draws = 20_000
+    seeds, positions = torch.arange(draws) % 100 * 7919, torch.arange(draws) // 100
+    tokens = (weights.log() + torch_sampling.gumbel(seeds, positions, 10)).argmax(-1)
+    counts = torch.bincount(tokens, minlength=10)
+    chi_square = ((counts - draws * weights) ** 2 / (draws * weights)).sum()
+    assert chi_square < 27.9  # exceeded once in a thousand
+
+
+def test_the_generator_is_philox() -> None:
+    """The known answer of Random123 for ten rounds of Philox 4x32 from zeros."""
+    zero = torch.zeros(1, 1, dtype=torch.int64)
+    assert torch_sampling._philox(zero, zero, zero).flatten().tolist() == [
+        0x6627E8D5,
+        0xE169C58D,
+        0xBC57AC4C,
+        0x9B00DBD8,
+    ]
+
+
+@every_dtype
+def test_penalties_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
+    in_prompt = 1 << 30
+    logits = random(4, 2500, dtype=dtype).to(device)[:, :2304]
+    counts = torch.zeros(3, 2300, dtype=torch.int32, device=device)
+    counts[:, ::7] = 2
+    counts[:, ::5] |= in_prompt
+    rows, slots = torch.tensor([3, 1], device=device), torch.tensor([0, 2], device=device)
+    given = [torch.tensor(pair, device=device) for pair in ((1.3, 1.0), (0.5, 0.0), (0.0, -0.7))]
+    expected = logits.clone()
+    torch_sampling.penalize(expected, rows, slots, counts, in_prompt, *given)
+    sampling.penalize(logits, rows, slots, counts, in_prompt, *given)
+    torch.testing.assert_close(logits, expected, **TOLERANCE[dtype])
+    assert not torch.equal(logits[3], random(4, 2500, dtype=dtype).to(device)[3, :2304])
+
+
+@every_dtype
+def test_masks_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
+    logits = random(4, 2100, dtype=dtype).to(device)
+    generator = torch.Generator().manual_seed(2)
+    masks = torch.randint(-(2**31), 2**31, (2, 66), dtype=torch.int32, generator=generator).to(device)
+    rows, expected = torch.tensor([2, 0], device=device), logits.clone()
+    torch_sampling.mask(expected, rows, masks)
+    sampling.mask(logits, rows, masks)
+    assert torch.equal(logits, expected)
+    assert logits[2].isinf().any() and logits[2].isfinite().any() and logits[1].isfinite().all()
+
+
+def test_the_sampler_draws_with_them(device: torch.device) -> None:
+    """Greedy and drawn, edited, penalized and masked rows in one batch, step after step, as with the twins."""
+    vocab = 300
+    samplings = [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.0, repetition_penalty=1.5, logit_bias=((3, 1.0),)),
+        Sampling(seed=2**64 - 5, top_k=20),
+        Sampling(seed=1, frequency_penalty=1.0, allowed_ids=tuple(range(50))),
+    ]
+    chosen = []
+    for ops, where in ((SAMPLING_OPS, device), (torch_sampling.SAMPLING_OPS, torch.device("cpu"))):
+        sampler = Sampler(vocab, len(samplings), where, ops)
+        for slot, sampling_options in enumerate(samplings):
+            sampler.admit(slot, sampling_options, np.array([slot, 5, 5], np.int32), 3)
+        rows = []
+        for step in range(3):
+            logits = 3 * random(len(samplings), vocab, seed=step)
+            masks = RowMasks([0, 2], np.full((2, 10), 0x5555_5555, np.int32))
+            sampled = sampler.start(logits.to(where), [0, 1, 2, 3], [3 + step] * 4, masks)
+            assert sampled.wait() == ({}, {})
+            rows.append(sampled.tokens.tolist())
+        chosen.append(rows)
+    assert chosen[0] == chosen[1]
+    assert all(token % 2 == 0 for tokens in chosen[0] for token in (tokens[0], tokens[2]))
+    assert all(tokens[3] < 50 for tokens in chosen[0])
