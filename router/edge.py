@@ -52,6 +52,7 @@ class Edge:
         self.refused: Counter[int] = Counter()  # status → what never became a request
         self.is_closing = False
         self._sweep_s = min(0.5, limits.header_timeout_s / 4, limits.body_timeout_s / 4, limits.write_timeout_s / 4)
+        self._due_s = NEVER  # the next sweep
         self._timer: asyncio.TimerHandle | None = None
 
     def connection(self) -> "ClientConnection":
@@ -60,8 +61,13 @@ class Edge:
     def start(self) -> None:
         """One sweep looks after the deadlines of all connections: two timers a request would cost more than it."""
         now_s = time.monotonic()
+        late_s = now_s - self._due_s
+        if late_s > self._sweep_s:  # the router was busy elsewhere: what has come meanwhile is not read yet
+            for connection in self.connections:
+                connection.deadline_s += late_s
         for connection in [each for each in self.connections if each.deadline_s < now_s]:
             connection.late()
+        self._due_s = now_s + self._sweep_s
         self._timer = asyncio.get_running_loop().call_later(self._sweep_s, self.start)
 
     def shutdown(self) -> None:

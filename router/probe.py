@@ -15,7 +15,7 @@ from penstock.router.brain import ReplicaInfo
 from penstock.router.config import RouterConfig
 from penstock.router.fleet import Fleet
 from penstock.router.replica import Replica
-from penstock.router.upstream import ConnectFailed, fetch, was_late
+from penstock.router.upstream import ConnectFailed, fetch
 from penstock.router.wire import Headers
 
 log = logging.getLogger("penstock.router")
@@ -82,16 +82,13 @@ class Prober:
             self._wake.pop(replica.url, None)
 
     async def _probe(self, replica: Replica) -> None:
-        begun_s = asyncio.get_running_loop().time()
         try:
             status = await self._ask_ready(replica)
-            begun_s = asyncio.get_running_loop().time()
             if status == 200 and (replica.root is None or not replica.is_up):
                 await self._introduce(replica)
         except TimeoutError:
-            if not was_late(begun_s + self._config.patience.probe_timeout_s):
-                with self._fleet.observing(replica):
-                    replica.probe_silent()
+            with self._fleet.observing(replica):
+                replica.probe_silent()
         except (ConnectFailed, msgspec.MsgspecError, ValueError) as error:
             with self._fleet.observing(replica):
                 replica.probe_refused(str(error)[:200], is_draining=False)

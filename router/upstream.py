@@ -13,13 +13,13 @@ from typing import Protocol
 
 import httptools
 
+from penstock.router.deadline import within
 from penstock.router.heads import AnswerHead, Heads
 from penstock.router.wire import Headers
 
 MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
 MAX_IDLE = 256
-LATE_S = 0.25
 HIGH_WATER_BYTES = 1 << 20  # a body on its way to a replica
 
 
@@ -217,21 +217,15 @@ class Pool:
         return None
 
     async def connect(self) -> Upstream:
-        while True:
-            begun_s = asyncio.get_running_loop().time()
-            try:
-                return await self._connect()
-            except TimeoutError:
-                if not was_late(begun_s + self.connect_timeout_s):
-                    raise ConnectFailed(f"no connection within {self.connect_timeout_s:g} s") from None
-            except OSError as error:
-                raise ConnectFailed(error.strerror or type(error).__name__) from None
-
-    async def _connect(self) -> Upstream:
-        async with asyncio.timeout(self.connect_timeout_s):
-            loop = asyncio.get_running_loop()
-            _, upstream = await loop.create_connection(lambda: Upstream(self), self.host, self.port)
-            return upstream
+        loop = asyncio.get_running_loop()
+        try:
+            async with within(self.connect_timeout_s):
+                _, upstream = await loop.create_connection(lambda: Upstream(self), self.host, self.port)
+                return upstream
+        except TimeoutError:
+            raise ConnectFailed(f"no connection within {self.connect_timeout_s:g} s") from None
+        except OSError as error:
+            raise ConnectFailed(error.strerror or type(error).__name__) from None
 
     def put_back(self, upstream: Upstream) -> None:
         self.busy.discard(upstream)
@@ -262,12 +256,6 @@ class Pool:
     def check(self) -> None:
         assert not self.busy & set(self._idle), "a connection is busy and idle at once"
         assert all(upstream.leg is None for upstream in self._idle), "an idle connection has a reader"
-
-
-def was_late(deadline_s: float) -> bool:
-    """Whether a time-out fired so late that it was our own event loop that did not get round to it: what it says about
-    the other side is nothing."""
-    return asyncio.get_running_loop().time() - deadline_s > LATE_S
 
 
 class Collected:
@@ -307,7 +295,7 @@ async def fetch(pool: Pool, path: str, headers: Headers, timeout_s: float) -> tu
     host = f"{pool.host}:{pool.port}".encode()
     lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
     head = b"GET " + path.encode() + b" HTTP/1.1\r\nhost: " + host + b"\r\n" + lines + b"\r\n"
-    async with asyncio.timeout(timeout_s):
+    async with within(timeout_s):
         while True:
             kept = pool.take_idle()
             upstream = kept or await pool.connect()

@@ -6,15 +6,17 @@ import json
 import signal
 import socket
 import threading
+import time
 from collections import Counter
 
 import httpx
 import msgspec
 import pytest
 
+from penstock.engine.http.limits import Limits
 from penstock.router.replica import FAILURES_TO_EJECT
 from tests.router.fleet import QUICK, mock_replicas, running_router, until
-from tests.router.raw import connect, exchange, post, status
+from tests.router.raw import connect, exchange, post, read_all, status
 from tests.router.stub import stub, whole
 
 
@@ -260,3 +262,61 @@ def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas():
             router.call(lambda: block.wait(0.8))  # the event loop stands still for longer than every time-out
         assert router.states() == ["up"]
         assert router.complete().status_code == 200
+
+
+def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for_dead():
+    """Every round of the loop takes most of a time-out, so timers are due before what came in time is read."""
+    patience = msgspec.structs.replace(QUICK, probe_timeout_s=0.05, connect_s=0.05)
+    with stub() as backend, running_router(backend.url, patience=patience) as router:
+        left = 30
+
+        def hold_up() -> None:
+            nonlocal left
+            left -= 1
+            time.sleep(0.1)
+            if left:
+                router.loop.call_soon(hold_up)
+
+        states = watch_states(router)
+        router.loop.call_soon_threadsafe(hold_up)
+        answers = [router.complete() for _ in range(3)]
+        until(lambda: left == 0)
+        assert {answer.status_code for answer in answers} == {200}
+        assert states == []
+        assert not router.app.metrics.retries
+
+
+def test_a_client_is_not_late_when_it_is_the_router_that_was():
+    limits = Limits(header_timeout_s=0.2, body_timeout_s=0.2)
+    with stub() as backend, running_router(backend.url, limits=limits) as router, connect(router.port) as sock:
+        sock.sendall(post(b'{"prompt":"abc"}')[:30])
+        until(lambda: any(not each.is_idle for each in router.app.edge.connections))
+        is_held_up = threading.Event()
+        admit = router.app.admit
+
+        def slowly(request):  # while sockets are being read: what comes now is looked at after the timers
+            is_held_up.set()
+            time.sleep(0.6)
+            return admit(request)
+
+        router.app.admit = slowly
+        with connect(router.port) as other:
+            other.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert is_held_up.wait(5)
+            router.app.admit = admit
+            sock.sendall(post(b'{"prompt":"abc"}')[30:])
+            assert status(read_all(sock)) == 200
+
+
+def watch_states(router) -> list[str]:
+    """The states that replicas come into from now on."""
+    seen: list[str] = []
+    changed = router.fleet.changed
+
+    def note(replica, before):
+        if replica.state != before:
+            seen.append(replica.state)
+        changed(replica, before)
+
+    router.fleet.changed = note
+    return seen
