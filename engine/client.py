@@ -21,7 +21,7 @@ import zmq
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core_process import HEARTBEAT_S
-from penstock.engine.front import Pooling, check_length, check_room, submissions, token_bytes
+from penstock.engine.front import KvTransfer, Pooling, check_length, check_room, submissions, token_bytes
 from penstock.engine.messages import (
     Abort,
     CacheNews,
@@ -252,12 +252,14 @@ class AsyncEngine:
         skip_prefix_cache: bool = False,
         is_continuation: bool = False,
         grammar: str | None = None,
+        kv_transfer: KvTransfer | None = None,
         shown_ids: frozenset[int] = frozenset(),
     ) -> Generation:
         """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates.
 
         `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own.
         `grammar`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
+        `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
         `shown_ids`: special tokens that stand in the text whatever the request says.
         """
         params.check(self.info.vocab_size, self._max_logprobs)
@@ -284,6 +286,7 @@ class AsyncEngine:
             pooling=pooling,
             skip_prefix_cache=skip_prefix_cache,
             grammar=grammar,
+            kv_transfer=kv_transfer,
         )
         for index, message in enumerate(messages):
             self._open[message.request_id] = (generation, index)

@@ -1,11 +1,15 @@
 """What the user said, split by who needs it. Frozen; unknown names are errors; nothing here looks at hardware."""
 
+import os
 import re
 from typing import Any
 
 import msgspec
 
+from penstock.cache.tiers.peer_address import SECRET_VARIABLE, read_address, read_secret
 from penstock.executor.protocol import ExecutorConfig
+
+MAX_PEERS = 16  # each takes a handful of threads and connections
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +59,7 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         raise ConfigError(f"kv_disk_bytes: how much of {given['kv_disk_path']!r} (kv_disk_path) may be used?")
     if given.get("kv_disk_bytes") and not given.get("kv_disk_path"):
         raise ConfigError(f"kv_disk_path: kv_disk_bytes is {given['kv_disk_bytes']}, and no directory is given")
+    _check_peers(given)
     if given.get("max_num_seqs", 256) > given.get("max_num_batched_tokens", 2048):
         raise ConfigError(
             f"max_num_batched_tokens: {given.get('max_num_batched_tokens', 2048)} is less than max_num_seqs "
@@ -76,6 +81,33 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         )
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_peers(given: dict[str, Any]) -> None:
+    """Addresses that can be meant, and a secret where they lie beyond this machine: before anything is loaded."""
+    peers, listen = given.get("kv_peers", ()), given.get("kv_peer_listen", "")
+    if not peers and not listen:
+        return
+    if isinstance(peers, str) or len(set(peers)) < len(peers) or len(peers) > MAX_PEERS:
+        raise ConfigError(f"kv_peers: {peers!r} given; a list of up to {MAX_PEERS} different HOST:PORT is expected")
+    if given.get("executor") == "ray":
+        raise ConfigError(
+            "executor: 'ray' given; peers find rank r at PORT + r of one host, so its ranks must share one"
+        )
+    num_ranks = given.get("tensor_parallel_size", 1)
+    try:
+        addresses = [read_address("kv_peers", peer, num_ranks) for peer in peers]
+        if listen:
+            addresses.append(read_address("kv_peer_listen", listen, num_ranks))
+        secret = read_secret(given.get("kv_peer_secret_file", ""), os.environ)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    far = [address for address in addresses if not address.is_loopback]
+    if far and not secret:
+        raise ConfigError(
+            f"kv_peer_secret_file: needed for {far[0].host}:{far[0].port}, which is not this machine's loopback; the "
+            f"secret may also be in {SECRET_VARIABLE}"
+        )
 
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}

@@ -125,7 +125,9 @@ class EngineCore:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached content, in all tiers; refused while requests run or a store does not settle."""
         self.settle(RESET_S)
-        return self.scheduler.reset_prefix_cache()
+        is_reset = self.scheduler.reset_prefix_cache()
+        self.settle(RESET_S)  # the ranks hear of it, too
+        return is_reset
 
     def close(self) -> None:
         self.settle()

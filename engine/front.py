@@ -2,13 +2,24 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
+from msgspec import Meta
+
+from penstock.cache.tiers.base import peer_name
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import ModelInfo
 
 Pooling = Literal["last", "mean"]
+
+
+class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where the prompt's blocks are, or will be: one of the engine's own `--kv-peer`, and how long to wait for them."""
+
+    peer: Annotated[str, Meta(min_length=1, max_length=256)]
+    wait_s: Annotated[float, Meta(ge=0, le=600)] = 2.0
 
 
 def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -> bytes:
@@ -61,9 +72,13 @@ def submissions(
     pooling: Pooling | None = None,
     skip_prefix_cache: bool = False,
     grammar: str | None = None,
+    kv_transfer: KvTransfer | None = None,
 ) -> list[Submit]:
     """One message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache."""
     assert (params.structured_outputs is None) == (grammar is None), "engine/grammar/check.py makes one of the other"
+    peer = None if kv_transfer is None else peer_name(kv_transfer.peer)
+    if kv_transfer is not None and peer not in info.stores:  # nobody but the operator says whom this engine talks to
+        raise InvalidRequest("kv_transfer_params.peer", f"{kv_transfer.peer[:64]!r} is none of this engine's --kv-peer")
     room = info.max_model_len - len(prompt) // 4
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return [
@@ -78,6 +93,8 @@ def submissions(
             pooling,
             skip_prefix_cache,
             grammar,
+            peer,
+            0.0 if kv_transfer is None else kv_transfer.wait_s,
         )
         for index in range(params.n)
     ]

@@ -26,6 +26,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     pooling: Literal["last", "mean"] | None = None
     skip_prefix_cache: bool = False
     grammar: str | None = None  # what the answer must match, as engine/grammar/source.py wrote it
+    peer: str | None = None  # the store that has the prompt's blocks …
+    peer_wait_s: float = 0.0  # … or will have them so many seconds from now
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):

@@ -6,6 +6,7 @@ The names are those that users of vLLM know. A flag left out is None and means t
 import argparse
 from typing import Any, get_args
 
+from penstock.cache.tiers.peer_address import SECRET_VARIABLE
 from penstock.engine import config
 from penstock.engine.config import SchedulerConfig
 from penstock.executor.protocol import Device, DType, ExecutorConfig, LoadFormat
@@ -65,6 +66,20 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--kv-disk-path", metavar="DIR", help="directory for KV blocks that outlive the host's memory and a restart")
     add("--kv-disk-bytes", type=size_bytes, metavar="SIZE", help="what they may take there; with --kv-disk-path")
+    add(
+        "--kv-peer",
+        dest="kv_peers",
+        action="append",
+        metavar="HOST:PORT",
+        help="read KV blocks also from the engine that listens there; repeat for more than one",
+    )
+    add("--kv-peer-listen", metavar="HOST:PORT", help="give KV blocks to other engines here; rank r at PORT + r")
+    add(
+        "--kv-peer-secret-file",
+        metavar="FILE",
+        help=f"what engines that share blocks all know; else {SECRET_VARIABLE} in the environment. "
+        "Without it, peers must be on this machine's loopback",
+    )
     add(
         "--gpu-memory-utilization",
         type=float,

@@ -1,7 +1,9 @@
-"""Load or compute again? What was measured of the device, the host copies and the store says which is sooner.
+"""Load or compute again? What was measured of the device, the host copies and the stores says which is sooner.
 
 Nothing is known at first: then loading is tried, and the first figures come with it.
 """
+
+from collections.abc import Iterable, Mapping
 
 MIN_PATIENCE_S = 0.01  # a read gets at least this long before it counts as late …
 UNKNOWN_PATIENCE_S = 2.0  # … and this long while nothing has been measured
@@ -27,16 +29,43 @@ class Rate:
         return 0.0 if self.per_s is None else amount / self.per_s
 
 
+class StoreRate(Rate):
+    """Blocks per second of one store, as it tells them, or as they are seen to come."""
+
+    def __init__(self, full_weight: float) -> None:
+        super().__init__(full_weight)
+        self._busy_since_s: float | None = None  # reads are under way, and none has ended since then
+        self._is_told = False  # the store measures itself
+
+    def note(self, count: float, seconds: float) -> None:
+        """What the store says of itself. It is nearer to the truth: here a read ends when a step does."""
+        if count > 0 and seconds > 0:
+            if not self._is_told:
+                self._is_told, self.per_s = True, None
+            self.add(count, seconds)
+
+    def begin(self, count: int, now_s: float) -> None:
+        if count and self._busy_since_s is None:
+            self._busy_since_s = now_s
+
+    def end(self, num_read: int, num_left: int, now_s: float) -> None:
+        """A store that says nothing is measured by what it delivers while it has something to do."""
+        if num_read and self._busy_since_s is not None:
+            if not self._is_told:
+                self.add(num_read, now_s - self._busy_since_s)
+            self._busy_since_s = now_s
+        if not num_left:
+            self._busy_since_s = None
+
+
 class Rates:
-    def __init__(self, block_bytes: int, block_size: int) -> None:
+    def __init__(self, block_bytes: int, block_size: int, stores: Iterable[str]) -> None:
         full_weight = max(32 * 2**20 // max(block_bytes, 1), 1)
-        self.reads = Rate(full_weight)  # blocks
+        self.reads = {store: StoreRate(full_weight) for store in stores}  # blocks
         self.copies = Rate(full_weight)  # blocks
         self.prefill = Rate(full_weight=1024)  # tokens
         self.step_s = 0.0  # of a decoding step
         self._block_size = block_size
-        self._busy_since_s: float | None = None  # reads are under way, and none has ended since then
-        self._is_told = False  # the store measures itself
 
     def note_step(self, num_tokens: int, num_rows: int, elapsed_s: float) -> None:
         """Steps that are mostly prompts say how fast prompts are computed, the others what waiting for one costs.
@@ -48,31 +77,12 @@ class Rates:
         elif num_rows:
             self.step_s += 0.2 * (elapsed_s - self.step_s)
 
-    def note_loads(self, count: float, seconds: float) -> None:
-        """What a store says of itself. It is nearer to the truth: here a read ends when a step does."""
-        if count > 0 and seconds > 0:
-            if not self._is_told:
-                self._is_told, self.reads.per_s = True, None
-            self.reads.add(count, seconds)
-
-    def begin_reads(self, count: int, now_s: float) -> None:
-        if count and self._busy_since_s is None:
-            self._busy_since_s = now_s
-
-    def end_reads(self, num_read: int, num_left: int, now_s: float) -> None:
-        """A store that says nothing is measured by what it delivers while it has something to do."""
-        if num_read and self._busy_since_s is not None:
-            if not self._is_told:
-                self.reads.add(num_read, now_s - self._busy_since_s)
-            self._busy_since_s = now_s
-        if not num_left:
-            self._busy_since_s = None
-
-    def is_load_faster(self, num_queued: int, num_gained: int, num_host: int) -> bool:
-        """Reading `num_queued` blocks, those ahead included, against computing the `num_gained` that become usable."""
-        if self.reads.per_s is None or self.prefill.per_s is None:
+    def is_load_faster(self, queued: Mapping[str, int], num_gained: int, num_host: int) -> bool:
+        """Reading the blocks `queued` at each store, those ahead included, against computing the `num_gained` that
+        become usable."""
+        if self._is_new(queued):
             return True
-        load_s = self.reads.seconds(num_queued) + self.copies.seconds(num_queued + num_host)
+        load_s = self._read_s(queued) + self.copies.seconds(sum(queued.values()) + num_host)
         return load_s + self.step_s < self._compute_s(num_gained)
 
     def is_restore_faster(self, num_host: int, num_gained: int, is_busy: bool) -> bool:
@@ -82,12 +92,19 @@ class Rates:
         restore_s = self.copies.seconds(num_host) + (self.step_s if is_busy else 0.0)
         return restore_s < self._compute_s(num_gained)
 
-    def patience_s(self, num_queued: int, num_gained: int) -> float:
+    def patience_s(self, queued: Mapping[str, int], num_gained: int) -> float:
         """How long to wait for reads that have just been queued."""
-        if self.reads.per_s is None or self.prefill.per_s is None:
+        if self._is_new(queued):
             return UNKNOWN_PATIENCE_S
-        longest = min(PATIENCE * self.reads.seconds(num_queued) + 2 * self.step_s, self._compute_s(num_gained))
+        longest = min(PATIENCE * self._read_s(queued) + 2 * self.step_s, self._compute_s(num_gained))
         return max(longest, MIN_PATIENCE_S)
+
+    def _is_new(self, stores: Iterable[str]) -> bool:
+        return self.prefill.per_s is None or any(self.reads[store].per_s is None for store in stores)
+
+    def _read_s(self, queued: Mapping[str, int]) -> float:
+        """Stores work side by side."""
+        return max((self.reads[store].seconds(count) for store, count in queued.items()), default=0.0)
 
     def _compute_s(self, num_blocks: int) -> float:
         return self.prefill.seconds(num_blocks * self._block_size)

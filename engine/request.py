@@ -36,6 +36,8 @@ class Request:
         "num_registered",
         "num_scheduled",
         "num_sent_blocks",
+        "peer",
+        "peer_wait_s",
         "pooling",
         "priority",
         "prompt_logprobs",
@@ -65,6 +67,8 @@ class Request:
         adapter: str | None = None,
         pooling: str | None = None,
         skip_prefix_cache: bool = False,
+        peer: str | None = None,
+        peer_wait_s: float = 0.0,
         grammar: str | None = None,
         matcher: Matcher | None = None,
     ) -> None:
@@ -78,6 +82,8 @@ class Request:
         self.adapter = adapter
         self.pooling = pooling
         self.skip_prefix_cache = skip_prefix_cache
+        self.peer = peer  # the store that has its prompt's blocks, or will have them within so many seconds of arrival
+        self.peer_wait_s = peer_wait_s
         self.grammar = grammar
         self.matcher = matcher  # follows `tokens`; None while the grammar is being compiled, or without one
         self.root = root  # the namespace its block keys start from

@@ -89,10 +89,14 @@ class Scheduler:
             or not self.config.enable_prefix_caching
             or message.sampling.prompt_logprobs is not None
             or message.pooling == "mean",
+            peer=message.peer,
+            peer_wait_s=message.peer_wait_s,
             grammar=message.grammar,
             matcher=matcher,
         )
         self._extend_keys(request)
+        if self.tiers is not None and not self.has_work():
+            self.tiers.wake()
         self._num_submitted += 1
         self._requests[request.request_id] = request
         if message.grammar is not None and matcher is None:
@@ -188,17 +192,19 @@ class Scheduler:
         tiers.begin_step(len(self.running), now)
         for request in tiers.resume(now):
             self.waiting.add(request)
-        if self.waiting and tiers.index.stores:
+        if self.waiting and tiers.index.stores and not tiers.is_stale:
             for request in self.waiting.front(LOOK_AHEAD):
                 if not request.looked and not tiers.is_full() and tiers.look(request, now):
                     self.waiting.remove(request)
 
     def _must_ask(self) -> bool:
         """Transfers end without a word unless a step asks; one that is under way will."""
-        return self.tiers is not None and not self._under_way and not self.tiers.is_idle
+        return self.tiers is not None and not self._under_way and (self.tiers.is_stale or not self.tiers.is_idle)
 
     def _admit(self, budget: int, planned: dict[Request, Row]) -> list[Admission]:
         admissions: list[Admission] = []
+        if self.tiers is not None and self.tiers.is_stale:
+            return admissions
         while budget > 0 and self._free_slots:
             now = self._clock()
             request = self.waiting.first(now)

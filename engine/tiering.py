@@ -14,10 +14,11 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from penstock.cache.pool import BlockPool
-from penstock.cache.tiers.base import DISK
+from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.rates import Rates
 from penstock.engine.request import Request
+from penstock.engine.tier_stats import tier_stats
 from penstock.executor.protocol import ModelInfo, TransferResult, Transfers
 
 RESTORE_BYTES = 64 * 2**20  # a step restores no more than this, or one block
@@ -27,19 +28,21 @@ MANY_TOUCHES = 256  # so many are worth transfers of their own
 
 
 class Loading:
-    """A request that waits for reads: which, and until when."""
+    """A request that waits for reads: which, until when, and whether a peer may yet have more of its chain."""
 
-    __slots__ = ("deadline_s", "wanted")
+    __slots__ = ("deadline_s", "is_awaiting", "num_found", "wanted")
 
-    def __init__(self, wanted: dict[int, int], deadline_s: float) -> None:
-        self.wanted = wanted  # ticket → index of its block in the chain
+    def __init__(self, deadline_s: float) -> None:
+        self.wanted: dict[int, int] = {}  # ticket → index of its block in the chain
         self.deadline_s = deadline_s
+        self.is_awaiting = False
+        self.num_found = 0  # how many keys all stores had found when its chain was walked last
 
 
 class Tiering:
     def __init__(self, info: ModelInfo, pool: BlockPool, saves_per_step: int) -> None:
         self.index = TierIndex(info.host_slots, info.stores)
-        self.rates = Rates(info.block_bytes, info.block_size)
+        self.rates = Rates(info.block_bytes, info.block_size, info.stores)
         self._pool = pool
         self._block_size, self._block_bytes = info.block_size, info.block_bytes
         self._saves_per_step = saves_per_step
@@ -54,6 +57,11 @@ class Tiering:
         self._saves: list[tuple[int, int]] = []  # of the step being planned
         self._now_s = self._next_probe_s = 0.0
         self._is_new = bool(info.stores)  # they have not said yet what they have
+        self._has_peers = any(tier_of(store) == PEER for store in info.stores)
+        self._serves_peers = info.serves_peers
+        self.is_stale = False  # a peer may have said more since anybody listened
+        self._num_found = 0
+        self._must_forget = False  # the ranks have not been told to give nothing more to peers
         self._stores: dict[str, dict[str, float]] = {}
         self._touched: list[bytes] = []  # keys on the disk that were used, for the next transfers to tell it
         self.counts: Counter[str] = Counter()
@@ -78,26 +86,64 @@ class Tiering:
         if request.skip_prefix_cache:
             return False
         slots, missing, num_blocks = self._chain(request.keys, self._max_pins - self._num_pins)
-        if not missing:
+        is_awaiting = self._is_awaiting(request, num_blocks, now_s)
+        if not missing and not is_awaiting:
             return False
-        num_gained = num_blocks - missing[0][0]
-        if not self.rates.is_load_faster(len(missing) + len(self.index.reads), num_gained, len(slots)):
+        num_gained = num_blocks - missing[0][0] if missing else 0
+        queued = self._queued(missing)
+        # Who names a peer has had its prompt computed there already.
+        if request.peer is None and not self.rates.is_load_faster(queued, num_gained, len(slots)):
             self._probe([key for _, key in missing], now_s)
             return False
+        loading = Loading(now_s + self.rates.patience_s(queued, num_gained))
+        if request.peer is not None:
+            loading.deadline_s = max(loading.deadline_s, request.arrival_s + request.peer_wait_s)
+        loading.is_awaiting = is_awaiting
+        self._read(request, loading, slots, missing)
+        if not loading.wanted and not is_awaiting:
+            self._unpin(request)
+            return False
+        self._loading[request] = loading
+        return True
+
+    def _is_awaiting(self, request: Request, num_blocks: int, now_s: float) -> bool:
+        """The peer that the request names may have more of its prompt soon than these leading blocks."""
+        if request.peer is None or now_s >= request.arrival_s + request.peer_wait_s:
+            return False
+        is_open = self._stores.get(request.peer, {}).get("is_open", 0.0) > 0
+        return is_open and num_blocks < min(len(request.keys), request.num_prompt // self._block_size)
+
+    def _look_again(self, request: Request, loading: Loading, now_s: float) -> None:
+        room = self._max_pins - self._num_pins + len(self._pins.get(request, ())) + len(loading.wanted)
+        slots, missing, num_blocks = self._chain(request.keys, room)
+        self._read(request, loading, slots, missing)
+        loading.is_awaiting = self._is_awaiting(request, num_blocks, now_s)
+
+    def _read(self, request: Request, loading: Loading, slots: list[int], missing: list[tuple[int, bytes]]) -> None:
+        """Hold what is there of the chain, and start reading what is not."""
         self._pin(request, slots, "host")  # before anything is read: a read takes the slot next to be evicted
-        wanted: dict[int, int] = {}
+        loading.num_found = self._num_found
         for place, key in missing:
             ticket = self.index.start_load(key)
             if ticket is None:  # no free slot: the chain is usable up to here
                 break
-            wanted[ticket] = place
-            self._waiters.setdefault(ticket, []).append(request)
-        if not wanted:
-            self._unpin(request)
-            return False
-        self._num_pins += len(wanted)
-        self._loading[request] = Loading(wanted, now_s + self.rates.patience_s(len(self.index.reads), num_gained))
-        return True
+            if ticket not in loading.wanted:
+                loading.wanted[ticket] = place
+                self._num_pins += 1
+                self._waiters.setdefault(ticket, []).append(request)
+
+    def _queued(self, missing: list[tuple[int, bytes]]) -> Counter[str]:
+        """How much each store that is needed has to read, with what others have asked it for."""
+        under_way = self.index.reads
+        tickets = [self.index.ticket_of(key) for _, key in missing]
+        mine = [
+            self.index.store_of(key) if ticket is None else under_way[ticket].store
+            for (_, key), ticket in zip(missing, tickets, strict=True)
+        ]
+        needed = {store for store in mine if store is not None}
+        queued = Counter(read.store for read in under_way.values() if read.store in needed)
+        queued.update(store for store, ticket in zip(mine, tickets, strict=True) if ticket is None and store)
+        return queued
 
     def is_full(self) -> bool:
         """Others wait for their reads, and what they hold is all that may be held: a look would find no room."""
@@ -107,7 +153,11 @@ class Tiering:
         """Who has waited to the end: all was read, or it takes too long."""
         done = []
         for request, loading in self._loading.items():
-            if not loading.wanted or now_s >= loading.deadline_s:
+            if loading.is_awaiting and (
+                loading.num_found != self._num_found or not self._is_awaiting(request, 0, now_s)
+            ):
+                self._look_again(request, loading, now_s)
+            if now_s >= loading.deadline_s or not (loading.wanted or loading.is_awaiting):
                 done.append(request)
         for request in done:
             self._stop_loading(request)
@@ -144,9 +194,11 @@ class Tiering:
         self._num_pins -= len(self._loading.pop(request).wanted)
 
     def _pin(self, request: Request, slots: Sequence[int], source: str) -> None:
-        self.index.pin(slots)
-        self._pins.setdefault(request, {}).update(dict.fromkeys(slots, source))
-        self._num_pins += len(slots)
+        held = self._pins.setdefault(request, {})
+        new = [slot for slot in slots if slot not in held]
+        self.index.pin(new)
+        held.update(dict.fromkeys(new, source))
+        self._num_pins += len(new)
 
     def _unpin(self, request: Request) -> None:
         slots = self._pins.pop(request, {})
@@ -219,11 +271,14 @@ class Tiering:
             del self._restoring[request]
         self.counts["restores"] += len(restores)
         reads, writes = self.index.take_reads(), self.index.take_writes()
-        self.rates.begin_reads(len(reads), self._now_s)
-        if not (self._saves or restores or reads or writes or len(self._touched) >= MANY_TOUCHES):
+        for store, count in Counter(read[1] for read in reads).items():
+            self.rates.reads[store].begin(count, self._now_s)
+        must_forget, self._must_forget = self._must_forget, False
+        if not (self._saves or restores or reads or writes or must_forget or len(self._touched) >= MANY_TOUCHES):
             return None
         touches, self._touched = self._touched, []
-        return Transfers(self._saves, restores, reads, writes, touches)
+        keys = self.index.saving_keys(self._saves) if self._serves_peers else []
+        return Transfers(self._saves, restores, reads, writes, touches, keys, must_forget)
 
     def finish_step(self, transfers: Transfers | None, result: TransferResult | None, now_s: float) -> None:
         """The step's saves and restores are over; reads and writes of any step may be."""
@@ -232,19 +287,25 @@ class Tiering:
             self.index.unpin([slot for slot, _ in transfers.restores])
         if result is None:
             return
-        self._is_new = False
-        num_read = sum(self._complete(ticket, ok) for ticket, ok in result.completions)
-        self.rates.end_reads(num_read, len(self.index.reads), now_s)
+        self._is_new = self.is_stale = False
+        num_read = Counter(store for ticket, ok in result.completions if (store := self._complete(ticket, ok)))
+        if result.completions:
+            num_left = Counter(read.store for read in self.index.reads.values())
+            for store, rate in self.rates.reads.items():
+                rate.end(num_read[store], num_left[store], now_s)
         self.rates.copies.add(result.num_copied, result.copy_s)
+        self._num_found += sum(map(len, result.found.values()))
         self.index.note(result.found, result.lost)
         for name, numbers in result.stores.items():
             before = self._stores.get(name, {})
-            loads, seconds = (numbers.get(each, 0) - before.get(each, 0) for each in ("hits", "load_times_sum_s"))
-            self.rates.note_loads(loads, seconds / numbers.get("workers", 1))
+            what = "busy_s" if "busy_s" in numbers else "load_times_sum_s"
+            loads, seconds = (numbers.get(each, 0) - before.get(each, 0) for each in ("hits", what))
+            if name in self.rates.reads:
+                self.rates.reads[name].note(loads, seconds / numbers.get("workers", 1))
             self._stores[name] = numbers
 
-    def _complete(self, ticket: int, ok: bool) -> bool:
-        """True for a read that brought its block."""
+    def _complete(self, ticket: int, ok: bool) -> str:
+        """The store of a read that brought its block; else nothing."""
         read = self.index.reads.get(ticket)
         slot = self.index.complete(ticket, ok)
         for request in self._waiters.pop(ticket, ()):
@@ -258,10 +319,11 @@ class Tiering:
                 self._pin(request, (slot,), read.store)
             else:
                 self._give_up_after(loading, place)
-        return slot != 0
+        return read.store if read is not None and slot else ""
 
     def _give_up_after(self, loading: Loading, place: int) -> None:
         """Block `place` of the chain will not come: what lies behind it is of no use to this request."""
+        loading.is_awaiting = False
         beyond = [ticket for ticket, other in loading.wanted.items() if other > place]
         for ticket in beyond:
             del loading.wanted[ticket]
@@ -272,47 +334,21 @@ class Tiering:
     @property
     def is_idle(self) -> bool:
         """Nothing is under way or waits for a step to carry it, or to ask."""
-        return self.index.is_idle and not (self._restoring or self._restored or self._is_new)
+        waits = self._loading or self._restoring or self._restored or self._is_new or self._must_forget
+        return self.index.is_idle and not waits
+
+    def wake(self) -> None:
+        """A request has come to an idle engine: what peers have said meanwhile is asked for first."""
+        self.is_stale = self._has_peers
 
     def forget(self) -> bool:
-        return self.index.forget()
+        if not self.index.forget():
+            return False
+        self._must_forget = self._serves_peers
+        return True
 
     def stats(self) -> dict[str, dict[str, float]]:
-        """Gauges and counters by tier."""
-        index, counts = self.index, self.index.counts
-        tiers: dict[str, dict[str, float]] = {
-            "host": {
-                "hit_tokens": self.counts["hits_host"],
-                "used_blocks": index.host.num_cached,
-                "capacity_blocks": index.host.num_usable,
-                "pinned_blocks": index.host.num_usable - index.host.num_free,
-                "stored_blocks": counts["saves"],
-                "loaded_blocks": self.counts["restores"],
-                "evicted_blocks": counts["evictions"],
-                "dropped_host_full": counts["drops_host_full"],
-                "dropped_evicted": counts["drops_evicted"],
-                "queued_blocks": index.num_offers,
-                "bytes_per_s": (self.rates.copies.per_s or 0.0) * self._block_bytes,
-            }
-        }
-        for name in index.stores:
-            tiers[name] = {
-                "hit_tokens": self.counts[f"hits_{name}"],
-                "used_blocks": len(index.stores[name]),
-                "loaded_blocks": counts[f"reads_{name}"],
-                "failed_loads": counts[f"failed_reads_{name}"],
-                "loading_blocks": sum(read.store == name for read in index.reads.values()),
-                **self._stores.get(name, {}),
-            }
-        if "disk" in tiers:
-            tiers["disk"] |= {
-                "stored_blocks": counts["writes"],
-                "storing_blocks": len(index.writes),
-                "dropped_by_disk": counts["drops_disk"],
-                "dropped_unwritten": counts["drops_unwritten"],
-                "bytes_per_s": (self.rates.reads.per_s or 0.0) * self._block_bytes,
-            }
-        return tiers
+        return tier_stats(self.index, self.counts, self.rates, self._stores, self._block_bytes)
 
     def check(self, under_way: Sequence[Transfers | None]) -> None:
         """Assert every invariant; `under_way` are the transfers of the steps that have no result yet."""

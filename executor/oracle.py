@@ -9,6 +9,7 @@ what a real executor would silently get wrong.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -25,7 +26,17 @@ from penstock.executor.protocol import (
     StepResult,
     TokenLogprobs,
 )
-from penstock.executor.transfers import NumpyCopier, RankTransfers, host_arena, host_slots, open_stores, tier_memory
+from penstock.executor.transfers import (
+    NumpyCopier,
+    RankTransfers,
+    block_of,
+    host_arena,
+    host_slots,
+    open_rank,
+    open_stores,
+    store_names,
+    tier_memory,
+)
 
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 2048
@@ -34,11 +45,11 @@ MAX_MODEL_LEN = 2048
 class OracleExecutor:
     """Sizes come from the config (`kv_cache_bytes` counts 8 bytes a position, `hf_overrides` the vocabulary).
 
-    `stores` stand in for those of the config, so that tests can have faults.
+    `stores` come before those of the config, so that tests can have faults.
     """
 
     def __init__(
-        self, config: ExecutorConfig, max_in_flight: int = 2, stores: Mapping[str, Store] | None = None
+        self, config: ExecutorConfig, max_in_flight: int = 2, stores: Mapping[str, Store] = MappingProxyType({})
     ) -> None:
         max_model_len = config.max_model_len or MAX_MODEL_LEN
         block_bytes = 8 * config.block_size
@@ -60,7 +71,8 @@ class OracleExecutor:
             max_in_flight=max_in_flight,
             memory={"KV cache": num_blocks * block_bytes, **tier_memory(config, slots, block_bytes)},
             host_slots=slots,
-            stores=tuple(stores) if stores is not None else ("disk",) * bool(config.kv_disk_path),
+            stores=(*stores, *store_names(config)),
+            serves_peers=bool(config.kv_peer_listen),
         )
         self._model = model
         self._max_num_seqs = config.max_num_seqs
@@ -70,8 +82,8 @@ class OracleExecutor:
         if slots:
             arena = host_arena(slots, block_bytes)
             copier = NumpyCopier(self._kv.view(np.uint8), arena)
-            opened = open_stores(config, block_bytes, self.info.fingerprint) if stores is None else dict(stores)
-            self._transfers = RankTransfers(arena, block_bytes, copier, opened)
+            block = block_of(config, block_bytes, self.info.fingerprint)
+            self._transfers = open_rank(config, arena, block, copier, {**stores, **open_stores(config, block)})
         self._slots: dict[int, _Slot] = {}
         self._queue: deque[Step] = deque()
         self._masks: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by step; read late, as a real executor may

@@ -95,9 +95,11 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True):
 
     saves: list[tuple[int, int]] = []  # device block → host slot
     restores: list[tuple[int, int]] = []  # host slot → device block
-    reads: list[tuple[int, str, bytes, int]] = []  # ticket, store ("disk", "peer"), block key → host slot
+    reads: list[tuple[int, str, bytes, int]] = []  # ticket, store ("disk", "peer 10.0.0.5:9100"), key → host slot
     writes: list[tuple[int, bytes, int]] = []  # ticket, block key, host slot → disk
     touches: list[bytes] = []  # keys on the disk that were used, in a nearer tier perhaps; starts of chains first
+    saved_keys: list[bytes] = []  # of the saves, where peers may ask for them
+    forget: bool = False  # nothing computed before may be given to peers any more
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -182,6 +184,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: dict[str, int] = {}  # what the bytes went to, in the order to print
     host_slots: int = 0  # blocks that the host tier holds; 0: no tiers
     stores: tuple[str, ...] = ()  # what lies beneath the host tier, nearest first
+    serves_peers: bool = False
 
 
 class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -216,6 +219,9 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_host_bytes: int = 0  # of all ranks together, like the disk's
     kv_disk_path: str = ""
     kv_disk_bytes: int = 0
+    kv_peers: tuple[str, ...] = ()  # HOST:PORT of rank 0 of engines whose blocks are read; rank r is at PORT + r
+    kv_peer_listen: str = ""  # HOST:PORT of our rank 0, where others read ours
+    kv_peer_secret_file: str = ""  # else the secret is in the environment (cache/tiers/peer_address.py)
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False  # ranks share out whole experts, not slices of each

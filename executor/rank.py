@@ -66,6 +66,7 @@ class Rank:
             },
             host_slots=self._tiers.host_slots,
             stores=self._tiers.stores,
+            serves_peers=bool(config.kv_peer_listen),
         )
         progress(f"Loaded and {plan.num_blocks} KV blocks allocated in {time.monotonic() - started_s:.1f} s")
 

@@ -5,7 +5,17 @@ from dataclasses import dataclass, field
 import torch
 
 from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.transfers import NumpyCopier, RankTransfers, host_arena, host_slots, open_stores, tier_memory
+from penstock.executor.transfers import (
+    Copier,
+    NumpyCopier,
+    RankTransfers,
+    block_of,
+    host_arena,
+    host_slots,
+    open_rank,
+    open_stores,
+    tier_memory,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +38,16 @@ def open_transfers(config: ExecutorConfig, kv: torch.Tensor, fingerprint: bytes,
     slots = host_slots(config, block_bytes)
     if slots == 0:
         return RankTiers()
-    stores = open_stores(config, block_bytes, fingerprint, rank)
+    block = block_of(config, block_bytes, fingerprint, rank)
+    stores = open_stores(config, block)
     arena = host_arena(slots, block_bytes)
     blocks = kv.view(kv.shape[0], -1).view(torch.uint8)  # [blocks, bytes of a block]
+    copier: Copier
     if kv.is_cuda:
         from penstock.executor.cuda_copies import CudaCopier
 
-        transfers = RankTransfers(arena, block_bytes, CudaCopier(blocks, arena), stores)
+        copier = CudaCopier(blocks, arena)
     else:
-        transfers = RankTransfers(arena, block_bytes, NumpyCopier(blocks.numpy(), arena), stores)
+        copier = NumpyCopier(blocks.numpy(), arena)
+    transfers = open_rank(config, arena, block, copier, stores)
     return RankTiers(transfers, slots, tuple(stores), tier_memory(config, slots, block_bytes))

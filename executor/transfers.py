@@ -10,17 +10,20 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from penstock.cache.tiers.base import DISK, Store
+from penstock.cache.tiers.base import DISK, SERVED, Store, peer_name
 from penstock.cache.tiers.memory import huge_array
+from penstock.executor.peers import SERVE_BYTES, Bytes, open_peers, serve
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, TransferResult, Transfers
+from penstock.executor.served import Served
 
 ALIGNMENT = 4096  # a slot starts on a page, so that a store may read straight into it
-STAGING_BYTES = 2**30  # of the host, where a disk is given and no host tier: bytes pass through it
+STAGING_BYTES = 2**30  # of the host, where a disk or a peer is given and no host tier: bytes pass through it
 STATS_EVERY_S = 1.0
 
 Pairs = Sequence[tuple[int, int]]
@@ -46,10 +49,10 @@ class Copier(Protocol):
 
 def host_slots(config: ExecutorConfig, block_bytes: int) -> int:
     """How many blocks the host tier of one rank holds; what was asked for and cannot be is an error."""
-    if not config.kv_disk_path and not config.kv_host_bytes:
+    if not (config.kv_disk_path or config.kv_host_bytes or config.kv_peers or config.kv_peer_listen):
         return 0
-    asked = config.kv_host_bytes or min(config.kv_disk_bytes, STAGING_BYTES)
-    name = "kv_host_bytes" if config.kv_host_bytes else "kv_disk_bytes"
+    asked = config.kv_host_bytes or min(config.kv_disk_bytes or STAGING_BYTES, STAGING_BYTES)
+    name = "kv_disk_bytes" if config.kv_disk_path and not config.kv_host_bytes else "kv_host_bytes"
     slots = asked // config.tensor_parallel_size // _stride(block_bytes)
     if slots < 2:
         raise ExecutorError(
@@ -62,7 +65,11 @@ def host_slots(config: ExecutorConfig, block_bytes: int) -> int:
 def tier_memory(config: ExecutorConfig, slots: int, block_bytes: int) -> dict[str, int]:
     """For `ModelInfo.memory`: what one rank's tiers take."""
     memory = {"host tier": (slots + 1) * _stride(block_bytes)} if slots else {}
-    return memory | ({"disk tier": config.kv_disk_bytes // config.tensor_parallel_size} if config.kv_disk_path else {})
+    if config.kv_disk_path:
+        memory["disk tier"] = config.kv_disk_bytes // config.tensor_parallel_size
+    if config.kv_peer_listen:
+        memory["for peers"] = SERVE_BYTES
+    return memory
 
 
 def host_arena(slots: int, block_bytes: int) -> np.ndarray:
@@ -70,8 +77,21 @@ def host_arena(slots: int, block_bytes: int) -> np.ndarray:
     return huge_array(slots + 1, _stride(block_bytes))
 
 
-def open_stores(config: ExecutorConfig, block_bytes: int, fingerprint: bytes, rank: int = 0) -> dict[str, Store]:
+def open_stores(config: ExecutorConfig, block: Bytes) -> dict[str, Store]:
     """This rank's stores, by name, nearest first."""
+    return _open_disk(config, block) | open_peers(config, block)
+
+
+def store_names(config: ExecutorConfig) -> tuple[str, ...]:
+    return (DISK,) * bool(config.kv_disk_path) + tuple(map(peer_name, config.kv_peers))
+
+
+def block_of(config: ExecutorConfig, block_bytes: int, fingerprint: bytes, rank: int = 0) -> Bytes:
+    ranks = config.tensor_parallel_size
+    return Bytes(block_bytes, rank_fingerprint(fingerprint, config.block_size, block_bytes, ranks, rank), rank)
+
+
+def _open_disk(config: ExecutorConfig, block: Bytes) -> dict[str, Store]:
     if not config.kv_disk_path:
         return {}
     from penstock.cache.tiers.disk import DiskTier
@@ -80,10 +100,8 @@ def open_stores(config: ExecutorConfig, block_bytes: int, fingerprint: bytes, ra
         disk = DiskTier(
             config.kv_disk_path,
             capacity_bytes=config.kv_disk_bytes // config.tensor_parallel_size,
-            chunk_bytes=block_bytes,
-            fingerprint=disk_fingerprint(
-                fingerprint, config.block_size, block_bytes, config.tensor_parallel_size, rank
-            ),
+            chunk_bytes=block.size,
+            fingerprint=block.fingerprint,
         )
     except OSError as error:
         raise ExecutorError(f"kv_disk_path: {config.kv_disk_path!r}: {error.strerror or error}") from None
@@ -92,32 +110,74 @@ def open_stores(config: ExecutorConfig, block_bytes: int, fingerprint: bytes, ra
     return {DISK: disk}
 
 
-def disk_fingerprint(model: bytes, block_size: int, block_bytes: int, num_ranks: int, rank: int) -> bytes:
+def rank_fingerprint(model: bytes, block_size: int, block_bytes: int, num_ranks: int, rank: int) -> bytes:
     """Names all that gives a rank's bytes their meaning. `model` covers the weights, the dtypes and the numbers; the
     first figure is the version of the keys and of the layout of a block."""
     return hashlib.sha256(struct.pack("<5Q", 1, block_size, block_bytes, num_ranks, rank) + model).digest()
 
 
+def open_rank(
+    config: ExecutorConfig, arena: np.ndarray, block: Bytes, copier: Copier, stores: dict[str, Store]
+) -> "RankTransfers":
+    return RankTransfers(
+        arena, block.size, copier, stores, partial(serve, config, block) if config.kv_peer_listen else None
+    )
+
+
+class Content(NamedTuple):
+    """What a slot will hold, if nothing else is written to it before."""
+
+    slot: int
+    key: bytes
+    version: int
+
+
+class Server(Protocol):
+    """What gives blocks to peers, from a thread of its own (cache/tiers/peer_server.py)."""
+
+    def call(self) -> None:
+        """There is news of what can be had."""
+        ...
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
 class RankTransfers:
     """Owns `arena`, `stores` and the transfers under way. One thread may begin steps while another ends them."""
 
-    def __init__(self, arena: np.ndarray, block_bytes: int, copier: Copier, stores: dict[str, Store]) -> None:
+    def __init__(
+        self,
+        arena: np.ndarray,
+        block_bytes: int,
+        copier: Copier,
+        stores: dict[str, Store],
+        serve: Callable[[Served], Server] | None = None,
+    ) -> None:
+        """`serve` starts what gives our blocks to peers, if anything should."""
         self._slots = arena[:, :block_bytes]
         self._copier = copier
         self._stores = stores
-        self._loads: dict[tuple[str, int], int] = {}  # (store, its ticket) → ours
+        self._loads: dict[tuple[str, int], tuple[int, Content | None]] = {}  # (store, its ticket) → ours
         self._puts: dict[bytes, int] = {}  # key → our ticket
         self._done: list[tuple[int, bool]] = []  # completions to report
         self._num_copied: list[int] = []  # blocks, by step under way
+        self._saved: list[list[Content]] = []  # by step under way
         self._stats_at_s = 0.0
+        self._were_open: list[bool] = []
         self._lock = threading.Lock()  # of the stores and what is known of them
+        self._served = None if serve is None else Served(self._slots, stores, self._lock, self._poll)
+        self._server = None if serve is None or self._served is None else serve(self._served)
 
     def begin(self, transfers: Transfers | None) -> None:
         """Start a step's transfers; called before its rows are launched."""
         self._copier.begin_step()
         if transfers is None:
             self._num_copied.append(0)
+            self._saved.append([])
             return
+        self._saved.append(self._withdraw(transfers))
         self._num_copied.append(len(transfers.saves) + len(transfers.restores))
         if self._num_copied[-1]:
             self._copier.start(transfers.saves, transfers.restores)
@@ -129,27 +189,52 @@ class RankTransfers:
 
     def end(self) -> TransferResult:
         """With the result of the oldest step that has begun: what has been completed since the last."""
-        num_copied = self._num_copied.pop(0)
+        num_copied, saved = self._num_copied.pop(0), self._saved.pop(0)
         seconds = self._copier.finish() if num_copied else 0.0
         with self._lock:
-            return self._report(num_copied, seconds)
+            for content in saved:
+                self._offer(content)
+            result = self._report(num_copied, seconds)
+        if self._server is not None and self._served is not None and self._served.has_changed:
+            self._server.call()
+        return result
 
     def close(self) -> None:
         """Nothing borrows a slot afterwards."""
         while self._num_copied:
             if self._num_copied.pop(0):
                 self._copier.finish()
+        if self._server is not None:
+            self._server.close()
         with self._lock:
             for store in self._stores.values():
                 store.close()
 
+    def _withdraw(self, transfers: Transfers) -> list[Content]:
+        """What this step overwrites is not given to peers any more; what it saves can be when it is over."""
+        if self._served is None:
+            return []
+        with self._lock:
+            if transfers.forget:
+                self._served.forget()
+            slots = [slot for _, slot in transfers.saves]
+            versions = self._served.overwrite(slots)
+        return [Content(*each) for each in zip(slots, transfers.saved_keys, versions, strict=True)]
+
+    def _offer(self, content: Content | None) -> None:
+        if content is not None and self._served is not None:
+            self._served.fill(*content)
+
     def _start(self, transfers: Transfers) -> None:
         for ticket, name, key, slot in transfers.reads:
+            content = None
+            if self._served is not None:
+                content = Content(slot, key, *self._served.overwrite([slot]))
             theirs = self._stores[name].start_load(key, memoryview(self._slots[slot]))
             if theirs is None:
                 self._done.append((ticket, False))
             else:
-                self._loads[name, theirs] = ticket
+                self._loads[name, theirs] = ticket, content
         if transfers.touches:
             self._stores[DISK].touch(transfers.touches)
         for ticket, key, slot in transfers.writes:
@@ -158,28 +243,42 @@ class RankTransfers:
             else:  # it is there already, or the queue is full
                 self._done.append((ticket, self._stores[DISK].contains(key)))
 
-    def _report(self, num_copied: int, seconds: float) -> TransferResult:
-        found, lost = {}, {}
+    def _poll(self) -> None:
+        """Take in what the stores have finished, for the core or for a peer; under the lock."""
         for name, store in self._stores.items():
             for completion in store.poll():
-                if completion.kind == "load":
-                    self._done.append((self._loads.pop((name, completion.ticket)), completion.ok))
-                else:
+                if completion.kind == "store":
                     self._done.append((self._puts.pop(completion.key), completion.ok))
+                elif self._served is not None and name == DISK and self._served.is_reading(completion.ticket):
+                    self._served.end_read(completion.ticket, completion.ok)
+                else:
+                    ticket, content = self._loads.pop((name, completion.ticket))
+                    self._done.append((ticket, completion.ok))
+                    if completion.ok:
+                        self._offer(content)
+
+    def _report(self, num_copied: int, seconds: float) -> TransferResult:
+        self._poll()
+        found, lost = {}, {}
+        for name, store in self._stores.items():
             came, went = store.changes()
             if came:
                 found[name] = came
             if went:
                 lost[name] = went
+        if self._served is not None:
+            self._served.note_disk(found.get(DISK, ()), lost.get(DISK, ()))
         done, self._done = self._done, []
         return TransferResult(done, found, lost, num_copied, seconds, self._stats())
 
     def _stats(self) -> dict[str, dict[str, float]]:
-        now_s = time.monotonic()
-        if now_s < self._stats_at_s:
+        """From time to time, and when a store can serve that could not, or the other way round."""
+        now_s, are_open = time.monotonic(), [store.is_open for store in self._stores.values()]
+        if now_s < self._stats_at_s and are_open == self._were_open:
             return {}
-        self._stats_at_s = now_s + STATS_EVERY_S
-        return {name: _numbers(store.stats()) for name, store in self._stores.items()}
+        self._stats_at_s, self._were_open = now_s + STATS_EVERY_S, are_open
+        stats = {name: _numbers(store.stats()) for name, store in self._stores.items()}
+        return stats if self._server is None else stats | {SERVED: _numbers(self._server.stats())}
 
 
 class NumpyCopier:

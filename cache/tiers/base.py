@@ -15,6 +15,17 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
 DISK, PEER = "disk", "peer"
+SERVED = "served"  # among the stores' figures: what was given to peers
+
+
+def peer_name(address: str) -> str:
+    """The store's name: there is one for each peer."""
+    return f"{PEER} {address}"
+
+
+def tier_of(store: str) -> str:
+    """The tier that a store belongs to: all peers are one."""
+    return store.partition(" ")[0]
 
 
 class Counts(NamedTuple):
@@ -44,8 +55,13 @@ class Store(Protocol):
 
     No call blocks: work is queued, and `poll` tells how it ended. A store that cannot serve in time completes with
     `ok` False, whatever the reason (full, broken, stalled, a lease that has run out): it is a miss, never an error.
-    A peer takes no `put`; it leases what it has from `start_load` on, and the lease ends with the completion.
+    A peer takes no `put`.
     """
+
+    @property
+    def is_open(self) -> bool:
+        """It can serve at present."""
+        ...
 
     def contains(self, key: bytes) -> bool: ...
 

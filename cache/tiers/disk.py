@@ -96,6 +96,11 @@ class DiskTier:
             self._files = undo.pop_all()
         self._max_storing = self._store_room()
 
+    @property
+    def is_open(self) -> bool:
+        """Not bypassed."""
+        return self._health.is_open
+
     # -- what is there -------------------------------------------------------------------------------------
 
     def contains(self, key: bytes) -> bool:

@@ -36,14 +36,14 @@ class Health:
     def failed(self, now_s: float, reason: str) -> None:
         self._num_errors += 1
         if self.is_open and self._num_errors >= self._limits.max_errors:
-            self._bypass(now_s, reason)
+            self.bypass(now_s, reason)
 
     def watch(self, now_s: float, oldest_started_s: float | None) -> None:
         """`oldest_started_s`: since when the longest call of all has been under way."""
         if oldest_started_s is None or now_s - oldest_started_s < self._limits.stall_s:
             return
         if self.is_open:
-            self._bypass(now_s, "stalled")
+            self.bypass(now_s, "stalled")
         else:
             self._until_s = max(self._until_s, now_s + self._pause_s)
 
@@ -64,7 +64,7 @@ class Health:
             self._pause_s = min(self._pause_s * 2, self._limits.longest_pause_s)
             self._until_s = now_s + self._pause_s
 
-    def _bypass(self, now_s: float, reason: str) -> None:
+    def bypass(self, now_s: float, reason: str) -> None:
         self.is_open = False
         self.reason = reason
         self.num_bypasses += 1

@@ -123,6 +123,10 @@ class TierIndex:
                 saves.append((block, slot))
         return saves
 
+    def saving_keys(self, saves: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The content of saves that are under way."""
+        return [self._saving[slot] for _, slot in saves]
+
     def finish_saves(self, saves: Sequence[tuple[int, int]], device: BlockPool) -> None:
         """The step that carried them is over: their content can be matched."""
         held = []

@@ -82,6 +82,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> ChatJob:
             is_length_asked=max_tokens is not None,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
+            kv_transfer=request.kv_transfer_params,
             grammar=await service.grammar(wanted),
             shown_ids=frozenset() if plan.is_plain else service.tools.shown_ids,
         )

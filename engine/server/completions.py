@@ -69,6 +69,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> CompletionJob:
             is_length_asked=request.max_tokens is not None,
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
+            kv_transfer=request.kv_transfer_params,
             is_continuation=True,
             grammar=grammar,
         )

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta, Raw
 
+from penstock.engine.front import KvTransfer
 from penstock.engine.http.body import decode, split_object
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import StructuredOutputs
@@ -90,6 +91,7 @@ class Sampled(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
+    kv_transfer_params: KvTransfer | None = None
     request_id: str | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

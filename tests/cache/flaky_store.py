@@ -27,6 +27,7 @@ class FlakyStore:
     data: dict[bytes, bytes] = field(default_factory=dict)
     is_stalled: bool = False  # nothing completes
     closed: bool = False
+    is_open: bool = True
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)

@@ -3,7 +3,7 @@
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
 from penstock.executor.protocol import TransferResult
-from penstock.executor.transfers import Merge, disk_fingerprint
+from penstock.executor.transfers import Merge, rank_fingerprint
 
 
 def key(number: int) -> bytes:
@@ -144,5 +144,5 @@ def test_whatever_changes_the_meaning_of_a_block_s_bytes_is_another_disk():
     base = (b"model", 16, 4096, 2, 0)
     others = [(b"other", 16, 4096, 2, 0), (b"model", 32, 4096, 2, 0), (b"model", 16, 8192, 2, 0)]
     others += [(b"model", 16, 4096, 4, 0), (b"model", 16, 4096, 2, 1)]
-    assert len({disk_fingerprint(*each) for each in (base, *others)}) == 6
-    assert disk_fingerprint(*base) == disk_fingerprint(*base)
+    assert len({rank_fingerprint(*each) for each in (base, *others)}) == 6
+    assert rank_fingerprint(*base) == rank_fingerprint(*base)

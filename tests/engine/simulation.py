@@ -40,6 +40,8 @@ class World:
     max_queued_requests: int = 4096
     host_slots: int = 0  # 0: no tiers
     store: FlakyStore | None = None  # beneath the host, as its disk
+    kv_peers: tuple[str, ...] = ()
+    kv_peer_listen: str = ""
     step_s: float = 1.0  # what a step takes on the clock
     now_s: float = 0.0
     outputs: dict[str, list[Output]] = field(default_factory=dict)
@@ -52,6 +54,8 @@ class World:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             kv_host_bytes=self.host_slots * ALIGNMENT,
+            kv_peers=self.kv_peers,
+            kv_peer_listen=self.kv_peer_listen,
             hf_overrides={"vocab_size": self.vocab_size},
         )
         stores = {} if self.store is None else {"disk": self.store}

@@ -2,12 +2,12 @@
 
 import pytest
 
-from penstock.engine.rates import MIN_PATIENCE_S, UNKNOWN_PATIENCE_S, Rate, Rates
+from penstock.engine.rates import MIN_PATIENCE_S, UNKNOWN_PATIENCE_S, Rate, Rates, StoreRate
 
 
 def measured(blocks_per_s: float, tokens_per_s: float, copies_per_s: float = 1e9) -> Rates:
-    rates = Rates(block_bytes=2**20, block_size=16)
-    rates.reads.add(blocks_per_s, 1.0)
+    rates = Rates(block_bytes=2**20, block_size=16, stores=["disk"])
+    rates.reads["disk"].add(blocks_per_s, 1.0)
     rates.copies.add(copies_per_s, 1.0)
     rates.prefill.add(tokens_per_s, 1.0)
     return rates
@@ -22,15 +22,15 @@ def test_large_samples_weigh_more_than_small_ones():
 
 
 def test_nothing_known_means_that_loading_is_tried_and_waited_for():
-    rates = Rates(2**20, 16)
-    assert rates.is_load_faster(1000, 1, 0) and rates.is_restore_faster(1000, 1, True)
-    assert rates.patience_s(10, 10) == UNKNOWN_PATIENCE_S
+    rates = Rates(2**20, 16, ["disk"])
+    assert rates.is_load_faster({"disk": 1000}, 1, 0) and rates.is_restore_faster(1000, 1, True)
+    assert rates.patience_s({"disk": 10}, 10) == UNKNOWN_PATIENCE_S
 
 
 def test_a_load_must_be_faster_with_all_that_is_queued_before_it():
     rates = measured(blocks_per_s=1000, tokens_per_s=16 * 100)
-    assert rates.is_load_faster(num_queued=50, num_gained=10, num_host=0)
-    assert not rates.is_load_faster(num_queued=150, num_gained=10, num_host=0)
+    assert rates.is_load_faster({"disk": 50}, num_gained=10, num_host=0)
+    assert not rates.is_load_faster({"disk": 150}, num_gained=10, num_host=0)
 
 
 def test_a_restore_costs_a_decoding_step_where_others_compute():
@@ -44,29 +44,39 @@ def test_a_restore_costs_a_decoding_step_where_others_compute():
 
 def test_patience_ends_when_computing_would_be_done():
     rates = measured(blocks_per_s=1000, tokens_per_s=16 * 100)
-    assert rates.patience_s(10, 1000) == pytest.approx(0.03)
-    assert rates.patience_s(1000, 10) == pytest.approx(0.1)
-    assert rates.patience_s(1, 1) == MIN_PATIENCE_S
+    assert rates.patience_s({"disk": 10}, 1000) == pytest.approx(0.03)
+    assert rates.patience_s({"disk": 1000}, 10) == pytest.approx(0.1)
+    assert rates.patience_s({"disk": 1}, 1) == MIN_PATIENCE_S
+
+
+def test_stores_work_side_by_side_and_each_has_its_own_rate():
+    rates = Rates(2**20, 16, ["disk", "peer a:1"])
+    rates.prefill.add(16 * 100, 1.0)
+    rates.reads["disk"].add(1000, 1.0)
+    assert rates.is_load_faster({"disk": 10, "peer a:1": 10_000}, 11, 0), "the peer has yet to be tried"
+    rates.reads["peer a:1"].add(50, 1.0)
+    assert rates.is_load_faster({"disk": 90}, 10, 0) and not rates.is_load_faster({"disk": 1, "peer a:1": 10}, 10, 0)
+    assert rates.patience_s({"disk": 90, "peer a:1": 1}, 1000) == pytest.approx(0.27)
 
 
 def test_a_store_is_measured_while_it_has_something_to_do():
-    rates = Rates(2**25, 16)
-    rates.begin_reads(10, now_s=5.0)
-    rates.end_reads(5, num_left=5, now_s=6.0)
-    rates.end_reads(5, num_left=0, now_s=7.0)
-    assert rates.reads.per_s == 5.0
-    rates.begin_reads(5, now_s=100.0)
-    rates.end_reads(5, num_left=0, now_s=101.0)
-    assert rates.reads.per_s == 5.0
+    rate = StoreRate(1)
+    rate.begin(10, now_s=5.0)
+    rate.end(5, num_left=5, now_s=6.0)
+    rate.end(5, num_left=0, now_s=7.0)
+    assert rate.per_s == 5.0
+    rate.begin(5, now_s=100.0)
+    rate.end(5, num_left=0, now_s=101.0)
+    assert rate.per_s == 5.0
 
 
 def test_what_a_store_says_of_itself_is_believed_instead():
-    rates = Rates(2**25, 16)
-    rates.begin_reads(10, now_s=5.0)
-    rates.end_reads(10, num_left=0, now_s=15.0)
-    assert rates.reads.per_s == 1.0
-    rates.note_loads(10, 0.1)
-    assert rates.reads.per_s == 100.0
-    rates.begin_reads(10, now_s=20.0)
-    rates.end_reads(10, num_left=0, now_s=30.0)
-    assert rates.reads.per_s == 100.0
+    rate = StoreRate(1)
+    rate.begin(10, now_s=5.0)
+    rate.end(10, num_left=0, now_s=15.0)
+    assert rate.per_s == 1.0
+    rate.note(10, 0.1)
+    assert rate.per_s == 100.0
+    rate.begin(10, now_s=20.0)
+    rate.end(10, num_left=0, now_s=30.0)
+    assert rate.per_s == 100.0

@@ -206,12 +206,12 @@ def test_where_computing_is_faster_than_the_disk_nothing_is_waited_for():
     cached(world, "cold")
     churn(world)
     rates = world.scheduler.tiers.rates
-    rates.reads.add(1, 10.0)
+    rates.reads["disk"].add(1, 10.0)
     rates.prefill.add(1000, 1.0)
     world.store.is_stalled = True
     assert cached_while_stalled(world, "slow") == 0
     world.store.is_stalled = False
-    rates.reads.per_s = 1e6
+    rates.reads["disk"].per_s = 1e6
     churn(world)
     assert cached(world, "fast") == 19
 
@@ -227,11 +227,11 @@ def test_a_store_that_was_slow_is_measured_again_without_anybody_waiting():
     cached(world, "cold")
     churn(world)
     tiers = world.scheduler.tiers
-    tiers.rates.reads.add(1, 10.0)
+    tiers.rates.reads["disk"].add(1, 10.0)
     tiers.rates.prefill.add(1000, 1.0)
-    before = tiers.rates.reads.per_s
+    before = tiers.rates.reads["disk"].per_s
     assert cached(world, "slow") == 0
-    assert tiers.index.counts["reads_disk"] > 0 and tiers.rates.reads.per_s > before
+    assert tiers.index.counts["reads_disk"] > 0 and tiers.rates.reads["disk"].per_s > before
 
 
 def tier_storm(seed: int, num_steps: int) -> dict[str, int]:
@@ -274,9 +274,9 @@ def tier_storm(seed: int, num_steps: int) -> dict[str, int]:
         if rng.random() < (0.2 if store.is_stalled else 0.01):
             store.is_stalled = not store.is_stalled
         if rng.random() < 0.02:  # what is known about speed may send anybody either way at any time
-            tiers.rates.reads.per_s, tiers.rates.prefill.per_s = rng.choice(
-                [(None, None)] * 3 + [(1.0, 1e6), (1e6, 1.0)]
-            )
+            speed, tiers.rates.prefill.per_s = rng.choice([(None, None)] * 3 + [(1.0, 1e6), (1e6, 1.0)])
+            for rate in tiers.rates.reads.values():
+                rate.per_s = speed
         world.step()
         counts["steps"] += 1
     for name, message in messages.items():

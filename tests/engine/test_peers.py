@@ -1,0 +1,245 @@
+"""Engines that share blocks: schedulers over oracles, whose output changes with any wrong byte, and real connections."""
+
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from penstock.engine.front import KvTransfer, submissions
+from penstock.engine.messages import Submit
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from tests.cache.flaky_store import FlakyStore
+from tests.cache.peer_rig import until
+from tests.engine.simulation import World, alone, random_request, submit
+
+PROMPT = list(range(20))  # five blocks
+
+
+@contextmanager
+def worlds(*shapes: dict) -> Iterator[list[World]]:
+    """Engines of which each reads from all others."""
+    with_ports = [socket.create_server(("127.0.0.1", 0)) for _ in shapes]
+    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in with_ports]
+    for each in with_ports:
+        each.close()
+    made: list[World] = []
+    try:
+        for number, shape in enumerate(shapes):
+            peers = tuple(address for other, address in enumerate(addresses) if other != number)
+            options = {"num_blocks": 40, "host_slots": 60, "step_s": 1e-4, **shape}  # reads take real time
+            made.append(World(kv_peers=peers, kv_peer_listen=addresses[number], **options))
+        for world in made:
+            until(lambda world=world: all(store.is_open for store in peers_of(world)), "all are connected")
+        yield made
+    finally:
+        for world in made:
+            world.executor.close()
+
+
+def peers_of(world: World) -> list:
+    return [store for name, store in world.executor._transfers._stores.items() if name.startswith("peer ")]
+
+
+def name_of_peer(world: World) -> str:
+    return next(name for name in world.executor.info.stores if name.startswith("peer "))
+
+
+def cached(world: World, name: str, prompt: list[int] = PROMPT, **options) -> int:
+    """Run a request and say how much of its prompt was found; its tokens are checked."""
+    message = submit(name, prompt, max_tokens=3, **options)
+    world.submit(message)
+    world.settle()
+    assert world.tokens(name) == alone(message)[0]
+    return world.outputs[name][0].num_cached_tokens
+
+
+def heard(world: World, count: int) -> None:
+    until(lambda: sum(map(len, peers_of(world))) >= count, f"{count} blocks are announced")
+
+
+def test_what_one_engine_has_computed_the_other_reads():
+    with worlds({}, {}) as (a, b):
+        assert cached(a, "cold") == 0
+        heard(b, 5)
+        assert cached(b, "warm") == 19, "also when it has been idle since before that"
+        tiers = b.scheduler.stats().tiers
+        assert tiers["peer"]["hit_tokens"] == 20 and tiers["peer"]["loaded_blocks"] == 5
+        assert tiers["host"]["hit_tokens"] == 0
+        assert cached(b, "again") == 19
+        assert a.executor._transfers._server.stats()["blocks"] == 5, "what was read once is here"
+
+
+def test_a_salt_keeps_its_blocks_to_itself_over_the_network_too():
+    with worlds({}, {}) as (a, b):
+        cached(a, "cold", cache_salt="a")
+        heard(b, 5)
+        assert cached(b, "other", cache_salt="b") == 0 and cached(b, "same", cache_salt="a") == 19
+
+
+def test_blocks_on_a_peers_disk_are_read_like_those_in_its_memory():
+    with worlds({"num_blocks": 17, "host_slots": 8, "store": FlakyStore()}, {}) as (a, b):
+        cached(a, "cold")
+        for number in range(12):
+            a.submit(submit(f"churn{number}", [30 + number] * 21, max_tokens=1))
+            a.settle()
+        wanted = {key for key in a.store.data if not a.scheduler.tiers.index.host.find(key)}
+        until(lambda: all(any(peer.contains(key) for peer in peers_of(b)) for key in wanted), "all of it is announced")
+        assert len(wanted) > 20 and cached(b, "warm") == 19
+
+
+def test_what_a_peer_has_lost_meanwhile_is_computed():
+    with worlds({}, {}) as (a, b):
+        cached(a, "cold")
+        heard(b, 5)
+        served = a.executor._transfers._served
+        third = a.scheduler.waiting and None or list(a.scheduler.pool._index)[2]
+        slot = served._slot_of.pop(third)
+        assert slot and cached(b, "warm") == 8
+        assert b.scheduler.stats().tiers["peer"]["failed_loads"] >= 1
+
+
+def test_a_request_waits_for_blocks_that_a_peer_is_still_computing():
+    with worlds({"max_num_batched_tokens": 8}, {}) as (a, b):
+        b.submit(submit("waits", PROMPT, max_tokens=3, peer=name_of_peer(b), peer_wait_s=1e9))
+        b.submit(submit("passes", [9, 8, 7], max_tokens=2))
+        while not b.outputs["passes"] or b.last("passes").finish_reason is None:
+            b.step()
+        assert not b.outputs["waits"] and b.scheduler.tiers.num_loading == 1
+        a.submit(submit("computes", PROMPT, max_tokens=1))
+        while b.scheduler.has_work():
+            a.step()
+            b.step()
+        assert b.outputs["waits"][0].num_cached_tokens == 19
+        assert b.tokens("waits") == alone(submit("waits", PROMPT, max_tokens=3))[0]
+
+
+def test_a_request_waits_no_longer_than_it_says_and_uses_what_has_come():
+    with worlds({}, {"step_s": 1.0}) as (a, b):
+        cached(a, "half", PROMPT[:12])
+        heard(b, 3)
+        assert cached(b, "waits", peer=name_of_peer(b), peer_wait_s=5000.0) == 12
+        assert 5000 <= b.now_s < 5100
+        assert cached(b, "does not", [*PROMPT, 1, 2, 3, 4, 5], peer=name_of_peer(b), peer_wait_s=0.0) == 20
+
+
+def test_nobody_waits_for_a_peer_that_is_gone():
+    with worlds({}, {}) as (a, b):
+        b.submit(submit("waits", PROMPT, max_tokens=3, peer=name_of_peer(b), peer_wait_s=1e9))
+        for _ in range(5):
+            b.step()
+        assert b.scheduler.tiers.num_loading == 1
+        a.executor.close()
+        until(lambda: not peers_of(b)[0].is_open, "it is noticed")
+        b.settle()
+        assert b.outputs["waits"][0].num_cached_tokens == 0
+        assert cached(b, "later", peer=name_of_peer(b), peer_wait_s=1e9) == 19, "from its own blocks"
+
+
+def test_an_abort_while_waiting_leaks_nothing():
+    with worlds({}, {}) as (a, b):
+        cached(a, "half", PROMPT[:12])
+        heard(b, 3)
+        for steps in range(6):
+            b.submit(submit(f"gone{steps}", PROMPT, max_tokens=3, peer=name_of_peer(b), peer_wait_s=1e9))
+            for _ in range(steps):
+                b.step()
+            b.abort(f"gone{steps}")
+            b.settle()
+        index = b.scheduler.tiers.index
+        assert index.host.num_free == index.host.num_usable and b.scheduler.pool.num_free == b.scheduler.pool.num_usable
+
+
+def test_after_a_reset_nothing_from_before_is_given_to_peers():
+    with worlds({"store": FlakyStore()}, {}) as (a, b):
+        cached(a, "cold")
+        heard(b, 5)
+        assert a.scheduler.reset_prefix_cache()
+        a.settle()
+        until(lambda: len(peers_of(b)[0]) == 0, "it is all gone")
+        assert cached(b, "warm") == 0
+
+
+def test_a_request_may_name_no_peer_but_those_of_the_operator():
+    with worlds({}, {}) as (_, b):
+        params = SamplingParams(max_tokens=1)
+        known = name_of_peer(b).removeprefix("peer ")
+        make = lambda peer: submissions(
+            "r", b"\1\0\0\0", params, b.executor.info, (), kv_transfer=KvTransfer(peer, 3.0)
+        )  # noqa: E731
+        (message,) = make(known)
+        assert (message.peer, message.peer_wait_s) == (f"peer {known}", 3.0)
+        for peer in ("169.254.169.254:80", "disk", "", f"peer {known}"):
+            with pytest.raises(InvalidRequest, match="kv_transfer_params.peer: .* none of this engine's --kv-peer"):
+                make(peer)
+
+
+def storm(seed: int, num_steps: int) -> dict[str, int]:
+    """Two engines under pressure that read from each other, with disks that fail, aborts, resets and hints."""
+    rng = random.Random(seed)
+    shape = dict(vocab_size=50, max_model_len=64)
+    shapes = [
+        dict(
+            num_blocks=rng.choice([17, 30]),
+            max_in_flight=rng.choice([1, 2, 3]),
+            max_num_seqs=rng.choice([1, 3, 8]),
+            max_num_batched_tokens=rng.choice([8, 64]),
+            host_slots=rng.choice([8, 16, 40, 200]),
+            store=rng.choice([None, FlakyStore(seed=seed, delay=rng.choice([0, 3]), fails_load=rng.choice([0, 0.3]))]),
+            **shape,
+        )
+        for _ in range(2)
+    ]
+    counts = dict(finished=0, aborted=0, resets=0)
+    with worlds(*shapes) as made:
+        messages: list[dict[str, Submit]] = [{}, {}]
+        for step in range(10**9):
+            if step >= num_steps and not any(world.scheduler.has_work() for world in made):
+                break
+            for world, mine, others in zip(made, messages, reversed(messages), strict=True):
+                if step < num_steps and rng.random() < 0.3 and len(world.scheduler.waiting) < 20:
+                    message = random_request(rng, len(mine), **shape)
+                    if others and rng.random() < 0.8:  # as somebody asked over there
+                        known = rng.choice(list(others.values()))
+                        message = msgspec.structs.replace(known, request_id=message.request_id)
+                    hint = rng.choice([(None, 0.0), (name_of_peer(world), rng.choice([0.002, 0.05]))])
+                    message = msgspec.structs.replace(message, peer=hint[0], peer_wait_s=hint[1])
+                    mine[message.request_id] = message
+                    world.submit(message)
+                if mine and rng.random() < 0.05:
+                    world.abort(rng.choice(list(mine)[-20:]))
+                if rng.random() < 0.02:
+                    counts["resets"] += world.scheduler.reset_prefix_cache()
+                world.step()
+        for world, mine in zip(made, messages, strict=True):
+            for name, message in mine.items():
+                last, tokens = world.last(name), world.tokens(name)
+                expected, embedding = alone(message, **shape)
+                if last.finish_reason == "abort":
+                    counts["aborted"] += 1
+                    assert tokens == expected[: len(tokens)], f"seed {seed}, request {name}"
+                else:
+                    counts["finished"] += 1
+                    assert tokens == expected and last.embedding == embedding, f"seed {seed}, request {name}"
+            world.settle()
+            tiers = world.scheduler.tiers
+            assert tiers.index.host.num_free == tiers.index.host.num_usable
+            counts["from peers"] = counts.get("from peers", 0) + tiers.counts[f"hits_{name_of_peer(world)}"]
+    return counts
+
+
+def test_random_engines_that_share_blocks_keep_every_invariant_and_every_token():
+    total: dict[str, int] = {}
+    for seed in range(12):
+        for name, count in storm(seed, num_steps=150).items():
+            total[name] = total.get(name, 0) + count
+    assert total["finished"] > 300 and total["aborted"] > 10 and total["from peers"] > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_hundreds_of_random_engines_that_share_blocks():
+    for seed in range(1000, 1400):
+        storm(seed, num_steps=200)
