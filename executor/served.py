@@ -39,7 +39,7 @@ class Served:
         for slot in slots:
             self._versions[slot] += 1
             key = self._key_of.pop(slot, None)
-            if key is not None and self._slot_of[key] == slot:
+            if key is not None and self._slot_of.get(key) == slot:  # else another slot has it, too
                 del self._slot_of[key]
                 self._note(key)
             versions.append(self._versions[slot])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, SamplingParams
+from tests.cache.peer_rig import free_addresses, until
 
 pytestmark = [
     pytest.mark.skipif(
@@ -63,6 +64,41 @@ def test_tokens_from_the_host_are_those_that_are_computed():
 
 def test_tokens_from_the_disk_are_those_that_are_computed_also_after_a_restart(tmp_path):
     warm_equals_cold(tmp_path, 6)
+
+
+def peers_agree(ranks: int, **options: object) -> None:
+    """What one engine has computed, another over real connections reads and goes on from."""
+    (address,) = free_addresses(1, ranks)
+    texts = prompts(3)
+    shared = {"kv_host_bytes": "64MiB", "tensor_parallel_size": ranks, **options}
+    with engine(kv_peer_listen=address, **shared) as first, engine(kv_peers=[address], **shared) as second:
+        cold, _ = answers(first, texts)
+        first._running().settle()
+        wanted = sum(len(text_ids) // 16 for text_ids in map(first.tokenizer.encode, texts)) - 3
+        until(lambda: heard(second) >= wanted, "the blocks are announced")
+        warm, found = answers(second, texts)
+        assert warm == cold and min(found) >= 64
+        assert second.get_metrics()["kv_peer_hit_tokens"] >= 0.9 * sum(found)
+        assert second.get_metrics()["kv_peer_failed_loads"] == 0
+
+
+def heard(llm: LLM) -> int:
+    """An empty step asks all ranks."""
+    core = llm._running()
+    core.scheduler.tiers.wake()
+    core.step()
+    return sum(map(len, core.scheduler.tiers.index.stores.values()))
+
+
+def test_tokens_from_a_peer_are_those_that_are_computed(monkeypatch):
+    monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
+    peers_agree(ranks=1)
+
+
+@pytest.mark.slow
+def test_every_rank_reads_from_the_same_rank_of_a_peer(monkeypatch):
+    monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
+    peers_agree(ranks=3)
 
 
 @pytest.mark.slow

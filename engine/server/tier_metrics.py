@@ -33,6 +33,8 @@ GAUGES = frozenset(
         "slots",
         "workers",
         "used_bytes",
+        # of peers
+        "served_clients",
     }
 )
 

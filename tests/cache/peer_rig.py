@@ -1,9 +1,10 @@
 """Both ends of the peer tier in one process, over loopback: what is given, and peers that do everything wrong."""
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -80,7 +81,7 @@ class FakeSource:
         server.call()
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(source: FakeSource, endpoint: str = "tcp://127.0.0.1:*", **options) -> Iterator[PeerServer]:
     options = {"fingerprint": FINGERPRINT, "serve_bytes": 64 * CHUNK} | options
     server = PeerServer(endpoint, source, chunk_bytes=CHUNK, **options)
@@ -101,6 +102,21 @@ def until(is_so: Callable[[], bool], what: str) -> None:
     while not is_so():
         assert time.monotonic() < ends_s, f"never: {what}"
         time.sleep(0.002)
+
+
+def free_addresses(count: int, ranks: int = 1) -> list[str]:
+    """On this machine, each with as many ports in a row."""
+    found: list[str] = []
+    while len(found) < count:
+        with contextlib.ExitStack() as held:
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            try:
+                for rank in range(1, ranks):
+                    held.enter_context(socket.create_server(("127.0.0.1", first + rank)))
+            except (OSError, OverflowError):
+                continue
+            found.append(f"127.0.0.1:{first}")
+    return found
 
 
 def ended(peer: PeerTier, count: int) -> dict[int, bool]:

@@ -1,7 +1,6 @@
 """Engines that share blocks: schedulers over oracles, whose output changes with any wrong byte, and real connections."""
 
 import random
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +11,7 @@ from penstock.engine.front import KvTransfer, submissions
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from tests.cache.flaky_store import FlakyStore
-from tests.cache.peer_rig import until
+from tests.cache.peer_rig import free_addresses, until
 from tests.engine.simulation import World, alone, random_request, submit
 
 PROMPT = list(range(20))  # five blocks
@@ -21,10 +20,7 @@ PROMPT = list(range(20))  # five blocks
 @contextmanager
 def worlds(*shapes: dict) -> Iterator[list[World]]:
     """Engines of which each reads from all others."""
-    with_ports = [socket.create_server(("127.0.0.1", 0)) for _ in shapes]
-    addresses = [f"127.0.0.1:{each.getsockname()[1]}" for each in with_ports]
-    for each in with_ports:
-        each.close()
+    addresses = free_addresses(len(shapes))
     made: list[World] = []
     try:
         for number, shape in enumerate(shapes):
@@ -95,9 +91,8 @@ def test_what_a_peer_has_lost_meanwhile_is_computed():
         cached(a, "cold")
         heard(b, 5)
         served = a.executor._transfers._served
-        third = a.scheduler.waiting and None or list(a.scheduler.pool._index)[2]
-        slot = served._slot_of.pop(third)
-        assert slot and cached(b, "warm") == 8
+        third = list(a.scheduler.pool._index)[2]
+        assert served._slot_of.pop(third) and cached(b, "warm") == 8
         assert b.scheduler.stats().tiers["peer"]["failed_loads"] >= 1
 
 
@@ -166,9 +161,11 @@ def test_a_request_may_name_no_peer_but_those_of_the_operator():
     with worlds({}, {}) as (_, b):
         params = SamplingParams(max_tokens=1)
         known = name_of_peer(b).removeprefix("peer ")
-        make = lambda peer: submissions(
-            "r", b"\1\0\0\0", params, b.executor.info, (), kv_transfer=KvTransfer(peer, 3.0)
-        )  # noqa: E731
+
+        def make(peer: str) -> list[Submit]:
+            info = b.executor.info
+            return submissions("r", b"\1\0\0\0", params, info, (), kv_transfer=KvTransfer(peer, 3.0))
+
         (message,) = make(known)
         assert (message.peer, message.peer_wait_s) == (f"peer {known}", 3.0)
         for peer in ("169.254.169.254:80", "disk", "", f"peer {known}"):
@@ -232,10 +229,10 @@ def storm(seed: int, num_steps: int) -> dict[str, int]:
 
 def test_random_engines_that_share_blocks_keep_every_invariant_and_every_token():
     total: dict[str, int] = {}
-    for seed in range(12):
+    for seed in range(8):
         for name, count in storm(seed, num_steps=150).items():
             total[name] = total.get(name, 0) + count
-    assert total["finished"] > 300 and total["aborted"] > 10 and total["from peers"] > 100
+    assert total["finished"] > 200 and total["aborted"] > 10 and total["from peers"] > 100
 
 
 @pytest.mark.slow

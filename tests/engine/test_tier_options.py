@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, engine_config
 from penstock.engine.llm import LLM
 from penstock.engine.options import add_engine_options, engine_options
 from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.server.tier_metrics import tier_families
 from penstock.executor.protocol import ExecutorError
+from tests.cache.peer_rig import free_addresses, until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 PROMPTS = [[number, *range(40)] for number in range(8)]
@@ -64,6 +66,13 @@ def test_sizes_are_numbers_or_texts(folder, size):
         ({"kv_disk_path": "somewhere"}, "kv_disk_bytes: how much of 'somewhere'"),
         ({"kv_disk_bytes": "1GiB"}, "kv_disk_path: kv_disk_bytes is 1073741824"),
         ({"kv_disk_path": 7, "kv_disk_bytes": "1GiB"}, "kv_disk_path"),
+        ({"kv_peers": "127.0.0.1:9100"}, "kv_peers: '127.0.0.1:9100' given; a list"),
+        ({"kv_peers": ["127.0.0.1:9100"] * 2}, "kv_peers: .* different HOST:PORT"),
+        ({"kv_peers": ["127.0.0.1"]}, "kv_peers: '127.0.0.1' given; HOST:PORT"),
+        ({"kv_peer_listen": "127.0.0.1:0"}, "kv_peer_listen: port 0 given"),
+        ({"kv_peers": ["10.0.0.5:9100"]}, "kv_peer_secret_file: needed for 10.0.0.5:9100"),
+        ({"kv_peer_listen": "0.0.0.0:9100"}, "PENSTOCK_KV_PEER_SECRET"),
+        ({"kv_peer_listen": "127.0.0.1:9100", "kv_peer_secret_file": "/nowhere"}, "kv_peer_secret_file: '/nowhere'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(folder, options, message):
@@ -119,3 +128,45 @@ def test_the_command_line_has_the_same_options():
     add_engine_options(parser)
     args = parser.parse_args(["--kv-host-bytes", "8GiB", "--kv-disk-path", "d", "--kv-disk-bytes", "1TB"])
     assert engine_options(args) == {"kv_host_bytes": 2**33, "kv_disk_path": "d", "kv_disk_bytes": 10**12}
+
+
+def test_ranks_on_several_hosts_cannot_be_peers(folder):
+    with pytest.raises(ConfigError, match="executor: 'ray' given"):
+        engine_config(str(folder), {"executor": "ray", "kv_peers": ["127.0.0.1:9100"]})
+
+
+def test_peers_on_the_command_line_are_the_same_options(folder, monkeypatch):
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    words = "--kv-peer a:1 --kv-peer b:2 --kv-peer-listen 0.0.0.0:9100 --kv-peer-secret-file secret"
+    options = engine_options(parser.parse_args(words.split()))
+    assert options == {"kv_peers": ["a:1", "b:2"], "kv_peer_listen": "0.0.0.0:9100", "kv_peer_secret_file": "secret"}
+    del options["kv_peer_secret_file"]
+    monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
+    config = engine_config(str(folder), options).executor
+    assert (config.kv_peers, config.kv_peer_listen) == (("a:1", "b:2"), "0.0.0.0:9100")
+    assert "long enough" not in repr(config)
+
+
+def test_a_port_that_is_taken_is_refused_by_name_and_memory_for_peers_is_shown(folder):
+    (address,) = free_addresses(1)
+    with oracle(folder, kv_peer_listen=address) as llm:
+        assert llm.info.memory["for peers"] == 128 * 2**20 and llm.info.host_slots > 1000
+        with pytest.raises(ExecutorError, match=f"kv_peer_listen: '{address}', port .* for rank 0: Address already"):
+            oracle(folder, kv_peer_listen=address)
+
+
+def test_metrics_of_all_peers_stand_under_one_tier(folder):
+    first, second = free_addresses(2)
+    with oracle(folder, kv_peer_listen=first) as llm, oracle(folder, kv_peer_listen=second, kv_peers=[first]) as other:
+        tokens(llm)
+        llm._running().settle()
+        until(lambda: len(other._running().executor._transfers._stores[f"peer {first}"]) == 16, "all is announced")
+        assert cached(other) == [32] * 8
+        until(lambda: other.generate([1], GREEDY, use_tqdm=False) and other.get_metrics()["kv_peer_hits"], "figures")
+        metrics = other.get_metrics()
+        assert metrics["kv_peer_hit_tokens"] == metrics["kv_peer_hits"] * 16 == 256
+        assert metrics["kv_peer_is_open"] == 1 and metrics["kv_peer_served_blocks"] == 0
+        families = {family.name: family for family in tier_families(other._running().stats().tiers, "m")}
+        (sample,) = families["penstock:kv_tier_is_open"].samples
+        assert sample.labels == {"model_name": "m", "tier": "peer"} and sample.value == 1
