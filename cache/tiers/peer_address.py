@@ -14,7 +14,8 @@ class Address(NamedTuple):
 
     def of_rank(self, rank: int) -> str:
         """Where one rank's tiers are: each listens on a port of its own."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = {"localhost": "127.0.0.1"}.get(self.host, self.host)  # to listen takes a number
+        host = f"[{host}]" if ":" in host else host
         return f"tcp://{host}:{self.port + rank}"
 
     @property

@@ -1,0 +1,73 @@
+"""Two servers that share blocks, each with a core process of its own: prefill on one, answer on the other."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.engine.client import AsyncEngine
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.executor.protocol import ExecutorConfig
+from tests.cache.peer_rig import free_addresses
+from tests.engine.server.fake import EOS, byte_tokenizer
+from tests.engine.server.running import Running, running, until
+
+PROMPT = "a prompt that is computed elsewhere " * 20 + "."
+
+
+def engine(**options: object) -> AsyncEngine:
+    shape = {"kind": "oracle", "max_model_len": 2000, "hf_overrides": {"vocab_size": 256}, "kv_host_bytes": 2**22}
+    config = EngineConfig(executor=ExecutorConfig(**shape, **options), scheduler=SchedulerConfig())
+    return AsyncEngine(config, eos_ids=[EOS], text_stream=byte_tokenizer().stream)
+
+
+@pytest.fixture
+def pair(monkeypatch) -> Iterator[tuple[Running, Running, str]]:
+    monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
+    (address,) = free_addresses(1)
+    with running(engine(kv_peer_listen=address)) as prefill, running(engine(kv_peers=(address,))) as decode:
+        yield prefill, decode, address
+
+
+def cached(answer: dict) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_prompt_that_was_computed_on_one_server_is_read_by_the_other(pair):
+    prefill, decode, address = pair
+    asked = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "return_token_ids": True}
+    until(lambda: is_connected(decode))
+    first = prefill.complete(**asked | {"max_tokens": 1}).json()
+    answer = decode.complete(**asked, kv_transfer_params={"peer": address, "wait_s": 30}).json()
+    again = prefill.complete(**asked).json()
+    assert cached(first) == 0 and cached(answer) == cached(again) == len(PROMPT) // 16 * 16
+    assert answer["choices"][0]["token_ids"] == again["choices"][0]["token_ids"]
+    refused = decode.complete(**asked, kv_transfer_params={"peer": "169.254.169.254:80"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_transfer_params.peer"
+    assert "none of this engine's --kv-peer" in refused.json()["error"]["message"]
+
+
+def is_connected(server: Running) -> bool:
+    server.complete(max_tokens=1)  # an idle core hears of nothing
+    return 'kv_tier_is_open{model_name="tiny",tier="peer"} 1.0' in server.http.get("/metrics").text
+
+
+def test_chat_takes_the_same_hint(pair):
+    _, decode, address = pair
+    assert decode.chat(max_tokens=1, kv_transfer_params={"peer": address}).status_code == 200
+    assert decode.chat(max_tokens=1, kv_transfer_params={"peer": "a:1"}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"peer": "localhost:1", "wait_s": 601}, "wait_s"),
+        ({"peer": ""}, "kv_transfer_params"),
+        ({}, "peer"),
+        ({"peer": "a:1", "secret": "x"}, "secret"),
+        ("a:1", "kv_transfer_params"),
+    ],
+)
+def test_what_a_request_cannot_say_of_peers_is_refused(params, message):
+    with running() as server:
+        answer = server.complete(max_tokens=1, kv_transfer_params=params)
+        assert answer.status_code == 400 and message in answer.json()["error"]["message"]
