@@ -50,16 +50,17 @@ def chat_and_live(browser: Any, folder: Path) -> None:
 
 
 def fleet(browser: Any, folder: Path) -> None:
-    with mock_replicas(3, prefill_tps=4000, inter_token_s=0.02) as replicas:
-        with running_router(*(each.url for each in replicas), tokenizes=True) as router:
-            url = f"http://127.0.0.1:{router.port}"
-            with visit(browser, url, color_scheme="light", viewport=SIZE) as page:
-                for number in range(40):
-                    threading.Thread(target=ask, args=(url, number % 9)).start()
-                    page.wait_for_timeout(150)
-                page.wait_for_timeout(1000)
-                page.screenshot(path=folder / "page-fleet.png")
-                until(lambda: router.fleet.num_under_way == 0, 60)
+    with (
+        mock_replicas(3, prefill_tps=4000, inter_token_s=0.02) as replicas,
+        running_router(*(each.url for each in replicas), tokenizes=True) as router,
+        visit(browser, f"http://127.0.0.1:{router.port}", color_scheme="light", viewport=SIZE) as page,
+    ):
+        for number in range(40):
+            threading.Thread(target=ask, args=(f"http://127.0.0.1:{router.port}", number % 9)).start()
+            page.wait_for_timeout(150)
+        page.wait_for_timeout(1000)
+        page.screenshot(path=folder / "page-fleet.png")
+        until(lambda: router.fleet.num_under_way == 0, 60)
 
 
 def ask(url: str, number: int) -> None:
