@@ -6,7 +6,6 @@ answer over the latter. executor/crew.py watches them and executor/ranked.py run
 """
 
 import faulthandler
-import ipaddress
 import os
 import queue
 import socket
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple, NoReturn
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -31,6 +29,8 @@ try:
     from ray.exceptions import GetTimeoutError, RayActorError, RayError
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    from penstock.executor.cluster import join
 except ImportError as error:
     raise ExecutorError("executor: 'ray' needs the package ray: pip install 'penstock[ray]'") from error
 
@@ -51,7 +51,7 @@ def open_ray(
     deadline_s: Callable[[int], float] = step_deadline_s,
 ) -> RankedExecutor:
     """Find room in the cluster for all ranks, start them, and wait until each has loaded its part of the model."""
-    connect(config)
+    join(None, config.ray_allow_open_dashboard, log_to_driver=True)
     ranks = Ranks.start(config, progress)
     try:
         here = ray.get_runtime_context().get_node_id()
@@ -65,34 +65,6 @@ def open_ray(
     remote = [rank for rank in range(len(workers)) if rank not in local]
     crew = Crew(list(workers), Voices(hub, workers, ranks))
     return RankedExecutor(crew, Spread(hub, ring, remote), progress, deadline_s)
-
-
-def connect(config: ExecutorConfig) -> None:
-    """Join the running cluster; refuse one that anybody on the network can give jobs to."""
-    try:
-        context = ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), ignore_reinit_error=True, log_to_driver=True)
-    except (ConnectionError, ValueError, RayError) as error:
-        raise ExecutorError(
-            f"executor: no Ray cluster can be reached ({error}); start one with `ray start --head`, "
-            "or name it in RAY_ADDRESS"
-        ) from error
-    url = context.dashboard_url
-    if url and is_open(url) and not config.ray_allow_open_dashboard:
-        raise ExecutorError(
-            f"executor: Ray's dashboard at {url} takes jobs from anybody who can reach it. Start Ray with "
-            "--dashboard-host 127.0.0.1 or with RAY_AUTH_MODE=token; or say ray_allow_open_dashboard"
-        )
-
-
-def is_open(dashboard: str) -> bool:
-    """Whether a dashboard at this address can be used from other machines, without a token."""
-    host = urlsplit(dashboard if "//" in dashboard else f"//{dashboard}").hostname or ""
-    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
-        return False
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host != "localhost"
 
 
 class Ranks:

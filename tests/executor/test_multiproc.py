@@ -18,6 +18,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
 from tests.executor.small_models import folder, greedy
 from tests.executor.test_models import prompts
+from tests.programs import lives
 
 
 def config_of(case: str, ranks: int, **options: object) -> ExecutorConfig:
@@ -183,16 +184,9 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent.wait()
     parent.stdout.close()
     until = time.monotonic() + 20
-    while any(_lives(pid) for pid in pids) and time.monotonic() < until:
+    while any(lives(pid) for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not any(_lives(pid) for pid in pids)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+    assert not any(lives(pid) for pid in pids)
 
 
 def test_closing_ends_every_process_with_code_0_and_leaves_no_thread() -> None:

@@ -3,19 +3,15 @@
 The driver is a process of its own (ray_driver.py), as in service, so that it can be killed.
 """
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.executor.small_models import folder, greedy
-from tests.executor.test_multiproc import _lives
+from tests.programs import Program, all_gone
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
 
@@ -23,50 +19,9 @@ HERE = Path(__file__).parent
 PROMPT, COUNT = [5, 6, 7, 8, 9], 12  # what ray_driver.py asks
 
 
-class Program:
-    """A Python program that prints a line of JSON for everything it has to say."""
-
-    def __init__(self, name: str, *arguments: str, before: Sequence[str] = (), **environment: str) -> None:
-        """`before`: the words of a command that runs it."""
-        self.process = subprocess.Popen(
-            [*before, sys.executable, str(HERE / name), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", ".", *sys.path]), **environment},
-        )
-
-    def line(self, mark: str) -> str:
-        """The next line that begins like this; Ray prints others in between."""
-        assert self.process.stdout is not None
-        while line := self.process.stdout.readline():
-            if line.startswith(mark):
-                return line.strip()
-        raise AssertionError("the program ended without a word")
-
-    def heard(self) -> dict:
-        return json.loads(self.line("{"))
-
-    def tell(self, word: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-
-    def end(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(15)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Program]:
-    cluster = Program("ray_cluster.py")
+    cluster = Program(HERE / "ray_cluster.py")
     cluster.address = cluster.heard()["address"]  # type: ignore[attr-defined]
     yield cluster
     cluster.end()
@@ -83,15 +38,8 @@ def drivers(cluster: Program) -> Iterator[list[Program]]:
 
 def start(cluster: Program, drivers: list[Program], ranks: int) -> Program:
     address = cluster.address  # type: ignore[attr-defined]
-    drivers.append(Program("ray_driver.py", str(folder("llama")), str(ranks), RAY_ADDRESS=address))
+    drivers.append(Program(HERE / "ray_driver.py", str(folder("llama")), str(ranks), RAY_ADDRESS=address))
     return drivers[-1]
-
-
-def all_gone(pids: list[int], timeout_s: float = 30.0) -> bool:
-    until = time.monotonic() + timeout_s
-    while any(map(_lives, pids)) and time.monotonic() < until:
-        time.sleep(0.1)
-    return not any(map(_lives, pids))
 
 
 def test_two_nodes_give_the_tokens_of_one_process_and_end_when_told(cluster: Program, drivers: list[Program]) -> None:
@@ -153,7 +101,7 @@ def test_a_lost_node_ends_the_executor_by_the_name_of_its_rank(cluster: Program,
 def test_a_dashboard_that_takes_jobs_from_the_network_is_refused(
     url: str, token: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.executor.ray import is_open
+    from penstock.executor.cluster import is_open
 
     monkeypatch.setenv("RAY_AUTH_MODE", token)
     assert is_open(url) == is_refused

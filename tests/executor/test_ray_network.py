@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.executor.small_models import folder, greedy
-from tests.executor.test_ray import COUNT, PROMPT, Program, all_gone
+from tests.executor.test_ray import COUNT, HERE, PROMPT
+from tests.programs import Program, all_gone
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
 pytestmark = [
@@ -112,7 +113,7 @@ def node(space: str, command: list[str]) -> "subprocess.Popen[str]":
 def driver(cluster: str) -> Iterator[Program]:
     """The executor's program on the first node."""
     before = ["ip", "netns", "exec", FIRST]
-    program = Program("ray_driver.py", str(folder("llama")), "2", before=before, RAY_ADDRESS=cluster, **TOKEN)
+    program = Program(HERE / "ray_driver.py", str(folder("llama")), "2", before=before, RAY_ADDRESS=cluster, **TOKEN)
     yield program
     program.process.kill()
     program.end()
