@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -21,7 +22,6 @@ import uvloop
 from penstock.engine.client import AsyncEngine, EngineDead
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core import EngineCore
-from penstock.engine.http.listen import bind_socket
 from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.config import ServerConfig, resolve
 from penstock.engine.server.serve import serve
@@ -94,7 +94,7 @@ class MockEngine(AsyncEngine):
             self._tell_cache()
 
 
-async def replica(options: argparse.Namespace, port: int, report: int) -> int:
+async def replica(options: argparse.Namespace, server: ServerConfig, announce: Callable[[str], None]) -> int:
     config = engine_config(
         "oracle",
         {
@@ -115,18 +115,23 @@ async def replica(options: argparse.Namespace, port: int, report: int) -> int:
         text_stream=tokenizer.stream,
     )
     await engine.start()
-    server = resolve(
-        ServerConfig(port=port, served_model_names=tuple(options.model), api_keys=tuple(options.api_key)), {}
-    )
-    sock = bind_socket(server.host, port)
-
-    def announce(url: str) -> None:
-        os.write(report, f"{sock.getsockname()[1]} {os.getpid()}\n".encode())
-
     try:
-        return await serve(engine, tokenizer, line_template(), server, sock=sock, on_listening=announce)
+        return await serve(engine, tokenizer, line_template(), server, on_listening=announce)
     finally:
         await engine.close()
+
+
+def report(url: str) -> None:
+    os.write(sys.stdout.fileno(), f"{url.rpartition(':')[2]} {os.getpid()}\n".encode())
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prefill-tps", type=float, default=1e6)
+    parser.add_argument("--inter-token-s", type=float, default=0.0)
+    parser.add_argument("--kv-tokens", type=int, default=1 << 20)
+    parser.add_argument("--max-model-len", type=int, default=65536)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-queued", type=int, default=4096)
 
 
 def main() -> None:
@@ -135,12 +140,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0, help="of a single replica")
     parser.add_argument("--model", nargs="+", default=[MODEL])
     parser.add_argument("--api-key", action="append", default=[])
-    parser.add_argument("--prefill-tps", type=float, default=1e6)
-    parser.add_argument("--inter-token-s", type=float, default=0.0)
-    parser.add_argument("--kv-tokens", type=int, default=1 << 20)
-    parser.add_argument("--max-model-len", type=int, default=65536)
-    parser.add_argument("--max-num-seqs", type=int, default=256)
-    parser.add_argument("--max-queued", type=int, default=4096)
+    add_engine_arguments(parser)
     options = parser.parse_args()
     children = []
     for _ in range(options.count):
@@ -149,7 +149,9 @@ def main() -> None:
             os.close(0)
             code = 1
             try:
-                code = uvloop.run(replica(options, options.port, sys.stdout.fileno()))
+                keys = tuple(options.api_key)
+                server = ServerConfig(port=options.port, served_model_names=tuple(options.model), api_keys=keys)
+                code = uvloop.run(replica(options, resolve(server, {}), report))
             finally:
                 os._exit(code)
         children.append(pid)
