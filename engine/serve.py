@@ -73,19 +73,25 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     files = resolve_model(args.model, need_weights=options.get("load_format") != "dummy")
     engine = engine_config(str(files.path), options)
-    server = _server_config(args, files)
+    server = _server_config(args, files.name, _default_sampling(files))
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args.chat_template))
 
 
-def _server_config(args: argparse.Namespace, files: ModelFiles) -> ServerConfig:
+def check(args: argparse.Namespace) -> None:
+    """Refuse what can be refused without the model's files."""
+    engine_config(args.model or DEFAULT_NAME, engine_options(args))
+    _server_config(args, args.model or DEFAULT_NAME, {})
+
+
+def _server_config(args: argparse.Namespace, name: str, default_sampling: dict[str, Any]) -> ServerConfig:
     config = ServerConfig(
         host=args.host,
         port=args.port,
         api_keys=tuple(args.api_key),
-        served_model_names=tuple(args.served_model_name or (files.name,)),
-        default_sampling=_default_sampling(files),
+        served_model_names=tuple(args.served_model_name or (name,)),
+        default_sampling=default_sampling,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         constrain_auto_tools=args.constrain_auto_tools,

@@ -1,4 +1,8 @@
-"""How a child process lives exactly as long as its parent. It knows nothing else of ours."""
+"""How a child process lives exactly as long as its parent. It knows nothing else of ours.
+
+`python -m penstock.executor.lifeline PARENT COMMAND…` becomes COMMAND, tied to that parent: for those that start a
+program from a process with many threads, where no code of ours may run between fork and exec.
+"""
 
 import ctypes
 import os
@@ -17,3 +21,8 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
         os._exit(1)
+
+
+if __name__ == "__main__":
+    die_with(int(sys.argv[1]))
+    os.execvp(sys.argv[2], sys.argv[2:])  # the kernel's promise outlives this

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """RouteError is the user's to mend, and one line on stderr."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
-    config = resolve(_config(args), os.environ)
+    config = check(args)
     from penstock.router.workers import run_workers
 
     try:
@@ -69,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
         raise RouteError(f"port: {error.strerror or error}") from None
     with sock:
         return run_workers(config, sock) if config.workers > 1 else run_one(config, sock)
+
+
+def check(args: argparse.Namespace) -> RouterConfig:
+    """What will run; RouteError for what cannot."""
+    return resolve(_config(args), os.environ)
 
 
 def _config(args: argparse.Namespace) -> RouterConfig:
