@@ -20,10 +20,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_version_and_the_commands_are_shown():
     assert run("--version").stdout.strip() == f"penstock {__version__}"
     shown = run("--help").stdout
-    assert all(command in shown for command in ("serve", "bench", "export"))
+    assert all(command in shown for command in ("serve", "deploy", "bench", "export"))
 
 
-@pytest.mark.parametrize("command", ["serve", "bench", "export"])
+@pytest.mark.parametrize("command", ["serve", "deploy", "bench", "export"])
 def test_every_command_has_help(command: str):
     result = run(command, "--help")
     assert result.returncode == 0 and f"usage: penstock {command}" in result.stdout
@@ -47,7 +47,7 @@ def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str,
 
 def test_an_unknown_command_lists_the_known_ones():
     result = run("frob")
-    assert result.returncode == 2 and "'serve', 'route', 'bench', 'cache', 'export'" in result.stderr
+    assert result.returncode == 2 and "'serve', 'route', 'deploy', 'bench', 'cache', 'export'" in result.stderr
 
 
 @pytest.mark.parametrize(

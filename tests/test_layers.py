@@ -23,7 +23,10 @@ MAY_IMPORT = {
     "executor": {"executor", "cache", "eplb", "_csrc"},
     "cache": {"cache", "_csrc"},
     "eplb": {"eplb"},
-    "router": {"router", "cache.keys", "engine.text", "engine.http", "_csrc"},
+    "router": {
+        *("router", "cache.keys", "engine.text", "engine.http", "_csrc"),
+        *("executor.cluster", "executor.lifeline", "executor.protocol"),  # deployments: how to join Ray, how to end
+    },
     "__init__": {"engine"},
     "cli": {*ROOMS},
 }
@@ -236,7 +239,7 @@ LIGHT = {
 }
 COMMANDS = [["--help"], ["serve", "--help"]]
 if (ROOT / "router/serve.py").exists():  # `penstock route` comes with the router's data plane
-    COMMANDS.append(["route", "--help"])
+    COMMANDS += [["route", "--help"], ["deploy", "--help"]]
 for words in COMMANDS:
     LIGHT[f"penstock {' '.join(words)}"] = f"""
 from penstock.cli import main

@@ -46,8 +46,9 @@ def _user_errors() -> tuple[type[BaseException], ...]:
     from penstock.engine.sampling_params import InvalidRequest
     from penstock.executor.protocol import ExecutorError
     from penstock.router.config import RouteError
+    from penstock.router.deploy.file import DeployError
 
-    return CacheError, EngineDead, ConfigError, ModelError, InvalidRequest, ExecutorError, RouteError
+    return CacheError, EngineDead, ConfigError, ModelError, InvalidRequest, ExecutorError, RouteError, DeployError
 
 
 def _serve() -> Command:
@@ -60,6 +61,17 @@ def _route() -> Command:
     from penstock.router import serve
 
     return serve.add_arguments, serve.run
+
+
+def _deploy() -> Command:
+    from penstock.engine import serve
+    from penstock.router import deploy
+    from penstock.router import serve as route
+    from penstock.router.deploy.file import Command as Program
+
+    replica = Program(("penstock.cli", "serve"), serve.add_arguments, serve.check)
+    router = Program(("penstock.cli", "route"), route.add_arguments, route.check)
+    return deploy.add_arguments, lambda args: deploy.run(args, replica, router)
 
 
 def _bench() -> Command:
@@ -104,6 +116,7 @@ def _run_export(args: argparse.Namespace) -> int:
 _COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "serve": ("Serve a model over an OpenAI-compatible API.", _serve),
     "route": ("Put one address in front of many servers, each request where its prefix lies.", _route),
+    "deploy": ("Run replicas and their router over a Ray cluster, as a file says.", _deploy),
     "bench": ("Measure a server or the engine itself.", _bench),
     "cache": ("Inspect, verify or clear KV blocks on a disk.", _cache),
     "export": ("Write a model as a Hugging Face folder (safetensors and tokenizer).", _export),

@@ -1,0 +1,268 @@
+"""The file of `penstock deploy`: what may stand in it, and what is made of it. Knows nothing of Ray.
+
+Own settings are the fields of the structs below. Everything else in [model] and [router] is a flag of `penstock
+serve` or `penstock route` under its own name, read by that command's own parser. The first mistake is an error that
+names the field, the value and the limit.
+"""
+
+import argparse
+import difflib
+import json
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NoReturn, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0, le=1024)]
+Amount = Annotated[float, Meta(ge=0, le=4096)]
+Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+
+KEY_VARIABLES = ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY", "PENSTOCK_BACKEND_API_KEY")
+PATHS = ("model", "tokenizer", "chat-template")  # may be given relative to the file
+
+
+class DeployError(ValueError):
+    """The file, or the cluster, cannot be used as it is; the message says what is wrong."""
+
+
+class Command(NamedTuple):
+    """A command of ours as its file in this folder needs it: started by these words, read by this parser."""
+
+    words: tuple[str, ...]
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    check: Callable[[argparse.Namespace], object]  # raises ValueError
+
+
+class Replicas(msgspec.Struct, frozen=True, kw_only=True):
+    """How many, and what each takes of its node."""
+
+    count: Annotated[int, Meta(ge=1, le=1024)] = 1
+    cpus: Amount = 1.0
+    gpus: Amount | None = None  # None: one for each rank where the cluster has GPUs
+    resources: dict[str, Annotated[float, Meta(gt=0, le=1e6)]] = {}
+    env: dict[str, str] = {}
+
+
+class Router(msgspec.Struct, frozen=True, kw_only=True):
+    cpus: Amount = 0.0
+
+
+class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+    """How a new version takes the place of an old one."""
+
+    surge: Count = 1  # replicas beyond `count` while it lasts
+    max_unavailable: Count = 0  # how many fewer than `count` may answer while it lasts
+    ready_s: Seconds = 600.0  # from the start of a replica to its first word that it is ready
+    drain_s: Seconds = 30.0  # for requests under way at a replica that leaves
+
+
+class Restart(msgspec.Struct, frozen=True, kw_only=True):
+    """What happens to a replica, or a router, that dies."""
+
+    limit: Count = 5  # starts in a row that end before `stable_s`; then it is left alone
+    pause_s: Seconds = 1.0  # before the first of them; doubled for each, up to 30 s
+    stable_s: Seconds = 60.0
+
+
+class Template(msgspec.Struct, frozen=True, kw_only=True):
+    """What makes a replica; another template is another version."""
+
+    words: tuple[str, ...]
+    cpus: float
+    gpus: float | None
+    num_ranks: int
+    resources: dict[str, float]
+    env: dict[str, str]
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    count: int
+    template: Template
+    router_words: tuple[str, ...]
+    router_cpus: float
+    rollout: Rollout
+    restart: Restart
+
+
+def read(path: Path, serve: Command, route: Command) -> Deployment:
+    try:
+        given = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise DeployError(f"{path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DeployError(f"{path}: not TOML: {error}") from None
+    try:
+        return _deployment(given, path.resolve().parent, serve, route)
+    except DeployError as error:
+        raise DeployError(f"{path}: {error}") from None
+
+
+def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Command) -> Deployment:
+    tables = ("model", "replicas", "router", "rollout", "restart")
+    for key in given:
+        if key not in ("name", *tables):
+            raise _unknown(key, ["name", *tables])
+    model, replicas, router, rollout, restart = (_table(given, name) for name in tables)
+    name = _field("name", given.get("name", "penstock"), Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9-]{0,39}$")])
+    size = _own(Replicas, "replicas", replicas)
+    how = _own(Rollout, "rollout", rollout)
+    if how.surge + how.max_unavailable < 1:
+        raise DeployError("rollout.surge: 0 given, and max-unavailable is 0 too; one of them must be at least 1")
+    if how.max_unavailable > size.count:
+        raise DeployError(f"rollout.max-unavailable: {how.max_unavailable} given; at most replicas.count, {size.count}")
+    for variable in KEY_VARIABLES:
+        if variable in size.env:
+            raise DeployError(f"replicas.env.{variable}: keys are not written here; set it where deploy is started")
+    flags = Flags("model", serve, folder, ("host", "port", "api-key", "drain-timeout"))
+    engine = flags.read({key: value for key, value in model.items() if key != "model"}, model.get("model"))
+    room = _own(Router, "router", {"cpus": router["cpus"]} if "cpus" in router else {})
+    edge = Flags(
+        "router",
+        route,
+        folder,
+        ("backend", "api-key", "admin-api-key", "backend-api-key", "drain-timeout"),
+        tuple(Router.__struct_fields__),
+    ).read({key: value for key, value in router.items() if key != "cpus"})
+    return Deployment(
+        name=name,
+        count=size.count,
+        template=Template(
+            words=(*serve.words, *engine.words),
+            cpus=size.cpus,
+            gpus=size.gpus if engine.options.device != "cpu" and engine.options.executor != "ray" else size.gpus or 0,
+            num_ranks=engine.options.tensor_parallel_size or 1,
+            resources=size.resources,
+            env=size.env,
+        ),
+        router_words=(*route.words, *edge.words),
+        router_cpus=room.cpus,
+        rollout=how,
+        restart=_own(Restart, "restart", restart),
+    )
+
+
+class Read(NamedTuple):
+    words: tuple[str, ...]
+    options: argparse.Namespace
+
+
+class Flags:
+    """A command's flags as the keys of a table; those that `deploy` sets itself are refused."""
+
+    def __init__(
+        self, table: str, command: Command, folder: Path, kept: tuple[str, ...], others: tuple[str, ...] = ()
+    ) -> None:
+        self._table, self._command, self._folder, self._kept = table, command, folder, kept
+        self._others = others  # keys of the table that are no flags
+        self._parser = _Parser(prog=table, add_help=False, allow_abbrev=False)
+        command.add_arguments(self._parser)
+        self._actions = {
+            word[2:]: action
+            for action in self._parser._actions
+            for word in action.option_strings
+            if word.startswith("--")
+        }
+
+    def read(self, given: Mapping[str, Any], model: Any = None) -> Read:
+        words = [] if model is None else [self._path("model", _field(f"{self._table}.model", model, str))]
+        for key in sorted(given):
+            words += self._words(key, given[key])
+        self._parser.error_prefix = self._table
+        options = self._parser.parse_args(words)
+        try:
+            self._command.check(options)
+        except ValueError as error:
+            raise DeployError(f"{self._table}.{error}") from None
+        return Read(tuple(words), options)
+
+    def _words(self, key: str, value: Any) -> list[str]:
+        name = f"{self._table}.{key}"
+        if key in self._kept:
+            raise DeployError(f"{name}: deploy sets this itself{_INSTEAD.get(key, '')}")
+        action = self._actions.get(key)
+        if action is None or key.startswith("no-"):
+            known = [each for each in self._actions if each not in self._kept and not each.startswith("no-")]
+            raise _unknown(name, [f"{self._table}.{each}" for each in (*known, *self._others)])
+        if action.nargs == 0:  # a switch
+            return [f"--{key}" if _field(name, value, bool) else self._off(key)]
+        if isinstance(action, argparse._AppendAction) or action.nargs == "+":
+            values = _field(name, value if isinstance(value, list) else [value], list[str])
+            return [f"--{key}", *values] if action.nargs == "+" else [f"--{key}={each}" for each in values]
+        if action.type in (int, float):
+            return [f"--{key}={_field(name, value, action.type)}"]
+        if isinstance(value, dict):
+            return [f"--{key}={json.dumps(value)}"]
+        text = str(value) if isinstance(value, int) and not isinstance(value, bool) else _field(name, value, str)
+        return [f"--{key}={self._path(key, text)}"]
+
+    def _off(self, key: str) -> str:
+        if f"no-{key}" not in self._actions:
+            raise DeployError(f"{self._table}.{key}: false given; leave the key out, it is off unless it is true")
+        return f"--no-{key}"
+
+    def _path(self, key: str, text: str) -> str:
+        """Replicas run elsewhere: what lies beside the file is named by its whole path."""
+        beside = self._folder / text
+        return str(beside) if key in PATHS and beside.exists() else text
+
+
+_INSTEAD = {
+    "api-key": "; clients' key is PENSTOCK_API_KEY, set where deploy is started",
+    "backend": "; replicas.count says how many there are",
+    "drain-timeout": "; rollout.drain-s says it",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what argparse says as an error of the file."""
+
+    error_prefix = ""
+
+    def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ").removeprefix("--")
+        raise DeployError(f"{self.error_prefix}.{message}")
+
+
+def _table(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Keys are written with dashes, as flags are; underscores are taken as well."""
+    table = given.get(name, {})
+    if not isinstance(table, dict):
+        raise DeployError(f"{name}: {table!r} given; a table is expected: [{name}]")
+    keys: dict[str, Any] = {}
+    for key, value in table.items():
+        if (dashed := key.replace("_", "-")) in keys:
+            raise DeployError(f"{name}.{dashed}: given twice, with '-' and with '_'")
+        keys[dashed] = value
+    return keys
+
+
+def _own(kind: Any, table: str, given: Mapping[str, Any]) -> Any:
+    types = get_type_hints(kind, include_extras=True)
+    known = [name.replace("_", "-") for name in types]
+    for key in given:
+        if key not in known:
+            raise _unknown(f"{table}.{key}", [f"{table}.{each}" for each in known])
+    return kind(
+        **{
+            (name := key.replace("-", "_")): _field(f"{table}.{key}", value, types[name])
+            for key, value in given.items()
+        }
+    )
+
+
+def _field(name: str, value: Any, kind: Any) -> Any:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        said = str(error)
+        raise DeployError(f"{name}: {value!r} given; {said[0].lower()}{said[1:]}") from None
+
+
+def _unknown(name: str, known: list[str]) -> DeployError:
+    near = difflib.get_close_matches(name, known, 1, 0.75)
+    hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known))}"
+    return DeployError(f"{name}: there is no such key; {hint}")
