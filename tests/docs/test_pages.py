@@ -1,0 +1,95 @@
+"""The pages: what they say of flags, files and commands is so."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from penstock import cli
+from tests.docs.configuration import PAGE, page, parsers
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_of_flags_is_what_the_commands_say() -> None:
+    text = PAGE.read_text()
+    assert page(text) == text, "run: python -m tests.docs.configuration"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    targets = [target for target in LINK.findall(path.read_text()) if "://" not in target]
+    assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+def test_every_page_is_linked_from_another_one() -> None:
+    texts = {path: path.read_text() for path in PAGES}
+    alone = [
+        path.name
+        for path in PAGES
+        if path.parent.name == "docs" and not any(path.name in text for other, text in texts.items() if other != path)
+    ]
+    assert alone == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_files_that_are_named_exist(path: Path) -> None:
+    named = set(
+        re.findall(r"`((?:engine|executor|cache|router|eplb|csrc|tests|benchmarks)/[\w/.]+\.\w+)", path.read_text())
+    )
+    assert sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_python_that_is_shown_compiles(path: Path) -> None:
+    for language, code in BLOCK.findall(path.read_text()):
+        if language == "python":
+            compile(code, path.name, "exec")
+
+
+def shown_commands(path: Path) -> list[str]:
+    """The lines of code blocks that begin with `penstock`, without what stands behind them as a comment."""
+    lines = []
+    for language, code in BLOCK.findall(path.read_text()):
+        if language in ("", "sh", "bash"):
+            lines += [line for line in code.replace("\\\n", " ").splitlines() if line.startswith("penstock ")]
+    return lines
+
+
+KNOWN = dict(parsers())
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands_that_are_shown_parse(path: Path) -> None:
+    for line in shown_commands(path):
+        words = shlex.split(re.split(" {3}", line)[0], comments=True)
+        words = words[: words.index("&")] if "&" in words else words
+        if "COMMAND" in words or any(mark in line for mark in "…[|─"):
+            continue  # a summary, not a command
+        known = next((parser for name, parser in KNOWN.items() if words[: len(name.split())] == name.split()), None)
+        assert known is not None, f"{path.name}: {line}: no such command"
+        depth = len(known.prog.split())
+        try:
+            known.parse_args(words[depth:])
+        except SystemExit:
+            pytest.fail(f"{path.name}: {line} does not parse")
+
+
+def test_every_command_is_named_in_the_readme() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in cli._COMMANDS if f"penstock {name}" not in text] == []
+
+
+@pytest.mark.parametrize("command", ["penstock serve", "penstock route"])
+def test_servers_listen_to_this_machine_alone_unless_told_otherwise(command: str) -> None:
+    needed = ["--backend", "http://127.0.0.1:1"] if command == "penstock route" else []
+    assert KNOWN[command].parse_args(needed).host == "127.0.0.1"
+
+
+def test_a_flag_that_nobody_has_is_found() -> None:
+    with pytest.raises(SystemExit):
+        KNOWN["penstock serve"].parse_args(["--no-such-flag"])
