@@ -46,6 +46,7 @@ class Move:
     """One layer's experts on their way into this rank's spare memory."""
 
     layer: int
+    errands: list[tuple[int, int, list[int]]]  # expert, slot that has it, slots of one rank that want it
     arrivals: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # own slot → what it will hold
     state: int = RUNNING
 
@@ -69,6 +70,7 @@ class Rebalancer:
         self._is_planning = False  # on all ranks: the first one is at it
         self._proposal: Proposal | None = None
         self._target: Plan | None = None
+        self._rows = np.empty((0, 4), np.int64)  # the transfers from what held when the target came
         self._pending: list[int] = []  # layers that are still to be moved, in order
         self._move: Move | None = None
         self._is_over = False  # transfers cannot be trusted any more
@@ -149,6 +151,7 @@ class Rebalancer:
         phy2log, weight = told[1:].cpu().numpy().reshape(2, *self._plan.phy2log.shape)
         self._target = self._plan.with_(phy2log, weight)
         self._agree_on(self._target)
+        self._rows = transfers(self._plan, self._target, self._plan.ranks)
         changed = (self._target.phy2log != self._plan.phy2log) | (self._target.weight != self._plan.weight)
         self._pending = np.flatnonzero(changed.any(1)).tolist()
         self._start_next()
@@ -188,29 +191,28 @@ class Rebalancer:
             self._note(num_rebalances=self._news.num_rebalances + 1)
             return
         assert self._target is not None
-        self._move = Move(self._pending.pop(0))
-        threading.Thread(target=self._bring, args=(self._move, self._target), daemon=True).start()
+        layer = self._pending.pop(0)
+        self._move = Move(layer, self._errands(layer))
+        threading.Thread(target=self._bring, args=(self._move,), daemon=True).start()
 
-    def _bring(self, move: Move, target: Plan) -> None:
+    def _bring(self, move: Move) -> None:
         """In a thread: fill the spare memory with what this rank's slots of the layer will hold."""
         try:
-            for expert, source, slots in self._errands(move.layer, target):
+            for expert, source, slots in move.errands:
                 self._run(move, expert, source, slots)
             move.state = ARRIVED
         except CollectiveError:
             move.state = FAILED
 
-    def _errands(self, layer: int, target: Plan) -> Iterator[tuple[int, int, list[int]]]:
-        """(expert, slot that has it, slots of one rank that want it), in an order that all ranks share: two ranks
-        that exchange experts meet at the same one first."""
-        rows = transfers(self._plan, target, self._plan.ranks)
-        rows = rows[rows[:, 0] == layer]
+    def _errands(self, layer: int) -> list[tuple[int, int, list[int]]]:
+        """What has to be done for a layer, in an order that all ranks share: two ranks that exchange experts meet at
+        the same one first."""
+        first, end = np.searchsorted(self._rows[:, 0], (layer, layer + 1))
         depth = self._plan.slots_per_rank
         wanted: dict[tuple[int, int], tuple[int, list[int]]] = {}
-        for _, expert, source, slot in rows.tolist():
+        for _, expert, source, slot in self._rows[first:end].tolist():
             wanted.setdefault((slot // depth, expert), (source, []))[1].append(slot)
-        for (_, expert), (source, slots) in sorted(wanted.items()):
-            yield expert, source, slots
+        return [(expert, source, slots) for (_, expert), (source, slots) in sorted(wanted.items())]
 
     def _run(self, move: Move, expert: int, source: int, slots: list[int]) -> None:
         depth = self._plan.slots_per_rank
@@ -243,21 +245,19 @@ class Rebalancer:
         experts = self._layers[move.layer]
         for slot, arrived in move.arrivals.items():
             for tensor, new in zip(experts.slots[slot].tensors(), arrived, strict=True):
-                tensor.copy_(new)
+                put_in_place(tensor, new)
         experts.replace(self._target, move.layer)
-        self._count_moved(move.layer)
+        self._count_moved(move)
         phy2log, weight = self._plan.phy2log.copy(), self._plan.weight.copy()
         phy2log[move.layer], weight[move.layer] = self._target.phy2log[move.layer], self._target.weight[move.layer]
         self._plan = self._plan.with_(phy2log, weight)
         self._start_next()
 
-    def _count_moved(self, layer: int) -> None:
-        assert self._target is not None
+    def _count_moved(self, move: Move) -> None:
         depth = self._plan.slots_per_rank
-        errands = list(self._errands(layer, self._target))
-        remote = sum(source // depth != slots[0] // depth for _, source, slots in errands)
+        remote = sum(source // depth != slots[0] // depth for _, source, slots in move.errands)
         self._note(
-            num_moved=self._news.num_moved + sum(len(slots) for _, _, slots in errands),
+            num_moved=self._news.num_moved + sum(len(slots) for _, _, slots in move.errands),
             moved_bytes=self._news.moved_bytes + remote * self._expert_bytes,
         )
 
@@ -269,6 +269,15 @@ def _shares(load: np.ndarray) -> bytes:
     """Of [layers, parts], what each part has of the whole."""
     by_part = load.sum(axis=0)
     return (by_part / max(by_part.sum(), 1e-9)).astype("<f4").tobytes()
+
+
+def put_in_place(tensor: torch.Tensor, new: torch.Tensor) -> None:
+    """On the CPU the tensor takes the memory of the new one, and no step waits for a copy. On a GPU copying is quick,
+    and captured graphs know addresses."""
+    if tensor.device.type == "cpu":
+        tensor.set_(new)
+    else:
+        tensor.copy_(new)
 
 
 def refuse_unregistered(expert: Mlp) -> None:
