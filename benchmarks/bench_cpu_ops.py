@@ -23,6 +23,7 @@ from penstock.executor.kernels import Ops, cpu_ops, torch_ops
 from penstock.executor.kernels.cpu_linear import CpuLinear
 
 HIDDEN, INNER, VOCABULARY, Q_HEADS, KV_HEADS, DIM, PAGE = 576, 1536, 49152, 9, 3, 64, 16
+EXPERT = 384  # columns of an expert in the cases with experts
 CACHE_BYTES = 96 * 2**20  # three times the largest cache of the machine the figures in the docs are from
 EPS, SCALE = 1e-5, DIM**-0.5
 
@@ -144,6 +145,25 @@ def linear_cases(dtype: torch.dtype, num_threads: int) -> Iterator[Case]:
             )
 
 
+def expert_cases(dtype: torch.dtype, num_threads: int) -> Iterator[Case]:
+    """The first product of a sparse layer, 8 of 64 experts a token: all of them in one call, and one by one."""
+    linears = [CpuLinear(torch.randn(2 * EXPERT, HIDDEN).to(dtype), None, num_threads) for _ in range(64)]
+    for tokens in (1, 8, 32):
+        ids = torch.stack([torch.randperm(64)[:8] for _ in range(tokens)]).flatten()
+        chosen, counts = (found.tolist() for found in ids.unique(return_counts=True))
+        asked, x = [linears[expert] for expert in chosen], torch.randn(8 * tokens, HIDDEN).to(dtype)
+        yield Case(
+            f"experts {HIDDEN} to {2 * EXPERT}, {tokens}",
+            5,
+            lambda copy, asked=asked, counts=counts, x=x: CpuLinear.each(asked, counts, x),
+            {
+                "one by one": lambda copy, asked=asked, counts=counts, x=x: torch.cat(
+                    [linear(part) for linear, part in zip(asked, x.split(counts), strict=True)]
+                )
+            },
+        )
+
+
 def microseconds(run: Run, num_copies: int) -> float:
     """The median over the copies of one round: a stalled call says nothing about the kernel."""
     times = []
@@ -168,6 +188,7 @@ def main() -> None:
         row_cases(ours, torch_ops.OPS, dtype),
         attention_cases(ours, torch_ops.OPS, dtype),
         linear_cases(dtype, arguments.threads),
+        expert_cases(dtype, arguments.threads),
     )
     results = []
     print(f"{'':36}{'ours':>10}{'theirs':>12}   µs a call, medians, {arguments.dtype}, {arguments.threads} threads")

@@ -3,6 +3,7 @@
  * How attention is cut into jobs is in cpu_plan.c; the arithmetic is in cpu_rows.h and cpu_attention.h. */
 #include <stddef.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #include "cpu_level.h"
 #include "cpu_ops.cdef.h"
@@ -150,4 +151,46 @@ void penstock_linear(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
     int64_t cost = depth * width * (rows + PRODUCTS_PER_WORD_READ);
     int num_threads = cost < PRODUCTS_WORTH_A_FORK ? 1 : cpu->num_threads;
     spread(linear_some, &w, parts, parts / (16 * num_threads) + 1, num_threads);
+}
+
+struct linears_work {
+    const struct cpu_level *level;
+    int type;
+    const struct linear *linears;
+    const int64_t *ends; /* of each layer's parts, counted through all of them */
+};
+
+static void linears_some(const void *work, int64_t first, int64_t end, int thread) {
+    const struct linears_work *w = work;
+    int64_t before = 0;
+    for (int i = 0; first < end; before = w->ends[i++]) {
+        int64_t last = end < w->ends[i] ? end : w->ends[i];
+        if (first >= last) continue;
+        w->level->linear[w->type](w->linears + i, first - before, last - before);
+        first = last;
+    }
+}
+
+int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, int num, uintptr_t weights,
+                     uintptr_t counts, uintptr_t y, int64_t depth, int64_t width) {
+    const struct cpu_level *level = levels[cpu->level];
+    const int64_t *addresses = (const void *)weights, *rows = (const void *)counts;
+    struct linear *linears = malloc((size_t)num * (sizeof *linears + sizeof(int64_t)));
+    if (!linears) return -1;
+    int64_t *ends = (int64_t *)(linears + num), parts = 0, cost = 0, row = 0;
+    for (int i = 0; i < num; row += rows[i++]) {
+        int64_t row_parts = (rows[i] + LINEAR_ROWS - 1) / LINEAR_ROWS;
+        linears[i] = (struct linear){.x = (const uint32_t *)x + row * x_stride,
+                                     .weight = (const uint32_t *)(uintptr_t)addresses[i],
+                                     .y = (char *)y + row * width * (cpu->is_bfloat16 ? 2 : 4),
+                                     .rows = rows[i], .x_stride = x_stride, .depth = depth, .width = width,
+                                     .row_parts = row_parts};
+        ends[i] = parts += (width + level->columns - 1) / level->columns * row_parts;
+        cost += depth * width * (rows[i] + PRODUCTS_PER_WORD_READ);
+    }
+    struct linears_work w = {level, cpu->is_bfloat16, linears, ends};
+    int num_threads = cost < PRODUCTS_WORTH_A_FORK ? 1 : cpu->num_threads;
+    spread(linears_some, &w, parts, parts / (16 * num_threads) + 1, num_threads);
+    free(linears);
+    return 0;
 }

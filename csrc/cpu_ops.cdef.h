@@ -38,4 +38,8 @@ int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query
  * in depth stays together. depth and x_stride count floats or pairs. */
 void penstock_linear(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t weight, uintptr_t bias,
                      uintptr_t y, int64_t rows, int64_t depth, int64_t width);
+/* Several layers of one shape without bias: the first counts[0] rows through the first, the next through the second.
+ * weights and counts are `num` int64, every count at least 1. -1 if there is no memory for the work, else 0. */
+int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, int num, uintptr_t weights,
+                     uintptr_t counts, uintptr_t y, int64_t depth, int64_t width);
 int penstock_cpu_columns(int level);

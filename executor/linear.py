@@ -1,6 +1,7 @@
 """Matrix products with weights: the fastest form that the device offers, chosen once, when the weight arrives."""
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,14 @@ class Linear(Protocol):
 
     def tensors(self) -> list[torch.Tensor]:
         """All there is of the layer; with others in their place it is another layer of the same shape."""
+        ...
+
+    @staticmethod
+    def each(linears: Sequence[Any], counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+        """[T, in] -> [T, out]: the first counts[0] rows through the first of these layers, the next through the second.
+
+        They are alike in kind and shape, without bias, and none of the counts is 0.
+        """
         ...
 
 
@@ -31,6 +40,11 @@ class _Plain:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias)
+
+    @staticmethod
+    def each(linears: Sequence["_Plain"], counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+        parts = x.split(list(counts))
+        return torch.cat([linear(part) for linear, part in zip(linears, parts, strict=True)])
 
     def tensors(self) -> list[torch.Tensor]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]

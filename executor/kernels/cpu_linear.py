@@ -6,6 +6,8 @@ layers and 1.02 to 1.05 times at 512 (two cores of Zen 5, bfloat16, benchmarks/b
 torch's private operators.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from penstock import _csrc
@@ -43,18 +45,13 @@ class CpuLinear:
         self._bias = None if bias is None else bias.float().contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert x.dtype is self._dtype
-        per_word = self._elements_per_word
         rows = x.shape[0]
-        stride, element = x.stride()
-        if element != 1 or stride % per_word:
-            x = x.contiguous()
-            stride = x.shape[1]
+        x, stride = self._in_words(x)
         y = torch.empty((rows, self._width), dtype=self._dtype)
         self._lib.penstock_linear(
             self._cpu,
             x.data_ptr(),
-            stride // per_word,
+            stride,
             self._weight.data_ptr(),
             0 if self._bias is None else self._bias.data_ptr(),
             y.data_ptr(),
@@ -63,6 +60,40 @@ class CpuLinear:
             self._width,
         )
         return y
+
+    @staticmethod
+    def each(linears: "Sequence[CpuLinear]", counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+        """All in one call, whose threads share the work of all layers; the same bits as one by one."""
+        one = linears[0]
+        assert all(linear._bias is None and linear._weight.shape == one._weight.shape for linear in linears)
+        assert len(linears) == len(counts) and min(counts) > 0 and sum(counts) == len(x)
+        x, stride = one._in_words(x)
+        y = torch.empty((len(x), one._width), dtype=one._dtype)
+        weights = torch.tensor([linear._weight.data_ptr() for linear in linears])
+        rows = torch.tensor(counts)
+        failed = one._lib.penstock_linears(
+            one._cpu,
+            x.data_ptr(),
+            stride,
+            len(linears),
+            weights.data_ptr(),
+            rows.data_ptr(),
+            y.data_ptr(),
+            one._depth,
+            one._width,
+        )
+        if failed:
+            raise MemoryError
+        return y
+
+    def _in_words(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """x as the kernel can read it, and the words from one row to the next."""
+        assert x.dtype is self._dtype
+        stride, element = x.stride()
+        if element != 1 or stride % self._elements_per_word:
+            x = x.contiguous()
+            stride = x.shape[1]
+        return x, stride // self._elements_per_word
 
     def tensors(self) -> list[torch.Tensor]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]

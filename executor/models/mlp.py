@@ -1,5 +1,7 @@
 """The gated MLP of a layer, or of one expert. Each rank has some of its columns; the results are still to be summed."""
 
+from collections.abc import Sequence
+
 import torch
 
 from penstock.executor.kernels import Ops
@@ -29,6 +31,13 @@ class Mlp:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
         return self._down(self._activate(self._gate_up(hidden)))
+
+    @staticmethod
+    def each(mlps: "Sequence[Mlp]", counts: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]: the first counts[0] rows through the first of these, the next through the second."""
+        gate_ups, downs = [mlp._gate_up for mlp in mlps], [mlp._down for mlp in mlps]
+        gate_up = type(gate_ups[0]).each(gate_ups, counts, hidden)
+        return type(downs[0]).each(downs, counts, mlps[0]._activate(gate_up))
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self._gate_up.tensors(), *self._down.tensors()]

@@ -115,12 +115,13 @@ class Experts:
         order = slots.flatten().argsort(stable=True)  # [T * k] by slot
         counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
         out = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
-        start = sum(counts[: self._first])
-        for expert, count in zip(self.slots, counts[self._first :], strict=False):
-            if count:
-                places = order[start : start + count]
-                out.index_copy_(0, places, expert(hidden.index_select(0, places // top_k)))
-            start += count
+        start, end = self._first, self._first + len(self.slots)
+        asked = [(expert, count) for expert, count in zip(self.slots, counts[start:end], strict=True) if count]
+        if asked:
+            experts, ours = zip(*asked, strict=True)
+            before = sum(counts[:start])
+            places = order[before : before + sum(ours)]
+            out.index_copy_(0, places, Mlp.each(experts, ours, hidden.index_select(0, places // top_k)))
         # A token's experts are added in the order of its choice, so the sum does not depend on the batch.
         return (out.view(num_tokens, top_k, hidden.shape[1]) * shares[..., None]).sum(1).to(hidden.dtype)
 

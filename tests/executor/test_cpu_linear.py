@@ -42,6 +42,20 @@ def test_a_row_gets_the_same_bits_alone_among_others_and_on_two_threads(level: s
         assert torch.equal(two(x[rows]), whole[rows])
 
 
+@every_level
+@both_dtypes
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("counts", [[1], [1, 1, 1, 1], [3, 120, 1], [97, 200]], ids=str)
+def test_several_layers_in_one_call_give_the_bits_of_one_by_one(
+    level: str, dtype: torch.dtype, threads: int, counts: list[int]
+) -> None:
+    weights = random(len(counts), 300, 512, dtype=dtype, seed=1)
+    linears = [CpuLinear(weight, None, threads, level) for weight in weights]
+    x = random(sum(counts), 514, dtype=dtype, seed=2)[:, 2:]
+    one_by_one = [linear(part) for linear, part in zip(linears, x.split(counts), strict=True)]
+    assert torch.equal(CpuLinear.each(linears, counts, x), torch.cat(one_by_one))
+
+
 @both_dtypes
 def test_rows_may_be_views_of_wider_ones(dtype: torch.dtype) -> None:
     linear = CpuLinear(random(100, 64, dtype=dtype, seed=1))
