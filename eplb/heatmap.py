@@ -7,17 +7,29 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-_CELL = 8  # pixels
-_GAP = 16  # between the two halves, white
+_CELL = 16  # pixels, the last row and column of them a line
+_GAP = 16  # between the two halves and around them: dark, so that even halves, which are white, stand out
+_LINE, _GROUND = 205, 48  # greys
 # Rank load / mean of its layer: from 0 over 1 to 2 and more.
 _COLOURS = np.array([[33, 64, 154], [245, 245, 240], [178, 24, 43]], np.float64)
 
 
 def write(path: Path, before: NDArray[np.float64], after: NDArray[np.float64]) -> None:
     """Both [layers, ranks] of rank loads: blue below the layer's mean, white at it, red at twice the mean or above."""
-    halves = [np.kron(colours(half), np.ones((_CELL, _CELL, 1), np.uint8)) for half in (before, after)]
-    gap = np.full((halves[0].shape[0], _GAP, 3), 255, np.uint8)
-    path.write_bytes(png(np.concatenate([halves[0], gap, halves[1]], axis=1)))
+    layers, ranks = before.shape
+    width = ranks * _CELL
+    pixels = np.full((layers * _CELL + 2 * _GAP, 2 * width + 3 * _GAP, 3), _GROUND, np.uint8)
+    for half, left in ((before, _GAP), (after, width + 2 * _GAP)):
+        pixels[_GAP:-_GAP, left : left + width] = cells(colours(half))
+    path.write_bytes(png(pixels))
+
+
+def cells(colour: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[layers, ranks, 3] → pixels, every cell a square with a line below and to the right of it."""
+    layers, ranks, _ = colour.shape
+    squares = np.full((layers, _CELL, ranks, _CELL, 3), _LINE, np.uint8)
+    squares[:, :-1, :, :-1] = colour[:, None, :, None]
+    return squares.reshape(layers * _CELL, ranks * _CELL, 3)
 
 
 def colours(loads: NDArray[np.float64]) -> NDArray[np.uint8]:

@@ -64,8 +64,12 @@ def test_the_command_prints_tables_and_writes_an_image(tmp_path: Path, capsys: p
     assert main(["bench", "eplb", *options]) == 0
     printed = capsys.readouterr().out
     assert "Plans from scratch" in printed and "moved %" in printed and str(image) in printed
-    height, width, _ = pixels(image.read_bytes()).shape
-    assert (height, width) == (26 * 8, 2 * 8 * 8 + 16)
+    drawn = pixels(image.read_bytes())
+    assert drawn.shape == (26 * 16 + 2 * 16, 2 * 8 * 16 + 3 * 16, 3)
+    left, right = drawn[16:-16:16, 16 : 16 + 128 : 16], drawn[16:-16:16, 32 + 128 : -16 : 16]  # a corner of every cell
+    assert left.shape == right.shape == (26, 8, 3)
+    assert right.min() > 230 > 100 > left.min()  # even after, not before
+    assert (drawn[:16] == drawn[0, 0]).all() and drawn[0, 0].max() < 100  # framed: white cells stand out
     saved = json.loads(rows.read_text())
     assert len(saved["plans"]) == 6 and len(saved["moves"]) == 4
     for row in saved["plans"]:
