@@ -88,7 +88,11 @@ def _check_peers(given: dict[str, Any]) -> None:
     peers, listen = given.get("kv_peers", ()), given.get("kv_peer_listen", "")
     if not peers and not listen:
         return
-    if isinstance(peers, str) or len(set(peers)) < len(peers) or len(peers) > MAX_PEERS:
+    for name in ("kv_peer_listen", "kv_peer_secret_file"):
+        if not isinstance(given.get(name, ""), str):
+            raise ConfigError(f"{name}: {given[name]!r} given; a text is expected")
+    is_list = isinstance(peers, list | tuple) and all(isinstance(peer, str) for peer in peers)
+    if not is_list or len(set(peers)) < len(peers) or len(peers) > MAX_PEERS:
         raise ConfigError(f"kv_peers: {peers!r} given; a list of up to {MAX_PEERS} different HOST:PORT is expected")
     if given.get("executor") == "ray":
         raise ConfigError(

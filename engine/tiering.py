@@ -86,7 +86,7 @@ class Tiering:
         if request.skip_prefix_cache:
             return False
         slots, missing, num_blocks = self._chain(request.keys, self._max_pins - self._num_pins)
-        is_awaiting = self._is_awaiting(request, num_blocks, now_s)
+        is_awaiting = self._is_awaiting(request, num_blocks, now_s) and not self._are_pins_out
         if not missing and not is_awaiting:
             return False
         num_gained = num_blocks - missing[0][0] if missing else 0
@@ -116,8 +116,8 @@ class Tiering:
     def _look_again(self, request: Request, loading: Loading, now_s: float) -> None:
         room = self._max_pins - self._num_pins + len(self._pins.get(request, ())) + len(loading.wanted)
         slots, missing, num_blocks = self._chain(request.keys, room)
-        self._read(request, loading, slots, missing)
         loading.is_awaiting = self._is_awaiting(request, num_blocks, now_s)
+        self._read(request, loading, slots, missing)
 
     def _read(self, request: Request, loading: Loading, slots: list[int], missing: list[tuple[int, bytes]]) -> None:
         """Hold what is there of the chain, and start reading what is not."""
@@ -126,6 +126,7 @@ class Tiering:
         for place, key in missing:
             ticket = self.index.start_load(key)
             if ticket is None:  # no free slot: the chain is usable up to here
+                loading.is_awaiting = False
                 break
             if ticket not in loading.wanted:
                 loading.wanted[ticket] = place
@@ -147,7 +148,11 @@ class Tiering:
 
     def is_full(self) -> bool:
         """Others wait for their reads, and what they hold is all that may be held: a look would find no room."""
-        return self._num_pins >= self._max_pins and bool(self._loading)
+        return self._are_pins_out and bool(self._loading)
+
+    @property
+    def _are_pins_out(self) -> bool:
+        return self._num_pins >= self._max_pins
 
     def resume(self, now_s: float) -> list[Request]:
         """Who has waited to the end: all was read, or it takes too long."""
@@ -157,6 +162,8 @@ class Tiering:
                 loading.num_found != self._num_found or not self._is_awaiting(request, 0, now_s)
             ):
                 self._look_again(request, loading, now_s)
+            if self._are_pins_out:  # it could not hold more, and others cannot even look
+                loading.is_awaiting = False
             if now_s >= loading.deadline_s or not (loading.wanted or loading.is_awaiting):
                 done.append(request)
         for request in done:

@@ -1,6 +1,6 @@
 """Blocks to a disk: written by the caller, or by workers; beside no tier at all and the host alone.
 
-    python -m benchmarks.published.disk [--full]
+python -m benchmarks.published.disk [--full]
 """
 
 import json

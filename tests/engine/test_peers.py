@@ -120,6 +120,13 @@ def test_a_request_waits_no_longer_than_it_says_and_uses_what_has_come():
         assert cached(b, "does not", [*PROMPT, 1, 2, 3, 4, 5], peer=name_of_peer(b), peer_wait_s=0.0) == 20
 
 
+def test_a_prompt_that_the_host_cannot_hold_does_not_wait_for_its_end():
+    with worlds({}, {"host_slots": 8}) as (a, b):
+        cached(a, "cold")
+        heard(b, 5)
+        assert cached(b, "large", peer=name_of_peer(b), peer_wait_s=1e9) == 16, "half of the slots may be held"
+
+
 def test_nobody_waits_for_a_peer_that_is_gone():
     with worlds({}, {}) as (a, b):
         b.submit(submit("waits", PROMPT, max_tokens=3, peer=name_of_peer(b), peer_wait_s=1e9))
