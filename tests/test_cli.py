@@ -47,7 +47,7 @@ def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str,
 
 def test_an_unknown_command_lists_the_known_ones():
     result = run("frob")
-    assert result.returncode == 2 and "'serve', 'route', 'deploy', 'bench', 'cache', 'export'" in result.stderr
+    assert result.returncode == 2 and "'serve', 'route', 'deploy', 'top', 'bench', 'cache', 'export'" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,12 @@ def _bench() -> Command:
     return lambda parser: bench.add_arguments(parser, others), bench.run
 
 
+def _top() -> Command:
+    from penstock.engine.top import command
+
+    return command.add_arguments, command.run
+
+
 def _cache() -> Command:
     from penstock.cache.tiers import operate
 
@@ -117,6 +123,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "serve": ("Serve a model over an OpenAI-compatible API.", _serve),
     "route": ("Put one address in front of many servers, each request where its prefix lies.", _route),
     "deploy": ("Run replicas and their router over a Ray cluster, as a file says.", _deploy),
+    "top": ("Watch a server or a router in the terminal.", _top),
     "bench": ("Measure a server or the engine itself.", _bench),
     "cache": ("Inspect, verify or clear KV blocks on a disk.", _cache),
     "export": ("Write a model as a Hugging Face folder (safetensors and tokenizer).", _export),

@@ -21,7 +21,6 @@ from penstock.executor.protocol import ExpertNews
 from tests.engine.server.default_model import default_model
 from tests.engine.server.fake import FakeEngine
 from tests.engine.server.running import Running, running, until
-from tests.page.hostile import HOSTILE, hostile_models
 from tests.router.fleet import running_router
 from tests.router.stub import stub
 
@@ -32,6 +31,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 TIMEOUT_MS = 30_000
+HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script><b>x</b>'
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +269,7 @@ def test_a_server_that_goes_away_is_said_and_found_again(browser):
 
 def test_a_router_s_page_shows_its_fleet_and_chats_through_it(browser):
     with running(FakeEngine()) as server, stub() as other:
-        other.models = hostile_models()
+        other.models = json.dumps({"object": "list", "data": [{"id": HOSTILE}]}).encode()
         with (
             running_router(server.url, other.url) as router,
             visit(browser, f"http://127.0.0.1:{router.port}/") as page,
