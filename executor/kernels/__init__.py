@@ -29,6 +29,9 @@ class Ops:
     # (gate_up [T, 2 I]) -> activation(gate) * up [T, I]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
+    # (hidden [T, H], slots [T, k], shares [T, k], gate_up [S, 2 I, H], down [S, H, I], first slot, activation) -> [T, H];
+    # None: expert after expert
+    fused_experts: Callable[..., torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,8 @@ class Experts:
             held = placed[self._first : end]
             self.replace(weights.placement, layer)
         self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
+        self._fused, self._activation = ops.fused_experts, spec.activation
+        self._stacks = None if self._fused is None else _stack(self.slots)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # Another rank's, but part of the model that the fingerprint names.
             shape = (moe.intermediate_size, spec.hidden_size)
@@ -112,6 +114,8 @@ class Experts:
         if self.counts is not None:
             self.counts += torch.bincount(ids.flatten(), minlength=self.num_experts)
         slots = ids if self._table is None else self._table.slots(ids)
+        if self._fused is not None and self._stacks is not None:
+            return self._fused(hidden, slots, shares, *self._stacks, self._first, self._activation)
         order = slots.flatten().argsort(stable=True)  # [T * k] by slot
         counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
         out = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
@@ -124,6 +128,19 @@ class Experts:
             out.index_copy_(0, places, Mlp.each(experts, ours, hidden.index_select(0, places // top_k)))
         # A token's experts are added in the order of its choice, so the sum does not depend on the batch.
         return (out.view(num_tokens, top_k, hidden.shape[1]) * shares[..., None]).sum(1).to(hidden.dtype)
+
+
+def _stack(slots: list[Mlp]) -> list[torch.Tensor] | None:
+    """The slots' weights as one tensor each, which the slots go on with; None where there are biases."""
+    weights = [slot.tensors() for slot in slots]
+    if not weights or len(weights[0]) != 2:
+        return None
+    stacks = []
+    for ours in zip(*weights, strict=True):
+        stacks.append(torch.stack(ours))
+        for weight, part in zip(ours, stacks[-1], strict=True):
+            weight.data = part
+    return stacks
 
 
 class SlotTable:

@@ -1,7 +1,7 @@
 """The Triton kernels as `Ops` and `SamplingOps`, for a model on a GPU."""
 
 from penstock.executor.kernels import Ops, SamplingOps
-from penstock.executor.kernels.cuda import attention, latent, rope, rows, sampling
+from penstock.executor.kernels.cuda import attention, latent, moe, rope, rows, sampling
 
 OPS = Ops(
     rows.rms_norm,
@@ -11,6 +11,7 @@ OPS = Ops(
     latent.latent_attention,
     rows.silu_mul,
     rows.gelu_tanh_mul,
+    moe.fused_experts,
 )
 
 SAMPLING_OPS = SamplingOps(sampling.choose, sampling.penalize, sampling.mask)

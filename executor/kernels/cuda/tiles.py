@@ -44,6 +44,15 @@ def latent_tile(num_heads: int, is_single: bool, itemsize: int) -> Tile:
     return Tile(64, 32, 8, 2)
 
 
+def expert_tile(entries: int, num_slots: int, itemsize: int) -> Tile:
+    """By the entries that an expert has on average: few of them are bound by reading weights, whatever the tile."""
+    if itemsize == 4:
+        return Tile(16, 32, 4, 2)
+    if entries <= 16 * num_slots:
+        return Tile(16, 64, 4, 4)
+    return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
+
+
 def choose_splits(programs: int, max_context: int) -> int:
     """Into how many parts each row's context is cut so that `programs` times as many fill the GPU a few times."""
     wanted = -(-4 * NUM_PROCESSORS // max(1, programs))

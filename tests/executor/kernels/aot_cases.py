@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.cuda import moe
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -87,6 +88,17 @@ def rows(width: int, inner: int) -> Callable[[], None]:
     return call
 
 
+def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
+    def call() -> None:
+        slots = torch.zeros(tokens, top_k, dtype=torch.int64)
+        gate_up = torch.empty(num, 2 * inner, width, dtype=dtype)
+        down = torch.empty(num, width, inner, dtype=dtype)
+        hidden = torch.zeros(tokens, width, dtype=dtype)
+        moe.fused_experts(hidden, slots, torch.zeros(tokens, top_k), gate_up, down, 0, "silu")
+
+    return call
+
+
 def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
     def call() -> None:
         logits = torch.zeros(2, vocab_size, dtype=dtype)
@@ -121,6 +133,12 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "SmolLM2-135M: rope": rope(64, 9, 3, False),
     "Gemma-3-4B: attention": attention(4, 1, 256, 8, 4),
     "Gemma-3-4B: windowed attention": attention(4, 1, 256, 8, 4, window=1024),
+    "Qwen3-30B-A3B: experts, one row": experts(1, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: experts, a batch": experts(512, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: experts, prompts": experts(4096, 128, 8, 2048, 768),
+    "DeepSeek-V2-Lite: experts, prompts": experts(4096, 64, 6, 2048, 1408),
+    "Mixtral-8x7B: experts": experts(64, 8, 2, 4096, 14336),
+    "SmallMoE: float32 experts": experts(64, 8, 2, 64, 96, F32),
     "DeepSeek-V2-Lite: attention": latent(4, 1, 16),
     "DeepSeek-V2-Lite: full batch": latent(1024, 0, 16),
     "DeepSeek-V2-Lite: float32": latent(4, 1, 16, F32),
