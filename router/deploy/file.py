@@ -29,7 +29,7 @@ class DeployError(ValueError):
 
 
 class Command(NamedTuple):
-    """A command of ours as its file in this folder needs it: started by these words, read by this parser."""
+    """A command that the file has flags of: started by these words after `python -m`, read by this parser."""
 
     words: tuple[str, ...]
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -171,7 +171,6 @@ class Flags:
         words = [] if model is None else [self._path("model", _field(f"{self._table}.model", model, str))]
         for key in sorted(given):
             words += self._words(key, given[key])
-        self._parser.error_prefix = self._table
         options = self._parser.parse_args(words)
         try:
             self._command.check(options)
@@ -218,13 +217,11 @@ _INSTEAD = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what argparse says as an error of the file."""
-
-    error_prefix = ""
+    """Says what argparse says as an error of the file; `prog` is the table."""
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ").removeprefix("--")
-        raise DeployError(f"{self.error_prefix}.{message}")
+        raise DeployError(f"{self.prog}.{message}")
 
 
 def _table(given: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -178,6 +178,8 @@ class Supervisor:
         starts.died(reason, replica.ready_since_s, now_s, self.wanted.restart)
         if starts.is_over(self.wanted.restart):
             self.say(f"slot {replica.slot} is left alone: it has died {starts.failures} times in a row")
+            if self.phase == "rolling":  # of other settings for the same version: it would never be over
+                self._fail(f"{replica.name} {reason}", now_s)
 
     def _is_new(self, replica: Replica) -> bool:
         """Whether its death says something against what is being rolled out."""

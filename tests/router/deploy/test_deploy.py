@@ -186,6 +186,30 @@ def test_real_replicas_run_on_detached_grow_get_their_router_back_and_end(tmp_pa
     assert "no deployment of this name runs there" in deployed.run("--status").stderr
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_replicas_of_a_lost_node_are_started_on_another(tmp_path: Path):
+    cluster = Program(ray_cluster.__file__)
+    deployed = Deployed(tmp_path, cluster.heard()["address"])
+    deployed.write(seed=1)
+    stays = deployed.start()
+    url, _ = listens(stays)
+    stays.line("version 1 serves: 2 replicas")
+    with load(url) as seen:
+        until(lambda: seen[200] >= 20)
+        cluster.tell("remove")
+        stays.line("replica")
+        assert ready(stays.line("replica"))
+        before = seen.total()
+        until(lambda: seen.total() > before + 20)
+    assert set(seen) == {200}
+    stays.process.send_signal(signal.SIGINT)
+    stays.line("everything has ended")
+    assert stays.process.wait(20) == 0
+    stays.end()
+    cluster.end()
+
+
 def asked(url: str) -> int:
     try:
         return httpx.post(f"{url}/v1/completions", json=BODY, headers=KEY, timeout=30).status_code

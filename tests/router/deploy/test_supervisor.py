@@ -199,6 +199,21 @@ def test_a_changed_count_starts_or_ends_the_difference_and_no_other():
     assert states(world) == [(1, 0, "ready")] and world.running == first[:1]
 
 
+def test_a_crash_loop_of_what_was_there_ends_a_roll_out_of_settings():
+    how = Restart(limit=0, pause_s=1.0, stable_s=30.0)
+    world = World(deployment(count=2, restart=how)).run()
+    world.comes_up = False
+    world.supervisor.roll(deployment(count=3, restart=how))
+    world.run(2)
+    world.processes[0].death = "ended with code 1: no memory"
+    world.run(10)
+    assert world.supervisor.phase == "rolling back" and "no memory" in str(world.supervisor.failure)
+    world.comes_up = True
+    world.supervisor.roll(deployment(count=3, restart=how))
+    world.run()
+    assert world.supervisor.view().is_whole and len(world.running) == 3
+
+
 def test_a_replica_that_dies_during_a_roll_out_is_not_made_up_for_in_its_old_version():
     world = World(deployment(count=3)).run()
     world.comes_up = False
