@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.executor.cluster import join
@@ -31,13 +31,14 @@ ANSWER_S = 60.0  # for an actor of ours to answer a question
 
 def connect(address: str | None, allow_open_dashboard: bool, may_start: bool) -> str:
     """Join a cluster, or start one that lives as long as this process; says which, in words."""
+    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.WARNING}
     try:
-        return f"Ray cluster at {join(address, allow_open_dashboard, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)}"
+        return f"Ray cluster at {join(address, allow_open_dashboard, **options)}"
     except ExecutorError as error:
         is_absent = isinstance(error.__cause__, ConnectionError)
         if not is_absent or not may_start or address is not None or "RAY_ADDRESS" in os.environ:
             raise DeployError(str(error).removeprefix("executor: ")) from error
-    ray.init(namespace=NAMESPACE, include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+    ray.init(include_dashboard=False, **options)
     return "No Ray cluster runs here: one on this machine alone, which ends with this command"
 
 
@@ -100,8 +101,8 @@ class Remote:
     def _ask(self, question: str, *words: Any) -> Any:
         try:
             return ray.get(getattr(self._actor, question).remote(*words), timeout=ANSWER_S)
-        except RayActorError as error:
-            raise DeployError(f"the deployment's supervisor has died: {' '.join(str(error).split())}") from None
+        except RayError as error:
+            raise DeployError(f"{self._name}: its supervisor does not answer: {' '.join(str(error).split())}") from None
 
 
 class Actor:
