@@ -96,7 +96,7 @@ def measure(
     command: Sequence[str], *, prompt: str = "Hello", timeout_s: float = 900, env: Mapping[str, str] | None = None
 ) -> Startup:
     """Start the server, wait for its first token, stop it. `{port}` in the command becomes a free port."""
-    port = _free_port()
+    port = free_port()
     argv = [part.replace("{port}", str(port)) for part in command]
     with tempfile.TemporaryFile() as log:
         started = time.perf_counter()
@@ -119,7 +119,7 @@ def measure(
             log.seek(0)
             raise StartupError(f"{error}\n{_tail(log.read())}") from None
         finally:
-            _stop(server)
+            stop(server)
 
 
 def _poll(server: subprocess.Popen, port: int, method: str, path: str, body: Any, deadline: float) -> Any:
@@ -147,7 +147,7 @@ def _poll(server: subprocess.Popen, port: int, method: str, path: str, body: Any
     raise StartupError(f"{path} was not answered: {last}")
 
 
-def _stop(server: subprocess.Popen) -> None:
+def stop(server: subprocess.Popen) -> None:
     """End the server and whatever it started."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -161,7 +161,7 @@ def _stop(server: subprocess.Popen) -> None:
     server.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]

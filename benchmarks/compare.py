@@ -1,0 +1,249 @@
+"""One workload on several servers by turns, with ratios and their spread; and results against earlier ones.
+
+    python benchmarks/compare.py servers --side ours=penstock --side theirs=vllm:PYTHON --model DIR
+    python benchmarks/compare.py servers --side a=http://10.0.0.1:8000 --side b=http://10.0.0.2:8000
+    python benchmarks/compare.py servers --side old='PYTHON -m penstock.cli serve --port {port}' --side new=penstock
+    python benchmarks/compare.py against OLD.jsonl NEW.jsonl [--tolerance 0.05]
+
+A side is an address, a command with {port} in it, or one of the kinds below with what it is run by. The sides that are
+started here are stopped (SIGSTOP) while it is another one's turn. Options after `--` go to `penstock bench serve`; the
+ratios are those of the first side over each other one, the medians over the rounds. `against` compares the last line
+of each benchmark in two files of results, figure by figure, and ends with 1 if one is worse beyond the tolerance.
+
+    penstock                this checkout              vllm:PYTHON           vLLM of that environment
+    transformers:PYTHON     `transformers serve`       llama.cpp:BINARY      llama-server, with a .gguf as --model
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pairs import Pair, judge, record
+
+from penstock.engine.bench import serve
+from penstock.engine.bench.startup import free_port, stop
+
+START_TIMEOUT_S = 900.0
+FIGURES = {  # of the result → whether more is better
+    "output_throughput": True,
+    "total_token_throughput": True,
+    "median_ttft_ms": False,
+    "p99_ttft_ms": False,
+    "median_tpot_ms": False,
+    "p99_itl_ms": False,
+}
+# A figure's direction by the end of its name; what has none is not compared.
+HIGHER = ("per_s", "_throughput", "ratio", "tok_s", "per_cpu_second", "_hit", "speedup")
+LOWER = ("_ms", "_us", "_s", "seconds")
+
+
+class Side(NamedTuple):
+    name: str
+    url: str
+    process: "subprocess.Popen[bytes] | None" = None
+
+    def wake(self, is_awake: bool) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGCONT if is_awake else signal.SIGSTOP)
+
+
+def command_of(what: str, model: str | None) -> list[str]:
+    """The words of a side that is started here."""
+    kind, _, by = what.partition(":")
+    given = [model] if model else []
+    if kind == "penstock":
+        return [sys.executable, "-m", "penstock.cli", "serve", *given, "--port", "{port}"]
+    if kind in ("vllm", "transformers", "llama.cpp") and by and not model:
+        raise SystemExit(f"model: none given, and {kind} needs one")
+    if kind == "vllm" and by:
+        return [by, "-m", "vllm.entrypoints.openai.api_server", "--model", *given, "--port", "{port}"]
+    if kind == "transformers" and by:
+        return [str(Path(by).with_name("transformers")), "serve", *given, "--continuous-batching", "--port", "{port}"]
+    if kind == "llama.cpp" and by:
+        return [by, "-m", *given, "--port", "{port}"]
+    words = shlex.split(what)
+    if not any("{port}" in word for word in words):
+        raise SystemExit(
+            f"side: {what!r} given; an address, a command with {{port}}, penstock, or KIND:PATH is expected"
+        )
+    return words
+
+
+@contextlib.contextmanager
+def started(name: str, what: str, model: str | None) -> Iterator[Side]:
+    if what.startswith(("http://", "https://")):
+        yield Side(name, what)
+        return
+    port = free_port()
+    words = [word.replace("{port}", str(port)) for word in command_of(what, model)]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            wait_until_it_listens(name, process, port, log)
+            yield Side(name, f"http://127.0.0.1:{port}", process)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)
+            stop(process)
+
+
+def wait_until_it_listens(name: str, process: "subprocess.Popen[bytes]", port: int, log: Any) -> None:
+    ends_s = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < ends_s:
+        if process.poll() is not None:
+            log.seek(0)
+            tail = log.read()[-2000:].decode(errors="replace")
+            raise SystemExit(f"side {name}: it ended with {process.returncode}\n{tail}")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.1)
+    raise SystemExit(f"side {name}: nothing listens after {START_TIMEOUT_S:g} s")
+
+
+def measure(side: Side, options: Sequence[str], seed: int) -> dict[str, float]:
+    """The figures of one round. Every round has prompts of its own, so no cache knows them."""
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    words = [
+        "--base-url",
+        side.url,
+        "--seed",
+        str(seed),
+        "--disable-tqdm",
+        "--ready-check-timeout-sec",
+        "900",
+        *options,
+    ]
+    result = asyncio.run(serve.measure(parser.parse_args(words)))
+    if result["failed"] or not result["completed"]:
+        raise SystemExit(f"side {side.name}: {result['failed']} of {result['num_prompts']} requests failed")
+    return {name: float(result[name]) for name in FIGURES}
+
+
+def servers(args: argparse.Namespace) -> int:
+    named = [text.partition("=") for text in args.side]
+    if len(named) < 2 or not all(name and separator and what for name, separator, what in named):
+        raise SystemExit("side: at least two are needed, each NAME=WHAT")
+    found: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in named}
+    if len(found) < len(named):
+        raise SystemExit("side: two have the same name")
+    with contextlib.ExitStack() as stack:
+        sides = []
+        for name, _, what in named:
+            print(f"starting {name}", file=sys.stderr)
+            sides.append(stack.enter_context(started(name, what, args.model)))
+            sides[-1].wake(False)
+        for number in range(-1, args.rounds):  # the first warms up
+            turn = max(number, 0) % len(sides)
+            for side in sides[turn:] + sides[:turn]:
+                side.wake(True)
+                figures = measure(side, args.bench, seed=number + 1)
+                side.wake(False)
+                if number >= 0:
+                    found[side.name].append(figures)
+                    print(f"round {number + 1}, {side.name}: {figures['output_throughput']:.1f} tok/s", flush=True)
+    record("compare", {"rounds": args.rounds, "options": args.bench, "sides": found, "ratios": table(found)})
+    return 0
+
+
+def table(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    """Print the medians, and how many times as good the first side is; the ratios by side and figure."""
+    first, *others = found
+    width = max(map(len, found)) + 2
+    print(f"\n{'':24}" + "".join(f"{name:>{width + 8}}" for name in found))
+    ratios: dict[str, dict[str, Any]] = {name: {} for name in others}
+    for figure, is_higher in FIGURES.items():
+        medians = {name: statistics.median(run[figure] for run in runs) for name, runs in found.items()}
+        line = f"{figure:24}" + "".join(f"{medians[name]:>{width + 8}.2f}" for name in found)
+        for other in others:
+            both = [Pair(a[figure], b[figure]) for a, b in zip(found[first], found[other], strict=True)]
+            if min(min(pair) for pair in both) > 0:
+                verdict = judge(both, higher_is_better=is_higher)
+                ratios[other][figure] = {name: value for name, value in verdict._asdict().items()}
+                line += f"   {first}/{other} {verdict}"
+        print(line)
+    return ratios
+
+
+# -- results against earlier ones --------------------------------------------------------------------------------
+
+
+def last_results(path: Path) -> dict[str, dict[str, float]]:
+    """benchmark → figure → value, of the last line of each benchmark."""
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{path}: no file of results: {error}") from None
+    return {line["bench"]: dict(figures_of(line)) for line in lines}
+
+
+def figures_of(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Every number in a result with its path, but for what describes the run."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key not in ("machine", "date", "command", "commit", "options", "workload"):
+                yield from figures_of(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield name, float(value)
+
+
+def direction(name: str) -> int:
+    """1: more is better; -1: less is; 0: it cannot be told."""
+    last = name.rpartition(".")[2]
+    if last.endswith(HIGHER):
+        return 1
+    return -1 if last.endswith(LOWER) else 0
+
+
+def against(args: argparse.Namespace) -> int:
+    old, new = last_results(args.old), last_results(args.new)
+    num_compared = num_worse = 0
+    for bench in sorted(old.keys() & new.keys()):
+        for name in sorted(old[bench].keys() & new[bench].keys()):
+            before, after, way = old[bench][name], new[bench][name], direction(name)
+            if way == 0 or min(before, after) <= 0:
+                continue
+            num_compared += 1
+            gain = after / before if way > 0 else before / after
+            if abs(gain - 1) > args.tolerance:
+                num_worse += gain < 1
+                word = "worse" if gain < 1 else "better"
+                print(f"{bench}: {name} {before:.4g} → {after:.4g}, {gain:.3f} times as good: {word}")
+    print(f"{num_compared} figures compared, {num_worse} worse by more than {args.tolerance:.0%}")
+    return 1 if num_worse or not num_compared else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    own, options = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    modes = parser.add_subparsers(required=True)
+    mode = modes.add_parser("servers", help="one workload on several servers")
+    mode.add_argument("--side", action="append", default=[], metavar="NAME=WHAT")
+    mode.add_argument("--model", metavar="DIR", help="for the sides that are started here")
+    mode.add_argument("--rounds", type=int, default=6)
+    mode.set_defaults(run=servers, bench=options or ["--num-prompts", "32", "--max-concurrency", "8"])
+    mode = modes.add_parser("against", help="results against earlier ones")
+    mode.add_argument("old", type=Path)
+    mode.add_argument("new", type=Path)
+    mode.add_argument("--tolerance", type=float, default=0.05)
+    mode.set_defaults(run=against)
+    args = parser.parse_args(own)
+    return args.run(args)  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

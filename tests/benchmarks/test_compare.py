@@ -1,0 +1,105 @@
+"""Servers side by side, and results against earlier ones."""
+
+import asyncio
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import pairs
+
+sys.path.insert(0, str(Path(pairs.__file__).parent))  # its scripts import each other as scripts do
+import compare
+import pairs as script_pairs
+
+from tests.engine.bench.endpoint import Endpoint, speak_openai
+
+
+@pytest.fixture(autouse=True)
+def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_pairs, "RESULTS", tmp_path / "results")
+
+
+@pytest.fixture
+def urls() -> Any:
+    """Two servers of a few lines, in a loop of their own."""
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+    endpoints = [Endpoint(speak_openai), Endpoint(speak_openai)]
+
+    async def begin() -> None:
+        for endpoint in endpoints:
+            await endpoint.__aenter__()
+        ready.set()
+
+    thread = threading.Thread(target=lambda: (loop.run_until_complete(begin()), loop.run_forever()))
+    thread.start()
+    ready.wait(10)
+    yield [endpoint.url for endpoint in endpoints]
+    for endpoint in endpoints:
+        asyncio.run_coroutine_threadsafe(endpoint.__aexit__(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_two_servers_take_turns_and_the_ratios_are_of_the_first(
+    urls: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--num-prompts", "4", "--random-input-len", "8", "--random-output-len", "3"]
+    sides = ["--side", f"a={urls[0]}", "--side", f"b={urls[1]}"]
+    assert compare.main(["servers", *sides, "--rounds", "3", "--", *options]) == 0
+    said = capsys.readouterr().out
+    order = [line.split(", ")[1][0] for line in said.splitlines() if line.startswith("round")]
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    (line,) = (tmp_path / "results" / "compare.jsonl").read_text().splitlines()
+    result = json.loads(line)
+    rate = [[run["output_throughput"] for run in result["sides"][name]] for name in "ab"]
+    ratios = sorted(a / b for a, b in zip(*rate, strict=True))
+    assert result["ratios"]["b"]["output_throughput"]["ratio"] == pytest.approx(ratios[1])
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("vllm:/env/bin/python", ["/env/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "M"]),
+        ("transformers:/env/bin/python", ["/env/bin/transformers", "serve", "M", "--continuous-batching"]),
+        ("llama.cpp:/bin/llama-server", ["/bin/llama-server", "-m", "M"]),
+        ("my-server --fast", None),
+    ],
+)
+def test_what_a_side_is_run_by(what: str, words: list[str] | None) -> None:
+    if words is None:
+        with pytest.raises(SystemExit, match="my-server --fast' given"):
+            compare.command_of(what, "M")
+        assert compare.command_of(f"{what} --port {{port}}", "M") == ["my-server", "--fast", "--port", "{port}"]
+        return
+    assert compare.command_of(what, "M") == [*words, "--port", "{port}"]
+    with pytest.raises(SystemExit, match="model: none given"):
+        compare.command_of(what, None)
+
+
+def test_a_server_that_ends_is_told_with_its_last_words() -> None:
+    command = f"{sys.executable} -c 'raise SystemExit(\"no such model\")' {{port}}"
+    with (
+        pytest.raises(SystemExit, match="side b: it ended with 1\n.*no such model"),
+        compare.started("b", command, None),
+    ):
+        pass
+
+
+def test_results_against_earlier_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(name: str, **figures: Any) -> str:
+        path = tmp_path / name
+        lines = [{"bench": "x", "old": 1}, {"bench": "x", "machine": {"load_s": 9}, **figures}]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return str(path)
+
+    old = write("old", tok_s=100.0, inner={"p99_ms": 10.0}, count=5)
+    assert compare.main(["against", old, write("same", tok_s=97.0, inner={"p99_ms": 10.2}, count=9)]) == 0
+    assert "2 figures compared, 0 worse" in capsys.readouterr().out
+    assert compare.main(["against", old, write("slow", tok_s=120.0, inner={"p99_ms": 20.0})]) == 1
+    said = capsys.readouterr().out
+    assert "x: inner.p99_ms 10 → 20, 0.500 times as good: worse" in said and "tok_s 100 → 120, 1.200" in said
+    assert compare.main(["against", old, write("other", nothing=1)]) == 1
