@@ -48,7 +48,7 @@ class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self
 
 
-class Prompt(NamedTuple):
+class Prompt(msgspec.Struct, frozen=True, gc=False):
     """A prompt's keys in every key space of the fleet, and who held them when it was prepared."""
 
     num_tokens: int

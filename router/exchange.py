@@ -10,7 +10,9 @@ cost as much as all of its parsing.
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from penstock.engine.http.errors import HttpError, error_body
 from penstock.router.brain import Charge, Prompt
@@ -32,7 +34,7 @@ BUSY = frozenset({429, 503})  # answers that another replica may better
 Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "moved", "late"]
 
 
-class Plan(NamedTuple):
+class Plan(msgspec.Struct, frozen=True, gc=False):
     """What is sent, and by what a replica is chosen. The body is the client's; `with_ids` has the token ids in it."""
 
     target: bytes

@@ -4,7 +4,7 @@ Most are plain: `Heads` reads those in one call of C (csrc/http_head.c). All oth
 connection, header by header, and are put together here from what it found. Both ways must agree.
 """
 
-from typing import NamedTuple
+import msgspec
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.token_form import CACHED_HEADER
@@ -62,7 +62,7 @@ class Request:
         )
 
 
-class AnswerHead(NamedTuple):
+class AnswerHead(msgspec.Struct, frozen=True, gc=False):
     status: int
     lines: bytes  # the headers that may pass on, as they will be written
     cached_tokens: int | None  # as an engine reports them

@@ -7,6 +7,7 @@ holds a lock, and the calls release the GIL. Memory is bounded at construction.
 import secrets
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -20,7 +21,7 @@ BYTES, I32S, U64S = map(
 )  # a type by name is looked up at each call
 
 
-class Match(NamedTuple):
+class Match(msgspec.Struct, frozen=True, gc=False):
     """Per slot, how many leading keys it holds; `version` tells whether the index has moved since."""
 
     keys: Keys

@@ -96,7 +96,7 @@ class Chat(msgspec.Struct):
 _CHAT = msgspec.json.Decoder(Chat)
 
 
-class Prepared(NamedTuple):
+class Prepared(msgspec.Struct, frozen=True, gc=False):
     prompt: Prompt | None
     num_tokens: int
     body_with_ids: bytes | None = None

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
@@ -115,8 +116,8 @@ def test_a_slot_that_came_while_a_prompt_was_prepared_does_not_matter() -> None:
     brain, _ = fleet(1)
     live(brain, "r0", ids(1))
     (space, match), *_ = brain.prepare(ids(1)).matches
-    stale = match._replace(counts=match.counts[:0], version=brain.knowledge.index.version())
-    prompt = brain.prepare(ids(1))._replace(matches=((space, stale),))
+    stale = replace(match, counts=match.counts[:0], version=brain.knowledge.index.version())
+    prompt = replace(brain.prepare(ids(1)), matches=((space, stale),))
     charge = brain.choose(prompt, num_tokens=160)
     assert charge is not None and charge.predicted_cached_tokens > 0
     charge.release()
