@@ -76,7 +76,7 @@ class Watched:
         self.history.add(look)
 
     def lines(self) -> Iterator[Line]:
-        yield [Piece("penstock top  ", "strong"), Piece(clean(self.url)), Piece(f"  {self._what()}", "soft")]
+        yield [Piece("Penstock  ", "strong"), Piece(clean(self.url)), Piece(f"  {self._what()}", "soft")]
         yield []
         if self.replicas is None:
             yield from server_lines(self.history)

@@ -54,7 +54,7 @@ def test_without_a_terminal_one_view_of_a_server_is_printed_as_plain_text():
     with running(engine) as server:
         server.complete("abc", max_tokens=5)
         text = shown(top(server.url))
-    assert text.startswith(f"penstock top {server.url} tiny\n")
+    assert text.startswith(f"Penstock {server.url} tiny\n")
     for words in ("running 3 generated 0 tok/s prefix hits 25 %", "waiting 1,234 prompts 0 tok/s step 25 ms"):
         assert words in text
     for words in ("device 16 held, 32 cached of 64", "host 5 of 50", "disk 7 blocks", "Ranks balance 50 %", "1 75 %"):
