@@ -115,8 +115,8 @@ def test_a_request_waits_no_longer_than_it_says_and_uses_what_has_come():
     with worlds({}, {"step_s": 1.0}) as (a, b):
         cached(a, "half", PROMPT[:12])
         heard(b, 3)
-        assert cached(b, "waits", peer=name_of_peer(b), peer_wait_s=5000.0) == 12
-        assert 5000 <= b.now_s < 5100
+        assert cached(b, "waits", peer=name_of_peer(b), peer_wait_s=2000.0) == 12
+        assert 2000 <= b.now_s < 2100
         assert cached(b, "does not", [*PROMPT, 1, 2, 3, 4, 5], peer=name_of_peer(b), peer_wait_s=0.0) == 20
 
 
@@ -236,10 +236,10 @@ def storm(seed: int, num_steps: int) -> dict[str, int]:
 
 def test_random_engines_that_share_blocks_keep_every_invariant_and_every_token():
     total: dict[str, int] = {}
-    for seed in range(8):
+    for seed in range(6):
         for name, count in storm(seed, num_steps=150).items():
             total[name] = total.get(name, 0) + count
-    assert total["finished"] > 200 and total["aborted"] > 10 and total["from peers"] > 100
+    assert total["finished"] > 150 and total["aborted"] > 10 and total["from peers"] > 100
 
 
 @pytest.mark.slow

@@ -20,12 +20,13 @@ def engine(**options: object) -> AsyncEngine:
     return AsyncEngine(config, eos_ids=[EOS], text_stream=byte_tokenizer().stream)
 
 
-@pytest.fixture
-def pair(monkeypatch) -> Iterator[tuple[Running, Running, str]]:
-    monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Running, Running, str]]:
     (address,) = free_addresses(1)
-    with running(engine(kv_peer_listen=address)) as prefill, running(engine(kv_peers=(address,))) as decode:
-        yield prefill, decode, address
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
+        with running(engine(kv_peer_listen=address)) as prefill, running(engine(kv_peers=(address,))) as decode:
+            yield prefill, decode, address
 
 
 def cached(answer: dict) -> int:
