@@ -180,6 +180,15 @@ def test_an_answer_that_fails_on_its_way_keeps_what_came_and_says_why(browser, s
         assert page.inner_text("[data-does=again]") == "Try again"
 
 
+def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(browser, slow):
+    chunk = {"choices": [{"index": 0, "delta": {"content": "half an ans"}, "finish_reason": None}]}
+    body = f"data: {json.dumps(chunk)}\n\n"
+    with visit(browser, slow.url) as page:
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+        say(page, "abc")
+        assert answer(page) == "half an ans" and page.inner_text("#talk .error") == "The answer broke off."
+
+
 def test_a_refusal_is_shown_in_the_server_s_words(browser, slow):
     with visit(browser, slow.url, may_complain=True) as page:  # the browser notes every 4xx
         page.fill("[data-field=max_tokens]", "100000")
@@ -208,6 +217,9 @@ def test_a_policy_keeps_even_the_console_from_making_html_of_text(browser, slow)
 def test_a_key_is_asked_for_refused_when_wrong_and_kept_in_the_tab_alone(browser):
     with running(api_keys=("sk-right",)) as server, visit(browser, server.url, may_complain=True) as page:
         page.wait_for_selector("#key[open]")
+        page.click("#key-cancel")
+        wait_for(page, "document.getElementById('state-text').textContent.includes('API key')")
+        page.click("#key-open")
         page.fill("#key-value", "sk-wrong")
         page.press("#key-value", "Enter")
         wait_for(page, "document.getElementById('key-why').textContent.includes('refused')")
@@ -299,7 +311,6 @@ def test_it_fits_a_telephone_and_both_colour_schemes(browser, slow, view, kind):
             size = {"width": 375, "height": 667}
             with visit(browser, f"{url}/#{view}", color_scheme=scheme, viewport=size) as page:
                 page.wait_for_selector("#state .dot.good")
-                page.wait_for_selector("#model option", state="attached")
                 assert page.evaluate("document.documentElement.scrollWidth") == 375
                 wide = "[...document.querySelectorAll('main:not([hidden]) *')].filter(e => e.getBoundingClientRect().right > 376)"
                 assert page.evaluate(f"{wide}.map(e => e.outerHTML.slice(0, 80))") == []

@@ -131,6 +131,7 @@ class Answer {
     if (this.firstAt !== null) words.push(`first token ${brief((this.firstAt - this.askedAt) / 1000)}`);
     if (this.finish === "length") words.push("cut at its length");
     if (this.finish === "stopped") words.push("stopped");
+    if (this.finish === "abort") words.push("ended by the server");
     return words;
   }
 
@@ -200,6 +201,7 @@ function startChat() {
       });
       if (!response.ok) throw new Error(await complaint(response));
       for await (const event of events(response.body)) answer.take(event);
+      if (answer.finish === null) throw new Error("The answer broke off.");
     } catch (error) {
       if (error.name === "AbortError") answer.finish = "stopped";
       else answer.error = error instanceof TypeError ? `The connection broke: ${error.message}` : error.message;
@@ -270,8 +272,13 @@ function startChat() {
   byId("settings").open = matchMedia("(min-width: 781px)").matches;
 }
 
-/** The served names, for the list of models. */
+/** The served names, for the list of models. The watch says what is wrong where there is no answer. */
 async function learnModels() {
-  const { data } = await bodyOf(await ask("/v1/models"), "json");
-  byId("model").replaceChildren(...data.map(({ id }) => new Option(id, id)));
+  try {
+    const { data } = await bodyOf(await ask("/v1/models"), "json");
+    const chosen = byId("model").value;
+    byId("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
+  } catch {
+    byId("model").replaceChildren(); // a request without a model still has an answer
+  }
 }

@@ -44,6 +44,7 @@ function startKey() {
     event.preventDefault();
     sessionStorage.setItem("key", byId("key-value").value);
     dialog.close("use");
+    learnModels();
   });
   byId("key-cancel").addEventListener("click", () => dialog.close(""));
   byId("key-forget").addEventListener("click", () => {
@@ -115,6 +116,7 @@ function showView() {
     if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
+  if (name === "chat") learnModels(); // a router's may have changed
   if (name === "chat" && matchMedia("(min-width: 781px)").matches) byId("say").focus();
 }
 

@@ -4,4 +4,3 @@ startKey();
 startViews();
 startChat();
 startWatch();
-learnModels().catch(() => {}); // the watch says what is wrong; a request without a model still has an answer
