@@ -30,7 +30,7 @@ from pairs import record
 
 from penstock._csrc import ffi, lib
 from penstock.cache.keys import block_keys
-from penstock.engine import scheduler as scheduler_module
+from penstock.engine import holdings
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core import settle_garbage
 from penstock.engine.messages import Submit
@@ -125,7 +125,7 @@ def serve(num_requests: int, prompt: int, outputs: int, num_blocks: int) -> Sche
 
 def run_design(design: str, args: argparse.Namespace) -> dict[str, float]:
     make_keys: dict[str, Any] = {"objects": object_keys, "hashlib": hashlib_keys, "digests": block_keys}
-    scheduler_module.block_keys = make_keys[design]
+    holdings.block_keys = make_keys[design]
     collections = Collections()
     settle_garbage()
     gc.callbacks.append(collections)

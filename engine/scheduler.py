@@ -12,10 +12,11 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import NamedTuple
 
-from penstock.cache.keys import block_keys, namespace_root
+from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.grammar.matcher import Matcher
+from penstock.engine.holdings import Holdings
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.engine.request import Request
 from penstock.engine.tiering import Tiering
@@ -47,14 +48,13 @@ class Scheduler:
         saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
         self.tiers = Tiering(info, self.pool, saves_per_step) if info.host_slots else None
         self.held: dict[Request, None] = {}  # their grammars are being compiled
+        self._holdings = Holdings(self.pool, self.tiers, info.block_size, config.enable_prefix_caching)
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._under_way: deque[Plan] = deque()
-        self._replaced: list[int] = []  # duplicates that the step being planned may still write to
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_submitted = 0
         self._num_steps = 0
-        self._prefix_queries = self._prefix_hits = 0
         self._num_preemptions = self._prompt_tokens = self._generation_tokens = 0
         self._num_forced = 0
         self._step_s = 0.0
@@ -94,7 +94,7 @@ class Scheduler:
             grammar=message.grammar,
             matcher=matcher,
         )
-        self._extend_keys(request)
+        self._holdings.extend_keys(request)
         if self.tiers is not None and not self.has_work():
             self.tiers.wake()
         self._num_submitted += 1
@@ -174,10 +174,10 @@ class Scheduler:
             planned[request] = self._row(request, count, sample=end == ready)
             budget -= count
         for request in planned:
-            self._register(request)
+            self._holdings.register(request)
         admissions = [] if preempted else self._admit(budget, planned)
         # Not before: an admission of this very step must not be handed a block that a row of it writes.
-        self._drop_replaced()
+        self._holdings.drop_replaced()
         transfers = None if self.tiers is None else self.tiers.end_step()
         if not planned and not admissions and transfers is None and not self._must_ask():
             return None
@@ -217,7 +217,7 @@ class Scheduler:
                 if self.tiers.look(request, now):
                     self.waiting.remove(request)
                     continue
-            if not self._claim_blocks(request, is_busy=bool(planned)):
+            if not self._holdings.claim(request, len(self.running), is_busy=bool(planned)):
                 break
             self.waiting.remove(request)
             self.running[request] = None
@@ -244,48 +244,8 @@ class Scheduler:
             end = request.num_scheduled + count
             planned[request] = self._row(request, count, sample=end == len(request.tokens))
             budget -= count
-            self._register(request)
+            self._holdings.register(request)
         return admissions
-
-    def _claim_blocks(self, request: Request, is_busy: bool) -> bool:
-        """Give a waiting request its cached prefix and blocks for all its tokens, or nothing.
-
-        Nothing is admitted in part: a prompt that cannot fit would sit on blocks until it is preempted. A
-        block per running request stays free, so that those do not have to preempt the newcomer at once.
-        """
-        num_tokens = len(request.tokens)
-        places: list[int] = []  # device blocks, and host slots as negatives
-        if not request.skip_prefix_cache:
-            places = self.pool.lookup(request.keys) if self.tiers is None else self.tiers.places(request, is_busy)
-        cached = places if self.tiers is None else [place for place in places if place > 0]
-        missing = -(-num_tokens // self.block_size) - len(cached)
-        reserve = min(len(self.running), self.pool.num_usable // 8)
-        if missing + self.pool.num_idle(cached) + reserve > self.pool.num_free:
-            return False
-        if not request.skip_prefix_cache and request.first_scheduled_s is None:
-            self._prefix_queries += num_tokens
-            self._prefix_hits += len(places) * self.block_size
-        self.pool.hold(cached)
-        request.blocks = cached + self.pool.allocate(missing)
-        request.num_registered = len(cached)
-        if self.tiers is not None:
-            self._restore(self.tiers, request, places, len(cached))
-        # The logits of the last token are always needed. Where all its tokens are cached, it is computed
-        # again and not stored again: the blocks belong to others too.
-        request.write_from = len(places) * self.block_size
-        request.num_scheduled = min(request.write_from, num_tokens - 1)
-        return True
-
-    def _restore(self, tiers: Tiering, request: Request, places: list[int], num_device: int) -> None:
-        """Put the claimed blocks in the order of the chain, and have those that lie in the host copied."""
-        if num_device < len(places):
-            on_device, new = iter(request.blocks[:num_device]), iter(request.blocks[num_device:])
-            chain = [next(on_device if place > 0 else new) for place in places]
-            request.blocks = [*chain, *new]
-            # The pool hears of these blocks when the first row is planned: until then nobody else may read them.
-            request.num_registered = next(index for index, place in enumerate(places) if place < 0)
-        restored = zip(places, request.blocks[: len(places)], strict=True)
-        tiers.restore(request, [(-place, block) for place, block in restored if place < 0])
 
     def _row(self, request: Request, count: int, sample: bool) -> Row:
         sample = sample and request.pooling is None
@@ -336,14 +296,10 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Give up slot and blocks. Steps under way may still write to them: later ones run after those."""
-        if self.tiers is not None:
-            self.tiers.leave(request)
         del self.running[request]
         self._free_slots.append(request.slot)
-        self.pool.release(request.blocks)
         request.slot = -1
-        request.blocks = []
-        request.num_scheduled = request.num_registered = request.num_sent_blocks = 0
+        self._holdings.release(request)
 
     # -- masks ---------------------------------------------------------------------------------------------
 
@@ -393,7 +349,7 @@ class Scheduler:
             elif row.sample:
                 logprobs = [result.logprobs[index]] if index in result.logprobs else None
                 outputs.append(self._append(request, token, logprobs))
-        self._drop_replaced()
+        self._holdings.drop_replaced()
         return outputs
 
     def _append(self, request: Request, token: int, logprobs: list | None) -> Output:
@@ -420,9 +376,9 @@ class Scheduler:
         request.tokens.extend(tokens)
         self._generation_tokens += len(tokens)
         if len(request.tokens) % self.block_size < len(tokens):  # one more block is full, or several
-            self._extend_keys(request)
+            self._holdings.extend_keys(request)
             if request.slot >= 0:
-                self._register(request)
+                self._holdings.register(request)
 
     def _jump(self, request: Request, matcher: Matcher) -> list[int]:
         """Take in what the grammar forces to come next, so that one step computes all of it; the tokens taken.
@@ -475,37 +431,6 @@ class Scheduler:
             fields["num_preemptions"] = request.num_preemptions
         return Output(request.request_id, tokens, **fields)  # type: ignore[arg-type]
 
-    # -- block keys ----------------------------------------------------------------------------------------
-
-    def _extend_keys(self, request: Request) -> None:
-        """Chain keys for the blocks that the known tokens fill. One call for a prompt, one block at a time later."""
-        first = len(request.keys) * self.block_size
-        full = len(request.tokens) // self.block_size * self.block_size
-        if self.config.enable_prefix_caching and full > first:
-            parent = request.keys[-1] if request.keys else request.root
-            request.keys += block_keys(memoryview(request.tokens)[first:full], self.block_size, root=parent)
-
-    def _register(self, request: Request) -> None:
-        """Tell the pool the keys of blocks whose every position has been handed to the executor.
-
-        Steps run in order, so whoever finds such a block reads it after it was written. Where the pool has
-        the same content already, the request moves over to that block and the table entry is sent again.
-        """
-        full = min(request.num_scheduled // self.block_size, len(request.keys))
-        for index in range(request.num_registered, full):
-            block = self.pool.register(request.blocks[index], request.keys[index])
-            if self.tiers is not None:
-                self.tiers.index.offer(request.keys[index])
-            if block != request.blocks[index]:
-                self._replaced.append(request.blocks[index])
-                request.blocks[index] = block
-                request.num_sent_blocks = min(request.num_sent_blocks, index)
-        request.num_registered = max(request.num_registered, full)
-
-    def _drop_replaced(self) -> None:
-        self.pool.release(self._replaced)
-        self._replaced.clear()
-
     # -- looking in ----------------------------------------------------------------------------------------
 
     def pools(self) -> dict[str, BlockPool]:
@@ -525,8 +450,8 @@ class Scheduler:
             num_blocks=self.pool.num_usable,
             num_used_blocks=self.pool.num_usable - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
+            prefix_queries=self._holdings.prefix_queries,
+            prefix_hits=self._holdings.prefix_hits,
             num_preemptions=self._num_preemptions,
             num_steps=self._num_steps,
             prompt_tokens=self._prompt_tokens,
@@ -556,7 +481,7 @@ class Scheduler:
                 refs[block] = refs.get(block, 0) + 1
         if self.tiers is not None:
             self.tiers.check([plan.transfers for plan in self._under_way])
-        assert not self._replaced
+        self._holdings.check()
         for block in range(1, self.pool.num_blocks):
             assert self.pool.refs(block) == refs.get(block, 0), f"block {block}: references differ from owners"
         for request in self.held:
