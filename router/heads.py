@@ -122,4 +122,4 @@ class Heads:
 
 
 def _count(value: bytes) -> int | None:
-    return int(value) if value.isdigit() else None
+    return int(value) if value.isdigit() and len(value) < 10 else None

@@ -177,3 +177,10 @@ def test_heads_and_bodies_beyond_the_limits_are_left_to_the_parser():
     assert Heads(len(REQUEST) - len(BODY), len(BODY)).request(REQUEST) is not None
     assert Heads(len(REQUEST) - len(BODY) - 1, len(BODY)).request(REQUEST) is None
     assert Heads(len(REQUEST) - len(BODY), len(BODY) - 1).request(REQUEST) is None
+
+
+@pytest.mark.parametrize(("value", "expected"), [(b"12", 12), (b"9" * 5000, None), (b"-1", None), (b"x", None)])
+def test_a_count_of_cached_tokens_that_is_none_is_left_out(value, expected):
+    answer = Heads(8192, 1000).answer(ANSWER.replace(b"Tokens: 12", b"Tokens: " + value))
+    assert answer is not None and answer[0].cached_tokens == expected
+    assert AnswerHead.of(200, [(b"x-penstock-cached-tokens", value)]).cached_tokens == expected
