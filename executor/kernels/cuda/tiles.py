@@ -53,6 +53,13 @@ def expert_tile(entries: int, num_slots: int, itemsize: int) -> Tile:
     return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
 
 
+def block_linear_tile(rows: int) -> Tile:
+    """columns: at most the 128 that share a scale."""
+    if rows <= 16:
+        return Tile(16, 64, 4, 4)
+    return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 128, 8, 3)
+
+
 def choose_splits(programs: int, max_context: int) -> int:
     """Into how many parts each row's context is cut so that `programs` times as many fill the GPU a few times."""
     wanted = -(-4 * NUM_PROCESSORS // max(1, programs))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.cuda import moe
+from penstock.executor.kernels.cuda import fp8, moe
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -99,6 +99,18 @@ def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: to
     return call
 
 
+def eight_bits(tokens: int, width: int, depth: int) -> Callable[[], None]:
+    def call() -> None:
+        x, norm = torch.zeros(tokens, depth, dtype=BF16), torch.zeros(depth)
+        fp8.quantize(x)
+        fp8.silu_mul_quantize(torch.zeros(tokens, 2 * depth, dtype=BF16))
+        quantized, _ = fp8.add_rms_norm_quantize(x, x, norm, 1e-6)
+        weight = torch.empty(width, depth, dtype=FP8)
+        fp8.block_linear(quantized, weight, torch.zeros(width // 128, depth // 128), BF16)
+
+    return call
+
+
 def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
     def call() -> None:
         logits = torch.zeros(2, vocab_size, dtype=dtype)
@@ -139,6 +151,9 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "DeepSeek-V2-Lite: experts, prompts": experts(4096, 64, 6, 2048, 1408),
     "Mixtral-8x7B: experts": experts(64, 8, 2, 4096, 14336),
     "SmallMoE: float32 experts": experts(64, 8, 2, 64, 96, F32),
+    "Qwen3-8B: eight bits, one row": eight_bits(1, 6144, 4096),
+    "Qwen3-8B: eight bits, a batch": eight_bits(64, 6144, 4096),
+    "Qwen3-8B: eight bits, prompts": eight_bits(256, 6144, 4096),
     "DeepSeek-V2-Lite: attention": latent(4, 1, 16),
     "DeepSeek-V2-Lite: full batch": latent(1024, 0, 16),
     "DeepSeek-V2-Lite: float32": latent(4, 1, 16, F32),

@@ -47,9 +47,12 @@ def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
         assert kernel["HGMMA"] > 0 and kernel["HMMA"] == 0, kernel
     for kernel in decodes:
         assert kernel["HMMA"] > 0, kernel
-    for kernel in (kernel for kernel in halves if kernel["kernel"] == "_multiply"):
+    for kernel in halves:
         is_wide = "prompts" in kernel["case"] or "a batch" in kernel["case"]
-        assert kernel["HGMMA" if is_wide else "HMMA"] > 0, kernel
+        if kernel["kernel"] == "_multiply":
+            assert kernel["HGMMA" if is_wide else "HMMA"] > 0, kernel
+        if kernel["kernel"] == "_block_linear":
+            assert kernel["QGMMA" if is_wide else "HMMA"] > 0, kernel
 
 
 @pytest.mark.timeout(600)
