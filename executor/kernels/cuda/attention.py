@@ -221,7 +221,8 @@ def weigh(scores, values, best, total, acc):
     return new_best, total, acc
 
 
-@triton.jit(do_not_specialize=["window"])
+# The tables' stride changes with the batch; a kernel compiled for each kind of it would stop a server in its work.
+@triton.jit(do_not_specialize=["window", "table_stride"])
 def _decode(
     q_ptr,
     k_ptr,
@@ -315,7 +316,7 @@ def _combine(
     tl.store(out_ptr + head * DIM + dim, out.to(out_ptr.dtype.element_ty), mask=is_dim)
 
 
-@triton.jit(do_not_specialize=["window", "singles", "num_rows"])
+@triton.jit(do_not_specialize=["window", "singles", "num_rows", "table_stride"])
 def _prefill(
     q_ptr,
     k_ptr,

@@ -172,7 +172,7 @@ def _norm_quantize(
     tl.store(scales_ptr + group.to(tl.int64) * rows + row, scales, mask=group < WIDTH // GROUP)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "scales_stride"])
 def _block_linear(
     x_ptr,
     scales_ptr,

@@ -78,7 +78,7 @@ def _launch(grid, q, latents, batch, scale, rope_dim, out, parts, sums, splits, 
     )
 
 
-@triton.jit(do_not_specialize=["singles", "num_rows"])
+@triton.jit(do_not_specialize=["singles", "num_rows", "table_stride"])
 def _latent(
     q_ptr,
     latents_ptr,

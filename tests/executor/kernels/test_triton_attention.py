@@ -82,24 +82,24 @@ def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.dev
 
 def test_eight_bit_pages_are_written_and_read(device: torch.device) -> None:
     dim, heads, page, tokens = 32, 2, 4, 6
-    q, k, v = (random(tokens, heads, dim, dtype=torch.bfloat16, seed=seed).to(device) for seed in range(3))
-    k[0, 0, 0] = 1000.0  # beyond what eight bits hold
-    angles = random(8, dim // 2).to(device)
-    index = torch.arange(tokens, device=device)
-    answers = []
-    for kernels in (OPS, torch_ops.OPS):
-        cache = Cache([tokens], heads, dim, page, torch.bfloat16).to(device)
-        kv = torch.zeros(4, 2, page, heads * dim, device=device).to(torch.float8_e4m3fn)
+    index, angles = torch.arange(tokens), random(8, dim // 2)
+    given = [random(tokens, heads, dim, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
+    given[1][0, 0, 0] = 1000.0  # beyond what eight bits hold
+    pages, answers = [], []
+    for kernels, where in ((OPS, device), (torch_ops.OPS, torch.device("cpu"))):
+        cache = Cache([tokens], heads, dim, page, torch.bfloat16).to(where)
+        kv = torch.zeros(4, 2, page, heads * dim, device=where).to(torch.float8_e4m3fn)
         cache.k_pages, cache.v_pages = kv[:, 0], kv[:, 1]
-        slots = cache.tables[0, index // page].long() * page + index % page
-        arguments = (angles.cos(), angles.sin(), index.int(), cache.k_pages, cache.v_pages, slots)
-        rotated = kernels.rope_and_store(q, k, v, *arguments)
-        assert kv.float().isfinite().all() and kv.float().abs().max() <= 448
-        answers.append((kv, attend(kernels, cache, rotated[None], [(0, tokens, tokens)])))
-        single = attend(kernels, cache, rotated[None], [(0, 1, tokens)])
-        close(single, answers[-1][1][-1:])
-    assert torch.equal(answers[0][0].float(), answers[1][0].float())
-    close(answers[0][1], answers[1][1])
+        slots = cache.tables[0, index // page].long() * page + (index % page).to(where)
+        tables = [angles.cos().to(where), angles.sin().to(where), index.int().to(where)]
+        q, k, v = (tensor.to(where) for tensor in given)
+        rotated = kernels.rope_and_store(q, k, v, *tables, cache.k_pages, cache.v_pages, slots)
+        pages.append(kv.float().cpu())
+        answers.append(attend(kernels, cache, rotated[None], [(0, tokens, tokens)]))
+        close(attend(kernels, cache, rotated[None], [(0, 1, tokens)]), answers[-1][-1:])
+    assert pages[0].isfinite().all() and pages[0].abs().max() == 448
+    assert torch.equal(*pages)
+    close(*answers)
 
 
 @every_dtype
