@@ -57,11 +57,14 @@ def main() -> int:
     threading.Thread(target=_watch_stdin, daemon=True).start()
     context = zmq.Context()
     link = Link(context, directory)
+    over = threading.Event()
+    beats: threading.Thread | None = None
     try:
         executor = open_executor(config.executor, lambda line: link.send(Progress(line)))
         core = EngineCore(config, executor, Compiler(lambda: load_vocabulary(config.executor, executor.info)))
         link.send(Ready(core.info))
-        threading.Thread(target=_beat, args=(core, context, directory), daemon=True).start()
+        beats = threading.Thread(target=_beat, args=(core, context, directory, over), daemon=True)
+        beats.start()
         settle_garbage()
         _serve(core, link)
         core.close()
@@ -74,6 +77,9 @@ def main() -> int:
         link.send(Dead(f"{type(error).__name__}: {error}"))
         return 1
     finally:
+        over.set()
+        if beats is not None:
+            beats.join(HEARTBEAT_S)  # its socket is its own to close
         context.destroy(linger=2000)
 
 
@@ -160,18 +166,16 @@ def _keep(outputs: list[Output], output: Output | None) -> None:
         outputs.append(output)
 
 
-def _beat(core: EngineCore, context: zmq.Context, directory: Path) -> None:
+def _beat(core: EngineCore, context: zmq.Context, directory: Path, over: threading.Event) -> None:
     """Say every second that the process lives and how old the running step is. A socket belongs to one thread."""
     outbox = sender(context, directory)
     encoder = msgspec.msgpack.Encoder()
-    try:
-        while True:
-            started = core.step_started_s
-            age = 0.0 if started is None else time.monotonic() - started
-            outbox.send(encoder.encode(Heartbeat(core.num_collected, age, max(age - core.step_deadline_s, 0.0))))
-            time.sleep(HEARTBEAT_S)
-    except zmq.ContextTerminated:
-        outbox.close(linger=0)
+    while not over.is_set():
+        started = core.step_started_s
+        age = 0.0 if started is None else time.monotonic() - started
+        outbox.send(encoder.encode(Heartbeat(core.num_collected, age, max(age - core.step_deadline_s, 0.0))))
+        over.wait(HEARTBEAT_S)
+    outbox.close(linger=0)
 
 
 def _watch_stdin() -> None:
