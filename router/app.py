@@ -18,13 +18,13 @@ from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.page.document import document
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
-from penstock.router.config import RouteError, RouterConfig, canonical_url
+from penstock.router.config import Prefill, RouteError, RouterConfig, canonical_url
 from penstock.router.edge import ClientConnection, Edge
 from penstock.router.exchange import Exchange, Plan
 from penstock.router.fleet import Fleet, Group
 from penstock.router.heads import Request
 from penstock.router.metrics import Metrics
-from penstock.router.replica import Replica
+from penstock.router.replica import Outcome, Replica
 from penstock.router.text import Asked, Prepared, Texts
 from penstock.router.wire import Headers
 
@@ -43,9 +43,10 @@ _ASKED = msgspec.json.Decoder(Asked)
 
 
 class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of POST and DELETE /replicas."""
+    """The body of POST and DELETE /replicas; `peer` of one that only computes prompts."""
 
     url: str
+    peer: str | None = None
 
 
 class App:
@@ -61,7 +62,7 @@ class App:
         self.exchanges: set[Exchange] = set()
         # Set by whoever runs the probes and, with several workers, carries changes to the others.
         self.probe_now: Callable[[Replica], None] = lambda replica: None
-        self.on_change: Callable[[str, str], None] = lambda method, url: None
+        self.on_change: Callable[[str, str, str | None], None] = lambda method, url, peer: None
         self._page, headers = document("fleet")
         self._page_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._keys = Keys(config.api_keys)
@@ -158,6 +159,9 @@ class App:
     def _proxy(self, request: Request, connection: ClientConnection) -> None:
         asked = decode(_ASKED, request.body)
         group = self.fleet.group_of(asked.model)
+        if bytes(asked.kv_transfer_params) not in (b"", b"null") and self.fleet.has_prefills:
+            message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
+            raise HttpError(400, message, param="kv_transfer_params")
         exchange = Exchange(self, request, connection)
         if not self.texts.is_long(request.path, request.body):
             prepared = self.texts.prepare(request.path, request.body, asked, group.brain)
@@ -222,8 +226,29 @@ class App:
 
     def _move_from(self, replica: Replica) -> None:
         for exchange in list(self.exchanges):
-            if exchange.replica is replica:
-                exchange.move(f"{replica.url} is down: {replica.reason}")
+            exchange.replica_down(replica, f"{replica.url} is down: {replica.reason}")
+
+    def judge(self, replica: Replica, outcome: Outcome, status: int, reason: str) -> None:
+        """What came of asking a replica, and what that says about it."""
+        is_well = outcome == "answered" and (status < 500 or status in (501, 505))
+        if is_well and replica.is_sound:
+            return
+        now_s = time.monotonic()
+        with self.fleet.observing(replica):
+            if is_well:
+                replica.answered()
+            elif outcome == "answered":
+                replica.failed(f"it answered {status}", now_s)
+            elif outcome == "unreachable":
+                replica.unreachable(reason)
+            elif outcome == "lost":
+                replica.connection_broke(reason, now_s)
+            elif outcome == "late":
+                replica.failed(reason, now_s)
+            elif outcome == "busy" and status == 503:
+                replica.said_it_drains()
+        if outcome in ("unreachable", "lost") or (outcome == "busy" and status == 503):
+            self.probe_now(replica)
 
     def _look(self, due_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -255,7 +280,9 @@ class App:
             if self.is_draining:
                 return 503, {"status": "the router is shutting down"}
             is_ready = any(
-                self.fleet.is_available(each) for each in self.fleet.replicas.values() if each.root is not None
+                self.fleet.is_available(each)
+                for group in self.fleet.groups.values()
+                for each in group.replicas.values()
             )
             return (200, {"status": "ok"}) if is_ready else (503, {"status": "no replica is available"})
         if path == "/version":
@@ -278,15 +305,19 @@ class App:
             raise HttpError(403, "changing the fleet needs the admin key")
         change = decode(msgspec.json.Decoder(Change), request.body)
         try:
-            url = canonical_url(change.url)
+            url = (
+                canonical_url(change.url, "url")
+                if change.peer is None
+                else Prefill(change.url, change.peer).check().url
+            )
         except RouteError as error:
-            raise HttpError(400, f"url: {error}", param="url") from None
+            raise HttpError(400, str(error), param="url") from None
         method = request.method.decode()
-        self.apply(method, url)
-        self.on_change(method, url)
+        self.apply(method, url, change.peer)
+        self.on_change(method, url, change.peer)
         return 200, JSON, msgspec.json.encode({"replicas": list(self.fleet.views())})
 
-    def apply(self, method: str, url: str) -> None:
+    def apply(self, method: str, url: str, peer: str | None) -> None:
         """Add or take out a replica. One that is taken out finishes what it has begun."""
         replica = self.fleet.replicas.get(url)
         if method == "POST":
@@ -294,7 +325,7 @@ class App:
                 raise HttpError(400, f"url: {url} is already a replica", param="url")
             if replica is not None:
                 self.fleet.forget(replica)
-            self.probe_now(self.fleet.add(url))
+            self.probe_now(self.fleet.add(url, peer))
         elif replica is None:
             raise HttpError(404, f"url: {clip(url)} is not a replica", param="url")
         else:

@@ -125,6 +125,11 @@ class Brain:
             matches.append((space, self.knowledge.index.hash_and_match(raw, space, root)))
         return Prompt(len(raw) // 4, tuple(matches))
 
+    def adopt(self, prompt: Prompt) -> Prompt:
+        """A prompt that another brain has prepared: its keys are the same here, who holds them is not."""
+        index = self.knowledge.index
+        return Prompt(prompt.num_tokens, tuple((space, index.match(match.keys)) for space, match in prompt.matches))
+
     def choose(
         self,
         prompt: Prompt | None,
@@ -132,8 +137,10 @@ class Brain:
         num_tokens: int,
         session: str | None = None,
         exclude: frozenset[str] = NO_CACHE,
+        expects: bool = True,
     ) -> Charge | None:
-        """The replica for a request, charged with it; None where nobody may take it."""
+        """The replica for a request, charged with it; None where nobody may take it. `expects`: the prompt will be in
+        its cache at once; else whoever charges says so when it is (`expect`)."""
         self.knowledge.tick()
         now_s = self._clock()
         fleet = self.fleet
@@ -151,13 +158,22 @@ class Brain:
         if session is not None:
             self._remember(session, replica.name)
         cached, backlog, ttft = fleet.prediction(row)
-        if prompt is not None:
-            for space, match in prompt.matches:
-                if space == replica.cache.space and len(match.keys):
-                    num_known = int(cached) // space.block_size + 1
-                    self.knowledge.expect(replica.cache, match.keys, min(num_known, len(match.keys)))
+        if expects and prompt is not None:
+            self._expect(replica, prompt, int(cached))
         self.ledger.num_placed += 1
         return Charge(self.ledger, replica.load, replica.name, num_tokens, cached, backlog, ttft)
+
+    def expect(self, charge: Charge, prompt: Prompt) -> None:
+        """The prompt is in its replica's cache now, or about to be."""
+        replica = self._replicas.get(charge.replica)
+        if replica is not None:
+            self._expect(replica, prompt, charge.predicted_cached_tokens)
+
+    def _expect(self, replica: Replica, prompt: Prompt, num_cached: int) -> None:
+        for space, match in prompt.matches:
+            if space == replica.cache.space and len(match.keys):
+                num_known = num_cached // space.block_size + 1
+                self.knowledge.expect(replica.cache, match.keys, min(num_known, len(match.keys)))
 
     def _look_up(self, prompt: Prompt | None) -> None:
         """What of the prompt is cached where, into the fleet's column."""

@@ -33,8 +33,32 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     max_ejected_share: float = 0.5  # of a model's replicas that misbehaviour may take out; the dead are always out
 
 
+class Prefill(msgspec.Struct, frozen=True):
+    """A replica that computes prompts for others, and the address where those read its blocks: its --kv-peer-listen,
+    written as they name it in their --kv-peer."""
+
+    url: str
+    peer: str
+
+    @classmethod
+    def of(cls, text: str) -> "Prefill":
+        """`URL=HOST:PORT`, as on the command line."""
+        url, _, peer = text.partition("=")
+        return cls(url, peer).check()
+
+    def check(self) -> "Prefill":
+        if not re.fullmatch(r"[A-Za-z0-9._:\[\]-]{1,250}:[0-9]{1,5}", self.peer):
+            raise RouteError(
+                f"prefill: {self.url[:120]!r} with the peer {self.peer[:120]!r}; URL=HOST:PORT is expected, where "
+                "HOST:PORT is its --kv-peer-listen as the decode replicas name it (--kv-peer)"
+            )
+        return Prefill(canonical_url(self.url, "prefill"), self.peer)
+
+
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    backends: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()  # who answers: with `prefills` these are the decode replicas
+    prefills: tuple[Prefill, ...] = ()
+    prefill_threshold: int = 512  # tokens of a prompt that are not cached where it will be answered
     host: str = "127.0.0.1"
     port: int = 8080  # 0: any free port
     workers: int = 1
@@ -47,6 +71,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests: int = 512  # under way at one replica
     limits: Limits = Limits()
     patience: Patience = Patience()
+
+
+def replicas_of(config: RouterConfig) -> str:
+    """How many there are, in words."""
+    if not config.prefills:
+        return f"{len(config.backends)} replicas"
+    return f"{len(config.backends)} decode and {len(config.prefills)} prefill replicas"
 
 
 def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfig:
@@ -62,33 +93,42 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
         raise RouteError("port: 0 is not possible with several workers; they share one given port")
     if config.max_requests < 1:
         raise RouteError(f"max_requests: {config.max_requests} is too small; it must be at least 1")
+    if config.prefill_threshold < 1:
+        raise RouteError(f"prefill_threshold: {config.prefill_threshold} is too small; it must be at least 1")
     _check_patience(config.patience)
     urls = tuple(canonical_url(url) for url in config.backends)
-    for url in urls:
-        if urls.count(url) > 1:
-            raise RouteError(f"backend: {url} is given more than once")
+    prefills = tuple(each.check() for each in config.prefills)
+    _check_once(urls, prefills)
     return msgspec.structs.replace(
         config,
         backends=urls,
+        prefills=prefills,
         api_keys=(*config.api_keys, *_from(environment, API_KEY_VARIABLE)),
         admin_api_keys=(*config.admin_api_keys, *_from(environment, ADMIN_KEY_VARIABLE)),
         backend_api_key=config.backend_api_key or environment.get(BACKEND_KEY_VARIABLE),
     )
 
 
-def canonical_url(url: str) -> str:
+def canonical_url(url: str, field: str = "backend") -> str:
     """`http://host:port`, by which a replica is known; anything else is refused."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError:
-        raise RouteError(f"backend: {url[:120]!r} is not a URL") from None
+        raise RouteError(f"{field}: {url[:120]!r} is not a URL") from None
     if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
-        raise RouteError(f"backend: {url[:120]!r} is not of the form http://HOST:PORT")
+        raise RouteError(f"{field}: {url[:120]!r} is not of the form http://HOST:PORT")
     if not re.fullmatch(r"[A-Za-z0-9._:-]+", host):
-        raise RouteError(f"backend: {host[:80]!r} is not a host name or an address")
+        raise RouteError(f"{field}: {host[:80]!r} is not a host name or an address")
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{port if port is not None else 80}"
+
+
+def _check_once(urls: tuple[str, ...], prefills: tuple[Prefill, ...]) -> None:
+    all_urls = [*urls, *(each.url for each in prefills)]
+    for url in all_urls:
+        if all_urls.count(url) > 1:
+            raise RouteError(f"{'backend' if url in urls else 'prefill'}: {url} is given more than once")
 
 
 def _from(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:

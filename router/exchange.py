@@ -4,13 +4,16 @@ The answer's head is held back until its first byte of body: up to then the clie
 can go elsewhere. Afterwards never, for half an answer cannot be taken back: a stream that breaks ends with an
 error event. Load is charged when a replica is chosen and released exactly once, whatever happens.
 
+Where others compute long prompts there are two legs: this one answers, and router/prefill.py beside it computes the
+prompt, until the first byte. Either failing ends the other, and the request begins again.
+
 Callbacks, not tasks: on the way through a healthy fleet nothing here waits, and a task and a future for each request
 cost as much as all of its parsing.
 """
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,7 +22,8 @@ from penstock.router.brain import Charge, Prompt
 from penstock.router.edge import ClientConnection
 from penstock.router.fleet import NOBODY, Group
 from penstock.router.heads import AnswerHead, Request
-from penstock.router.replica import Replica
+from penstock.router.prefill import PrefillLeg, place
+from penstock.router.replica import Outcome, Replica
 from penstock.router.upstream import ConnectFailed, Dechunker, Upstream
 from penstock.router.wire import answer_head, request_head
 
@@ -30,8 +34,6 @@ MAX_HELD_BYTES = 64 * 1024  # of an answer that may yet be replaced by another r
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
 STALLED_S = 10.0  # how long a stream may stand still when its replica is down
 BUSY = frozenset({429, 503})  # answers that another replica may better
-
-Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "moved", "late"]
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
@@ -53,10 +55,13 @@ class Exchange:
 
     # How it begins stands on the class: to set twenty attributes of each request costs as much as choosing its replica.
     replica: Replica | None = None  # the one that is being asked
+    prefill: PrefillLeg | None = None  # who computes the prompt for it; None: it does so itself
     has_begun = False
     _group: Group
     _plan: Plan
     _tried: frozenset[str] = NOBODY
+    _prefills_tried: frozenset[str] = NOBODY
+    _is_whole = False  # nobody shall compute the prompt but who answers
     _num_lost = 0
     _upstream: Upstream | None = None
     _is_kept = False  # the connection has served others before
@@ -100,6 +105,7 @@ class Exchange:
             num_tokens=plan.num_tokens,
             session=plan.session,
             tried=self._tried,
+            expects=self._group.prefills is None,
         )
         if charge is None:
             self._give_up(fleet.refusal(self._group, plan.model))
@@ -107,21 +113,23 @@ class Exchange:
         self._charge = charge
         self.replica = fleet.replicas[charge.replica]
         fleet.begin(self.replica)
+        if self._group.prefills is not None:
+            self._split(self._group.prefills, charge)
         upstream = self.replica.pool.take_idle()
         if upstream is not None:
             self._send(upstream, is_kept=True)
         else:
-            self.app.spawn(self._connect(self.replica))
+            self.app.spawn(self._connect(self.replica, charge))
 
-    async def _connect(self, replica: Replica) -> None:
+    async def _connect(self, replica: Replica, charge: Charge) -> None:
         try:
             upstream = await replica.pool.connect()
         except ConnectFailed as error:
-            if self.replica is replica:
+            if self._charge is charge:
                 self._reason = str(error)
                 self._settle("unreachable")
             return
-        if self.replica is replica:
+        if self._charge is charge:
             self._send(upstream, is_kept=False)
         else:
             upstream.abandon()  # the client left, or the replica went down, meanwhile
@@ -132,25 +140,68 @@ class Exchange:
         lines, body = plan.lines, plan.body
         if plan.with_ids is not None and replica.text_digest == plan.text_digest:
             lines, body = plan.with_ids
+        if self.prefill is not None:
+            body = self.prefill.told(body, is_form=body is not plan.body)
         head = request_head(plan.target, replica.host_header, lines, len(body))
         self._upstream, self._is_kept = upstream, is_kept
         upstream.send(head, body, self)
 
+    def _split(self, prefills: Group, charge: Charge) -> None:
+        """Have the prompt computed elsewhere, if enough of it is missing here and somebody is there to do it."""
+        path, plan = self.request.path, self._plan
+        num_missing = charge.num_tokens - charge.predicted_cached_tokens
+        if not self._is_whole and num_missing >= self.app.config.prefill_threshold:
+            self.prefill = place(self.app, prefills, path, plan, self._prefills_tried, self._prefill_failed)
+        if self.prefill is not None:
+            charge.hand_over(self.prefill.predicted_ttft_s)
+        elif plan.prompt is not None:
+            self._group.brain.expect(charge, plan.prompt)
+
+    def _blocks_came(self, leg: PrefillLeg) -> None:
+        """Or the time was over; in either case who answers needs nobody any more, and has the prompt in its cache.
+
+        Not expected before: another request with this prompt would be sent there to find nothing, and compute it."""
+        self.app.metrics.split_requests["split"] += 1
+        leg.drop()
+        if self._status < 400 and self._plan.prompt is not None and self._charge is not None:
+            self._group.brain.expect(self._charge, self._plan.prompt)
+
+    def _prefill_failed(self, leg: PrefillLeg, outcome: Outcome) -> None:
+        """Nothing is out yet: withdraw the question from who answers, and begin again, with another to compute the
+        prompt or without. Never an error: who answers can do without."""
+        assert self.replica is not None and not self.has_begun
+        self._prefills_tried |= {leg.replica.url}
+        self._num_lost += outcome == "lost"
+        is_over = self._num_lost >= MAX_LOST or (outcome != "unreachable" and not self.app.fleet.budget.take())
+        self._is_whole = leg.is_refused or is_over
+        if self._upstream is not None:
+            self._upstream.drop(self)
+        self._let_go(is_ok=False)
+        asyncio.get_running_loop().call_soon(self._retry)
+
     def _settle(self, outcome: Outcome) -> None:
-        """The replica has done what it will do. The one place where its load is given back."""
-        replica, charge, fleet = self.replica, self._charge, self.app.fleet
-        if replica is None or charge is None:
+        """The replica has done what it will do."""
+        replica = self.replica
+        if replica is None:
             return
         if self._num_data > 1:
             self._report_progress()
-        charge.release(outcome == "answered" and self._status < 500)
-        self.replica = self._upstream = self._charge = None
-        fleet.end(replica)
-        self._judge(replica, outcome)
+        self._let_go(is_ok=outcome == "answered" and self._status < 500)
+        self.app.judge(replica, outcome, self._status, self._reason)
         if outcome in ("answered", "gone"):
             self.app.exchanges.discard(self)
         else:
             self._go_on(replica, outcome)
+
+    def _let_go(self, *, is_ok: bool) -> None:
+        """The one place where load is given back; who computes the prompt need not go on."""
+        charge, replica, leg = self._charge, self.replica, self.prefill
+        assert charge is not None and replica is not None
+        charge.release(is_ok)
+        self.replica = self.prefill = self._upstream = self._charge = None
+        self.app.fleet.end(replica)
+        if leg is not None:
+            leg.drop()
 
     def _go_on(self, replica: Replica, outcome: Outcome) -> None:
         """Nothing is out yet: ask another replica, within reason."""
@@ -180,28 +231,6 @@ class Exchange:
             self.connection.finish(self._keeps())
         else:
             self.refuse(error)
-
-    def _judge(self, replica: Replica, outcome: Outcome) -> None:
-        """What the outcome says about the replica."""
-        is_well = outcome == "answered" and (self._status < 500 or self._status in (501, 505))
-        if is_well and replica.is_sound:
-            return
-        now_s = time.monotonic()
-        with self.app.fleet.observing(replica):
-            if is_well:
-                replica.answered()
-            elif outcome == "answered":
-                replica.failed(f"it answered {self._status}", now_s)
-            elif outcome == "unreachable":
-                replica.unreachable(self._reason)
-            elif outcome == "lost":
-                replica.connection_broke(self._reason, now_s)
-            elif outcome == "late":
-                replica.failed(self._reason, now_s)
-            elif outcome == "busy" and self._status == 503:
-                replica.said_it_drains()
-        if outcome in ("unreachable", "lost") or (outcome == "busy" and self._status == 503):
-            self.app.probe_now(replica)
 
     # What comes from the replica.
 
@@ -239,7 +268,8 @@ class Exchange:
             self._break_off(reason)
         elif upstream is not None and replica is not None and self._may_be_stale(upstream):
             self._upstream = None
-            self.app.spawn(self._connect(replica))
+            assert self._charge is not None
+            self.app.spawn(self._connect(replica, self._charge))
         else:
             self._settle("lost")
 
@@ -258,6 +288,10 @@ class Exchange:
         metrics = self.app.metrics
         metrics.count(self.request, self._status)
         metrics.first_byte.observe(time.monotonic() - self.begun_s)
+        if self.prefill is not None:
+            self._blocks_came(self.prefill)
+        elif self._group.prefills is not None:
+            metrics.split_requests["direct"] += 1
         self._write_first(b"".join((*self._held, data)) if self._held else data)
 
     def _write_first(self, data: bytes) -> None:
@@ -304,9 +338,11 @@ class Exchange:
             self._upstream.drop(self)
         self._settle("gone")
 
-    def move(self, reason: str) -> None:
-        """The replica is down and has not answered: ask another."""
-        if not self.has_begun:
+    def replica_down(self, replica: Replica, reason: str) -> None:
+        """If it is one of ours and nothing is out yet, ask another."""
+        if self.prefill is not None and self.prefill.replica is replica:
+            self.prefill.move(reason)
+        elif self.replica is replica and not self.has_begun:
             self._reason = reason
             if self._upstream is not None:
                 self._upstream.drop(self)

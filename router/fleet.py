@@ -1,7 +1,8 @@
 """All replicas, grouped by the model they serve; who may be asked, and who is asked next.
 
 The brain of a group chooses; the fleet tells it who is available, and bounds what misbehaviour may do: of a
-group, at most a share may be out for their conduct, however badly they behave. The dead are always out.
+group, at most a share may be out for their conduct, however badly they behave. The dead are always out. Replicas
+that only compute prompts are a group of their own beside the one that answers.
 """
 
 import logging
@@ -29,6 +30,7 @@ class Group:
         self.replicas: dict[str, Replica] = {}
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
+        self.prefills: Group | None = None  # who computes long prompts of this model, if others do
 
     @property
     def names(self) -> list[str]:
@@ -45,7 +47,8 @@ class Fleet:
     def __init__(self, config: RouterConfig, new_brain: Callable[[], Brain], clock: Callable[[], float]) -> None:
         self.config = config
         self.replicas: dict[str, Replica] = {}
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, Group] = {}  # that answer clients
+        self.prefills: dict[str, Group] = {}  # that compute prompts for them
         self._by_name: dict[str, Group] = {}
         self.budget = RetryBudget(config.patience.retry_share)
         self.num_under_way = 0
@@ -53,16 +56,17 @@ class Fleet:
         self._new_brain = new_brain
         self._clock = clock
 
-    def add(self, url: str) -> Replica:
-        replica = self.replicas[url] = Replica(url, self.config.patience.connect_s)
+    def add(self, url: str, peer: str | None = None) -> Replica:
+        replica = self.replicas[url] = Replica(url, self.config.patience.connect_s, peer)
         return replica
 
     def introduce(self, replica: Replica, root: str, models: tuple[str, ...], info: ReplicaInfo) -> None:
         """A replica has said what it serves; also when it has come back as something else."""
         self._leave_group(replica)
-        if root not in self.groups:
-            self.groups[root] = Group(root, self._new_brain())
-        group = self.groups[root]
+        groups = self._side(replica)
+        if root not in groups:
+            groups[root] = Group(root, self._new_brain())
+        group = groups[root]
         replica.root, replica.models = root, models
         group.replicas[replica.url] = replica
         group.brain.add_replica(replica.url, info)
@@ -73,6 +77,21 @@ class Fleet:
         self._leave_group(replica)
         del self.replicas[replica.url]
         replica.pool.close()
+
+    def home(self, replica: Replica) -> Group | None:
+        """Its group; None while nobody knows what it serves."""
+        return self._side(replica).get(replica.root or "")
+
+    @property
+    def has_prefills(self) -> bool:
+        return any(replica.peer is not None for replica in self.replicas.values())
+
+    def all_groups(self) -> Iterator[tuple[str, Group]]:
+        """Each with the role of its replicas."""
+        for group in self.groups.values():
+            yield "both" if group.prefills is None else "decode", group
+        for group in self.prefills.values():
+            yield "prefill", group
 
     def group_of(self, model: str | None) -> Group:
         """The group that serves `model`; where only one is served, its name may be left out."""
@@ -97,12 +116,13 @@ class Fleet:
         num_tokens: int,
         session: str | None,
         tried: frozenset[str],
+        expects: bool = True,
     ) -> Charge | None:
         """Who should answer; None when nobody is left to ask."""
         exclude = NOBODY
         if tried or group.full or group.is_mixed:
             exclude = group.lacking(model) | group.full | tried
-        return group.brain.choose(prompt, num_tokens=num_tokens, session=session, exclude=exclude)
+        return group.brain.choose(prompt, num_tokens=num_tokens, session=session, exclude=exclude, expects=expects)
 
     def begin(self, replica: Replica) -> None:
         """A request goes to the replica."""
@@ -133,7 +153,7 @@ class Fleet:
 
     def settle(self, replica: Replica) -> None:
         """Bring availability in line with the state of a replica that may have changed, and of its group."""
-        group = self.groups.get(replica.root or "")
+        group = self.home(replica)
         if group is not None:
             for each in group.replicas.values():
                 group.brain.set_available(each.url, self.is_available(each))
@@ -141,7 +161,8 @@ class Fleet:
     def is_available(self, replica: Replica) -> bool:
         if replica.is_up:
             return True
-        return replica.state in BY_CONDUCT and replica not in self._held_out(self.groups[replica.root or ""])
+        group = self.home(replica)
+        return replica.state in BY_CONDUCT and group is not None and replica not in self._held_out(group)
 
     def changed(self, replica: Replica, before: State) -> None:
         """A state was set: say so, and let those who wait at a dead replica go elsewhere."""
@@ -158,11 +179,15 @@ class Fleet:
         return _Observation(self, replica)
 
     def views(self) -> Iterator[dict[str, Any]]:
-        seen = {root: group.brain.view() for root, group in self.groups.items()}
+        seen: dict[str, tuple[str | None, dict[str, Any] | None]] = {}
+        for side, group in self.all_groups():
+            seen |= {url: (side, view) for url, view in group.brain.view().items()}
         for replica in self.replicas.values():
-            known = seen.get(replica.root or "", {})
+            role, known = seen.get(replica.url, (None, None))
             yield {
                 "url": replica.url,
+                "role": role,
+                "peer": replica.peer,
                 "state": replica.state,
                 "reason": replica.reason,
                 "models": list(replica.models),
@@ -171,7 +196,7 @@ class Fleet:
                 "requests": replica.num_requests,
                 "failures": replica.num_failures,
                 "ejections": replica.num_ejections,
-                "brain": known.get(replica.url),
+                "brain": known,
             }
 
     def _held_out(self, group: Group) -> set[Replica]:
@@ -185,7 +210,7 @@ class Fleet:
         return 1 if replica.state == "trial" else self.config.max_requests
 
     def _count_full(self, replica: Replica) -> None:
-        group = self.groups.get(replica.root or "")
+        group = self.home(replica)
         if group is None:
             return
         if replica.num_under_way >= self._limit_of(replica):
@@ -195,22 +220,27 @@ class Fleet:
 
     def _name_groups(self) -> None:
         self._by_name = {name: group for group in self.groups.values() for name in group.names}
-        for group in self.groups.values():
+        for _, group in self.all_groups():
             group.is_mixed = len({replica.models for replica in group.replicas.values()}) > 1
+        for root, group in self.groups.items():
+            group.prefills = self.prefills.get(root)
+
+    def _side(self, replica: Replica) -> dict[str, Group]:
+        return self.groups if replica.peer is None else self.prefills
 
     def _leave_group(self, replica: Replica) -> None:
-        group = self.groups.get(replica.root or "")
+        group = self.home(replica)
         if group is not None and group.replicas.pop(replica.url, None) is not None:
             group.brain.remove_replica(replica.url)
             group.full.discard(replica.url)
             if not group.replicas:
-                del self.groups[group.root]
+                del self._side(replica)[group.root]
         replica.root, replica.models = None, ()
         self._name_groups()
 
     def check(self) -> None:
         assert self.num_under_way == sum(replica.num_under_way for replica in self.replicas.values())
-        for group in self.groups.values():
+        for _, group in self.all_groups():
             assert group.replicas, f"the group {group.root} is empty"
             assert all(self.replicas.get(url) is each for url, each in group.replicas.items())
             for url, each in group.replicas.items():

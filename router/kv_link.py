@@ -99,7 +99,7 @@ class Stream:
 
     def data(self, data: bytes) -> None:
         self.num_pieces += 1
-        group = self._fleet.groups.get(self._replica.root or "")
+        group = self._fleet.home(self._replica)
         if self.over.is_set() or group is None or self._replica.url not in group.replicas:
             return
         try:

@@ -167,6 +167,14 @@ class ReplicaLoad:
         oldest = next(iter(self._waiting), None)
         self.fleet.answer(self.row, charge.own_tokens, 0.0 if oldest is None else oldest.own_tokens, now_s)
 
+    def lighten(self, charge: "Charge", own_tokens: float) -> None:
+        """A waiting request turns out to be less work here."""
+        if not self.is_gone:
+            self.fleet.queued[self.row] -= charge.own_tokens - own_tokens
+            if next(iter(self._waiting)) is charge:
+                self.fleet.head[self.row] = own_tokens
+        charge.own_tokens = own_tokens
+
     def leave(self, charge: "Charge") -> None:
         self.num_active -= 1
         if not self.is_gone:
@@ -196,7 +204,7 @@ class Charge:
 
     __slots__ = (
         "replica", "predicted_cached_tokens", "predicted_ttft_s", "num_tokens", "own_tokens", "held_tokens",
-        "ahead_tokens", "placed_s", "is_answered", "is_released", "_load", "_ledger",
+        "ahead_tokens", "placed_s", "is_answered", "is_released", "is_handed_over", "_load", "_ledger",
     )  # fmt: skip
 
     def __init__(
@@ -216,11 +224,19 @@ class Charge:
         self.own_tokens = max(num_tokens - cached_tokens, 1.0)
         self.held_tokens = float(num_tokens)
         self.ahead_tokens = ahead_tokens
-        self.is_answered = self.is_released = False
+        self.is_answered = self.is_released = self.is_handed_over = False
         self._load = load
         self._ledger = ledger
         self.placed_s = ledger.clock()
         load.place(self, self.placed_s)
+
+    def hand_over(self, ttft_s: float) -> None:
+        """The prompt is computed elsewhere and comes as blocks, within `ttft_s` by what is known there: for the queue
+        here it is a single token. It says nothing of this replica's speed."""
+        assert not self.is_answered and not self.is_released, "only a prompt that waits can be computed elsewhere"
+        self.is_handed_over = True
+        self._load.lighten(self, 1.0)
+        self.predicted_cached_tokens, self.predicted_ttft_s = self.num_tokens - 1, ttft_s
 
     def first_token(self, cached_tokens: int | None = None) -> None:
         """The first token is here; `cached_tokens` as the replica counted them, where it says so."""
@@ -228,7 +244,8 @@ class Charge:
         self.is_answered = True
         now_s = self._ledger.clock()
         own = self.own_tokens if cached_tokens is None else max(self.num_tokens - cached_tokens, 1)
-        self._load.learn(self.ahead_tokens + own, now_s - self.placed_s)
+        if not self.is_handed_over:
+            self._load.learn(self.ahead_tokens + own, now_s - self.placed_s)
         self._load.answer(self, now_s)
         self._ledger.note_answer(self, cached_tokens, now_s - self.placed_s)
 

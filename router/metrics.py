@@ -26,6 +26,8 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "refused": ("Refused before there was a request, by status.", ("status",)),
     "retries": ("Requests sent to another replica, by reason.", ("reason",)),
     "not_retried": ("Failures passed on for want of budget, by reason.", ("reason",)),
+    "split_requests": ("Answers in a fleet with prefill replicas, by where the prompt was computed.", ("path",)),
+    "prefills": ("Prompts sent to a prefill replica, by what came of it.", ("outcome",)),
     "client_gone": ("Clients that left before the end.", ()),
     "broken_streams": ("Answers that broke after their first byte.", ()),
     "replica_requests": ("Requests sent to a replica.", ("replica",)),
@@ -53,6 +55,8 @@ class Metrics(Collector):
         self.requests: Counter[tuple[str, int]] = Counter()  # (route, status)
         self.retries: Counter[str] = Counter()  # why another replica was asked
         self.not_retried: Counter[str] = Counter()  # why it would have been, had the budget allowed
+        self.split_requests: Counter[str] = Counter()  # split, direct
+        self.prefills: Counter[str] = Counter()
         self.num_client_gone = 0
         self.broken_streams = 0
         self.first_byte = Histogram(FIRST_BYTE_S)
@@ -74,7 +78,13 @@ class Metrics(Collector):
         found: dict[str, float] = {}
         for (route, status), count in self.requests.items():
             found[_key("requests", route, status)] = count
-        for name, counts in (("retries", self.retries), ("not_retried", self.not_retried)):
+        counters = {
+            "retries": self.retries,
+            "not_retried": self.not_retried,
+            "split_requests": self.split_requests,
+            "prefills": self.prefills,
+        }
+        for name, counts in counters.items():
             found |= {_key(name, reason): count for reason, count in counts.items()}
         if self.edge is not None:
             found |= {_key("refused", status): count for status, count in self.edge.refused.items()}
@@ -86,8 +96,8 @@ class Metrics(Collector):
         for name, histogram in self._histograms():
             found |= {_key(name, place): count for place, count in enumerate(histogram.counts)}
             found[_key(name, "sum")] = histogram.total
-        for group in self.fleet.groups.values():
-            found |= {_key("brain", group.root, name): value for name, value in group.brain.metrics().items()}
+        for role, group in self.fleet.all_groups():
+            found |= {_key("brain", group.root, role, name): value for name, value in group.brain.metrics().items()}
         return found
 
     def describe(self) -> Iterable[Metric]:
@@ -141,10 +151,12 @@ def _histogram(name: str, bounds: Sequence[float], counts: dict[str, float]) -> 
 def _brain(found: list[tuple[list[str], float]]) -> Iterator[Metric]:
     """The brain's own counters and gauges, per model: predicted against actual cached tokens among them."""
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-    for (root, name), value in found:
+    for (root, role, name), value in found:
         is_counter = name.endswith("_total")
         kind = CounterMetricFamily if is_counter else GaugeMetricFamily
         plain = name.removesuffix("_total")
-        family = families.setdefault(name, kind(f"penstock:router_{plain}", f"See docs: {plain}.", labels=("model",)))
-        family.add_metric([root], value)
+        family = families.setdefault(
+            name, kind(f"penstock:router_{plain}", f"See docs: {plain}.", labels=("model", "role"))
+        )
+        family.add_metric([root, role], value)
     yield from families.values()

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from penstock.router.upstream import Pool
 
+Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "moved", "late"]  # of asking it
 State = Literal["starting", "up", "suspect", "down", "draining", "ejected", "trial", "removing"]
 
 FAILURES_TO_EJECT = 5  # in a row, of answers by a replica that says it is ready
@@ -22,9 +23,10 @@ SILENT_PROBES = 2  # unanswered in a row: down. One may be a busy moment
 class Replica:
     """`url` is its name. The fleet decides with `state` and the share of ejected ones who is asked."""
 
-    def __init__(self, url: str, connect_timeout_s: float) -> None:
+    def __init__(self, url: str, connect_timeout_s: float, peer: str | None = None) -> None:
         parts = urlsplit(url)
         self.url = url
+        self.peer = peer  # of one that only computes prompts: where decode engines read its blocks
         self.host_header = parts.netloc.encode()
         self.pool = Pool(parts.hostname or "", parts.port or 80, connect_timeout_s)
         self.state: State = "starting"

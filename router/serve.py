@@ -24,7 +24,7 @@ from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
 from penstock.engine.text.room import load_text
 from penstock.router.app import App
 from penstock.router.brain import Brain, PolicyConfig
-from penstock.router.config import POLICIES, Patience, RouteError, RouterConfig, resolve
+from penstock.router.config import POLICIES, Patience, Prefill, RouteError, RouterConfig, replicas_of, resolve
 from penstock.router.fleet import Fleet
 from penstock.router.kv_link import KvLinks
 from penstock.router.probe import Prober, ServedModel
@@ -38,6 +38,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults, limits, patience = RouterConfig(), Limits(), Patience()
     add = parser.add_argument
     add("--backend", action="append", default=[], metavar="URL", help="a replica, http://HOST:PORT; repeat for each")
+    add(
+        "--decode",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="with --prefill, in place of --backend: one that answers",
+    )
+    add(
+        "--prefill",
+        action="append",
+        default=[],
+        metavar="URL=HOST:PORT",
+        help="one that computes long prompts, and the --kv-peer by which those of --decode know it",
+    )
+    add(
+        "--prefill-threshold",
+        type=int,
+        default=defaults.prefill_threshold,
+        metavar="N",
+        help="uncached tokens from which a prompt is computed at --prefill (default: %(default)s)",
+    )
     add("--host", default=defaults.host, help="address to listen on (default: %(default)s, this machine only)")
     add("--port", type=int, default=defaults.port, help="0 takes any free port (default: %(default)s)")
     add("--workers", type=int, default=defaults.workers, metavar="N", help="processes that share the port")
@@ -77,8 +98,15 @@ def check(args: argparse.Namespace) -> RouterConfig:
 
 
 def _config(args: argparse.Namespace) -> RouterConfig:
+    if args.backend and (args.decode or args.prefill):
+        raise RouteError("backend: not with --prefill and --decode; a replica that does both is one of --decode")
+    if bool(args.decode) != bool(args.prefill):
+        given, missing = ("decode", "prefill") if args.decode else ("prefill", "decode")
+        raise RouteError(f"{given}: needs --{missing} too; for replicas that do both there is --backend")
     return RouterConfig(
-        backends=tuple(args.backend),
+        backends=(*args.backend, *args.decode),
+        prefills=tuple(map(Prefill.of, args.prefill)),
+        prefill_threshold=args.prefill_threshold,
         host=args.host,
         port=args.port,
         workers=args.workers,
@@ -124,6 +152,8 @@ class Router:
         self.app.start()
         for url in self.config.backends:
             self.prober.watch(self.fleet.add(url))
+        for prefill in self.config.prefills:
+            self.prober.watch(self.fleet.add(prefill.url, prefill.peer))
         await self._know_the_fleet()
         self._server = await loop.create_server(self.app.edge.connection, sock=sock, backlog=BACKLOG)
 
@@ -215,7 +245,7 @@ def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
 
 
 def _announce(url: str, config: RouterConfig) -> None:
-    print(f"Routing to {len(config.backends)} replicas by {config.policy}: {url}", flush=True)
+    print(f"Routing to {replicas_of(config)} by {config.policy}: {url}", flush=True)
     if config.tokenizer is None:
         print("  without --tokenizer, what replicas have cached is guessed from the bytes of requests", flush=True)
     settings = json.loads(msgspec.json.encode(config.patience))

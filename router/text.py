@@ -69,6 +69,7 @@ class Asked(msgspec.Struct):
     cache_salt: str | None = None
     session_id: Any = None
     prompt_cache_key: Any = None
+    kv_transfer_params: Raw = msgspec.field(default_factory=Raw)
 
     @property
     def session(self) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.http.listen import bind_socket, url_of
-from penstock.router.config import RouterConfig
+from penstock.router.config import Prefill, RouterConfig, replicas_of
 
 log = logging.getLogger("penstock.router")
 
@@ -32,6 +32,7 @@ class Change(msgspec.Struct, frozen=True, tag="change"):
 
     method: str
     url: str
+    peer: str | None = None
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
@@ -58,7 +59,7 @@ def run_workers(config: RouterConfig, sock: socket.socket) -> int:
     parent = Parent(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, parent.pass_on)
-    print(f"Routing to {len(config.backends)} replicas in {config.workers} processes: {url_of(sock)}", flush=True)
+    print(f"Routing to {replicas_of(config)} in {config.workers} processes: {url_of(sock)}", flush=True)
     return parent.run()
 
 
@@ -66,7 +67,8 @@ class Parent:
     def __init__(self, config: RouterConfig) -> None:
         self._context = multiprocessing.get_context("spawn")
         self._config = config
-        self._urls = list(config.backends)  # with the changes since
+        self._peers: dict[str, str | None] = dict.fromkeys(config.backends)  # by URL, with the changes since
+        self._peers |= {each.url: each.peer for each in config.prefills}
         self._workers = [Worker(index) for index in range(config.workers)]
         self._is_stopping = False
 
@@ -91,7 +93,11 @@ class Parent:
 
     def _start(self, worker: Worker) -> None:
         worker.pipe, theirs = self._context.Pipe()
-        config = msgspec.structs.replace(self._config, backends=tuple(self._urls))
+        config = msgspec.structs.replace(
+            self._config,
+            backends=tuple(url for url, peer in self._peers.items() if peer is None),
+            prefills=tuple(Prefill(url, peer) for url, peer in self._peers.items() if peer is not None),
+        )
         worker.process = self._context.Process(
             target=work, args=(msgspec.msgpack.encode(config), worker.index, theirs), daemon=True
         )
@@ -121,8 +127,9 @@ class Parent:
             return
         message = _DECODER.decode(data)
         if isinstance(message, Change):
-            self._urls = [url for url in self._urls if url != message.url]
-            self._urls += [message.url] if message.method == "POST" else []
+            self._peers.pop(message.url, None)
+            if message.method == "POST":
+                self._peers[message.url] = message.peer
         for other in self._workers:
             if other is not worker and other.pipe is not None and other.process is not None:
                 try:
@@ -161,7 +168,7 @@ class Link:
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._router.app.on_change = lambda method, url: self._send(Change(method, url))
+        self._router.app.on_change = lambda method, url, peer: self._send(Change(method, url, peer))
         loop.add_reader(self._pipe.fileno(), self._take)
         self._report()
 
@@ -181,6 +188,6 @@ class Link:
             signal.raise_signal(signal.SIGTERM)
             return
         if isinstance(message, Change):
-            self._router.app.apply(message.method, message.url)
+            self._router.app.apply(message.method, message.url, message.peer)
         else:
             self._router.app.metrics.others[message.worker] = message.counters

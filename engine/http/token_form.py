@@ -22,17 +22,26 @@ CACHED_HEADER = "x-penstock-cached-tokens"
 
 def pack(body: bytes, field: str, ids: bytes) -> bytes:
     """`body`, a JSON object, with `field` null and its ids behind it."""
-    text = msgspec.json.encode({**split_object(body), field: Raw(b"null")})
+    return join(msgspec.json.encode({**split_object(body), field: Raw(b"null")}), ids)
+
+
+def join(text: bytes, ids: bytes) -> bytes:
     return struct.pack("<I", len(text)) + text + ids
 
 
-def unpack(form: bytes) -> tuple[bytes, list[int]]:
-    """The JSON and the ids."""
+def cut(form: bytes) -> tuple[bytes, bytes]:
+    """The JSON and the ids, as they stand there."""
     if len(form) < 4:
         raise HttpError(400, "the body is shorter than its own length field")
     end = 4 + struct.unpack_from("<I", form)[0]
     if end > len(form) or (len(form) - end) % 4:
         raise HttpError(400, f"the body has {len(form)} bytes; its JSON ends at {end} and ids of 4 bytes follow")
+    return form[4:end], form[end:]
+
+
+def unpack(form: bytes) -> tuple[bytes, list[int]]:
+    """The JSON and the ids."""
+    text, packed = cut(form)
     ids = array("i")
-    ids.frombytes(form[end:])
-    return form[4:end], ids.tolist()
+    ids.frombytes(packed)
+    return text, ids.tolist()

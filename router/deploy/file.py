@@ -124,7 +124,7 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
         "router",
         route,
         folder,
-        ("backend", "api-key", "admin-api-key", "backend-api-key", "drain-timeout"),
+        ("backend", "prefill", "decode", "api-key", "admin-api-key", "backend-api-key", "drain-timeout"),
         tuple(Router.__struct_fields__),
     ).read({key: value for key, value in router.items() if key != "cpus"})
     return Deployment(
@@ -212,6 +212,8 @@ class Flags:
 _INSTEAD = {
     "api-key": "; clients' key is PENSTOCK_API_KEY, set where deploy is started",
     "backend": "; replicas.count says how many there are",
+    "prefill": "; the replicas of a deployment are all alike",
+    "decode": "; the replicas of a deployment are all alike",
     "drain-timeout": "; rollout.drain-s says it",
 }
 

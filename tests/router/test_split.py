@@ -1,0 +1,352 @@
+"""Prompts computed at one replica for answers at another: who is asked what, and what either's failure does."""
+
+import contextlib
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.engine.http import token_form
+from penstock.router.config import Prefill, RouteError, RouterConfig, resolve
+from penstock.router.serve import Router
+from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
+from penstock.router.text import CHAT, COMPLETIONS
+from tests.router.fleet import RunningRouter, running_router, until
+from tests.router.raw import connect, post, status
+from tests.router.stub import Seen, Stub, stub, whole
+
+LONG = "a prompt of some length " * 200
+PEER = "10.0.0.5:9100"
+
+
+class Hold:
+    """Answers nothing until it is let go or left alone."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.is_left, self.go = threading.Event(), threading.Event(), threading.Event()
+
+    def __call__(self, seen: Seen, sock: socket.socket) -> bytes | None:
+        self.is_asked.set()
+        sock.settimeout(0.01)
+        while not self.go.is_set():
+            with contextlib.suppress(TimeoutError):
+                with contextlib.suppress(ConnectionError):
+                    assert not sock.recv(1)
+                self.is_left.set()
+                return None
+        sock.settimeout(None)
+        return whole()
+
+
+def hang_up(seen: Seen, sock: socket.socket) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def split_fleet(
+    prefills: int = 1, decodes: int = 1, **settings: object
+) -> Iterator[tuple[list[Stub], list[Stub], RunningRouter]]:
+    with contextlib.ExitStack() as stack:
+        computing = [stack.enter_context(stub()) for _ in range(prefills)]
+        answering = [stack.enter_context(stub()) for _ in range(decodes)]
+        given = tuple(Prefill(each.url, f"10.0.0.{index}:9100") for index, each in enumerate(computing))
+        router = stack.enter_context(
+            running_router(*(each.url for each in answering), prefills=given, wait_for=prefills + decodes, **settings)
+        )
+        yield computing, answering, router
+        until(lambda: router.call(lambda: is_at_rest(router.router)))
+
+
+def is_at_rest(router: Router) -> bool:
+    """Nothing is charged any more."""
+    for _, group in router.fleet.all_groups():
+        group.brain.check()
+    active = sum(group.brain.fleet.active.sum() for _, group in router.fleet.all_groups())
+    return router.fleet.num_under_way == active == 0 and not router.app.exchanges
+
+
+def fields(seen: Seen) -> dict:
+    return json.loads(seen.body)
+
+
+def counted(router: RunningRouter, name: str) -> dict[str, int]:
+    """A counter by its label."""
+    found = re.findall(rf'penstock:router_{name}_total{{\w+="(\w+)"}} (\d+)', router.http.get("/metrics").text)
+    return {label: int(count) for label, count in found}
+
+
+def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica_alone():
+    with split_fleet() as ((prefill,), (decode,), router):
+        assert router.complete(LONG, cache_salt="s", stop=["x"], n=2).status_code == 200
+        assert router.complete("short").status_code == 200
+        (asked,) = map(fields, prefill.seen)
+        assert asked == {"prompt": LONG, "cache_salt": "s", "max_tokens": 1, "temperature": 0}
+        first, second = map(fields, decode.seen)
+        hint = first.pop("kv_transfer_params")
+        assert hint["peer"] == "10.0.0.0:9100" and 2 <= hint["wait_s"] <= 60
+        assert first == {"prompt": LONG, "max_tokens": 4, "temperature": 0, "cache_salt": "s", "stop": ["x"], "n": 2}
+        assert "kv_transfer_params" not in second
+        assert counted(router, "split_requests") == {"split": 1, "direct": 1}
+        roles = {each["url"]: each["role"] for each in router.http.get("/replicas").json()["replicas"]}
+        assert roles == {prefill.url: "prefill", decode.url: "decode"}
+
+
+def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere():
+    with split_fleet() as ((prefill,), (decode,), router):
+        for tail in ("", " and", " and more"):
+            assert router.complete(LONG + tail).status_code == 200
+        assert router.complete(LONG + " and another end " * 200).status_code == 200
+        assert [len(fields(seen)["prompt"]) > len(LONG) for seen in prefill.seen] == [False, True]
+        assert ["kv_transfer_params" in fields(seen) for seen in decode.seen] == [True, False, False, True]
+
+
+def test_the_threshold_is_the_operators():
+    with split_fleet(prefill_threshold=10) as ((prefill,), _, router):
+        router.complete("word " * 20)
+        assert len(prefill.seen) == 1
+    with split_fleet(prefill_threshold=2000) as ((prefill,), _, router):
+        router.complete(LONG)
+        assert not prefill.seen
+
+
+@pytest.mark.parametrize("broken", [hang_up, lambda seen, sock: whole(b"{}", b"500 Internal Server Error")])
+def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_anew(broken):
+    with split_fleet(prefills=2) as (prefills, (decode,), router):
+        decode.answer = first = Hold()
+        failing: list[Stub] = []
+
+        def fail(each: Stub):
+            def answer(seen: Seen, sock: socket.socket) -> bytes | None:
+                first.is_asked.wait(10)
+                if not failing:
+                    failing.append(each)
+                return broken(seen, sock) if each in failing else whole()
+
+            return answer
+
+        for each in prefills:
+            each.answer = fail(each)
+        with connect(router.port) as sock:
+            sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
+            assert first.is_left.wait(10)  # the leg that waited for the blocks of the one that failed
+            first.go.set()
+            assert status(sock.recv(4096)) == 200
+        peers = [fields(seen)["kv_transfer_params"]["peer"] for seen in decode.seen]
+        assert len(set(peers)) == 2 and all(each.seen for each in prefills)
+
+
+def unless_told(answer: bytes):
+    """Waits for ever for blocks, and gives this answer where nobody computes them."""
+    return lambda seen, sock: Hold()(seen, sock) if "kv_transfer_params" in fields(seen) else answer
+
+
+def test_when_no_prefill_replica_is_left_the_decode_replica_computes_the_prompt():
+    with split_fleet(prefills=2) as (prefills, (decode,), router):
+        decode.answer = unless_told(whole())
+        for each in prefills:
+            each.answer = hang_up
+        assert router.complete(LONG).status_code == 200
+        assert router.complete(LONG + LONG).status_code == 200
+        assert all(each.seen for each in prefills)
+
+
+def test_a_prompt_that_a_prefill_replica_refuses_is_left_to_the_decode_replica():
+    with split_fleet(prefills=2) as (prefills, (decode,), router):
+        for each in prefills:
+            each.answer = lambda seen, sock: whole(b"{}", b"400 Bad Request")
+        decode.answer = unless_told(whole(b'{"error":{}}', b"400 Bad Request"))
+        answer = router.complete(LONG)
+        assert (answer.status_code, answer.content) == (400, b'{"error":{}}')
+        assert sum(len(each.seen) for each in prefills) == 1
+        assert counted(router, "prefills") == {"failed": 1}
+
+
+@pytest.mark.parametrize("broken", [hang_up, lambda seen, sock: whole(b"{}", b"503 Service Unavailable")])
+def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked_anew(broken):
+    with split_fleet(decodes=2) as ((prefill,), decodes, router):
+        holds: list[Hold] = []
+
+        def hold(seen: Seen, sock: socket.socket) -> bytes | None:
+            holds.append(Hold())
+            return holds[-1](seen, sock)
+
+        prefill.answer = hold
+        failing: list[Stub] = []
+
+        def answer(each: Stub):
+            def answer(seen: Seen, sock: socket.socket) -> bytes | None:
+                if not failing:
+                    failing.append(each)
+                if each in failing:
+                    until(lambda: holds and holds[-1].is_asked.is_set())
+                    return broken(seen, sock)
+                assert holds[0].is_left.wait(10)
+                return whole()
+
+            return answer
+
+        for each in decodes:
+            each.answer = answer(each)
+        assert router.complete(LONG).status_code == 200
+        assert len(holds) == 2 and holds[1].is_left.wait(10)
+        assert counted(router, "prefills") == {"dropped": 2}
+
+
+def test_who_leaves_takes_both_legs_along():
+    with split_fleet() as ((prefill,), (decode,), router):
+        prefill.answer, decode.answer = computing, answering = Hold(), Hold()
+        with connect(router.port) as sock:
+            sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
+            assert computing.is_asked.wait(10) and answering.is_asked.wait(10)
+        assert computing.is_left.wait(10) and answering.is_left.wait(10)
+
+
+def test_the_first_byte_of_an_answer_ends_the_prefill():
+    with split_fleet() as ((prefill,), (decode,), router):
+        prefill.answer = computing = Hold()
+        assert router.complete(LONG).status_code == 200
+        assert not computing.is_asked.is_set() or computing.is_left.wait(10)
+        assert counted(router, "prefills") == {"dropped": 1}
+
+
+def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer():
+    with split_fleet() as ((prefill,), (decode,), router):
+        prefill.answer = computing = Hold()
+        decode.answer = answering = Hold()
+        with connect(router.port) as sock:
+            sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
+            assert computing.is_asked.wait(10) and answering.is_asked.wait(10)
+            decode.answer = lambda seen, sock: whole(b'{"well":1}')
+
+            def die() -> None:
+                replica = router.fleet.replicas[prefill.url]
+                with router.fleet.observing(replica):
+                    replica.unreachable("the test says so")
+
+            router.call(die)
+            assert sock.recv(4096).endswith(b'{"well":1}')
+        assert computing.is_left.wait(10) and answering.is_left.wait(10)
+        assert "kv_transfer_params" not in fields(decode.seen[-1])
+
+
+def test_that_a_decode_replica_does_not_know_the_peer_is_said_to_the_client():
+    said = b'{"error":{"message":"kv_transfer_params.peer: ... is none of this engine\'s --kv-peer"}}'
+    with split_fleet() as ((prefill,), (decode,), router):
+        prefill.answer = Hold()
+        decode.answer = lambda seen, sock: whole(said, b"400 Bad Request")
+        answer = router.complete(LONG)
+        assert (answer.status_code, answer.content) == (400, said)
+
+
+def test_clients_do_not_choose_the_peer():
+    with split_fleet() as ((prefill,), (decode,), router):
+        answer = router.complete("short", kv_transfer_params={"peer": PEER})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "kv_transfer_params"
+        assert not decode.seen
+        assert router.complete("short", kv_transfer_params=None).status_code == 200
+    with stub() as alone, running_router(alone.url) as router:
+        assert router.complete("short", kv_transfer_params={"peer": PEER}).status_code == 200
+
+
+def test_replicas_that_compute_prompts_come_and_go():
+    headers = {"authorization": "Bearer admin"}
+    with stub() as decode, stub() as prefill, running_router(decode.url, admin_api_keys=("admin",)) as router:
+        assert router.complete(LONG).status_code == 200
+        change = {"url": prefill.url, "peer": PEER}
+        assert router.http.post("/replicas", json=change | {"peer": "nowhere"}, headers=headers).status_code == 400
+        assert router.http.post("/replicas", json=change, headers=headers).status_code == 200
+        until(lambda: router.states() == ["up", "up"])
+        assert router.complete("b" + LONG).status_code == 200
+        assert fields(decode.seen[-1])["kv_transfer_params"]["peer"] == PEER
+        assert router.http.request("DELETE", "/replicas", json={"url": prefill.url}, headers=headers).status_code == 200
+        until(lambda: router.states() == ["up"])
+        assert router.complete("c" + LONG).status_code == 200
+        assert "kv_transfer_params" not in fields(decode.seen[-1]) and len(prefill.seen) == 1
+
+
+def test_a_prefill_replica_answers_no_client():
+    with stub() as prefill, running_router(prefills=(Prefill(prefill.url, PEER),), wait_for=1) as router:
+        assert router.complete("short").status_code == 503
+        assert router.http.get("/ready").status_code == 503
+        assert not prefill.seen
+
+
+# The bodies.
+
+IDS = b"\x01\x00\x00\x00\x02\x00\x00\x00"
+
+
+def test_a_prefill_is_asked_for_one_token_of_what_makes_the_prompt_and_nothing_else():
+    chat = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "é"}],
+        "tools": [{"type": "function"}],
+        "chat_template_kwargs": {"a": 1},
+        "max_completion_tokens": 500,
+        "stream": True,
+        "response_format": {"type": "json_object"},
+        "logprobs": True,
+        "request_id": "r",
+    }
+    asked = json.loads(prompt_of(json.dumps(chat).encode()))
+    kept = {name: chat[name] for name in ("model", "messages", "tools", "chat_template_kwargs")}
+    assert asked == {**kept, "max_tokens": 1, "temperature": 0}
+    assert "tools" not in json.loads(prompt_of(json.dumps({**chat, "tool_choice": "none"}).encode()))
+
+
+def test_ids_stay_ids_in_both_bodies():
+    form = token_form.pack(b'{"messages":["a"],"model":"m","stream":true,"cache_salt":"s"}', "messages", IDS)
+    head, ids = token_form.cut(ids_of(form))
+    assert ids == IDS
+    assert json.loads(head) == {"prompt": None, "model": "m", "cache_salt": "s", "max_tokens": 1, "temperature": 0}
+    head, ids = token_form.cut(form_with_peer(form, PEER, 3.0))
+    assert ids == IDS
+    hint = {"kv_transfer_params": {"peer": PEER, "wait_s": 3.0}}
+    assert json.loads(head) == {"messages": None, "model": "m", "stream": True, "cache_salt": "s", **hint}
+
+
+def test_a_null_hint_of_the_client_is_replaced():
+    body = b'{"prompt": "a", "kv_transfer_params": null, "seed": 1.50}'
+    assert with_peer(body, PEER, 2) == (
+        b'{"prompt":"a","kv_transfer_params":{"peer":"10.0.0.5:9100","wait_s":2},"seed":1.50}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (COMPLETIONS, b'{"prompt":"a","echo":false,"prompt_logprobs":null}', True),
+        (CHAT, b'{"messages":[]}', True),
+        (COMPLETIONS, b'{"prompt":"a","echo":true}', False),
+        (CHAT, b'{"messages":[],"prompt_logprobs":0}', False),
+        (CHAT, b'{"messages":[],"messages":[]}', False),
+        ("/v1/embeddings", b'{"input":"a"}', False),
+    ],
+)
+def test_what_needs_every_position_computed_is_not_split(path, body, expected):
+    assert is_splittable(path, body) is expected
+
+
+# What the operator says.
+
+
+def test_a_prefill_replica_is_given_with_its_peer():
+    assert Prefill.of("http://h:8000=10.0.0.5:9100") == Prefill("http://h:8000", "10.0.0.5:9100")
+    assert Prefill.of("http://h=[::1]:9100") == Prefill("http://h:80", "[::1]:9100")
+
+
+@pytest.mark.parametrize("text", ["http://h:8000", "http://h:8000=", "http://h:8000=x", "ftp://h=a:1", "=a:1"])
+def test_a_prefill_replica_without_a_peer_or_an_address_is_refused(text):
+    with pytest.raises(RouteError, match="prefill"):
+        Prefill.of(text)
+
+
+def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens():
+    twice = RouterConfig(backends=("http://h:1",), prefills=(Prefill("http://h:1", PEER),))
+    with pytest.raises(RouteError, match="more than once"):
+        resolve(twice, {})
+    with pytest.raises(RouteError, match="prefill_threshold"):
+        resolve(RouterConfig(prefill_threshold=0), {})
