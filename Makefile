@@ -1,7 +1,7 @@
 # The words of the README: serve test check bench gpu fmt. Whichever comes first makes .venv, which takes minutes.
 #
 #   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench ARGS=--full
-#   make bench BENCH=benchmarks/bench_ring.py
+#   make bench BENCH=benchmarks/bench_ring.py          make gpu SUITE='--parts kernels,decode'
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
@@ -15,6 +15,9 @@ TRITON := .venv/triton/.installed
 EXTENSION := src/penstock/_csrc.abi3.so
 BENCH ?=
 ARGS ?=
+SUITE ?=
+# Not all of tests: what the server needs to be imported is not on a bare machine.
+GPU_TESTS := tests/executor/kernels
 
 serve: $(EXTENSION) $(MODEL)
 	$(BIN)/penstock serve $(ARGS)
@@ -43,12 +46,9 @@ gpu:
 	    [ -e src/penstock/$$room ] || ln -sfn ../../$$room src/penstock/$$room
 	done
 	$(PYTHON) csrc/build.py
-	PYTHONPATH=src:$${PYTHONPATH:-} $(PYTHON) -m pytest -m gpu $(ARGS) tests
-	if [ -e benchmarks/gpu_suite.py ]; then
-	    PYTHONPATH=src:$${PYTHONPATH:-} $(PYTHON) benchmarks/gpu_suite.py
-	else
-	    echo "gpu: no benchmark was run: benchmarks/gpu_suite.py belongs to the CUDA work and is not in this tree"
-	fi
+	export PYTHONPATH=src:.:$${PYTHONPATH:-}
+	$(PYTHON) -m pytest -m gpu -W default $(ARGS) $(GPU_TESTS)
+	$(PYTHON) -m benchmarks.gpu_suite $(SUITE)
 
 fmt: $(INSTALLED)
 	$(BIN)/ruff check --fix .

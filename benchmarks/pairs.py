@@ -81,7 +81,7 @@ def record(name: str, figures: dict[str, Any]) -> None:
         "bench": name,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": machine(),
         **figures,
     }
@@ -122,7 +122,7 @@ def _command() -> str:
     return " ".join(["python", "/".join(("benchmarks", *inside)), *words])
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit that was measured, with a + when the tree had changes."""
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
     answer = subprocess.run(asked, capture_output=True, text=True, check=False)

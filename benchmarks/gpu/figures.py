@@ -1,0 +1,56 @@
+"""How a part says what it found, and how a call on a device is timed."""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from benchmarks.gpu import MARK
+
+FLUSH_BYTES = 256 << 20  # written between two calls, so that none finds its input in the cache
+
+
+def tell(name: str, **figures: Any) -> None:
+    """One figure of the part: the suite collects these lines, whatever else is printed."""
+    print(f"{MARK}{json.dumps({'name': name, **figures})}", flush=True)
+
+
+class Timer:
+    """Seconds that a call takes on the device, the median of several. On a GPU the call is captured into a graph first,
+    so that what launching costs the host is not counted; it must not wait for the device."""
+
+    def __init__(self, device: torch.device, repeats: int) -> None:
+        self._device, self._repeats = device, repeats
+        self._flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        return self._on_gpu(call) if self._device.type == "cuda" else self._on_cpu(call)
+
+    def _on_cpu(self, call: Callable[[], object]) -> float:
+        call()
+        found = []
+        for _ in range(self._repeats):
+            started_s = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - started_s)
+        return statistics.median(found)
+
+    def _on_gpu(self, call: Callable[[], object]) -> float:
+        for _ in range(3):  # compiles, and fills the allocator
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        spans = []
+        for _ in range(self._repeats):
+            self._flush.zero_()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            spans.append((begin, end))
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in spans) / 1e3

@@ -1,0 +1,197 @@
+"""One model on made-up weights: its start, decoding, prompts, and a batch of requests through the whole engine.
+
+    python -m benchmarks.gpu.model_part '{"model": "qwen3-0.6b", "device": "cuda", "tiny": false, "parts": ["decode"], …}'
+
+Decoding and prompts go to the executor directly: no scheduler, requests that are "at" a length because the cache holds
+random numbers there. The batch of requests goes through `LLM`.
+"""
+
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.gpu.figures import tell
+from benchmarks.gpu.shapes import config_of, decode_bytes
+
+from penstock.executor.protocol import Admission, Executor, ExecutorConfig, Row, Sampling, Step, open_executor
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def main(job: dict[str, Any]) -> None:
+    config, is_tiny = config_of(job["model"], job["tiny"]), job["tiny"]
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        llm, executor = open_model(folder, config, job)
+        if "startup" in job["parts"]:
+            tell("startup", seconds=time.time() - job["started_s"], memory=executor.info.memory)
+        Bench(executor, config, job).run()
+        if "throughput" in job["parts"]:
+            if llm is None:
+                tell("throughput", skipped="penstock.LLM cannot be imported on this machine")
+            else:
+                throughput(llm, config, is_tiny)
+
+
+def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tuple[Any, Executor]:
+    """The engine and its executor; without the engine's packages the executor alone."""
+    options = {
+        "device": job["device"],
+        "load_format": "dummy",
+        "max_model_len": min(8192, config["max_position_embeddings"]),
+        "enforce_eager": job["eager"],
+        "max_num_seqs": 256,
+    }
+    if job["tiny"]:
+        options |= {"kv_cache_bytes": 2**22, "max_num_seqs": 8}
+    try:
+        from penstock import LLM
+
+        # Prefixes of made-up prompts repeat nowhere; looking for them would cost both sides of nothing.
+        llm = LLM(folder, skip_tokenizer=True, enable_prefix_caching=False, max_num_batched_tokens=8192, **options)
+        assert llm._core is not None
+        return llm, llm._core.executor
+    except ImportError as error:
+        print(f"only the executor: {error}", flush=True)
+        return None, open_executor(ExecutorConfig(model=folder, **options))
+
+
+class Bench:
+    """Steps made by hand: every request has its slot and blocks, and nothing is ever freed."""
+
+    def __init__(self, executor: Executor, config: dict[str, Any], job: dict[str, Any]) -> None:
+        self._executor, self._config, self._job = executor, config, job
+        self._info, self._rng, self._step_id = executor.info, random.Random(0), -1
+
+    def run(self) -> None:
+        is_tiny = self._job["tiny"]
+        if "decode" in self._job["parts"]:
+            rank = self._executor._rank  # type: ignore[attr-defined]
+            with torch.inference_mode():
+                rank.kv.normal_()  # zeros are read faster than anything else
+            for batch in (1, 3) if is_tiny else (1, 32, 256):
+                self.decode(batch, 24 if is_tiny else 1024, 6 if is_tiny else 60)
+        if "prefill" in self._job["parts"]:
+            longest = min(8192, self._info.max_model_len)
+            shapes = [(2, 16)] if is_tiny else sorted({(1, 512), (4, 2048), (1, longest)} - {(1, 2048)})
+            for rows, count in shapes:
+                if count < self._info.max_model_len:
+                    self.prefill(rows, count)
+
+    def decode(self, batch: int, context: int, num_steps: int) -> None:
+        """Steps of `batch` rows; the first are not counted: kernels are compiled and graphs captured in them."""
+        name, warm = f"decode {batch} at {context}", max(4, num_steps // 4)
+        blocks = self._blocks(batch, context + num_steps + warm)
+        if blocks is None:
+            tell(name, skipped=f"the cache has only {self._info.num_blocks} blocks of {self._info.block_bytes} bytes")
+            return
+        ends = []
+        submitted = 0
+        while len(ends) < warm + num_steps:
+            while submitted < warm + num_steps and submitted - len(ends) < self._info.max_in_flight:
+                start = context - 1 + submitted
+                rows = [
+                    Row(slot, start, 1, True, blocks=tuple(blocks[slot]) if not submitted else ())
+                    for slot in range(batch)
+                ]
+                self._submit([] if submitted else self._admissions(batch, context), rows)
+                submitted += 1
+            self._collect()
+            ends.append(time.perf_counter())
+        step_s = (ends[-1] - ends[warm - 1]) / num_steps
+        longest_s = max(after - before for before, after in zip(ends[warm - 1 :], ends[warm:], strict=False))
+        kv = batch * (context + warm + num_steps // 2) * self._info.block_bytes // self._info.block_size
+        itemsize = getattr(torch, self._info.dtype).itemsize
+        read = decode_bytes(self._config, self._info.memory["weights"], itemsize, batch) + kv
+        tell(
+            name,
+            step_ms=step_s * 1e3,
+            longest_ms=longest_s * 1e3,
+            tokens_per_s=batch / step_s,
+            gb_per_s=read / step_s / 1e9,
+        )
+
+    def prefill(self, rows: int, count: int) -> None:
+        name, num_steps = f"prefill {rows} × {count}", 5
+        blocks = self._blocks(rows, count)
+        if blocks is None:
+            tell(name, skipped=f"the cache has only {self._info.num_blocks} blocks of {self._info.block_bytes} bytes")
+            return
+        found = []
+        for _ in range(num_steps + 1):
+            began_s = time.perf_counter()
+            step = [Row(slot, 0, count, True, blocks=tuple(blocks[slot])) for slot in range(rows)]
+            self._submit(self._admissions(rows, count), step)
+            self._collect()
+            found.append(time.perf_counter() - began_s)
+        seconds = statistics.median(found[1:])
+        tell(name, step_ms=seconds * 1e3, tokens_per_s=rows * count / seconds)
+
+    def _blocks(self, rows: int, length: int) -> np.ndarray | None:
+        """[rows, blocks of a request], in a random order as after a while of serving; None if the cache is too small."""
+        each = -(-min(length + 1, self._info.max_model_len) // self._info.block_size)
+        if rows * each >= self._info.num_blocks:
+            return None
+        chosen = list(range(1, self._info.num_blocks))
+        self._rng.shuffle(chosen)
+        return np.array(chosen[: rows * each]).reshape(rows, each)
+
+    def _admissions(self, num: int, length: int) -> list[Admission]:
+        return [
+            Admission(
+                slot=slot,
+                request_id=slot,
+                tokens=np.array(self._rng.choices(range(self._info.vocab_size), k=length), "<i4").tobytes(),
+                num_prompt=length,
+                sampling=GREEDY,
+            )
+            for slot in range(num)
+        ]
+
+    def _submit(self, admissions: list[Admission], rows: list[Row]) -> None:
+        self._step_id -= 1  # counted down: the engine's own are counted up
+        self._executor.submit(Step(self._step_id, admissions, rows))
+
+    def _collect(self) -> None:
+        result = self._executor.collect()
+        if result.errors:
+            raise SystemExit(f"a row failed: {result.errors}")
+
+
+def throughput(llm: Any, config: dict[str, Any], is_tiny: bool) -> None:
+    """Prompts of 1,500 tokens, answers of 150."""
+    from penstock import SamplingParams
+
+    num, length, answer = (4, 24, 6) if is_tiny else (256, 1500, 150)
+    params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
+    llm.generate(prompts(config, 4, length, seed=1), params, use_tqdm=False)
+    asked = prompts(config, num, length, seed=2)
+    started_s = time.perf_counter()
+    results = llm.generate(asked, params, use_tqdm=False)
+    seconds = time.perf_counter() - started_s
+    assert all(len(result.outputs[0].token_ids) == answer for result in results)
+    tell(
+        "throughput",
+        seconds=seconds,
+        requests=num,
+        input_len=length,
+        output_len=answer,
+        output_tokens_per_s=num * answer / seconds,
+        total_tokens_per_s=num * (length + answer) / seconds,
+    )
+
+
+def prompts(config: dict[str, Any], num: int, length: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [rng.choices(range(config["vocab_size"]), k=length) for _ in range(num)]
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,102 @@
+"""The models that are measured, as config.json would say them, and cut down to what a test computes on a CPU."""
+
+from typing import Any
+
+_LLAMA = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+}
+_QWEN3 = _LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3
+    | {"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "tie_word_embeddings": True}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960},
+    "opt-125m": {
+        "architectures": ["OPTForCausalLM"],
+        "model_type": "opt",
+        "vocab_size": 50_272,
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "ffn_dim": 3072,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 768,
+        "do_layer_norm_before": True,
+        "activation_function": "relu",
+        "torch_dtype": "float16",
+    },
+    "qwen3-1.7b": _QWEN3
+    | {"num_hidden_layers": 28, "hidden_size": 2048, "intermediate_size": 6144, "tie_word_embeddings": True}
+    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960},
+    "llama-3.1-8b": _LLAMA
+    | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0}
+    | {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14_336, "tie_word_embeddings": False}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072}
+    | {"rms_norm_eps": 1e-5},
+    "deepseek-v2-lite": _LLAMA
+    | {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102_400}
+    | {"num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 10_944, "tie_word_embeddings": False}
+    | {"num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 163_840}
+    | {"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408}
+    | {"first_k_dense_replace": 1, "moe_layer_freq": 1, "norm_topk_prob": False, "routed_scaling_factor": 1.0}
+    | {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "scoring_func": "softmax", "rope_theta": 10_000.0}
+    | {"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    "qwen3-30b-a3b": _QWEN3
+    | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "tie_word_embeddings": False}
+    | {"num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "max_position_embeddings": 40_960}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1}
+    | {"mlp_only_layers": []},
+}
+
+# How much of the suite's time each may take, in the order of the suite: what is near the front is measured for sure.
+SHARES = {"qwen3-0.6b": 50, "opt-125m": 25, "qwen3-1.7b": 40, "llama-3.1-8b": 65, "deepseek-v2-lite": 70}
+SHARES["qwen3-30b-a3b"] = 105
+
+_TINY = {
+    "vocab_size": 512,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "num_experts": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
+def config_of(name: str, is_tiny: bool) -> dict[str, Any]:
+    config = dict(MODELS[name])
+    if not is_tiny:
+        return config
+    tiny = config | {key: value for key, value in _TINY.items() if key in config}
+    if "kv_lora_rank" in tiny:
+        tiny["num_key_value_heads"] = tiny["num_attention_heads"]
+    return tiny
+
+
+def decode_bytes(config: dict[str, Any], weight_bytes: int, itemsize: int, batch: int) -> int:
+    """What one step has to read of the weights at least: all, but of the experts only those that some row chose, which
+    with rows that choose at random are so many of them."""
+    experts = config.get("num_experts") or config.get("n_routed_experts")
+    table = 0 if config.get("tie_word_embeddings", True) else config["vocab_size"] * config["hidden_size"] * itemsize
+    if not experts:
+        return weight_bytes - table
+    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    size = 3 * config["moe_intermediate_size"] * config["hidden_size"] * itemsize
+    missed = experts * (1 - config["num_experts_per_tok"] / experts) ** batch
+    return weight_bytes - table - int(layers * missed * size)
