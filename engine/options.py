@@ -9,7 +9,7 @@ from typing import Any, get_args
 from penstock.cache.tiers.peer_address import SECRET_VARIABLE
 from penstock.engine import config
 from penstock.engine.config import SchedulerConfig
-from penstock.executor.protocol import Device, DType, ExecutorConfig, LoadFormat
+from penstock.executor.protocol import Device, DType, ExecutorConfig, KvDType, LoadFormat
 
 
 def size_bytes(text: str) -> int:
@@ -51,6 +51,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("memory").add_argument
+    add(
+        "--kv-cache-dtype",
+        choices=get_args(KvDType),
+        help="fp8 (or fp8_e4m3): keys and values in eight bits, on GPUs of compute capability 9.0 and later "
+        "(default: auto, the model's own)",
+    )
     add(
         "--kv-cache-bytes",
         "--kv-cache-memory-bytes",

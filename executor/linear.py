@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from penstock.executor.kernels import BlockOps
+
 
 class Linear(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -48,6 +50,30 @@ class _Plain:
 
     def tensors(self) -> list[torch.Tensor]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
+
+
+class BlockLinear:
+    """A weight [out, in] of eight bits with a scale per block; what is multiplied by it is quantized on the way."""
+
+    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, ops: BlockOps) -> None:
+        self._weight, self._scales, self._bias = weight, scales, bias
+        self._quantize, self._multiply = ops.quantize, ops.block_linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply(self._quantize(x), x.dtype)
+
+    def multiply(self, x: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """With x quantized already, [T, in] and its scales -> [T, out]"""
+        out = self._multiply(x, self._weight, self._scales, dtype)
+        return out if self._bias is None else out + self._bias
+
+    @staticmethod
+    def each(linears: Sequence["BlockLinear"], counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+        parts = x.split(list(counts))
+        return torch.cat([linear(part) for linear, part in zip(linears, parts, strict=True)])
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._weight, self._scales] if self._bias is None else [self._weight, self._scales, self._bias]
 
 
 def is_repacked(weight: torch.Tensor) -> bool:

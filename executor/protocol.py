@@ -22,6 +22,7 @@ ExecutorKind = Literal["auto", "uniproc", "multiproc", "ray", "oracle"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
+KvDType = Literal["auto", "fp8", "fp8_e4m3"]  # auto: the model's; the other two are one
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -215,6 +216,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     block_size: int = 16
+    kv_cache_dtype: KvDType = "auto"
     kv_cache_bytes: int | None = None  # None: a share of the free memory
     kv_host_bytes: int = 0  # of all ranks together, like the disk's
     kv_disk_path: str = ""

@@ -28,7 +28,7 @@ class Rank:
         started_s = time.monotonic()
         loaded = load_model(config, device, group, progress)
         model, spec = loaded.model, loaded.spec
-        block_bytes = model.num_layers * model.kv_parts * config.block_size * model.kv_width * loaded.dtype.itemsize
+        block_bytes = model.num_layers * model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize
         plan = plan_kv(config, block_bytes, loaded.num_positions, device, group)
         self.kv = allocate_kv(
             plan.num_blocks,
@@ -36,7 +36,7 @@ class Rank:
             model.kv_parts,
             config.block_size,
             model.kv_width,
-            loaded.dtype,
+            loaded.kv_dtype,
             device,
         )
         sampler = None
@@ -60,7 +60,7 @@ class Rank:
             fingerprint=loaded.fingerprint,
             max_in_flight=1 if device.type == "cpu" and group.world == 1 else 2,
             memory={
-                "weights": loaded.weight_bytes,
+                **loaded.memory,
                 "KV cache": plan.num_blocks * plan.block_bytes,
                 **self._tiers.memory,
             },

@@ -10,6 +10,21 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class BlockOps:
+    """Products with weights of eight bits that have a scale per block, described at the twins in `torch_fp8`."""
+
+    # (x [T, K]) -> eight bits [T, K] and scales [T, K / 128]
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    # (gate_up [T, 2 K]) -> as `quantize` of silu_mul
+    silu_mul_quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    # (quantized x, weight [N, K], its scales, dtype) -> [T, N]
+    block_linear: Callable[..., torch.Tensor]
+    # As `Ops.fused_experts`, with the scales [S, …] after each weight; the tokens are not quantized. None: expert
+    # after expert.
+    fused_experts: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Ops:
     """Norm weights are float32 whatever the dtype of x. q, k and v may be views of one merged projection."""
 
@@ -32,6 +47,8 @@ class Ops:
     # (hidden [T, H], slots [T, k], shares [T, k], gate_up [S, 2 I, H], down [S, H, I], first slot, activation) -> [T, H];
     # None: expert after expert
     fused_experts: Callable[..., torch.Tensor] | None = None
+    # Weights and pages of eight bits; None: such weights become numbers of the model's dtype when they are loaded.
+    blocks: BlockOps | None = None
 
 
 @dataclass(frozen=True, slots=True)

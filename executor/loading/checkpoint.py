@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.executor.loading.block_scales import check_quantization
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a trillion weights has 10 MB
@@ -35,6 +36,7 @@ def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> C
     checkpoint = _open(Path(path))
     if config is not None:
         checkpoint.config = {**checkpoint.config, **config.hf_overrides}
+    check_quantization(checkpoint.config, str(Path(path) / "config.json" if Path(path).is_dir() else path))
     return checkpoint
 
 
@@ -58,13 +60,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ExecutorError(
             f"{folder / 'config.json'}: auto_map asks to run Python code that came with the weights; that is never "
             "done. If the architecture is one that is built in, remove auto_map from the file"
-        )
-    quantization = config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ExecutorError(
-            f"{folder / 'config.json'}: quantization_config: {method!r} weights are not supported; use the original "
-            "checkpoint or a GGUF file"
         )
     return config
 

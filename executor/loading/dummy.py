@@ -10,20 +10,29 @@ import hashlib
 import numpy as np
 import torch
 
+from penstock.executor.kernels.torch_fp8 import BLOCK
+from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX
+
+PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")  # and not embeddings, heads, norms and routers
 PERIOD = 1_048_573  # the largest prime below 2**20
 
 
 class DummyWeights:
-    """Called with a tensor's name and shape; always made on the CPU, in the dtype asked for."""
+    """Called with a tensor's name and shape; always made on the CPU, in the dtype asked for. With `has_blocks`,
+    projections are of eight bits and have scales, as in a checkpoint of that kind."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        self._seed, self._dtype = seed, dtype
+    def __init__(self, seed: int, dtype: torch.dtype, has_blocks: bool = False) -> None:
+        self._seed, self._dtype, self._has_blocks = seed, dtype, has_blocks
         noise = np.random.Generator(np.random.Philox(seed)).standard_normal(PERIOD, dtype=np.float32)
         self._noise = torch.from_numpy(noise)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name.endswith(SUFFIX):
+            return torch.full(shape, (shape[1] * BLOCK) ** -0.5)
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         noise = self._noise.roll(-(int.from_bytes(digest[:8], "little") % PERIOD))
+        if self._has_blocks and name.endswith(PROJECTIONS):
+            return _go_round(noise.to(EIGHT_BITS).view(torch.uint8), shape).view(EIGHT_BITS)
         if len(shape) > 1:
             noise = noise * shape[-1] ** -0.5
         elif name.endswith("weight"):

@@ -14,7 +14,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape
 from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.loading.weights import CheckpointReader
 from penstock.executor.protocol import DType, ExecutorError
 
 SHARD_BYTES = 4 * 2**30  # also what an export holds in memory
@@ -47,19 +49,28 @@ def export(
 def _write_weights(
     checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, shard_bytes: int, progress: Callable[[str], None]
 ) -> None:
-    sizes = {name: math.prod(checkpoint.shape(name)) * dtype.itemsize for name in checkpoint.names()}
+    kept = [name for name in checkpoint.names() if not name.endswith(SUFFIX)]
+    sizes = {name: math.prod(checkpoint.shape(name)) * dtype.itemsize for name in kept}
     shards = _shards(sizes, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        # copy=True: what the checkpoint gives may be a view of its own file.
-        tensors = {name: checkpoint.read(name).to(dtype, copy=True).contiguous() for name in names}
+        tensors = {name: _numbers(checkpoint, name, dtype) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
         progress(f"Wrote {file}, {number} of {len(shards)}")
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    values, scales = checkpoint.read(name), None
+    if values.dtype is EIGHT_BITS:
+        read = CheckpointReader(checkpoint, "the model to export")
+        scales = read(f"{name}{SUFFIX}", scales_shape(*values.shape))
+    # A copy: what the checkpoint gives may be a view of its own file.
+    return Part(values, scales).numbers(values.device, dtype, copy=True).contiguous()
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -85,7 +96,8 @@ def _dtype_name(config: dict[str, Any], dtype: DType) -> str:
 
 def _config(config: dict[str, Any], dtype_name: str) -> dict[str, Any]:
     # transformers 4 and vLLM read torch_dtype; transformers 5 reads both and prefers dtype.
-    return {key: value for key, value in config.items() if key != "dtype"} | {"torch_dtype": dtype_name}
+    left_out = ("dtype", "quantization_config")  # the tensors are written as numbers
+    return {key: value for key, value in config.items() if key not in left_out} | {"torch_dtype": dtype_name}
 
 
 def _generation_config(config: dict[str, Any]) -> dict[str, Any]:

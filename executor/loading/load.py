@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from penstock.eplb import Plan, plan
-from penstock.executor.kernels import select_ops
+from penstock.executor.kernels import Ops, select_ops
 from penstock.executor.linear import is_repacked
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
@@ -17,7 +17,7 @@ from penstock.executor.models.fields import Fields
 from penstock.executor.models.registry import Model, Spec, find_architecture
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.parallel import Group
-from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,9 +28,10 @@ class LoadedModel:
     spec: Spec
     model: Model
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     num_positions: int  # the tables' length: no position beyond can be computed
     fingerprint: bytes
-    weight_bytes: int
+    memory: dict[str, int]  # what the weights take
     placement: Plan | None  # of experts, where ranks share out whole ones
 
 
@@ -44,21 +45,38 @@ def load_model(
     spec = architecture.read_spec(fields)
     is_gguf = path.suffix == ".gguf"
     dtype = choose_dtype(config.dtype, "bfloat16" if is_gguf else _stored_dtype(fields), device)
+    ops = select_ops(device, dtype, spec.head_dim)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
+    has_blocks = "quantization_config" in fields
     num_positions = min(config.max_model_len or spec.max_positions, spec.max_positions)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     reader: CheckpointReader | None = None
     placement = first_placement(config, spec, group.world)
     if config.load_format == "dummy":
-        weights = Weights(DummyWeights(config.seed, dtype), dtype, device, group, progress, placement)
+        dummy = DummyWeights(config.seed, dtype, has_blocks)
+        weights = Weights(dummy, dtype, device, group, progress, placement, ops.blocks)
     else:
         reader = CheckpointReader(checkpoint, config.model)
-        weights = Weights(reader, dtype, device, group, progress, placement)
-    model = architecture.build(spec, weights, select_ops(device, dtype, spec.head_dim), num_positions, device)
+        weights = Weights(reader, dtype, device, group, progress, placement, ops.blocks)
+    model = architecture.build(spec, weights, ops, num_positions, device)
     if reader is not None:
-        reader.check_all_read(("lm_head.weight",) if spec.tied_head else ())
+        # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
+        ahead = range(model.num_layers, model.num_layers + fields.integer("num_nextn_predict_layers", 0, low=0))
+        reader.check_all_read(
+            ("lm_head.weight",) if spec.tied_head else (), tuple(f"model.layers.{index}." for index in ahead)
+        )
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
-    fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {dtype}")
-    return LoadedModel(name, spec, model, dtype, num_positions, fingerprint, weights.num_bytes, placement)
+    computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
+    fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
+    memory = _memory(weights, dtype)
+    return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement)
+
+
+def _memory(weights: Weights, dtype: torch.dtype) -> dict[str, int]:
+    if not weights.num_widened_bytes:
+        return {"weights": weights.num_bytes}
+    name = f"FP8 weights as {str(dtype).removeprefix('torch.')}"
+    return {"weights": weights.num_bytes - weights.num_widened_bytes, name: weights.num_widened_bytes}
 
 
 def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | None:
@@ -89,6 +107,25 @@ def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
         return DTYPES[asked]
     is_quick = is_repacked(torch.empty(2, 2, dtype=torch.bfloat16))
     return torch.bfloat16 if stored != "float32" and is_quick else torch.float32
+
+
+def choose_kv_dtype(asked: KvDType, dtype: torch.dtype, ops: Ops, device: torch.device) -> torch.dtype:
+    """What pages hold. Eight bits have no scale: keys and values are kept as they are, up to ±448."""
+    if asked == "auto":
+        return dtype
+    if ops.blocks is None:
+        raise ExecutorError(
+            f"kv_cache_dtype: {asked!r} given; pages of eight bits need a GPU of compute capability 9.0 or later, "
+            f"and the model is on {_describe(device)}"
+        )
+    return torch.float8_e4m3fn
+
+
+def _describe(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "the CPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"a GPU of {major}.{minor}"
 
 
 def _stored_dtype(fields: Fields) -> str:

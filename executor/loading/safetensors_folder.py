@@ -16,6 +16,7 @@ from penstock.executor.protocol import ExecutorError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_EIGHT_BITS = "F8_E4M3"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -32,10 +33,11 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> torch.Tensor:
         dtype = self._slice(name).get_dtype()
-        if dtype not in _FLOATS:
+        expected = _FLOATS | {_EIGHT_BITS} if self.config.get("quantization_config") else _FLOATS
+        if dtype not in expected:
             raise ExecutorError(
                 f"{self._files[name][0]}: tensor {name!r} is stored as {dtype}; "
-                f"one of {', '.join(sorted(_FLOATS))} is expected"
+                f"one of {', '.join(sorted(expected))} is expected"
             )
         return self._files[name][1].get_tensor(name)
 

@@ -15,7 +15,9 @@ import torch
 import xxhash
 
 from penstock.eplb import Plan
-from penstock.executor.linear import Linear, is_repacked, make_linear
+from penstock.executor.kernels import BlockOps
+from penstock.executor.linear import BlockLinear, Linear, is_repacked, make_linear
+from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorError
@@ -51,8 +53,13 @@ class CheckpointReader:
         self._read.add(name)
         return self._checkpoint.read(name)
 
-    def check_all_read(self, ignored: tuple[str, ...] = ()) -> None:
-        left = sorted(name for name in self._names - self._read if not name.endswith((*IGNORED_SUFFIXES, *ignored)))
+    def check_all_read(self, ignored: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> None:
+        """`ignored`: how names end that may be left; `prefixes`: how they begin."""
+        left = sorted(
+            name
+            for name in self._names - self._read
+            if not name.endswith((*IGNORED_SUFFIXES, *ignored)) and not name.startswith(prefixes)
+        )
         if left:
             raise ExecutorError(
                 f"{self._where}: {len(left)} tensors that the architecture does not have: "
@@ -71,26 +78,30 @@ class Weights:
         group: Group,
         progress: Callable[[str], None],
         placement: Plan | None = None,
+        block_ops: BlockOps | None = None,
     ) -> None:
+        """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`."""
         self._read, self._dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
-        self.num_bytes = 0  # as stored in memory, by this rank
+        self.num_bytes = 0  # as stored in memory, by this rank …
+        self.num_widened_bytes = 0  # … of which these were eight bits each, and are not here
+        self._block_ops = block_ops
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: int | None = None) -> torch.Tensor:
         part = self._cut(self._fetch(name, shape), split, units)
         # A copy also where nothing is converted: the original may be a view of a mapped file.
-        return self._count(part.to(device=self._device, dtype=self._dtype, copy=True))
+        return self._count(self._numbers(part, copy=True))
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
         """A norm's weight, float32 as the kernels want it; `offset` is what the file leaves out."""
-        return self._count(self._fetch(name, (size,)).to(self._device, torch.float32) + offset)
+        return self._count(self._fetch(name, (size,)).numbers(self._device, torch.float32) + offset)
 
     def float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """What is computed in float32 whatever the model's dtype, whole on every rank."""
-        return self._count(self._fetch(name, shape).to(self._device, torch.float32, copy=True))
+        return self._count(self._fetch(name, shape).numbers(self._device, torch.float32, copy=True))
 
     def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
         """A tensor of the model that this rank has no part in: checked and hashed, not kept."""
@@ -112,15 +123,19 @@ class Weights:
         """
         named = list(zip(names, rows, units or (None,) * len(rows), strict=True))
         parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), split, unit) for name, size, unit in named]
-        weight = torch.cat([part.to(device=self._device, dtype=self._dtype) for part in parts])
-        self._count(weight)
-        if not bias:
-            return make_linear(weight)
+        biases = self._bias(named, split) if bias else None
+        blocks = None if self._block_ops is None else whole_blocks(parts, self._device)
+        if blocks is not None:
+            assert self._block_ops is not None
+            return BlockLinear(self._count(blocks.values), self._count(blocks.scales), biases, self._block_ops)
+        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), biases)
+
+    def _bias(self, named: list[tuple[str, int, int | None]], split: Split) -> torch.Tensor | None:
         bias_split: Split = "rows" if split == "rows" else None
         biases = [self.tensor(f"{name}.bias", (size,), bias_split, unit) for name, size, unit in named]
         if split == "columns" and not self.group.is_first:
-            return make_linear(weight)  # the sum over ranks has the bias once
-        return make_linear(weight, torch.cat(biases))
+            return None  # the sum over ranks has the bias once
+        return torch.cat(biases)
 
     def tied_linear(self, table: torch.Tensor) -> Linear:
         """The head that shares the embedding's weights. Where linear layers repack theirs, that is a second copy."""
@@ -146,21 +161,36 @@ class Weights:
             total.update(f"{len(other)}:{other}".encode())
         return total.digest()
 
-    def _fetch(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _fetch(self, name: str, shape: tuple[int, ...]) -> Part:
+        values = self._stored(name, shape)
+        if values.dtype is not EIGHT_BITS:
+            return Part(values)
+        if len(shape) != 2:
+            raise ExecutorError(f"tensor {name!r} of shape {list(shape)} is stored in eight bits; only matrices can be")
+        return Part(values, self._stored(f"{name}{SUFFIX}", scales_shape(*shape)))
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._read(name, shape).contiguous()
         content = xxhash.xxh3_128(tensor.view(torch.uint8).numpy() if tensor.dim() else b"").digest()
         with self._lock:
             self._digests[name] = f"{tensor.dtype}{list(shape)}".encode() + content
         return tensor
 
-    def _cut(self, tensor: torch.Tensor, split: Split, units: int | None) -> torch.Tensor:
+    def _numbers(self, part: Part, copy: bool = False) -> torch.Tensor:
+        numbers = part.numbers(self._device, self._dtype, copy)
+        if part.scales is not None:
+            with self._lock:
+                self.num_widened_bytes += numbers.numel() * numbers.element_size()
+        return numbers
+
+    def _cut(self, part: Part, split: Split, units: int | None) -> Part:
         if split is None:
-            return tensor
+            return part
         dim = 0 if split == "rows" else 1
-        size = tensor.shape[dim]
+        size = part.values.shape[dim]
         first, end = self.group.share(units or size)
         unit_size = size // (units or size)
-        return tensor.narrow(dim, first * unit_size, (end - first) * unit_size)
+        return part.narrow(dim, first * unit_size, (end - first) * unit_size)
 
     def _count(self, tensor: torch.Tensor) -> torch.Tensor:
         with self._lock:

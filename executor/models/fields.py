@@ -13,6 +13,7 @@ _LIMITS = {
     "hidden_size": 2**17,
     "intermediate_size": 2**20,
     "num_hidden_layers": 1024,
+    "num_nextn_predict_layers": 1024,
     "num_attention_heads": 1024,
     "num_key_value_heads": 1024,
     "head_dim": 1024,
@@ -92,6 +93,12 @@ class Fields:
         value = default if value is None else value
         if value not in allowed:
             raise self.error(name, value, " or ".join(repr(choice) for choice in allowed))
+
+    def no_others(self, *known: str) -> None:
+        """Refuse a field that nobody here reads and that says something."""
+        for name, value in self._values.items():
+            if name not in known and value is not None:
+                raise self.error(name, value, f"no field but {', '.join(known)}")
 
     def error(self, name: str, value: object, expected: str) -> ExecutorError:
         shown = "nothing" if value is _MISSING else repr(value)

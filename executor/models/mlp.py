@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.executor.kernels import Ops
+from penstock.executor.linear import BlockLinear
 from penstock.executor.loading.weights import Split, Weights
 from penstock.executor.models.spec import DecoderSpec
 
@@ -27,10 +28,14 @@ class Mlp:
         self._gate_up = weights.linear((gate, up), (size, size), spec.hidden_size, spec.mlp_bias, split=rows)
         self._down = weights.linear((down,), (spec.hidden_size,), size, spec.mlp_bias, split=columns)
         self._activate = ops.silu_mul if spec.activation == "silu" else ops.gelu_tanh_mul
+        self._quantize = None if ops.blocks is None or spec.activation != "silu" else ops.blocks.silu_mul_quantize
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
-        return self._down(self._activate(self._gate_up(hidden)))
+        gate_up = self._gate_up(hidden)
+        if self._quantize is not None and isinstance(self._down, BlockLinear):
+            return self._down.multiply(self._quantize(gate_up), hidden.dtype)
+        return self._down(self._activate(gate_up))
 
     @staticmethod
     def each(mlps: "Sequence[Mlp]", counts: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
@@ -38,6 +43,11 @@ class Mlp:
         gate_ups, downs = [mlp._gate_up for mlp in mlps], [mlp._down for mlp in mlps]
         gate_up = type(gate_ups[0]).each(gate_ups, counts, hidden)
         return type(downs[0]).each(downs, counts, mlps[0]._activate(gate_up))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether all of it computes in eight bits."""
+        return isinstance(self._gate_up, BlockLinear) and isinstance(self._down, BlockLinear)
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self._gate_up.tensors(), *self._down.tensors()]

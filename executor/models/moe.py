@@ -5,6 +5,8 @@ experts (`--enable-expert-parallel`): every rank has some experts whole, and com
 Either way every rank sees all tokens, and the layer's one sum over ranks puts the parts together.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -91,8 +93,8 @@ class Experts:
             held = placed[self._first : end]
             self.replace(weights.placement, layer)
         self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
-        self._fused, self._activation = ops.fused_experts, spec.activation
-        self._stacks = None if self._fused is None else _stack(self.slots)
+        self._activation = spec.activation
+        self._fused, self._stacks = _fuse(self.slots, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # Another rank's, but part of the model that the fingerprint names.
             shape = (moe.intermediate_size, spec.hidden_size)
@@ -114,7 +116,7 @@ class Experts:
         if self.counts is not None:
             self.counts += torch.bincount(ids.flatten(), minlength=self.num_experts)
         slots = ids if self._table is None else self._table.slots(ids)
-        if self._fused is not None and self._stacks is not None:
+        if self._fused is not None:
             return self._fused(hidden, slots, shares, *self._stacks, self._first, self._activation)
         order = slots.flatten().argsort(stable=True)  # [T * k] by slot
         counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
@@ -130,17 +132,26 @@ class Experts:
         return (out.view(num_tokens, top_k, hidden.shape[1]) * shares[..., None]).sum(1).to(hidden.dtype)
 
 
-def _stack(slots: list[Mlp]) -> list[torch.Tensor] | None:
-    """The slots' weights as one tensor each, which the slots go on with; None where there are biases."""
+def _fuse(slots: list[Mlp], ops: Ops) -> tuple[Callable[..., torch.Tensor] | None, list[torch.Tensor]]:
+    """What computes all slots at once, and their weights as one tensor each, which the slots go on with.
+
+    None where nothing does, or where there are biases.
+    """
+    stacks: list[torch.Tensor] = []
     weights = [slot.tensors() for slot in slots]
-    if not weights or len(weights[0]) != 2:
-        return None
-    stacks = []
+    if not weights:
+        return None, stacks
+    if slots[0].has_blocks:
+        fused, expected = None if ops.blocks is None else ops.blocks.fused_experts, 4
+    else:
+        fused, expected = ops.fused_experts, 2
+    if fused is None or len(weights[0]) != expected:
+        return None, stacks
     for ours in zip(*weights, strict=True):
         stacks.append(torch.stack(ours))
         for weight, part in zip(ours, stacks[-1], strict=True):
             weight.data = part
-    return stacks
+    return fused, stacks
 
 
 class SlotTable:

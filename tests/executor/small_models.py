@@ -133,10 +133,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def reference(case: str) -> Any:
+    return random_model(*CASES[case])
+
+
+def random_model(name: str, fields: dict[str, Any]) -> Any:
     """The model, float32; biases and norms are random too, so that none can be forgotten unnoticed."""
     import transformers
 
-    name, fields = CASES[case]
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields), dtype=torch.float32)
     for parameter in model.parameters():

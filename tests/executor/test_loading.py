@@ -161,7 +161,10 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type: 'dynamic' found; one of default,"),
         ({"rope_parameters": {"rope_type": "linear"}}, "factor: nothing found"),
         ({"rope_parameters": 7}, "rope_parameters: 7 found; an object"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "'gptq' weights are not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantization_config: quant_method: 'gptq' found; 'fp8' is",
+        ),
         ({"dtype": "float8"}, "dtype: 'float8' found"),
     ],
 )

@@ -11,8 +11,11 @@ import triton.language as tl
 
 from penstock.executor.kernels.cuda.rows import GELU_TANH, SILU, activate
 from penstock.executor.kernels.cuda.tiles import Tile, expert_tile, power_of_2
+from penstock.executor.kernels.torch_fp8 import BLOCK
 
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
+Weight = tuple[torch.Tensor, torch.Tensor | None]  # [S, N, K], and where it has eight bits a scale per block
+GROUP = tl.constexpr(BLOCK)
 ALIGN_CHUNK, PLACE_BLOCK, TILE_BLOCK = 1024, 256, 64
 
 
@@ -26,8 +29,35 @@ def fused_experts(
     activation: str,
 ) -> torch.Tensor:
     """As the twin in `torch_ops`. An entry of another rank's slot adds nothing."""
+    return _experts(hidden, slots, shares, (gate_up, None), (down, None), first, activation)
+
+
+def fused_block_experts(
+    hidden: torch.Tensor,
+    slots: torch.Tensor,
+    shares: torch.Tensor,
+    gate_up: torch.Tensor,
+    gate_up_scales: torch.Tensor,
+    down: torch.Tensor,
+    down_scales: torch.Tensor,
+    first: int,
+    activation: str,
+) -> torch.Tensor:
+    """As the twin in `torch_fp8`. Weights widen as they arrive: half the bytes are read, and tokens stay exact."""
+    return _experts(hidden, slots, shares, (gate_up, gate_up_scales), (down, down_scales), first, activation)
+
+
+def _experts(
+    hidden: torch.Tensor,
+    slots: torch.Tensor,
+    shares: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    first: int,
+    activation: str,
+) -> torch.Tensor:
     tokens, top_k = slots.shape
-    num_slots, width, inner = down.shape
+    num_slots, width, inner = down[0].shape
     entries = tokens * top_k
     tile = expert_tile(entries, num_slots, hidden.element_size())
     # Every slot may leave a tile unfilled, and no slot has a tile without an entry.
@@ -75,7 +105,7 @@ def _launch(
     num_tiles: int,
     tile: Tile,
     x: torch.Tensor,
-    weight: torch.Tensor,
+    scaled_weight: Weight,
     y: torch.Tensor,
     ids: torch.Tensor,
     tile_slots: torch.Tensor,
@@ -86,11 +116,13 @@ def _launch(
 ) -> None:
     """`top_k`: how many entries share a row of x."""
     depth, columns = x.shape[1], y.shape[1]
+    weight, scales = scaled_weight
     assert x.stride(1) == 1 and weight.is_contiguous()
     block_depth = 32 if x.element_size() == 4 else 64
     _multiply[(triton.cdiv(columns, tile.columns), num_tiles)](
         x,
         weight,
+        weight if scales is None else scales,
         y,
         ids,
         tile_slots,
@@ -98,6 +130,8 @@ def _launch(
         entries,
         x.stride(0),
         weight.stride(0),
+        0 if scales is None else scales.stride(0),
+        0 if scales is None else scales.stride(1),
         columns,
         depth,
         TOP_K=top_k,
@@ -105,6 +139,7 @@ def _launch(
         COLUMNS=tile.columns,
         DEPTH=block_depth,
         EVEN=depth % block_depth == 0 and columns % tile.columns == 0,
+        SCALED=scales is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **given,
@@ -157,6 +192,7 @@ def _place(slots_ptr, cursors_ptr, ids_ptr, entries, num_slots, first, BLOCK: tl
 def _multiply(
     x_ptr,
     weight_ptr,
+    scales_ptr,
     y_ptr,
     ids_ptr,
     tile_slots_ptr,
@@ -164,6 +200,8 @@ def _multiply(
     entries,
     x_stride,
     slot_stride,
+    scales_slot_stride,
+    scales_stride,
     columns,
     depth,
     TOP_K: tl.constexpr,
@@ -171,6 +209,7 @@ def _multiply(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     EVEN: tl.constexpr,
+    SCALED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
@@ -184,22 +223,27 @@ def _multiply(
     k = tl.arange(0, DEPTH)
     x_ptrs = x_ptr + (entry // TOP_K).to(tl.int64)[:, None] * x_stride + k[None, :]
     weight_ptrs = weight_ptr + slot.to(tl.int64) * slot_stride + column[None, :] * depth + k[:, None]
+    scales_ptr += slot.to(tl.int64) * scales_slot_stride
+    gate_scales = scales_ptr + tl.program_id(0) * COLUMNS // GROUP * scales_stride
+    up_scales = scales_ptr + (columns + tl.program_id(0) * COLUMNS) // GROUP * scales_stride
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, depth, DEPTH):
+        group = start // GROUP
         if EVEN:
             x = tl.load(x_ptrs, mask=is_entry[:, None], other=0.0)
-            acc = tl.dot(x, tl.load(weight_ptrs), acc, input_precision="ieee")
+            acc = _add_product(acc, x, tl.load(weight_ptrs), gate_scales + group, SCALED)
             if GATED:
-                up = tl.dot(x, tl.load(weight_ptrs + columns * depth), up, input_precision="ieee")
+                up = _add_product(up, x, tl.load(weight_ptrs + columns * depth), up_scales + group, SCALED)
         else:
             is_deep = start + k < depth
             is_weight = is_deep[:, None] & (column < columns)[None, :]
             x = tl.load(x_ptrs, mask=is_entry[:, None] & is_deep[None, :], other=0.0)
-            acc = tl.dot(x, tl.load(weight_ptrs, mask=is_weight, other=0.0), acc, input_precision="ieee")
+            w = tl.load(weight_ptrs, mask=is_weight, other=0.0)
+            acc = _add_product(acc, x, w, gate_scales + group, SCALED)
             if GATED:
                 w = tl.load(weight_ptrs + columns * depth, mask=is_weight, other=0.0)
-                up = tl.dot(x, w, up, input_precision="ieee")
+                up = _add_product(up, x, w, up_scales + group, SCALED)
         x_ptrs += DEPTH
         weight_ptrs += DEPTH
     if GATED:
@@ -208,3 +252,12 @@ def _multiply(
         acc *= tl.load(shares_ptr + entry, mask=is_entry, other=0.0)[:, None]
     y_ptrs = y_ptr + entry.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=is_entry[:, None] & (column < columns)[None, :])
+
+
+@triton.jit
+def _add_product(acc, x, weight, scale_ptr, SCALED: tl.constexpr):
+    """A step of the depth lies within one block of scales, as do a tile's columns."""
+    if SCALED:
+        return acc + tl.dot(x, weight.to(x.dtype), input_precision="ieee") * tl.load(scale_ptr)
+    else:
+        return tl.dot(x, weight, acc, input_precision="ieee")

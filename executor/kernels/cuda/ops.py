@@ -1,7 +1,7 @@
 """The Triton kernels as `Ops` and `SamplingOps`, for a model on a GPU."""
 
-from penstock.executor.kernels import Ops, SamplingOps
-from penstock.executor.kernels.cuda import attention, latent, moe, rope, rows, sampling
+from penstock.executor.kernels import BlockOps, Ops, SamplingOps
+from penstock.executor.kernels.cuda import attention, fp8, latent, moe, rope, rows, sampling
 
 OPS = Ops(
     rows.rms_norm,
@@ -12,6 +12,7 @@ OPS = Ops(
     rows.silu_mul,
     rows.gelu_tanh_mul,
     moe.fused_experts,
+    BlockOps(fp8.quantize, fp8.silu_mul_quantize, fp8.block_linear, moe.fused_block_experts),
 )
 
 SAMPLING_OPS = SamplingOps(sampling.choose, sampling.penalize, sampling.mask)

@@ -57,10 +57,12 @@ def attention(
     return call
 
 
-def latent(singles: int, prompts: int, heads: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
+def latent(
+    singles: int, prompts: int, heads: int, dtype: torch.dtype = BF16, page_dtype: torch.dtype | None = None
+) -> Callable[[], None]:
     def call() -> None:
         q = torch.zeros(singles + 64 * prompts, heads, 64 + 512, dtype=dtype)
-        OPS.latent_attention(q, pages(64 + 512, dtype)[0], batch(singles, prompts), 0.1, 64)
+        OPS.latent_attention(q, pages(64 + 512, page_dtype or dtype)[0], batch(singles, prompts), 0.1, 64)
 
     return call
 
@@ -95,6 +97,17 @@ def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: to
         down = torch.empty(num, width, inner, dtype=dtype)
         hidden = torch.zeros(tokens, width, dtype=dtype)
         moe.fused_experts(hidden, slots, torch.zeros(tokens, top_k), gate_up, down, 0, "silu")
+
+    return call
+
+
+def block_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> Callable[[], None]:
+    def call() -> None:
+        slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int64), torch.zeros(tokens, width, dtype=BF16)
+        weights = []
+        for shape in ((num, 2 * inner, width), (num, width, inner)):
+            weights += [torch.empty(shape, dtype=FP8), torch.empty(num, shape[1] // 128, -(-shape[2] // 512) * 4)]
+        moe.fused_block_experts(hidden, slots, torch.zeros(tokens, top_k), *weights, 0, "silu")
 
     return call
 
@@ -151,6 +164,9 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "DeepSeek-V2-Lite: experts, prompts": experts(4096, 64, 6, 2048, 1408),
     "Mixtral-8x7B: experts": experts(64, 8, 2, 4096, 14336),
     "SmallMoE: float32 experts": experts(64, 8, 2, 64, 96, F32),
+    "Qwen3-30B-A3B: eight-bit experts, one row": block_experts(1, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: eight-bit experts, a batch": block_experts(512, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: eight-bit experts, prompts": block_experts(4096, 128, 8, 2048, 768),
     "Qwen3-8B: eight bits, one row": eight_bits(1, 6144, 4096),
     "Qwen3-8B: eight bits, a batch": eight_bits(64, 6144, 4096),
     "Qwen3-8B: eight bits, prompts": eight_bits(256, 6144, 4096),
@@ -158,6 +174,7 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "DeepSeek-V2-Lite: full batch": latent(1024, 0, 16),
     "DeepSeek-V2-Lite: float32": latent(4, 1, 16, F32),
     "DeepSeek-V3: attention": latent(4, 1, 128),
+    "DeepSeek-V3: eight-bit pages": latent(4, 1, 128, page_dtype=FP8),
     "OPT-2.7B: attention": attention(4, 1, 80, 32, 32),
     "Phi: attention": attention(4, 1, 96, 32, 32),
 }

@@ -5,11 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from penstock.executor.kernels import torch_ops
+from penstock.executor.kernels import torch_fp8, torch_ops
 from penstock.executor.kernels.cuda import moe, tiles
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
+from tests.executor.eight_bits import quantize
 from tests.executor.kernels.cases import close, every_dtype
 from tests.executor.paged import random
 from tests.executor.small_models import folder, greedy
@@ -41,6 +42,24 @@ def test_experts_with_more_tokens_than_a_tile(monkeypatch: pytest.MonkeyPatch, d
     monkeypatch.setattr(moe, "expert_tile", lambda *_: tiles.Tile(rows, 32, 4, 2))
     given = case(70, 3, 2, 32, 32, torch.float32, device)
     close(moe.fused_experts(*given, 0, "silu"), torch_ops.fused_experts(*given, 0, "silu"))
+
+
+@every_dtype
+def test_experts_of_eight_bits_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
+    """384 columns and rows: three blocks, whose scales are padded to four along the depth."""
+    hidden, slots, shares, gate_up, down = case(9, 3, 2, 384, 128, dtype, torch.device("cpu"))
+    weights = (*in_blocks(gate_up), *in_blocks(down))
+    given = [tensor.to(device) for tensor in (hidden, slots, shares, *weights)]
+    exact = torch_fp8.fused_block_experts(hidden.double(), slots, shares.double(), *weights, 0, "silu")
+    close(moe.fused_block_experts(*given, 0, "silu"), exact, dtype)
+    unscaled = torch_ops.fused_experts(hidden.double(), slots, shares, gate_up.double(), down.double(), 0, "silu")
+    assert (exact - unscaled).norm() < 0.06 * unscaled.norm()
+
+
+def in_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[S, N, K] in eight bits, and the scales as the kernels take them."""
+    pairs = [quantize(weight.float()) for weight in weights]
+    return torch.stack([values for values, _ in pairs]), torch.stack([torch_fp8.pad_scales(s) for _, s in pairs])
 
 
 def test_a_rank_adds_only_what_its_own_experts_make(device: torch.device) -> None:

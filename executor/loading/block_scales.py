@@ -1,0 +1,104 @@
+"""Weights of eight bits with one scale per 128 × 128 of them, as DeepSeek-V3 and the FP8 Qwen3 are stored.
+
+`x.weight` is float8_e4m3fn, `x.weight_scale_inv` the scales that it is multiplied by (whatever the name says). Which
+tensors are stored so, the file says; config.json says that there are any, and every other scheme is refused by it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from penstock.executor.kernels.torch_fp8 import BLOCK, pad_scales
+from penstock.executor.models.fields import Fields
+
+SUFFIX = "_scale_inv"
+EIGHT_BITS = torch.float8_e4m3fn
+
+
+def check_quantization(config: dict[str, Any], where: str) -> None:
+    """Refuse what is not computed here, before any weight is read."""
+    fields = Fields(config, where).section("quantization_config")
+    if fields is None:
+        return
+    fields.only("quant_method", "fp8")
+    fields.only("fmt", "e4m3", default="e4m3")
+    fields.only("weight_block_size", [BLOCK, BLOCK])
+    fields.only("activation_scheme", "dynamic", default="dynamic")
+    fields.only("scale_fmt", "float", "ue8m0", default="float")  # either way stored as floats: their dtype is checked
+    fields.only("expert_dtype", "fp8", default="fp8")
+    fields.only("dequantize", False, default=False)
+    for name in ("modules_to_not_convert", "modules_to_convert", "ignored_layers"):
+        fields.texts(name)
+    fields.no_others(
+        "quant_method",
+        "fmt",
+        "weight_block_size",
+        "activation_scheme",
+        "scale_fmt",
+        "expert_dtype",
+        "dequantize",
+        "modules_to_not_convert",
+        "modules_to_convert",
+        "ignored_layers",
+    )
+
+
+def scales_shape(rows: int, columns: int) -> tuple[int, int]:
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+class Part(NamedTuple):
+    """A tensor or a rank's part of one. Values of eight bits come with the scales of the whole tensor, in which the
+    part begins at `row` and `column`: it may be cut anywhere, and each value still meets its own scale."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None = None
+    row: int = 0
+    column: int = 0
+
+    def narrow(self, dim: int, start: int, size: int) -> "Part":
+        row, column = (self.row + start, self.column) if dim == 0 else (self.row, self.column + start)
+        return Part(self.values.narrow(dim, start, size), self.scales, row, column)
+
+    def numbers(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> torch.Tensor:
+        """Value times scale in float32, rounded to `dtype`; a few rows at a time, so that no float32 copy is made."""
+        if self.scales is None:
+            return self.values.to(device=device, dtype=dtype, copy=copy)
+        values, scales = self.values.to(device), self.scales.to(device, torch.float32)
+        rows, columns = values.shape
+        out = torch.empty((rows, columns), dtype=dtype, device=device)
+        by_column = scales[:, torch.arange(self.column, self.column + columns, device=device) // BLOCK]
+        start = 0
+        while start < rows:
+            block = (self.row + start) // BLOCK
+            end = min((block + 1) * BLOCK - self.row, rows)
+            torch.mul(values[start:end].float(), by_column[block], out=out[start:end])
+            start = end
+        return out
+
+
+class Blocks(NamedTuple):
+    """A weight [N, K] that keeps its eight bits, and its scales as `torch_fp8.pad_scales` leaves them."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+def whole_blocks(parts: list[Part], device: torch.device) -> Blocks | None:
+    """The parts on top of each other, if the blocks of each are blocks of the whole and the kernels take the shape."""
+    rows = [len(part.values) for part in parts]
+    starts = [part.row for part in parts] + [part.column for part in parts]
+    # Only at the very end may a block have fewer than 128 rows.
+    if any(start % BLOCK for start in (*starts, *rows[:-1])):
+        return None
+    if sum(rows) % 16 or parts[0].values.shape[1] % BLOCK:
+        return None
+    scales = []
+    for part in parts:
+        if part.scales is None:
+            return None
+        deep, wide = scales_shape(*part.values.shape)
+        row, column = part.row // BLOCK, part.column // BLOCK
+        scales.append(part.scales[row : row + deep, column : column + wide])
+    values = torch.cat([part.values.to(device).view(torch.uint8) for part in parts]).view(EIGHT_BITS)
+    return Blocks(values, pad_scales(torch.cat(scales).to(device)))

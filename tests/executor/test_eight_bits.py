@@ -1,0 +1,307 @@
+"""Checkpoints in eight bits with scales per block: as numbers on a CPU, in eight bits where the kernels' seam is there."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from penstock.executor.kernels import torch_fp8, torch_ops
+from penstock.executor.linear import BlockLinear
+from penstock.executor.loading.block_scales import Part, whole_blocks
+from penstock.executor.loading.checkpoint import open_checkpoint
+from penstock.executor.loading.export import export
+from penstock.executor.multiproc import open_multiproc
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.driver import Driver
+from tests.executor.eight_bits import CASES, QUANTIZATION, WEIGHTS, dequantize, folders, greedy, quantize
+from tests.executor.paged import random
+from tests.executor.test_models import prompts, recorded  # noqa: F401 - a fixture
+
+CPU = torch.device("cpu")
+COUNT = 12
+
+
+def config_of(path: Path, **options: Any) -> ExecutorConfig:
+    given = {"kv_cache_bytes": 2**22, "block_size": 8, "dtype": "float32", "max_num_seqs": 16, **options}
+    return ExecutorConfig(model=str(path), **given)
+
+
+def in_eight_bits(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """As on a GPU, with the twins for kernels."""
+    blocks = dataclasses.replace(torch_fp8.OPS, **changes)
+    ops = dataclasses.replace(torch_ops.OPS, blocks=blocks)
+    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: ops)
+    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+
+
+def generate(executor: Any, given: list[list[int]]) -> list[list[int]]:
+    driver = Driver(executor)
+    sequences = []
+    for prompt in given:
+        sequences.append(driver.admit(prompt))
+        driver.advance(*sequences, chunk=7)
+    return driver.generate(*sequences, count=COUNT, chunk=7)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_cpu_the_tokens_are_transformers_on_the_numbers(case: str) -> None:
+    given = prompts(3, seed=3)
+    executor = UniprocExecutor(config_of(folders(case)[0]))
+    assert generate(executor, given) == [greedy(case, prompt, COUNT) for prompt in given]
+    full = UniprocExecutor(config_of(folders(case)[1])).info.memory
+    narrow = executor.info.memory
+    assert narrow["FP8 weights as float32"] > narrow["weights"] > 0
+    assert narrow["FP8 weights as float32"] + narrow["weights"] == full["weights"]
+
+
+@pytest.mark.parametrize(("case", "by_experts"), [("qwen3", False), ("deepseek-v3", True)])
+def test_ranks_cut_within_blocks_and_give_the_same_tokens(case: str, by_experts: bool) -> None:
+    given = prompts(3, seed=3)
+    executor = open_multiproc(config_of(folders(case)[0], tensor_parallel_size=2, enable_expert_parallel=by_experts))
+    try:
+        got = generate(executor, given)
+    finally:
+        executor.close()
+    assert got == [greedy(case, prompt, COUNT) for prompt in given]
+
+
+def logits_of(path: Path, recorded: list[torch.Tensor], **options: Any) -> torch.Tensor:  # noqa: F811
+    """Of a prompt in chunks, its last position; [1, vocabulary]."""
+    executor = UniprocExecutor(config_of(path, **options))
+    driver = Driver(executor)
+    recorded.clear()
+    driver.generate(driver.admit(prompts(1, low=41, high=41)[0]), count=1, chunk=16)
+    return recorded[-1]
+
+
+@pytest.mark.parametrize("fused", [None, torch_fp8.fused_block_experts])
+@pytest.mark.parametrize("case", CASES)
+def test_in_eight_bits_logits_are_near_those_of_the_numbers(
+    case: str,
+    fused: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: list[torch.Tensor],  # noqa: F811
+) -> None:
+    """Rounding to eight bits is an error of up to 1/16 in each number, about 1/40 in the mean, at every product."""
+    exact = logits_of(folders(case)[1], recorded)
+    in_eight_bits(monkeypatch, fused_experts=fused)
+    near = logits_of(folders(case)[0], recorded)
+    assert 0 < (near - exact).norm() < 0.1 * exact.norm()
+
+
+def test_in_eight_bits_weights_stay_as_they_were_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow, full = folders("qwen3")
+    before = UniprocExecutor(config_of(full)).info
+    in_eight_bits(monkeypatch)
+    after = UniprocExecutor(config_of(narrow)).info
+    assert list(after.memory) == ["weights", "KV cache"]
+    assert after.memory["weights"] < 0.4 * before.memory["weights"]  # float32 there; embedding and head are here, too
+
+
+def test_a_linear_layer_errs_by_no_more_than_its_input_is_rounded() -> None:
+    weight, x = random(200, 384, seed=1), random(20, 384, seed=2)
+    values, scales = quantize(weight)
+    linear = BlockLinear(values, torch_fp8.pad_scales(scales), random(200, seed=3), torch_fp8.OPS)
+    exact = torch.nn.functional.linear(x, dequantize(values, scales), random(200, seed=3))
+    step = torch_fp8.quantize(x)[1].repeat_interleave(128, 1)
+    rounded = x.abs() / 16 + step * 2**-10  # half a last place: of three bits, and below the least normal number
+    assert ((linear(x) - exact).abs() <= rounded @ dequantize(values, scales).abs().t() + 1e-4).all()
+    two = BlockLinear.each([linear, linear], [3, 17], x)
+    assert torch.allclose(two, linear(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_part_cut_anywhere_has_the_numbers_of_the_whole() -> None:
+    values, scales = quantize(random(300, 260, seed=4))
+    whole = dequantize(values, scales)
+    for row, rows, column, columns in ((0, 300, 0, 260), (128, 172, 128, 132), (100, 60, 7, 250), (299, 1, 259, 1)):
+        part = Part(values, scales).narrow(0, row, rows).narrow(1, column, columns)
+        expected = whole[row : row + rows, column : column + columns]
+        assert torch.equal(part.numbers(CPU, torch.float32), expected)
+        assert torch.equal(part.numbers(CPU, torch.bfloat16), expected.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("cuts", "keeps"),
+    [
+        ([(0, 512)], True),
+        ([(128, 144)], True),  # half a block at the end
+        ([(128, 136)], False),  # cuBLAS takes multiples of 16
+        ([(64, 128)], False),
+        ([(0, 256), (128, 128)], True),
+        ([(0, 192), (0, 128)], False),  # half a block within
+    ],
+)
+def test_eight_bits_are_kept_where_blocks_stay_whole(cuts: list[tuple[int, int]], keeps: bool) -> None:
+    whole = Part(*quantize(random(512, 256, seed=5)))
+    parts = [whole.narrow(0, *cut) for cut in cuts]
+    blocks = whole_blocks(parts, CPU)
+    assert (blocks is not None) is keeps
+    if blocks is not None:
+        expected = torch.cat([part.numbers(CPU, torch.float32) for part in parts])
+        assert torch.equal(dequantize(blocks.values, blocks.scales[:, :2]), expected)
+    assert whole_blocks([*parts, Part(torch.zeros(128, 256))], CPU) is None
+    assert whole_blocks([parts[0].narrow(1, 64, 128)], CPU) is None
+    assert whole_blocks([parts[0].narrow(1, 0, 64)], CPU) is None
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folders("qwen3")[0], tmp_path / "model"))
+
+
+def edit(path: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(path / WEIGHTS) | changes
+    (path / WEIGHTS).unlink()
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path / WEIGHTS)
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(ExecutorError) as caught:
+        UniprocExecutor(config_of(path, **options))
+    return str(caught.value)
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        (
+            {f"{UP}_scale_inv": torch.ones(3, 1)},
+            f"tensor '{UP}_scale_inv' has shape [3, 1]; config.json calls for [3, 2]",
+        ),
+        ({f"{UP}_scale_inv": None}, f"tensor '{UP}_scale_inv' of shape [3, 2] is missing"),
+        ({UP: torch.ones(384, 256)}, f"1 tensors that the architecture does not have: '{UP}_scale_inv'"),
+        ({f"{UP}_scale_inv": torch.ones(3, 2).to(torch.float8_e8m0fnu)}, f"tensor '{UP}_scale_inv' is stored as F8_E8"),
+        (
+            {"model.norm.weight": torch.ones(256).to(torch.float8_e4m3fn)},
+            "tensor 'model.norm.weight' of shape [256] is stored in eight bits; only matrices can be",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(model: Path, changes: dict[str, Any], complaint: str) -> None:
+    edit(model, **changes)
+    assert complaint in refusal(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"quant_method": "awq"}, "quant_method: 'awq' found; 'fp8' is expected"),
+        ({"activation_scheme": "static"}, "activation_scheme: 'static' found; 'dynamic' is expected"),
+        ({"weight_block_size": None}, "weight_block_size: None found; [128, 128] is expected"),
+        ({"weight_block_size": [64, 64]}, "weight_block_size: [64, 64] found"),
+        ({"fmt": "e5m2"}, "fmt: 'e5m2' found"),
+        ({"ignored_layers": "lm_head"}, "ignored_layers: 'lm_head' found; a list of strings"),
+        ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: {'num_bits': 8} found; no field but quant_method"),
+    ],
+)
+def test_other_schemes_are_refused_before_weights_are_read(model: Path, changes: dict, complaint: str) -> None:
+    (model / WEIGHTS).unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION | changes}))
+    assert refusal(model).startswith(f"{model / 'config.json'}: quantization_config: {complaint}")
+
+
+def test_eight_bits_that_config_json_does_not_announce_are_refused(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    del config["quantization_config"]
+    (model / "config.json").write_text(json.dumps(config))
+    assert "is stored as F8_E4M3; one of BF16, F16, F32, F64 is expected" in refusal(model)
+
+
+def test_scales_may_be_stored_in_sixteen_bits_and_are_part_of_the_fingerprint(model: Path) -> None:
+    name = f"{UP}_scale_inv"
+    first = UniprocExecutor(config_of(model)).info.fingerprint
+    scales = load_file(model / WEIGHTS)[name]
+    edit(model, **{name: scales.bfloat16()})
+    assert UniprocExecutor(config_of(model)).info.fingerprint != first
+    edit(model, **{name: scales})
+    assert UniprocExecutor(config_of(model)).info.fingerprint == first
+    scales[2, 1] *= 1 + 2**-20
+    edit(model, **{name: scales})
+    assert UniprocExecutor(config_of(model)).info.fingerprint != first
+
+
+def test_computing_in_eight_bits_is_another_fingerprint(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_numbers = UniprocExecutor(config_of(model)).info.fingerprint
+    in_eight_bits(monkeypatch)
+    assert UniprocExecutor(config_of(model)).info.fingerprint != as_numbers
+
+
+def test_layers_that_guess_ahead_are_left_out(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(folders("deepseek-v3")[0], tmp_path / "model"))
+    edit(path, **{"model.layers.2.eh_proj.weight": torch.ones(2, 2), "model.layers.3.x": torch.ones(1)})
+    ahead = {"num_nextn_predict_layers": 1}
+    assert "1 tensors that the architecture does not have: 'model.layers.3.x'" in refusal(path, hf_overrides=ahead)
+    edit(path, **{"model.layers.3.x": None})
+    UniprocExecutor(config_of(path, hf_overrides=ahead))
+
+
+def test_an_export_writes_the_numbers(tmp_path: Path) -> None:
+    narrow, full = folders("deepseek-v3")
+    export(open_checkpoint(narrow), tmp_path / "out", "float32")
+    written, expected = load_file(tmp_path / "out" / WEIGHTS), load_file(full / WEIGHTS)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_made_up_weights_are_of_the_same_kind(
+    case: str,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: list[torch.Tensor],  # noqa: F811
+) -> None:
+    in_eight_bits(monkeypatch)
+    stored = UniprocExecutor(config_of(folders(case)[0])).info.memory
+    assert UniprocExecutor(config_of(folders(case)[0], load_format="dummy")).info.memory == stored
+    assert 0.3 < logits_of(folders(case)[0], recorded, load_format="dummy").std() < 3
+
+
+# Pages of eight bits.
+
+
+@pytest.mark.parametrize("asked", ["fp8", "fp8_e4m3"])
+def test_pages_of_eight_bits_are_refused_on_a_cpu(asked: str) -> None:
+    message = refusal(folders("qwen3")[1], kv_cache_dtype=asked)
+    assert message == (
+        f"kv_cache_dtype: '{asked}' given; pages of eight bits need a GPU of compute capability 9.0 or later, "
+        "and the model is on the CPU"
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_pages_of_eight_bits_take_a_quarter_and_have_their_own_fingerprint(
+    case: str,
+    monkeypatch: pytest.MonkeyPatch,
+    recorded: list[torch.Tensor],  # noqa: F811
+) -> None:
+    """float32 pages are four times as large. A cached number errs by up to 1/16, the logits by much less than that."""
+    in_eight_bits(monkeypatch)
+    full = folders(case)[1]
+    info = {name: UniprocExecutor(config_of(full, kv_cache_dtype=name)).info for name in ("auto", "fp8", "fp8_e4m3")}
+    assert info["auto"].block_bytes == 4 * info["fp8"].block_bytes
+    assert info["fp8"].num_blocks == 4 * info["auto"].num_blocks
+    assert info["fp8"].fingerprint == info["fp8_e4m3"].fingerprint != info["auto"].fingerprint
+    exact = logits_of(full, recorded)
+    near = logits_of(full, recorded, kv_cache_dtype="fp8")
+    assert 0 < (near - exact).norm() < 0.1 * exact.norm()
+
+
+def test_what_goes_through_a_page_of_eight_bits_errs_by_a_sixteenth() -> None:
+    k, v = random(5, 2, 32, seed=6) * 3, random(5, 2, 32, seed=7) * 1e-3
+    v[0, 0, 0], v[0, 0, 1] = 1e4, -1e4
+    pages = torch.zeros(2, 3, 4, 64).to(torch.float8_e4m3fn)
+    still = torch.zeros(8, 0)
+    torch_ops.rope_and_store(k, k, v, still, still, torch.arange(5), pages[0], pages[1], torch.arange(4, 9))
+    for stored, given in ((pages[0], k), (pages[1], v.clamp(-448, 448))):
+        back = stored.float().flatten(0, 1)[4:9]
+        assert ((back - given.flatten(1)).abs() <= (given.abs().flatten(1) / 16).clamp(min=2**-10)).all()
