@@ -31,7 +31,7 @@ def latent_attention(
     out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     singles, prompts = batch.num_single_rows, len(batch.query_lens)
     if singles:
-        tile = latent_tile(num_heads, True, q.element_size())
+        tile = latent_tile(num_heads, True, q.element_size(), latents.element_size())
         num_tiles = triton.cdiv(num_heads, tile.rows)
         splits = choose_splits(singles * num_tiles, batch.max_single_context)
         parts, sums = make_parts(q[:singles], splits, rank) if splits > 1 else (out, out)
@@ -39,7 +39,7 @@ def latent_attention(
         if splits > 1:
             combine(parts, sums, batch.context_lens, out, None, tile.columns)
     if prompts:
-        tile = latent_tile(num_heads, False, q.element_size())
+        tile = latent_tile(num_heads, False, q.element_size(), latents.element_size())
         num_tiles = (tokens - singles) * num_heads // tile.rows + prompts
         _launch((num_tiles, 1, 1), q, latents, batch, scale, rope_dim, out, out, out, 1, tile, False)
     return out

@@ -59,7 +59,7 @@ def _experts(
     tokens, top_k = slots.shape
     num_slots, width, inner = down[0].shape
     entries = tokens * top_k
-    tile = expert_tile(entries, num_slots, hidden.element_size())
+    tile = expert_tile(entries, num_slots, hidden.element_size(), gate_up[0].element_size())
     # Every slot may leave a tile unfilled, and no slot has a tile without an entry.
     num_tiles = entries // tile.rows + min(entries, num_slots)
     ids, tile_slots = _sort(slots, num_slots, first, num_tiles, tile.rows)

@@ -35,21 +35,22 @@ def prefill_tile(head_dim: int, itemsize: int) -> Tile:
     return Tile(128, 32, 8, 2) if head_dim > 128 else Tile(128, 64, 8, 3)
 
 
-def latent_tile(num_heads: int, is_single: bool, itemsize: int) -> Tile:
+def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: int) -> Tile:
     """rows: pairs of a token and a head, of the one token where it stands alone; columns: positions at a time."""
     if itemsize == 4:
         return Tile(16, 16, 8, 1)
     if is_single and num_heads <= 16:
         return Tile(16, 32, 4, 2)
-    return Tile(64, 32, 8, 2)
+    # Eight bits pass through registers on their way to a product, and 64 rows leave none for them.
+    return Tile(32 if page_itemsize == 1 else 64, 32, 8, 2)
 
 
-def expert_tile(entries: int, num_slots: int, itemsize: int) -> Tile:
+def expert_tile(entries: int, num_slots: int, itemsize: int, weight_itemsize: int) -> Tile:
     """By the entries that an expert has on average: few of them are bound by reading weights, whatever the tile."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
     if entries <= 16 * num_slots:
-        return Tile(16, 64, 4, 4)
+        return Tile(16, 128, 4, 3) if weight_itemsize == 1 else Tile(16, 64, 4, 4)
     return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
 
 
