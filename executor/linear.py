@@ -1,7 +1,7 @@
 """Matrix products with weights: the fastest form that the device offers, chosen once, when the weight arrives."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,26 @@ class Linear(Protocol):
         They are alike in kind and shape, without bias, and none of the counts is 0.
         """
         ...
+
+
+class Narrow(NamedTuple):
+    """Rows that were quantized as they were written, on their way into products of eight bits alone."""
+
+    rows: tuple[torch.Tensor, torch.Tensor]  # [T, K] float8_e4m3fn, [T, K / 128] scales
+    dtype: torch.dtype  # that the rows had, and that the products have
+
+
+def multiply(linear: Linear, x: torch.Tensor | Narrow) -> torch.Tensor:
+    """[T, in] -> [T, out]"""
+    if isinstance(x, Narrow):
+        assert isinstance(linear, BlockLinear), "rows of eight bits for a layer that does not take them"
+        return linear.multiply(x)
+    return linear(x)
+
+
+def take_narrow(*linears: Linear | None) -> bool:
+    """Whether all of these layers, as far as there are any, compute in eight bits."""
+    return all(linear is None or isinstance(linear, BlockLinear) for linear in linears)
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -60,11 +80,10 @@ class BlockLinear:
         self._quantize, self._multiply = ops.quantize, ops.block_linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(self._quantize(x), x.dtype)
+        return self.multiply(Narrow(self._quantize(x), x.dtype))
 
-    def multiply(self, x: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """With x quantized already, [T, in] and its scales -> [T, out]"""
-        out = self._multiply(x, self._weight, self._scales, dtype)
+    def multiply(self, x: Narrow) -> torch.Tensor:
+        out = self._multiply(x.rows, self._weight, self._scales, x.dtype)
         return out if self._bias is None else out + self._bias
 
     @staticmethod

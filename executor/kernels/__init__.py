@@ -17,6 +17,8 @@ class BlockOps:
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
     # (gate_up [T, 2 K]) -> as `quantize` of silu_mul
     silu_mul_quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    # (x, residual, weight, eps) -> as `quantize` of rms_norm(x + residual), and x + residual
+    add_rms_norm_quantize: Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]
     # (quantized x, weight [N, K], its scales, dtype) -> [T, N]
     block_linear: Callable[..., torch.Tensor]
     # As `Ops.fused_experts`, with the scales [S, …] after each weight; the tokens are not quantized. None: expert

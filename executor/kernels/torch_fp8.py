@@ -74,4 +74,4 @@ def pad_scales(scales: torch.Tensor) -> torch.Tensor:
     return F.pad(scales.float(), (0, -scales.shape[1] % 4))
 
 
-OPS = BlockOps(quantize, silu_mul_quantize, block_linear, fused_block_experts)
+OPS = BlockOps(quantize, silu_mul_quantize, add_rms_norm_quantize, block_linear, fused_block_experts)

@@ -4,6 +4,7 @@ import torch
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops
+from penstock.executor.linear import Narrow, multiply, take_narrow
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
@@ -38,9 +39,13 @@ class GroupedAttention:
             (f"{prefix}o_proj",), (spec.hidden_size,), width, spec.output_bias, split="columns"
         )
 
-    def attend(self, hidden: torch.Tensor, batch: ForwardBatch, pages: Pages) -> torch.Tensor:
+    @property
+    def takes_narrow(self) -> bool:
+        return take_narrow(self._qkv)
+
+    def attend(self, hidden: torch.Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> torch.Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
-        heads = self._qkv(hidden).view(hidden.shape[0], -1, self._spec.head_dim)
+        heads = multiply(self._qkv, hidden).unflatten(1, (-1, self._spec.head_dim))
         q, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
         q = self._ops.rope_and_store(
             q,

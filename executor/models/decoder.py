@@ -8,6 +8,7 @@ import torch
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
+from penstock.executor.linear import Narrow
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.attention import GroupedAttention, Pages, heads_of
 from penstock.executor.models.latent import LatentAttention
@@ -93,18 +94,33 @@ class _Layer:
         last layer's MLP computes for other tokens nobody reads.
         """
         ops, eps = self._ops, self._spec.norm_eps
+        hidden: torch.Tensor | Narrow
         if update is None:
             hidden = ops.rms_norm(residual, self._input_norm, eps)
         else:
-            hidden, residual = ops.add_rms_norm(update, residual, self._input_norm, eps)
+            hidden, residual = self._norm_before(self._attention, update, residual, self._input_norm)
         attended = self._attention.attend(hidden, batch, pages)
         if wanted is not None:
             attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
         update = self._group.sum(self._attention.output(attended))
         if self._attention_norm is not None:
             update = ops.rms_norm(update, self._attention_norm, eps)
-        hidden, residual = ops.add_rms_norm(update, residual, self._mlp_norm, eps)
+        hidden, residual = self._norm_before(self.mlp, update, residual, self._mlp_norm)
         update = self._group.sum(self.mlp(hidden))
         if self._output_norm is not None:
             update = ops.rms_norm(update, self._output_norm, eps)
         return update, residual
+
+    def _norm_before(
+        self,
+        part: GroupedAttention | LatentAttention | Mlp | MoeMlp,
+        update: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> tuple[torch.Tensor | Narrow, torch.Tensor]:
+        """What `part` reads, in eight bits if that is all it reads, and the sum of update and stream."""
+        blocks, eps = self._ops.blocks, self._spec.norm_eps
+        if blocks is None or not part.takes_narrow:
+            return self._ops.add_rms_norm(update, residual, weight, eps)
+        rows, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
+        return Narrow(rows, residual.dtype), residual

@@ -9,6 +9,7 @@ import torch
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops
+from penstock.executor.linear import Narrow, multiply, take_narrow
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.attention import Pages, heads_of
 from penstock.executor.models.rope import Tables
@@ -45,10 +46,14 @@ class LatentAttention:
             (f"{prefix}o_proj",), (hidden,), heads * sizes.value_dim, spec.output_bias, split="columns", units=(heads,)
         )
 
-    def attend(self, hidden: torch.Tensor, batch: ForwardBatch, pages: Pages) -> torch.Tensor:
+    @property
+    def takes_narrow(self) -> bool:
+        return take_narrow(self._kv_down, self._q if self._q_down is None else self._q_down)
+
+    def attend(self, hidden: torch.Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> torch.Tensor:
         """[T, hidden] -> [T, heads * value]; the new latents are in their pages before any is read."""
         ops, sizes = self._ops, self._sizes
-        latent, rotating = self._kv_down(hidden).split((sizes.kv_rank, sizes.rope_dim), dim=-1)
+        latent, rotating = multiply(self._kv_down, hidden).split((sizes.kv_rank, sizes.rope_dim), dim=-1)
         latent = ops.rms_norm(latent.contiguous(), self._kv_norm, NORM_EPS)
         key = torch.cat((_pairs_apart(rotating), latent), dim=-1)[:, None]  # [T, 1, rope + rank]
         latents = pages[0]
@@ -58,12 +63,12 @@ class LatentAttention:
         attended = ops.latent_attention(q, latents, batch, self._scale, sizes.rope_dim)
         return torch.bmm(attended.transpose(0, 1), self._from_latent).transpose(0, 1).flatten(1)
 
-    def _queries(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _queries(self, hidden: torch.Tensor | Narrow) -> torch.Tensor:
         """[T, hidden] -> [T, heads, rope + rank], not yet rotated."""
         sizes = self._sizes
         if self._q_down is not None:
-            hidden = self._ops.rms_norm(self._q_down(hidden), self._q_norm, NORM_EPS)
-        q = self._q(hidden).view(len(hidden), self._num_heads, -1)
+            hidden = self._ops.rms_norm(multiply(self._q_down, hidden), self._q_norm, NORM_EPS)
+        q = multiply(self._q, hidden).unflatten(1, (self._num_heads, -1))
         nope, rotating = q.split((sizes.nope_dim, sizes.rope_dim), dim=-1)
         absorbed = torch.bmm(nope.transpose(0, 1), self._to_latent).transpose(0, 1)
         return torch.cat((_pairs_apart(rotating), absorbed), dim=-1)

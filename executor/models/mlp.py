@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.executor.kernels import Ops
-from penstock.executor.linear import BlockLinear
+from penstock.executor.linear import Narrow, multiply, take_narrow
 from penstock.executor.loading.weights import Split, Weights
 from penstock.executor.models.spec import DecoderSpec
 
@@ -30,11 +30,11 @@ class Mlp:
         self._activate = ops.silu_mul if spec.activation == "silu" else ops.gelu_tanh_mul
         self._quantize = None if ops.blocks is None or spec.activation != "silu" else ops.blocks.silu_mul_quantize
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor | Narrow) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
-        gate_up = self._gate_up(hidden)
-        if self._quantize is not None and isinstance(self._down, BlockLinear):
-            return self._down.multiply(self._quantize(gate_up), hidden.dtype)
+        gate_up = multiply(self._gate_up, hidden)
+        if self._quantize is not None and take_narrow(self._down):
+            return multiply(self._down, Narrow(self._quantize(gate_up), gate_up.dtype))
         return self._down(self._activate(gate_up))
 
     @staticmethod
@@ -47,7 +47,11 @@ class Mlp:
     @property
     def has_blocks(self) -> bool:
         """Whether all of it computes in eight bits."""
-        return isinstance(self._gate_up, BlockLinear) and isinstance(self._down, BlockLinear)
+        return take_narrow(self._gate_up, self._down)
+
+    @property
+    def takes_narrow(self) -> bool:
+        return take_narrow(self._gate_up)
 
     def tensors(self) -> list[torch.Tensor]:
         return [*self._gate_up.tensors(), *self._down.tensors()]

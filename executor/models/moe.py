@@ -23,6 +23,8 @@ U32 = 0xFFFF_FFFF
 
 
 class MoeMlp:
+    takes_narrow = False  # the router reads the tokens in full
+
     def __init__(self, spec: DecoderSpec, moe: MoeSpec, index: int, weights: Weights, ops: Ops) -> None:
         prefix = f"model.layers.{index}.{moe.block}."
         self._moe = moe

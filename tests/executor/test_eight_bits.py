@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_in_eight_bits_logits_are_near_those_of_the_numbers(
     in_eight_bits(monkeypatch, fused_experts=fused)
     near = logits_of(folders(case)[0], recorded)
     assert 0 < (near - exact).norm() < 0.1 * exact.norm()
+
+
+def test_norm_and_activation_quantize_as_they_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def counted(name: str) -> Any:
+        return lambda *given: (calls.update([name]), getattr(torch_fp8, name)(*given))[1]
+
+    names = ("quantize", "silu_mul_quantize", "add_rms_norm_quantize", "block_linear")
+    in_eight_bits(monkeypatch, **{name: counted(name) for name in names})
+    driver = Driver(UniprocExecutor(config_of(folders("qwen3")[0])))
+    driver.advance(driver.admit([1, 2, 3]))
+    # Of two layers: alone, the first input and what attention gives; after the norm, the other input and both MLPs'.
+    expected = {"quantize": 3, "silu_mul_quantize": 2, "add_rms_norm_quantize": 3, "block_linear": 8}
+    assert calls == expected
 
 
 def test_in_eight_bits_weights_stay_as_they_were_stored(monkeypatch: pytest.MonkeyPatch) -> None:

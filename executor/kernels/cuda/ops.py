@@ -12,7 +12,7 @@ OPS = Ops(
     rows.silu_mul,
     rows.gelu_tanh_mul,
     moe.fused_experts,
-    BlockOps(fp8.quantize, fp8.silu_mul_quantize, fp8.block_linear, moe.fused_block_experts),
+    BlockOps(fp8.quantize, fp8.silu_mul_quantize, fp8.add_rms_norm_quantize, fp8.block_linear, moe.fused_block_experts),
 )
 
 SAMPLING_OPS = SamplingOps(sampling.choose, sampling.penalize, sampling.mask)

@@ -1,14 +1,18 @@
 """Whole models on the Triton kernels, through runner and sampler, against transformers."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from penstock.executor.kernels import select_ops, torch_ops
+from penstock.executor.kernels import select_ops, torch_fp8, torch_ops
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
+from tests.executor.eight_bits import folders
 from tests.executor.small_models import folder, greedy
+from tests.executor.test_models import recorded  # noqa: F401 - a fixture
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21]]
 COUNT = 3
@@ -37,6 +41,35 @@ def test_a_model_gives_the_tokens_of_transformers(
     sequences = [driver.admit(prompt) for prompt in PROMPTS]
     got = driver.generate(*sequences, count=COUNT, chunk=5)
     assert got == [greedy(case, prompt, COUNT)[0] for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3", "deepseek-v3"])
+def test_a_model_of_eight_bits_is_near_its_twin(
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    case: str,
+    recorded: list[torch.Tensor],  # noqa: F811
+) -> None:
+    """Weights and pages. Where a sum falls between two numbers of eight bits, kernel and twin may take either."""
+    twins = dataclasses.replace(torch_ops.OPS, blocks=torch_fp8.OPS)
+    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    for ops, where in ((OPS, device.type), (twins, "cpu")):
+        monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_, ops=ops: ops)
+        config = ExecutorConfig(
+            model=str(folders(case)[0]),
+            device=where,
+            dtype="float32",
+            kv_cache_dtype="fp8",
+            enforce_eager=True,
+            kv_cache_bytes=2**18,
+            block_size=4,
+            max_num_seqs=2,
+        )
+        driver = Driver(UniprocExecutor(config))
+        driver.generate(driver.admit(PROMPTS[0]), count=1, chunk=5)
+    actual, expected = recorded[-2].cpu(), recorded[-1]
+    assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
 def test_a_gpu_of_this_generation_or_later_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
