@@ -132,6 +132,12 @@ def test_a_linear_layer_errs_by_no_more_than_its_input_is_rounded() -> None:
     assert torch.allclose(two, linear(x), rtol=1e-4, atol=1e-4)
 
 
+def test_every_byte_is_the_number_that_torch_says() -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
+    numbers = Part(values, torch.full((1, 1), 3.0)).numbers(CPU, torch.float32)
+    torch.testing.assert_close(numbers, values.float() * 3, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_part_cut_anywhere_has_the_numbers_of_the_whole() -> None:
     values, scales = quantize(random(300, 260, seed=4))
     whole = dequantize(values, scales)
