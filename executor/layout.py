@@ -17,7 +17,7 @@ class Layout:
         columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64)
         several = columns[:, 2] > 1
         self.order = np.argsort(several, kind="stable")
-        self.slots, self.starts, self.counts, self._write_from, samples = columns[self.order].T
+        self.slots, self.starts, self.counts, self.write_from, samples = columns[self.order].T
         self.samples = samples.astype(bool)
         self.num_single_rows = len(rows) - int(np.count_nonzero(several))
         self.context_lens = self.starts + self.counts
@@ -37,8 +37,8 @@ class Layout:
     def kv_slots(self, slots: Slots) -> np.ndarray:
         """[T] where each token's key and value go; what must not be written again goes to block 0."""
         blocks = slots.blocks[self.slots[self.row_of], self.positions // slots.block_size]
-        if self._write_from.any():
-            blocks = np.where(self.positions < self._write_from[self.row_of], 0, blocks)
+        if self.write_from.any():
+            blocks = np.where(self.positions < self.write_from[self.row_of], 0, blocks)
         return blocks.astype(np.int64) * slots.block_size + self.positions % slots.block_size
 
     def block_tables(self, slots: Slots) -> np.ndarray:

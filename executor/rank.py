@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.executor.kernels import select_sampling_ops
+from penstock.executor.inputs import DeviceInputs, HostInputs
+from penstock.executor.kernels import select_input_ops, select_sampling_ops
 from penstock.executor.loading.load import LoadedModel, load_model
 from penstock.executor.memory import allocate_kv, plan_kv
 from penstock.executor.parallel import Group
@@ -17,7 +18,8 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.rebalance import Rebalancer
 from penstock.executor.runner import ModelRunner
 from penstock.executor.sampler import Sampler
-from penstock.executor.slots import Slots
+from penstock.executor.slots import Slots, slot_sizes
+from penstock.executor.state import DeviceState
 from penstock.executor.tiers import open_transfers
 
 
@@ -42,11 +44,13 @@ class Rank:
         sampler = None
         if group.is_first:
             sampler = Sampler(spec.vocab_size, config.max_num_seqs, device, select_sampling_ops(device))
-        slots = Slots(config.max_num_seqs, plan.max_model_len, config.block_size, device)
+        slots, inputs = _slots_and_inputs(config, plan.max_model_len, device)
         pages = [(self.kv[:, layer, 0], self.kv[:, layer, -1]) for layer in range(model.num_layers)]
         self._tiers = open_transfers(config, self.kv, loaded.fingerprint, group.rank)
         rebalancer = _rebalancer(config, loaded, group)
-        self.runner = ModelRunner(model, pages, sampler, slots, device, group, self._tiers.transfers, rebalancer)
+        self.runner = ModelRunner(
+            model, pages, sampler, slots, inputs, device, group, self._tiers.transfers, rebalancer
+        )
         self.info = ModelInfo(
             architecture=loaded.architecture,
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -73,6 +77,18 @@ class Rank:
     def close(self) -> None:
         """Leave the tiers in order; call it after the last step."""
         self._tiers.close()
+
+
+def _slots_and_inputs(
+    config: ExecutorConfig, max_model_len: int, device: torch.device
+) -> tuple[Slots, HostInputs | DeviceInputs]:
+    num_slots, block_size = config.max_num_seqs, config.block_size
+    if device.type == "cpu":
+        slots = Slots(num_slots, max_model_len, block_size)
+        return slots, HostInputs(slots, device)
+    state = DeviceState(num_slots, *slot_sizes(max_model_len, block_size), block_size, device)
+    slots = Slots(num_slots, max_model_len, block_size, state)
+    return slots, DeviceInputs(state, select_input_ops(device), num_slots, config.max_num_batched_tokens)
 
 
 def _rebalancer(config: ExecutorConfig, loaded: LoadedModel, group: Group) -> Rebalancer | None:

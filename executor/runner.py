@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from penstock.executor.batch import ForwardBatch, KvPages
+from penstock.executor.batch import KvPages
+from penstock.executor.inputs import Inputs, Prepared
 from penstock.executor.layout import Layout
 from penstock.executor.masking import RowMasks
 from penstock.executor.models.registry import Model
@@ -36,7 +37,7 @@ class Launched:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     embeddings: dict[int, bytes] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    unsampled: tuple[Layout, torch.Tensor] | None = None  # its logits [S, vocabulary] wait for masks
+    unsampled: tuple[Layout, Prepared, torch.Tensor] | None = None  # its logits [S, vocabulary] wait for masks
 
 
 class ModelRunner:
@@ -46,12 +47,14 @@ class ModelRunner:
         pages: KvPages,
         sampler: Sampler | None,  # the group's first rank samples for all
         slots: Slots,
+        inputs: Inputs,
         device: torch.device,
         group: Group,
         transfers: RankTransfers | None = None,
         rebalancer: Rebalancer | None = None,
     ) -> None:
-        self._model, self._pages, self._sampler, self._slots, self._device = model, pages, sampler, slots, device
+        self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
+        self._slots, self._inputs = slots, inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
         self._pooler = Pooler()
 
@@ -69,13 +72,15 @@ class ModelRunner:
         if step.rows:
             if self._rebalancer is not None:
                 self._rebalancer.boundary()
-            self._slots.edit_blocks(step.rows)
+            self._inputs.edit_blocks(step.rows)
             for row in step.rows:
                 if row.tokens:
                     self._slots.extend(row)
                     if self._sampler is not None:
                         self._sampler.extend(row.slot, row.first_token, row.tokens)
             self._compute(Layout(step.rows), launched)
+        else:
+            self._inputs.flush()
         return launched
 
     @torch.inference_mode()
@@ -84,9 +89,9 @@ class ModelRunner:
         if self._sampler is None:  # this rank got the tokens from the first one
             return
         assert launched.unsampled is not None, "masks for a step that needs none, or got them already"
-        (layout, logits), launched.unsampled = launched.unsampled, None
+        (layout, prepared, logits), launched.unsampled = launched.unsampled, None
         place = {row: place for place, row in enumerate(layout.order[layout.samples].tolist())}
-        self._choose(layout, logits, launched, RowMasks([place[row] for row in rows.tolist()], masks))
+        self._choose(layout, prepared, logits, launched, RowMasks([place[row] for row in rows.tolist()], masks))
 
     def finish(self, launched: Launched) -> StepResult:
         assert launched.unsampled is None, "a step is collected before its masks came"
@@ -115,32 +120,15 @@ class ModelRunner:
     def _compute(self, layout: Layout, launched: Launched) -> None:
         asks = self._slots.asks_more[layout.slots].any()
         wanted = self._wanted(layout) if asks else layout.query_starts[1:][layout.samples] - 1
-        hidden = self._model.forward(self._batch(layout, wanted), self._pages)  # [W, hidden]
+        prepared = self._inputs.prepare(layout, wanted)
+        hidden = self._model.forward(prepared.batch, self._pages)  # [W, hidden]
         if asks:
             for row in np.flatnonzero(self._slots.asks_more[layout.slots]).tolist():
                 self._answer_more(layout, row, wanted, hidden, launched)
             last = np.searchsorted(wanted, layout.query_starts[1:][layout.samples] - 1)
-            hidden = hidden[self._tensor(last)]
+            hidden = hidden[torch.from_numpy(last).to(self._device)]
         if layout.samples.any():
-            self._sample(layout, hidden, launched)
-
-    def _batch(self, layout: Layout, wanted: np.ndarray) -> ForwardBatch:
-        slots, num_single = self._slots, layout.num_single_rows
-        contexts = layout.context_lens.tolist()
-        return ForwardBatch(
-            tokens=slots.tokens.view(-1)[self._tensor(layout.token_index(slots))],
-            positions=self._tensor(layout.positions, np.int32),
-            kv_slots=self._tensor(layout.kv_slots(slots)),
-            query_starts=self._tensor(layout.query_starts, np.int32),
-            context_lens=self._tensor(layout.context_lens, np.int32),
-            block_tables=self._tensor(layout.block_tables(slots), np.int32),
-            wanted=None if len(wanted) == layout.num_tokens else self._tensor(wanted),
-            num_single_rows=num_single,
-            query_lens=tuple(layout.counts[num_single:].tolist()),
-            query_contexts=tuple(contexts[num_single:]),
-            max_context_len=max(contexts),
-            max_single_context=max(contexts[:num_single], default=0),
-        )
+            self._sample(layout, prepared, hidden, launched)
 
     def _wanted(self, layout: Layout) -> np.ndarray:
         """Indices of the tokens whose hidden state somebody reads, ascending, where not only samplers do."""
@@ -195,27 +183,30 @@ class ModelRunner:
                 found += prompt_logprobs(logits, ids, num)
         return found
 
-    def _sample(self, layout: Layout, hidden: torch.Tensor, launched: Launched) -> None:
+    def _sample(self, layout: Layout, prepared: Prepared, hidden: torch.Tensor, launched: Launched) -> None:
         """hidden [S, hidden] of the rows that sample."""
         logits = self._model.logits(hidden)
         if logits is not None and any(row.masked for row in launched.step.rows):
-            launched.unsampled = layout, logits
+            launched.unsampled = layout, prepared, logits
         else:
-            self._choose(layout, logits, launched)
+            self._choose(layout, prepared, logits, launched)
 
     def _choose(
-        self, layout: Layout, logits: torch.Tensor | None, launched: Launched, masks: RowMasks | None = None
+        self,
+        layout: Layout,
+        prepared: Prepared,
+        logits: torch.Tensor | None,
+        launched: Launched,
+        masks: RowMasks | None = None,
     ) -> None:
         """The tokens go to the table for the next step, and on their way to the host. logits [S, vocabulary]."""
         slots, positions = layout.slots[layout.samples], layout.context_lens[layout.samples]
         if logits is None or self._sampler is None:
             tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         else:
-            launched.sampled = self._sampler.start(logits, slots.tolist(), positions.tolist(), masks)
+            launched.sampled = self._sampler.start(
+                logits, slots.tolist(), positions.tolist(), masks, prepared.positions
+            )
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens
-        index = self._tensor(slots * self._slots.width + positions)
-        self._slots.tokens.view(-1)[index] = self._group.broadcast(tokens).to(torch.int32)
-
-    def _tensor(self, array: np.ndarray, dtype: type = np.int64) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(self._device, non_blocking=True)
+        self._slots.tokens.view(-1)[prepared.targets] = self._group.broadcast(tokens).to(torch.int32)

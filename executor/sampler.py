@@ -92,9 +92,16 @@ class Sampler:
         sampled = self.start(logits, slots, positions)
         return sampled.tokens, *sampled.wait()
 
-    def start(self, logits: Tensor, slots: list[int], positions: list[int], masks: RowMasks | None = None) -> Sampled:
+    def start(
+        self,
+        logits: Tensor,
+        slots: list[int],
+        positions: list[int],
+        masks: RowMasks | None = None,
+        on_device: Tensor | None = None,
+    ) -> Sampled:
         """logits [S, V], unchanged afterwards but for what `masks` takes away; positions[i] is where in its request
-        the token of row i will be."""
+        the token of row i will be. `on_device`: the positions once more, [S] int64, if the device has them already."""
         key = tuple(slots)
         if self._plan is None or self._plan.slots != key:
             # The same requests decode step after step; what follows from their options alone is kept.
@@ -112,7 +119,7 @@ class Sampler:
         edited = largest.clone()
         where = np.asarray(positions)
         for part in plan.parts:
-            chosen = self._sample_part(part, logits, largest, edited, where[part.rows])
+            chosen = self._sample_part(part, logits, largest, edited, where[part.rows], on_device)
             tokens.index_copy_(0, part.index, chosen)
         bounds = torch.stack([largest, edited])
         tokens = torch.where(torch.isfinite(bounds).all(0), tokens, 0)
@@ -123,11 +130,17 @@ class Sampler:
         return Sampled(tokens, bounds, logprobs)
 
     def _sample_part(
-        self, part: "_Part", logits: Tensor, largest: Tensor, edited: Tensor, positions: np.ndarray
+        self,
+        part: "_Part",
+        logits: Tensor,
+        largest: Tensor,
+        edited: Tensor,
+        positions: np.ndarray,
+        on_device: Tensor | None,
     ) -> Tensor:
         """Tokens [R] of the part's rows; `edited` [S] receives their largest logits after edits."""
         if part.draw is not None:
-            return self._draw_part(part, part.draw, logits, edited, positions)
+            return self._draw_part(part, part.draw, logits, edited, positions, on_device)
         weights = self._weights[: len(part.rows)]
         values = weights[:, : self._vocab_size]
         rows = logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index]
@@ -152,7 +165,13 @@ class Sampler:
         return draw(weights, uniform.to(self._device, non_blocking=True))
 
     def _draw_part(
-        self, part: "_Part", options: tuple[Tensor, ...], logits: Tensor, edited: Tensor, positions: np.ndarray
+        self,
+        part: "_Part",
+        options: tuple[Tensor, ...],
+        logits: Tensor,
+        edited: Tensor,
+        positions: np.ndarray,
+        on_device: Tensor | None,
     ) -> Tensor:
         assert self._ops is not None
         rows = logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index]
@@ -160,7 +179,10 @@ class Sampler:
             weights = self._weights[: len(part.rows)]
             rows = weights[:, : self._vocab_size].copy_(rows)
             part.edits.apply(weights, positions, self._seen, self._ops)
-        where = torch.from_numpy(positions.astype(np.int64)).to(self._device, non_blocking=True)
+        if on_device is None:
+            where = torch.from_numpy(positions.astype(np.int64)).to(self._device, non_blocking=True)
+        else:
+            where = on_device.index_select(0, part.index)
         tokens, top = self._ops.choose(rows, *options, where)
         edited.index_copy_(0, part.index, top)
         return tokens

@@ -5,6 +5,7 @@ A model receives an `Ops` when it is built and calls nothing else that is not a 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -65,6 +66,32 @@ class SamplingOps:
     mask: Callable[..., None]
 
 
+class RowTensors(NamedTuple):
+    """What a GPU makes of a step's rows: T tokens, R rows."""
+
+    tokens: torch.Tensor  # the first five are as in ForwardBatch
+    positions: torch.Tensor
+    kv_slots: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    targets: torch.Tensor  # [R] int64 into the state: where a token sampled in the row goes
+    temperature: torch.Tensor  # [R], like the rest, as `SamplingOps.choose` takes them
+    min_p: torch.Tensor
+    top_p: torch.Tensor
+    top_k: torch.Tensor
+    seeds: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class InputOps:
+    """What makes a step's inputs on the device, described at the twins in `torch_inputs`."""
+
+    # (packed, state, first, number of runs, longest run), in place
+    apply_runs: Callable[..., None]
+    # (packed, state, places, rows, tokens, most tokens of a row, width of the block tables)
+    prepare: Callable[..., RowTensors]
+
+
 def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
     """The fastest set there is for a model of this kind."""
     if device.type == "cpu":
@@ -87,6 +114,16 @@ def select_sampling_ops(device: torch.device) -> SamplingOps | None:
     from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
 
     return SAMPLING_OPS
+
+
+def select_input_ops(device: torch.device) -> InputOps:
+    if _has_triton_kernels(device):
+        from penstock.executor.kernels.cuda.ops import INPUT_OPS
+
+        return INPUT_OPS
+    from penstock.executor.kernels import torch_inputs
+
+    return torch_inputs.INPUT_OPS
 
 
 def _has_triton_kernels(device: torch.device) -> bool:

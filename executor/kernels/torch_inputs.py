@@ -1,0 +1,62 @@
+"""What a GPU makes of a step's one copy, in plain torch: the oracle of the Triton kernels, with their signatures.
+
+The block's numbers, for R rows: how many of them are real, three spare ones, R + 1 starts of the rows' tokens, then R
+each of slots, first positions and `write_from`. What lies where in the state: executor/state.py.
+"""
+
+import torch
+from torch import Tensor
+
+from penstock.executor.kernels import InputOps, RowTensors
+from penstock.executor.state import OPTIONS, Places
+
+ROWS_AT = 4
+
+
+def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
+    """`num_runs` triples from packed[first] on: where a run goes in the state, where it is in `packed`, how long."""
+    for to, source, length in packed[first : first + 3 * num_runs].view(-1, 3).tolist():
+        state[to : to + length] = packed[source : source + length]
+
+
+def prepare(
+    packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
+) -> RowTensors:
+    """`longest`: the most tokens of a row. Rows that are not real get zeros, and the spare place for their token."""
+    width, blocks_at, max_blocks, options_at, spare, block_size = places
+    starts, packed_rows = packed[ROWS_AT : ROWS_AT + rows + 1], packed[ROWS_AT + rows + 1 :]
+    row = torch.arange(rows, device=packed.device)
+    is_real = row < packed[0]
+    slot, first, write_from = (packed_rows[i * rows : (i + 1) * rows].long() for i in range(3))
+    slot, counts = torch.where(is_real, slot, 0), starts.diff().long()
+    contexts = torch.where(is_real, first + counts, 0)
+    row_of = row.repeat_interleave(counts, output_size=tokens)
+    positions = first[row_of] + torch.arange(tokens, device=packed.device) - starts[row_of]
+    real_token = is_real[row_of]
+    positions = torch.where(real_token, positions, 0)
+    ids = torch.where(real_token, state[slot[row_of] * width + positions], 0)
+    blocks = state[blocks_at + slot[row_of] * max_blocks + positions // block_size].long()
+    is_written = real_token & (positions >= write_from[row_of])
+    kv_slots = torch.where(is_written, blocks, 0) * block_size + positions % block_size
+    index = torch.arange(table_width, device=packed.device)
+    tables = state[blocks_at + slot[:, None] * max_blocks + index.clamp(max=max_blocks - 1)]
+    tables = torch.where(index < -(-contexts // block_size)[:, None], tables, 0)
+    options = state[options_at + slot[:, None] * OPTIONS + torch.arange(OPTIONS, device=packed.device)]
+    options = torch.where(is_real[:, None], options, 0)
+    floats = options[:, :3].T.contiguous().view(torch.float32)
+    return RowTensors(
+        tokens=ids,
+        positions=positions.int(),
+        kv_slots=kv_slots,
+        context_lens=contexts.int(),
+        block_tables=tables,
+        targets=torch.where(is_real, slot * width + contexts, spare),
+        temperature=floats[0],
+        min_p=floats[1],
+        top_p=floats[2],
+        top_k=options[:, 3].contiguous(),
+        seeds=options[:, 4:6].contiguous().view(torch.int64)[:, 0],
+    )
+
+
+INPUT_OPS = InputOps(apply_runs, prepare)

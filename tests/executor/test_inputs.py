@@ -1,0 +1,150 @@
+"""A step's inputs made on the device, from one copy, are those that the host makes. Here the device is the CPU."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.executor import rank
+from penstock.executor.inputs import DeviceInputs, HostInputs
+from penstock.executor.kernels.torch_inputs import INPUT_OPS
+from penstock.executor.layout import Layout
+from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling
+from penstock.executor.slots import Slots, slot_sizes
+from penstock.executor.state import OPTIONS, DeviceState
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.driver import Driver
+from tests.executor.small_models import folder, greedy
+
+CPU = torch.device("cpu")
+NUM_SLOTS, LENGTH, BLOCK, NUM_BLOCKS = 6, 50, 4, 90
+
+
+def device_side(payload: int) -> tuple[Slots, DeviceState, DeviceInputs]:
+    state = DeviceState(NUM_SLOTS, *slot_sizes(LENGTH, BLOCK), BLOCK, CPU)
+    return Slots(NUM_SLOTS, LENGTH, BLOCK, state), state, DeviceInputs(state, INPUT_OPS, NUM_SLOTS, 64, payload)
+
+
+def admission(slot: int, rng: np.random.Generator) -> Admission:
+    tokens = rng.integers(0, 1000, rng.integers(2, LENGTH)).astype("<i4")
+    sampling = Sampling(
+        temperature=0.5, min_p=0.25, top_p=0.75, top_k=slot, seed=int(rng.integers(0, 2**64, dtype="u8"))
+    )
+    return Admission(slot=slot, request_id=0, tokens=tokens.tobytes(), num_prompt=len(tokens), sampling=sampling)
+
+
+def steps(rng: np.random.Generator) -> Iterator[tuple[list[Admission], list[Row]]]:
+    """Chunks of any size, skipped writes, new blocks, tokens that nobody sampled; a slot changes hands now and then."""
+    lengths, computed = [0] * NUM_SLOTS, [0] * NUM_SLOTS
+    for _ in range(40):
+        admissions, rows = [], []
+        for slot in rng.permutation(NUM_SLOTS)[: rng.integers(1, NUM_SLOTS + 1)].tolist():
+            tokens, blocks = (), tuple(rng.integers(1, NUM_BLOCKS, rng.integers(0, 3)).tolist())
+            if computed[slot] == lengths[slot]:
+                admissions.append(admission(slot, rng))
+                lengths[slot], computed[slot] = len(admissions[-1].tokens) // 4, 0
+                blocks = tuple(rng.integers(1, NUM_BLOCKS, -(-LENGTH // BLOCK)).tolist())
+            elif rng.random() < 0.3 and lengths[slot] < LENGTH - 3:
+                tokens = tuple(rng.integers(0, 1000, 2).tolist())
+            first_token, lengths[slot] = lengths[slot], lengths[slot] + len(tokens)
+            start = computed[slot]
+            count = 1 if rng.random() < 0.4 else int(rng.integers(1, lengths[slot] - start + 1))
+            computed[slot] += count
+            rows.append(
+                Row(
+                    slot,
+                    start,
+                    count,
+                    bool(rng.random() < 0.7),
+                    first_block=0 if admissions and admissions[-1].slot == slot else int(rng.integers(0, 5)),
+                    blocks=blocks,
+                    write_from=int(rng.integers(0, start + count + 2)) if rng.random() < 0.3 else 0,
+                    first_token=first_token,
+                    tokens=tokens,
+                )
+            )
+        yield admissions, rows
+
+
+@pytest.mark.parametrize("payload", [7, 1 << 10])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_device_makes_of_any_step_what_the_host_makes(
+    seed: int, payload: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With little room in a copy, too: then what changed goes over in several."""
+    monkeypatch.setattr("penstock.executor.state.MAX_RUN", min(payload, 1 << 16))
+    rng = np.random.default_rng(seed)
+    host = Slots(NUM_SLOTS, LENGTH, BLOCK)
+    device, state, there = device_side(payload)
+    here = HostInputs(host, CPU)
+    for admissions, rows in steps(rng):
+        for slots, inputs in ((host, here), (device, there)):
+            for one in admissions:
+                slots.admit(one)
+            inputs.edit_blocks(rows)
+            for row in rows:
+                if row.tokens:
+                    slots.extend(row)
+        layout = Layout(rows)
+        wanted = np.flatnonzero(rng.random(layout.num_tokens) < 0.6)
+        expected, got = here.prepare(layout, wanted), there.prepare(layout, wanted)
+        for name in expected.batch.__slots__:
+            ours, theirs = getattr(got.batch, name), getattr(expected.batch, name)
+            if name == "block_tables":  # beyond a row's context anything valid will do
+                used = torch.arange(theirs.shape[1]) < -(-expected.batch.context_lens[:, None] // BLOCK)
+                assert ours.shape == theirs.shape and torch.equal(ours * used, theirs * used)
+                assert int(ours.min()) >= 0 and int(ours.max()) < NUM_BLOCKS
+            elif isinstance(theirs, torch.Tensor):
+                assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+            else:
+                assert ours == theirs, name
+        assert torch.equal(got.targets, expected.targets)
+        assert got.positions is not None
+        assert got.positions.tolist() == layout.context_lens[layout.samples].tolist()
+        sampled = torch.from_numpy(rng.integers(0, 1000, len(got.targets)).astype(np.int32))
+        for slots, prepared in ((host, expected), (device, got)):
+            slots.tokens.view(-1)[prepared.targets] = sampled
+
+
+def test_a_bucket_larger_than_the_step_is_filled_with_rows_that_do_nothing() -> None:
+    rng = np.random.default_rng(9)
+    slots, state, inputs = device_side(1 << 10)
+    for slot in (2, 5):
+        slots.admit(admission(slot, rng))
+    rows = [Row(5, 0, 1, True, blocks=(7,)), Row(2, 1, 1, True, blocks=(9, 3))]
+    inputs.edit_blocks(rows)
+    inputs.send_singles(Layout(rows), 4)
+    batch, made = inputs.compute_singles(4, LENGTH)
+    assert batch.num_single_rows == 4 and batch.max_single_context == LENGTH
+    assert batch.tokens.tolist() == [int(slots.tokens[5, 0]), int(slots.tokens[2, 1]), 0, 0]
+    assert batch.positions.tolist() == [0, 1, 0, 0] and batch.context_lens.tolist() == [1, 2, 0, 0]
+    assert batch.kv_slots.tolist() == [7 * BLOCK, 9 * BLOCK + 1, 0, 0]
+    assert batch.block_tables[:, 0].tolist() == [7, 9, 0, 0] and not batch.block_tables[:, 1:].any()
+    assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
+    spare = NUM_SLOTS * (LENGTH + 1)
+    assert made.targets.tolist() == [5 * (LENGTH + 1) + 1, 2 * (LENGTH + 1) + 2, spare, spare]
+    assert made.temperature.tolist() == [0.5, 0.5, 0, 0] and made.top_k.tolist() == [5, 2, 0, 0]
+    assert made.min_p.tolist() == [0.25, 0.25, 0, 0] and made.top_p.tolist() == [0.75, 0.75, 0, 0]
+    seeds = [slots.admission(slot).sampling.seed for slot in (5, 2)]
+    assert made.seeds.numpy().view(np.uint64).tolist() == [*seeds, 0, 0]
+    assert state.flat.numel() == spare + LENGTH + 1 + NUM_SLOTS * 13 + NUM_SLOTS * OPTIONS
+
+
+def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device) -> tuple[Slots, DeviceInputs]:
+    """As `rank` makes them on a GPU."""
+    state = DeviceState(config.max_num_seqs, *slot_sizes(max_model_len, config.block_size), config.block_size, device)
+    slots = Slots(config.max_num_seqs, max_model_len, config.block_size, state)
+    return slots, DeviceInputs(state, INPUT_OPS, config.max_num_seqs, config.max_num_batched_tokens)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "deepseek-v2-lite", "opt"])
+def test_a_whole_model_gives_the_tokens_of_transformers(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr(rank, "_slots_and_inputs", on_device)
+    config = ExecutorConfig(
+        model=str(folder(case)), dtype="float32", kv_cache_bytes=2**20, block_size=4, max_num_seqs=3
+    )
+    driver = Driver(UniprocExecutor(config))
+    prompts = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
+    got = driver.generate(*[driver.admit(prompt) for prompt in prompts], count=6, chunk=5)
+    assert got == [greedy(case, prompt, 6)[0] for prompt in prompts]
