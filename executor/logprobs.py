@@ -4,7 +4,7 @@
 bfloat16 logits often do, each of them has rank 1.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,15 +12,14 @@ from torch import Tensor
 from penstock.executor.protocol import TokenLogprobs
 
 
-@dataclass(frozen=True)
-class PendingLogprobs:
-    """Tensors on the device that become `TokenLogprobs` once the host may wait for them."""
+class PendingLogprobs(NamedTuple):
+    """Tensors that become `TokenLogprobs` once they are on the host."""
 
     ids: Tensor  # [n, 1 + num]: the chosen token, then the most likely ones
     values: Tensor  # [n, 1 + num]
     ranks: Tensor  # [n]
 
-    def wait(self) -> list[TokenLogprobs]:
+    def read(self) -> list[TokenLogprobs]:
         rows = zip(self.ids.tolist(), self.values.tolist(), self.ranks.tolist(), strict=True)
         return [TokenLogprobs(tuple(ids), tuple(values), rank) for ids, values, rank in rows]
 
@@ -42,4 +41,4 @@ def prompt_logprobs(logits: Tensor, chosen: Tensor, num: int) -> list[TokenLogpr
     """logits [n, V] that predicted the prompt tokens `chosen` [n]. Raises ValueError if one is NaN or infinite."""
     if not torch.isfinite(logits.amax(-1)).all():
         raise ValueError("prompt_logprobs: the model's logits are not finite")
-    return token_logprobs(logits, chosen.long(), num).wait()
+    return token_logprobs(logits, chosen.long(), num).read()

@@ -15,6 +15,7 @@ from penstock.executor.inputs import Inputs, Prepared
 from penstock.executor.layout import Layout
 from penstock.executor.masking import RowMasks
 from penstock.executor.models.registry import Model
+from penstock.executor.outbox import Outbox
 from penstock.executor.parallel import Group
 from penstock.executor.pooling import Pooler
 from penstock.executor.protocol import Step, StepResult, TokenLogprobs
@@ -56,7 +57,7 @@ class ModelRunner:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
         self._slots, self._inputs = slots, inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
-        self._pooler = Pooler()
+        self._pooler, self._outbox = Pooler(), Outbox(device)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -98,8 +99,8 @@ class ModelRunner:
         tokens, logprobs, errors = [-1] * len(launched.step.rows), {}, launched.errors
         if launched.sampled is not None:
             rows = launched.sampled_rows
-            found, failed = launched.sampled.wait()
-            for row, token in zip(rows, launched.sampled.tokens.tolist(), strict=True):
+            sampled, found, failed = launched.sampled.wait()
+            for row, token in zip(rows, sampled, strict=True):
                 tokens[row] = token
             logprobs = {rows[index]: value for index, value in found.items()}
             errors |= {rows[index]: text for index, text in failed.items()}
@@ -207,6 +208,7 @@ class ModelRunner:
             launched.sampled = self._sampler.start(
                 logits, slots.tolist(), positions.tolist(), masks, prepared.positions
             )
+            launched.sampled.post(self._outbox)
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens
         self._slots.tokens.view(-1)[prepared.targets] = self._group.broadcast(tokens).to(torch.int32)

@@ -1,7 +1,7 @@
 """Chooses one token per row of logits, as each request asked.
 
 `start` only launches work and never waits for a device; what needs the host (log-probabilities, failures) is
-fetched by `Sampled.wait`. The draw depends on a request's seed and the token's position, never on the batch.
+fetched by `Sampled.post` and `wait`. The draw depends on a request's seed and the token's position, never on the batch.
 
 Order, as in vLLM: raw log-probabilities; a grammar's mask; allowed, banned and (before min_tokens) stop tokens; logit bias;
 repetition, frequency and presence penalties; then the largest logit, or temperature, min-p, top-k, top-p
@@ -20,6 +20,7 @@ from penstock.executor.edits import Edits, is_edited
 from penstock.executor.kernels import SamplingOps
 from penstock.executor.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
 from penstock.executor.masking import RowMasks
+from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.penalties import Seen, is_penalized
 from penstock.executor.protocol import Sampling, TokenLogprobs
 
@@ -33,26 +34,35 @@ NOTHING_LEFT = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sampled:
     """One step's tokens. Rows that failed hold token 0."""
 
     tokens: Tensor  # [S] int64, on the device
     _largest: Tensor  # [2, S] float32, each row's largest logit before and after edits; not finite: failed
     _logprobs: list[tuple[list[int], PendingLogprobs]]
+    _mail: Mail | None = None
 
-    def wait(self) -> tuple[dict[int, TokenLogprobs], dict[int, str]]:
-        """Log-probabilities and failures, each by row."""
+    def post(self, outbox: Outbox) -> None:
+        """Send all of it to the host."""
+        pending = [tensor for _, logprobs in self._logprobs for tensor in logprobs]
+        self._mail = outbox.send([self.tokens, self._largest, *pending])
+
+    def wait(self) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
+        """Tokens, and log-probabilities and failures, each by row."""
+        assert self._mail is not None, "waited for before it was posted"
+        tokens, largest, *pending = self._mail.wait()
         errors: dict[int, str] = {}
-        finite = torch.isfinite(self._largest)
+        finite = torch.isfinite(largest)
         if not finite.all():
             for row in (~finite.all(0)).nonzero()[:, 0].tolist():
-                empty = finite[0, row] and self._largest[1, row] == -torch.inf
+                empty = finite[0, row] and largest[1, row] == -torch.inf
                 errors[row] = NOTHING_LEFT if empty else NOT_FINITE
         logprobs: dict[int, TokenLogprobs] = {}
-        for rows, pending in self._logprobs:
-            logprobs |= {r: value for r, value in zip(rows, pending.wait(), strict=True) if r not in errors}
-        return logprobs, errors
+        for index, (rows, _) in enumerate(self._logprobs):
+            values = PendingLogprobs(*pending[3 * index : 3 * index + 3]).read()
+            logprobs |= {r: value for r, value in zip(rows, values, strict=True) if r not in errors}
+        return tokens.tolist(), logprobs, errors
 
 
 class Sampler:
@@ -90,7 +100,8 @@ class Sampler:
     ) -> tuple[Tensor, dict[int, TokenLogprobs], dict[int, str]]:
         """`start`, and wait: tokens [S], log-probabilities and failures by row."""
         sampled = self.start(logits, slots, positions)
-        return sampled.tokens, *sampled.wait()
+        sampled.post(Outbox(self._device))
+        return sampled.tokens, *sampled.wait()[1:]
 
     def start(
         self,

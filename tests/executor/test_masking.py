@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from penstock.executor.masking import RowMasks
+from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import ExecutorConfig, Sampling, Step
 from penstock.executor.sampler import NOTHING_LEFT, Sampler
 from penstock.executor.uniproc import UniprocExecutor
@@ -44,7 +45,8 @@ def sample(samplings: list[Sampling], masks: RowMasks | None, logits: torch.Tens
     for slot, sampling in enumerate(samplings):
         sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 3)
     sampled = sampler.start(logits, list(range(len(samplings))), [3] * len(samplings), masks)
-    return sampled.tokens.tolist(), *sampled.wait()
+    sampled.post(Outbox(torch.device("cpu")))
+    return sampled.wait()
 
 
 def test_masks_go_with_every_other_option_and_log_probabilities_are_of_the_raw_distribution() -> None:
