@@ -9,7 +9,8 @@ import torch
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda import fp8, moe
-from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
+from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
+from penstock.executor.state import Places
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 PAGE = 16
@@ -124,6 +125,16 @@ def eight_bits(tokens: int, width: int, depth: int) -> Callable[[], None]:
     return call
 
 
+def inputs(rows: int, tokens: int, max_blocks: int) -> Callable[[], None]:
+    def call() -> None:
+        places = Places(16 * max_blocks + 1, 1000, max_blocks, 2000, 0, PAGE)
+        packed, state = torch.zeros(4 + 5 * rows, dtype=torch.int32), torch.zeros(4000, dtype=torch.int32)
+        INPUT_OPS.apply_runs(packed, state, 9, 3, 100)
+        INPUT_OPS.prepare(packed, state, places, rows, tokens, tokens // rows, max_blocks)
+
+    return call
+
+
 def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
     def call() -> None:
         logits = torch.zeros(2, vocab_size, dtype=dtype)
@@ -141,6 +152,7 @@ QUICK: dict[str, Callable[[], None]] = {
     "Qwen3-0.6B: prompts": attention(0, 2, 128, 16, 8),
     "Qwen3-0.6B: rope": rope(128, 16, 8, True),
     "Qwen3-0.6B: rows": rows(1024, 3072),
+    "a step's inputs": inputs(7, 300, 2560),
 }
 
 ALL: dict[str, Callable[[], None]] = QUICK | {

@@ -7,6 +7,7 @@ from penstock.executor.kernels import torch_sampling
 from penstock.executor.kernels.cuda import sampling
 from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
 from penstock.executor.masking import RowMasks
+from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import Sampling
 from penstock.executor.sampler import Sampler
 from tests.executor.kernels.cases import TOLERANCE, every_dtype
@@ -162,7 +163,8 @@ def test_the_sampler_draws_with_them(device: torch.device) -> None:
             logits = 3 * random(len(samplings), vocab, seed=step)
             masks = RowMasks([0, 2], np.full((2, 10), 0x5555_5555, np.int32))
             sampled = sampler.start(logits.to(where), [0, 1, 2, 3], [3 + step] * 4, masks)
-            assert sampled.wait() == ({}, {})
+            sampled.post(Outbox(where))
+            assert sampled.wait()[1:] == ({}, {})
             rows.append(sampled.tokens.tolist())
         chosen.append(rows)
     assert chosen[0] == chosen[1]
