@@ -17,7 +17,7 @@ BENCH ?=
 ARGS ?=
 SUITE ?=
 # Not all of tests: what the server needs to be imported is not on a bare machine.
-GPU_TESTS := tests/executor/kernels
+GPU_TESTS := tests/executor/kernels tests/executor/test_graphs.py
 
 serve: $(EXTENSION) $(MODEL)
 	$(BIN)/penstock serve $(ARGS)

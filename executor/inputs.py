@@ -23,12 +23,16 @@ PAYLOAD = 4 * MAX_RUN  # numbers of runs in one copy; more of them take several
 NUM_BLOCKS = 2  # of pinned memory: one is filled while the device may still read the other
 
 
-class Prepared(NamedTuple):
-    """S rows sample."""
+class Ends(NamedTuple):
+    """Of the S rows that sample."""
 
-    batch: ForwardBatch
     targets: Tensor  # [S] int64 into the flattened table of tokens: where the sampled ones go
     positions: Tensor | None  # [S] int64, those of the sampled tokens, if they are on the device anyway
+
+
+class Prepared(NamedTuple):
+    batch: ForwardBatch
+    ends: Ends
 
 
 class Inputs(Protocol):
@@ -67,7 +71,7 @@ class HostInputs:
             wanted=None if len(wanted) == layout.num_tokens else self._tensor(wanted),
         )
         targets = layout.slots[layout.samples] * slots.width + layout.context_lens[layout.samples]
-        return Prepared(batch, self._tensor(targets), None)
+        return Prepared(batch, Ends(self._tensor(targets), None))
 
     def _tensor(self, array: np.ndarray, dtype: type = np.int64) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(self._device, non_blocking=True)
@@ -117,7 +121,7 @@ class DeviceInputs:
             wanted=None if has_all else self._packed[end + len(samples) :][: len(wanted)].long(),
         )
         places = made.context_lens.index_select(0, sampled).long()
-        return Prepared(batch, made.targets.index_select(0, sampled), places)
+        return Prepared(batch, Ends(made.targets.index_select(0, sampled), places))
 
     def send_singles(self, layout: Layout, bucket: int) -> None:
         """Rows of one token each, filled up to `bucket` with rows that the header excludes."""

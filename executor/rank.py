@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from penstock.executor.batch import KvPages
+from penstock.executor.graphs import CudaGraphs, DecodeGraphs, choose_buckets
 from penstock.executor.inputs import DeviceInputs, HostInputs
 from penstock.executor.kernels import select_input_ops, select_sampling_ops
 from penstock.executor.loading.load import LoadedModel, load_model
@@ -48,8 +50,11 @@ class Rank:
         pages = [(self.kv[:, layer, 0], self.kv[:, layer, -1]) for layer in range(model.num_layers)]
         self._tiers = open_transfers(config, self.kv, loaded.fingerprint, group.rank)
         rebalancer = _rebalancer(config, loaded, group)
+        graphs = None
+        if not config.enforce_eager and group.world == 1:
+            graphs = _graphs(config, loaded, pages, slots, inputs, device)
         self.runner = ModelRunner(
-            model, pages, sampler, slots, inputs, device, group, self._tiers.transfers, rebalancer
+            model, pages, sampler, slots, inputs, device, group, self._tiers.transfers, rebalancer, graphs
         )
         self.info = ModelInfo(
             architecture=loaded.architecture,
@@ -89,6 +94,23 @@ def _slots_and_inputs(
     state = DeviceState(num_slots, *slot_sizes(max_model_len, block_size), block_size, device)
     slots = Slots(num_slots, max_model_len, block_size, state)
     return slots, DeviceInputs(state, select_input_ops(device), num_slots, config.max_num_batched_tokens)
+
+
+def _graphs(
+    config: ExecutorConfig,
+    loaded: LoadedModel,
+    pages: KvPages,
+    slots: Slots,
+    inputs: HostInputs | DeviceInputs,
+    device: torch.device,
+) -> DecodeGraphs | None:
+    """None where some operation waits for the device, which a graph cannot."""
+    sampling = select_sampling_ops(device)
+    if sampling is None or not isinstance(inputs, DeviceInputs) or any(not e.is_fused for e in loaded.model.experts):
+        return None
+    buckets = choose_buckets(config.max_num_seqs)
+    tokens, longest = slots.tokens.view(-1), slots.width - 1
+    return DecodeGraphs(inputs, loaded.model, pages, sampling, tokens, longest, buckets, CudaGraphs())
 
 
 def _rebalancer(config: ExecutorConfig, loaded: LoadedModel, group: Group) -> Rebalancer | None:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from penstock.executor.batch import KvPages
-from penstock.executor.inputs import Inputs, Prepared
+from penstock.executor.graphs import DecodeGraphs
+from penstock.executor.inputs import Ends, Inputs
 from penstock.executor.layout import Layout
 from penstock.executor.masking import RowMasks
 from penstock.executor.models.registry import Model
@@ -38,7 +39,7 @@ class Launched:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     embeddings: dict[int, bytes] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-    unsampled: tuple[Layout, Prepared, torch.Tensor] | None = None  # its logits [S, vocabulary] wait for masks
+    unsampled: tuple[Layout, Ends, torch.Tensor] | None = None  # its logits [S, vocabulary] wait for masks
 
 
 class ModelRunner:
@@ -53,10 +54,12 @@ class ModelRunner:
         group: Group,
         transfers: RankTransfers | None = None,
         rebalancer: Rebalancer | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
         self._slots, self._inputs = slots, inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
+        self._graphs = graphs
         self._pooler, self._outbox = Pooler(), Outbox(device)
 
     @torch.inference_mode()
@@ -90,9 +93,9 @@ class ModelRunner:
         if self._sampler is None:  # this rank got the tokens from the first one
             return
         assert launched.unsampled is not None, "masks for a step that needs none, or got them already"
-        (layout, prepared, logits), launched.unsampled = launched.unsampled, None
+        (layout, ends, logits), launched.unsampled = launched.unsampled, None
         place = {row: place for place, row in enumerate(layout.order[layout.samples].tolist())}
-        self._choose(layout, prepared, logits, launched, RowMasks([place[row] for row in rows.tolist()], masks))
+        self._choose(layout, ends, logits, launched, RowMasks([place[row] for row in rows.tolist()], masks))
 
     def finish(self, launched: Launched) -> StepResult:
         assert launched.unsampled is None, "a step is collected before its masks came"
@@ -120,6 +123,9 @@ class ModelRunner:
 
     def _compute(self, layout: Layout, launched: Launched) -> None:
         asks = self._slots.asks_more[layout.slots].any()
+        if self._graphs is not None and not asks and self._graphs.takes(layout):
+            self._replay(self._graphs, layout, launched)
+            return
         wanted = self._wanted(layout) if asks else layout.query_starts[1:][layout.samples] - 1
         prepared = self._inputs.prepare(layout, wanted)
         hidden = self._model.forward(prepared.batch, self._pages)  # [W, hidden]
@@ -129,7 +135,22 @@ class ModelRunner:
             last = np.searchsorted(wanted, layout.query_starts[1:][layout.samples] - 1)
             hidden = hidden[torch.from_numpy(last).to(self._device)]
         if layout.samples.any():
-            self._sample(layout, prepared, hidden, launched)
+            self._sample(layout, prepared.ends, hidden, launched)
+
+    def _replay(self, graphs: DecodeGraphs, layout: Layout, launched: Launched) -> None:
+        """A step of single tokens: all of it by graphs, or up to the hidden states if somebody wants more than a draw."""
+        assert self._sampler is not None
+        num_rows = len(layout.slots)
+        hidden, made = graphs.forward(layout)
+        if any(row.masked for row in launched.step.rows) or not self._sampler.are_plain(layout.slots):
+            ends = Ends(made.targets[:num_rows], made.context_lens[:num_rows].long())
+            self._sample(layout, ends, hidden, launched)
+            return
+        self._outbox.hold()  # the last step's tokens lie where this one's will
+        tokens, largest = graphs.sample(num_rows)
+        launched.sampled = Sampled(tokens, largest.expand(2, -1), [])
+        launched.sampled.post(self._outbox)
+        launched.sampled_rows = layout.order.tolist()
 
     def _wanted(self, layout: Layout) -> np.ndarray:
         """Indices of the tokens whose hidden state somebody reads, ascending, where not only samplers do."""
@@ -184,18 +205,18 @@ class ModelRunner:
                 found += prompt_logprobs(logits, ids, num)
         return found
 
-    def _sample(self, layout: Layout, prepared: Prepared, hidden: torch.Tensor, launched: Launched) -> None:
+    def _sample(self, layout: Layout, ends: Ends, hidden: torch.Tensor, launched: Launched) -> None:
         """hidden [S, hidden] of the rows that sample."""
         logits = self._model.logits(hidden)
         if logits is not None and any(row.masked for row in launched.step.rows):
-            launched.unsampled = layout, prepared, logits
+            launched.unsampled = layout, ends, logits
         else:
-            self._choose(layout, prepared, logits, launched)
+            self._choose(layout, ends, logits, launched)
 
     def _choose(
         self,
         layout: Layout,
-        prepared: Prepared,
+        ends: Ends,
         logits: torch.Tensor | None,
         launched: Launched,
         masks: RowMasks | None = None,
@@ -205,10 +226,8 @@ class ModelRunner:
         if logits is None or self._sampler is None:
             tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         else:
-            launched.sampled = self._sampler.start(
-                logits, slots.tolist(), positions.tolist(), masks, prepared.positions
-            )
+            launched.sampled = self._sampler.start(logits, slots.tolist(), positions.tolist(), masks, ends.positions)
             launched.sampled.post(self._outbox)
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens
-        self._slots.tokens.view(-1)[prepared.targets] = self._group.broadcast(tokens).to(torch.int32)
+        self._slots.tokens.view(-1)[ends.targets] = self._group.broadcast(tokens).to(torch.int32)

@@ -75,6 +75,7 @@ class Sampler:
         self._vocab_size, self._device, self._ops = vocab_size, device, ops
         self._samplings: list[Sampling] = [Sampling()] * max_num_seqs
         self._num_prompt = [0] * max_num_seqs
+        self._is_plain = np.ones(max_num_seqs, dtype=bool)
         self._seen = Seen(max_num_seqs, vocab_size, device)
         self._stride = -(-vocab_size // BLOCK) * BLOCK
         self._part_rows = max(1, min(max_num_seqs, WORK_BYTES[device.type] // (4 * self._stride)))
@@ -86,9 +87,14 @@ class Sampler:
     def admit(self, slot: int, sampling: Sampling, tokens: np.ndarray, num_prompt: int) -> None:
         """A request takes the slot. tokens [n] int32: its prompt and what it had sampled before a preemption."""
         self._samplings[slot], self._num_prompt[slot] = sampling, num_prompt
+        self._is_plain[slot] = sampling.logprobs is None and not is_edited(sampling)
         if is_penalized(sampling):
             self._seen.admit(slot, tokens, num_prompt)
         self._plan = None
+
+    def are_plain(self, slots: np.ndarray) -> bool:
+        """Whether all these requests want no more than `SamplingOps.choose` does."""
+        return bool(self._is_plain[slots].all())
 
     def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
         """Tokens that were not sampled join the request's history from `position` on."""

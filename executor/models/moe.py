@@ -104,6 +104,11 @@ class Experts:
             for name, of in zip(names, (shape, shape, shape[::-1]), strict=True):
                 weights.pass_over(f"{name}.weight", of)
 
+    @property
+    def is_fused(self) -> bool:
+        """All in one call; otherwise the host must know how many tokens each expert gets, and waits for that."""
+        return self._fused is not None
+
     def _load(self, spec: DecoderSpec, moe: MoeSpec, prefix: str, expert: int, weights: Weights, ops: Ops) -> Mlp:
         names = moe.names(f"{prefix}experts.{expert}.")
         return Mlp(spec, moe.intermediate_size, names, weights, ops, is_split=weights.placement is None)

@@ -99,12 +99,12 @@ def test_a_device_makes_of_any_step_what_the_host_makes(
                 assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
             else:
                 assert ours == theirs, name
-        assert torch.equal(got.targets, expected.targets)
-        assert got.positions is not None
-        assert got.positions.tolist() == layout.context_lens[layout.samples].tolist()
-        sampled = torch.from_numpy(rng.integers(0, 1000, len(got.targets)).astype(np.int32))
+        assert torch.equal(got.ends.targets, expected.ends.targets)
+        assert got.ends.positions is not None
+        assert got.ends.positions.tolist() == layout.context_lens[layout.samples].tolist()
+        sampled = torch.from_numpy(rng.integers(0, 1000, len(got.ends.targets)).astype(np.int32))
         for slots, prepared in ((host, expected), (device, got)):
-            slots.tokens.view(-1)[prepared.targets] = sampled
+            slots.tokens.view(-1)[prepared.ends.targets] = sampled
 
 
 def test_a_bucket_larger_than_the_step_is_filled_with_rows_that_do_nothing() -> None:

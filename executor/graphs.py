@@ -1,0 +1,154 @@
+"""Steps in which every row computes one token, as CUDA graphs: captured once per number of rows, replayed from then on.
+
+Launching a step's few hundred kernels one by one takes the host longer than small models take to compute it. A graph
+has fixed shapes, so the rows are filled up to one of a few *buckets* with rows that see nothing and write to places
+that nobody reads. What changes from step to step the graph reads from memory that `DeviceInputs` fills before it.
+
+Nothing is captured at the start. The first step of a bucket runs as any other, which compiles whatever is not compiled
+yet; the second is captured. All graphs share one pool of memory: only one runs at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.executor.batch import KvPages
+from penstock.executor.inputs import DeviceInputs
+from penstock.executor.kernels import RowTensors, SamplingOps
+from penstock.executor.layout import Layout
+from penstock.executor.models.registry import Model
+from penstock.executor.protocol import ExecutorError
+
+# Up to 32 rows a step is bound by reading weights, and padding costs little; beyond it every row is paid for.
+SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
+
+
+def choose_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of rows that graphs are made for, ascending; more rows than the last run without a graph."""
+    largest = min(max_num_seqs, LARGEST_BUCKET)
+    buckets = [*SMALL_BUCKETS, *range(SMALL_BUCKETS[-1] + BUCKET_STEP, largest, BUCKET_STEP)]
+    return *(bucket for bucket in buckets if bucket < largest), largest
+
+
+class Graph(Protocol):
+    def replay(self) -> None: ...
+
+
+class GraphApi(Protocol):
+    """As much as is asked of CUDA; tests have another."""
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Graph, Any]:
+        """Record what `call` launches, without running it. What it returns has its place for as long as the graph: every
+        replay writes there."""
+        ...
+
+
+class CudaGraphs:
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Graph, Any]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads may go on calling CUDA: the tiers' copies, a worker that waits for results.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                made = call()
+        except torch.OutOfMemoryError as error:
+            raise ExecutorError(
+                "the GPU's memory has no room for CUDA graphs: lower gpu_memory_utilization or kv_cache_bytes, "
+                f"or turn them off with enforce_eager ({error})"
+            ) from error
+        return graph, made
+
+
+class DecodeGraphs:
+    def __init__(
+        self,
+        inputs: DeviceInputs,
+        model: Model,
+        pages: KvPages,
+        sampling: SamplingOps,
+        tokens: Tensor,
+        max_context: int,
+        buckets: Sequence[int],
+        api: GraphApi,
+    ) -> None:
+        """tokens: the table, flat, where sampled ones go. `max_context` settles for all steps how attention is cut."""
+        self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
+        self._tokens, self._max_context, self._api = tokens, max_context, api
+        self._buckets = np.array(buckets)
+        self._forwards: dict[int, _Act] = {}
+        self._samples: dict[int, _Act] = {}
+        self._made: tuple[Tensor, RowTensors] | None = None  # by the last forward
+        self._bucket = 0  # of it
+
+    def takes(self, layout: Layout) -> bool:
+        """Whether the step is one of those: one token in every row, and every row samples."""
+        return (
+            layout.num_tokens == len(layout.slots)
+            and len(layout.slots) <= self._buckets[-1]
+            and bool(layout.samples.all())
+        )
+
+    def forward(self, layout: Layout) -> tuple[Tensor, RowTensors]:
+        """Hidden states [R, hidden] and what the rows are like, [R] each. The next call overwrites both."""
+        rows = len(layout.slots)
+        self._bucket = bucket = int(self._buckets[np.searchsorted(self._buckets, rows)])
+        self._inputs.send_singles(layout, bucket)
+        if bucket not in self._forwards:
+            self._forwards[bucket] = _Act(lambda: self._compute(bucket), self._api)
+        self._made = hidden, made = self._forwards[bucket]()
+        return hidden[:rows], made
+
+    def sample(self, rows: int) -> tuple[Tensor, Tensor]:
+        """For the last `forward`, as each request asks: tokens [R], which are in the table then, and largest logits [R].
+
+        For requests that ask for no more than a draw. The next call overwrites both."""
+        if self._bucket not in self._samples:
+            self._samples[self._bucket] = _Act(self._draw, self._api)
+        tokens, largest = self._samples[self._bucket]()
+        return tokens[:rows], largest[:rows]
+
+    def _compute(self, bucket: int) -> tuple[Tensor, RowTensors]:
+        batch, made = self._inputs.compute_singles(bucket, self._max_context)
+        # What only the forward pass reads may make room for others.
+        nothing = made.tokens[:0]
+        kept = made._replace(tokens=nothing, positions=nothing, kv_slots=nothing, block_tables=nothing)
+        return self._model.forward(batch, self._pages), kept
+
+    def _draw(self) -> tuple[Tensor, Tensor]:
+        assert self._made is not None
+        hidden, made = self._made
+        logits = self._model.logits(hidden)
+        assert logits is not None, "several ranks decode without graphs"
+        options = (made.temperature, made.min_p, made.top_k, made.top_p, made.seeds)
+        tokens, largest = self._choose(logits, *options, made.context_lens.long())
+        self._tokens.index_copy_(0, made.targets, tokens.to(torch.int32))
+        return tokens, largest
+
+
+class _Act:
+    """Something that a bucket does: run the first time, captured the second, replayed from then on.
+
+    It is captured after the act whose results it reads, so these have their final place.
+    """
+
+    def __init__(self, call: Callable[[], Any], api: GraphApi) -> None:
+        self._call, self._api = call, api
+        self._has_run = False
+        self._graph: Graph | None = None
+        self._made: Any = None
+
+    def __call__(self) -> Any:
+        if not self._has_run:
+            self._has_run = True
+            return self._call()
+        if self._graph is None:
+            self._graph, self._made = self._api.capture(self._call)
+        self._graph.replay()
+        return self._made

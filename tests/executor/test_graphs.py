@@ -1,0 +1,223 @@
+"""Graphs of decoding steps: which steps they take, what padding does, and that nothing changes but the speed.
+
+On the CPU a made-up graph calls what it was made of. Its results are garbage until it is replayed, as a graph's are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from penstock.executor import graphs, rank
+from penstock.executor.graphs import DecodeGraphs, choose_buckets
+from penstock.executor.inputs import DeviceInputs
+from penstock.executor.kernels import torch_sampling
+from penstock.executor.layout import Layout
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, Row, Sampling, Step
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.driver import Driver, Sequence
+from tests.executor.small_models import folder, greedy
+from tests.executor.test_inputs import on_device
+
+PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
+
+
+class Recorded:
+    """As a graph: it has addresses, and writes there when it is replayed."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call, self.num_replays = call, 0
+        self.made = call()
+        for tensor in tensors(self.made):
+            tensor.fill_(-1 if not tensor.is_floating_point() else float("nan"))
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        for place, value in zip(tensors(self.made), tensors(self._call()), strict=True):
+            place.copy_(value)
+
+
+def tensors(made: Any) -> list[torch.Tensor]:
+    return [made] if isinstance(made, torch.Tensor) else [tensor for part in made for tensor in tensors(part)]
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.graphs: list[Recorded] = []
+
+    def capture(self, call: Callable[[], Any]) -> tuple[Recorded, Any]:
+        self.graphs.append(Recorded(call))
+        return self.graphs[-1], self.graphs[-1].made
+
+
+def open_small(
+    monkeypatch: pytest.MonkeyPatch, case: str = "qwen3", recorder: Recorder | None = None
+) -> UniprocExecutor:
+    """A model with its inputs made "on the device", and with graphs if there is somebody to record them."""
+    monkeypatch.setattr(rank, "_slots_and_inputs", on_device)
+    monkeypatch.setattr(rank, "select_sampling_ops", lambda _: torch_sampling.SAMPLING_OPS)
+    monkeypatch.setattr(rank, "CudaGraphs", lambda: recorder)
+    monkeypatch.setattr("penstock.executor.models.moe.Experts.is_fused", True)
+    config = ExecutorConfig(
+        model=str(folder(case)),
+        dtype="float32",
+        kv_cache_bytes=2**20,
+        block_size=4,
+        max_num_seqs=6,
+        enforce_eager=recorder is None,
+    )
+    return UniprocExecutor(config)
+
+
+def test_buckets_end_with_what_the_engine_may_run_at_once() -> None:
+    assert choose_buckets(1) == (1,)
+    assert choose_buckets(6) == (1, 2, 4, 6)
+    assert choose_buckets(256) == (1, 2, 4, 8, 16, 24, 32, *range(48, 257, 16))
+    assert choose_buckets(2000)[-2:] == (496, 512)
+
+
+@pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite", "opt"])
+def test_a_model_gives_the_tokens_of_transformers_from_graphs(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """Three rows in a bucket of four; prompts come in chunks, without a graph."""
+    recorder = Recorder()
+    executor = open_small(monkeypatch, case, recorder)
+    executor._rank.kv[1:].fill_(float("nan"))  # padding writes to block 0 and reads nothing
+    driver = Driver(executor)
+    got = driver.generate(*[driver.admit(prompt) for prompt in PROMPTS], count=9, chunk=5)
+    assert got == [greedy(case, prompt, 9)[0] for prompt in PROMPTS]
+    assert len(recorder.graphs) >= 2 and all(graph.num_replays >= 1 for graph in recorder.graphs)
+
+
+def test_whatever_requests_ask_for_they_get_the_same_with_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests come and go, so that buckets change; some want what graphs do not do."""
+
+    def run(recorder: Recorder | None) -> list[Any]:
+        driver = Driver(open_small(monkeypatch, recorder=recorder))
+        samplings = [
+            Sampling(temperature=0.0),
+            Sampling(temperature=0.8, seed=2**63 + 5),
+            Sampling(temperature=1.2, seed=3, top_k=20, top_p=0.9, min_p=0.01),
+            Sampling(temperature=0.7, seed=4, repetition_penalty=1.3, presence_penalty=0.5),
+            Sampling(temperature=0.0, logprobs=3),
+            Sampling(temperature=0.9, seed=6, banned_ids=tuple(range(100))),
+        ]
+        found: list[Any] = []
+
+        def advance(sequences: list[Sequence], masks: dict[int, set[int]] | None = None) -> None:
+            result = driver.advance(*sequences, masks=masks)
+            ids = [{row: (value.ids, value.rank) for row, value in result.logprobs.items()}]
+            found.append((result.tokens, ids, result.errors))
+
+        sequences = [driver.admit([n, 2 * n, 7], sampling) for n, sampling in enumerate(samplings)]
+        plain, all_six = sequences[:3], sequences
+        for several in (all_six, plain, plain, plain, plain, all_six, all_six, all_six, plain[:1], plain[:1], plain):
+            advance(several)
+        advance(plain, {1: {17, 18}})
+        advance(plain)
+        late = Sequence(
+            5, [1, 2, 3], 3, sampling=Sampling(temperature=0.5, seed=9)
+        )  # its slot's last request has ended
+        driver._announce(late)
+        for _ in range(4):
+            advance([*plain, late])
+        return found
+
+    recorder = Recorder()
+    with_graphs = run(recorder)
+    assert with_graphs == run(None)
+    assert sum(graph.num_replays for graph in recorder.graphs) > 10
+
+
+def test_a_bucket_is_run_then_captured_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    driver = Driver(open_small(monkeypatch, recorder=recorder))
+    sequences = [driver.admit(prompt) for prompt in PROMPTS]
+    counts = []
+    driver.advance(*sequences)  # prompts
+    for _ in range(4):
+        driver.advance(*sequences)
+        counts.append([graph.num_replays for graph in recorder.graphs])
+    assert counts == [[], [1, 1], [2, 2], [3, 3]]  # hidden states, and tokens
+    for _ in range(2):
+        driver.advance(*sequences, masks={0: {5}})  # the first half alone, and the bucket is the same
+    assert [graph.num_replays for graph in recorder.graphs] == [5, 3]
+    driver.advance(*sequences[:2])
+    assert len(recorder.graphs) == 2
+    driver.advance(*sequences[:2])
+    assert len(recorder.graphs) == 4  # another bucket
+
+
+def test_graphs_take_only_steps_of_single_tokens_that_all_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = object.__new__(DecodeGraphs)
+    taken._buckets = np.array([1, 2])
+    one, two = Row(0, 3, 1, True), Row(1, 3, 1, True)
+    assert taken.takes(Layout([one, two]))
+    assert not taken.takes(Layout([one, Row(1, 3, 2, True)]))
+    assert not taken.takes(Layout([one, Row(1, 3, 1, False)]))
+    assert not taken.takes(Layout([one, two, Row(2, 3, 1, True)]))
+
+
+def test_a_step_may_be_launched_before_the_last_one_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    executor = open_small(monkeypatch, recorder=recorder)
+    executor.info = msgspec.structs.replace(executor.info, max_in_flight=2)
+    driver = Driver(executor)
+    sequence = driver.admit(PROMPTS[0])
+    sequence.blocks = list(range(1, 9))
+    driver.advance(sequence)
+    results = []
+    for number in range(9):
+        start = len(PROMPTS[0]) + number
+        blocks = tuple(sequence.blocks) if number == 0 else ()
+        executor.submit(Step(100 + number, [], [Row(0, start, 1, True, blocks=blocks)]))
+        if number:
+            results.append(executor.collect().tokens[0])
+    results.append(executor.collect().tokens[0])
+    assert [sequence.output[0], *results] == greedy("qwen3", PROMPTS[0], 10)[0]
+
+
+def test_there_are_none_where_an_operation_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert open_small(monkeypatch, recorder=Recorder())._runner._graphs is not None
+    assert open_small(monkeypatch, recorder=None)._runner._graphs is None  # enforce_eager
+    executor = open_small(monkeypatch, "mixtral", Recorder())
+    assert executor._runner._graphs is not None
+    monkeypatch.undo()
+    config = ExecutorConfig(model=str(folder("qwen3")), kv_cache_bytes=2**20)
+    assert UniprocExecutor(config)._runner._graphs is None  # a CPU
+
+
+def test_no_room_for_a_graph_names_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", full)
+    with pytest.raises(ExecutorError, match="gpu_memory_utilization.*enforce_eager.*2.00 GiB"):
+        graphs.CudaGraphs().capture(lambda: None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite", "opt"])
+def test_on_a_gpu_graphs_give_the_tokens_of_transformers(case: str) -> None:
+    for enforce_eager in (True, False):
+        config = ExecutorConfig(
+            model=str(folder(case)),
+            device="cuda",
+            dtype="float32",
+            kv_cache_bytes=2**20,
+            block_size=4,
+            max_num_seqs=6,
+            enforce_eager=enforce_eager,
+        )
+        executor = UniprocExecutor(config)
+        assert isinstance(executor._runner._inputs, DeviceInputs)
+        assert (executor._runner._graphs is None) == enforce_eager
+        executor._rank.kv[1:].fill_(float("nan"))
+        driver = Driver(executor)
+        got = driver.generate(*[driver.admit(prompt) for prompt in PROMPTS], count=9, chunk=5)
+        assert got == [greedy(case, prompt, 9)[0] for prompt in PROMPTS]
+        executor.close()
