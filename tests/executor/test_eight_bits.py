@@ -17,7 +17,7 @@ from penstock.executor.loading.block_scales import Part, whole_blocks
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.export import export
 from penstock.executor.multiproc import open_multiproc
-from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, Transfers
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
 from tests.executor.eight_bits import CASES, QUANTIZATION, WEIGHTS, dequantize, folders, greedy, quantize
@@ -316,6 +316,19 @@ def test_pages_of_eight_bits_take_a_quarter_and_have_their_own_fingerprint(
     exact = logits_of(full, recorded)
     near = logits_of(full, recorded, kv_cache_dtype="fp8")
     assert 0 < (near - exact).norm() < 0.1 * exact.norm()
+
+
+def test_a_tier_moves_blocks_of_eight_bits_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_eight_bits(monkeypatch)
+    executor = UniprocExecutor(config_of(folders("deepseek-v3")[1], kv_cache_dtype="fp8", kv_host_bytes=2**20))
+    driver = Driver(executor)
+    sequence = driver.admit([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    driver.advance(sequence)
+    for number, transfers in ((100, Transfers(saves=[(sequence.blocks[0], 0)])), (101, Transfers(restores=[(0, 77)]))):
+        executor.submit(Step(number, [], [], transfers))
+        executor.collect()
+    blocks = executor._rank.kv.view(torch.uint8)
+    assert blocks[77].any() and torch.equal(blocks[77], blocks[sequence.blocks[0]])
 
 
 def test_what_goes_through_a_page_of_eight_bits_errs_by_a_sixteenth() -> None:
