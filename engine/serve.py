@@ -168,8 +168,9 @@ def _say(line: str) -> None:
 
 def _say_memory(info: ModelInfo) -> None:
     _say(f"{info.architecture} in {info.dtype} on {info.device}")
+    width = max(12, *map(len, info.memory))
     for name, num_bytes in info.memory.items():
-        _say(f"  {name:<12} {num_bytes / 2**20:10,.0f} MiB")
+        _say(f"  {name:<{width}} {num_bytes / 2**20:10,.0f} MiB")
     tokens = (info.num_blocks - 1) * info.block_size
     _say(
         f"  the cache holds {tokens:,} tokens in blocks of {info.block_size}; a request may have {info.max_model_len:,}"

@@ -19,8 +19,8 @@ from penstock.executor.batch import KvPages
 from penstock.executor.inputs import DeviceInputs
 from penstock.executor.kernels import RowTensors, SamplingOps
 from penstock.executor.layout import Layout
+from penstock.executor.memory import naming_options
 from penstock.executor.models.registry import Model
-from penstock.executor.protocol import ExecutorError
 
 # Up to 32 rows a step is bound by reading weights, and padding costs little; beyond it every row is paid for.
 SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
@@ -54,15 +54,12 @@ class CudaGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads may go on calling CUDA: the tiers' copies, a worker that waits for results.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                made = call()
-        except torch.OutOfMemoryError as error:
-            raise ExecutorError(
-                "the GPU's memory has no room for CUDA graphs: lower gpu_memory_utilization or kv_cache_bytes, "
-                f"or turn them off with enforce_eager ({error})"
-            ) from error
+        # Other threads may go on calling CUDA: the tiers' copies, a worker that waits for results.
+        with (
+            naming_options("CUDA graphs", "lower gpu_memory_utilization or kv_cache_bytes, or set enforce_eager"),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            made = call()
         return graph, made
 
 
@@ -126,8 +123,7 @@ class DecodeGraphs:
         hidden, made = self._made
         logits = self._model.logits(hidden)
         assert logits is not None, "several ranks decode without graphs"
-        options = (made.temperature, made.min_p, made.top_k, made.top_p, made.seeds)
-        tokens, largest = self._choose(logits, *options, made.context_lens.long())
+        tokens, largest = self._choose(logits, *made.draw())
         self._tokens.index_copy_(0, made.targets, tokens.to(torch.int32))
         return tokens, largest
 

@@ -27,7 +27,9 @@ class Ends(NamedTuple):
     """Of the S rows that sample."""
 
     targets: Tensor  # [S] int64 into the flattened table of tokens: where the sampled ones go
-    positions: Tensor | None  # [S] int64, those of the sampled tokens, if they are on the device anyway
+    options: (
+        tuple[Tensor, ...] | None
+    )  # as `SamplingOps.choose` takes them, if the device has them anyway; positions last
 
 
 class Prepared(NamedTuple):
@@ -120,8 +122,8 @@ class DeviceInputs:
             block_tables=made.block_tables,
             wanted=None if has_all else self._packed[end + len(samples) :][: len(wanted)].long(),
         )
-        places = made.context_lens.index_select(0, sampled).long()
-        return Prepared(batch, Ends(made.targets.index_select(0, sampled), places))
+        drawn = [tensor.index_select(0, sampled) for tensor in made.draw()]
+        return Prepared(batch, Ends(made.targets.index_select(0, sampled), tuple(drawn)))
 
     def send_singles(self, layout: Layout, bucket: int) -> None:
         """Rows of one token each, filled up to `bucket` with rows that the header excludes."""

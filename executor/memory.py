@@ -1,12 +1,15 @@
 """Where the memory goes: how many KV blocks fit, how long a request may be, and the allocation itself."""
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from penstock.executor.parallel import Group
+from penstock.executor.profile import GpuUse
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 
 CPU_KV_BYTES = 4 * 2**30  # without being asked, no more than this …
@@ -20,10 +23,26 @@ class KvPlan:
     max_model_len: int
 
 
-def plan_kv(config: ExecutorConfig, block_bytes: int, max_positions: int, device: torch.device, group: Group) -> KvPlan:
+@contextmanager
+def naming_options(what: str, options: str) -> Iterator[None]:
+    """A device's memory that does not suffice is an error that says for what, and what the user can do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ExecutorError(f"the GPU's memory does not suffice for {what}: {options}. {error}") from error
+
+
+def plan_kv(
+    config: ExecutorConfig,
+    block_bytes: int,
+    max_positions: int,
+    group: Group,
+    use: GpuUse | None = None,
+) -> KvPlan:
     """The pool's size and the longest request it can hold; what was asked for is kept to the letter or refused.
 
-    `block_bytes` and `kv_cache_bytes` are one rank's. The ranks agree on what the one with the least memory holds.
+    `block_bytes`, `kv_cache_bytes` and `use`, of a GPU, are one rank's. The ranks agree on what the one with the least
+    memory holds.
     """
     if config.max_model_len is not None and config.max_model_len > max_positions:
         raise ExecutorError(
@@ -35,7 +54,7 @@ def plan_kv(config: ExecutorConfig, block_bytes: int, max_positions: int, device
         num_blocks = config.kv_cache_bytes // block_bytes
         source = f"kv_cache_bytes ({config.kv_cache_bytes})"
     else:
-        budget = _free_share(config, device, group.world)
+        budget = _free_share(config, group.world) if use is None else use.left(config.gpu_memory_utilization)
         num_blocks = min(budget // block_bytes, config.max_num_seqs * per_request + 1)
         source = f"the free memory's share for the KV cache ({budget} bytes)"
     num_blocks = group.minimum(num_blocks)
@@ -50,11 +69,9 @@ def plan_kv(config: ExecutorConfig, block_bytes: int, max_positions: int, device
     return KvPlan(num_blocks, block_bytes, min(longest, fits))
 
 
-def _free_share(config: ExecutorConfig, device: torch.device, world: int) -> int:
-    if device.type == "cpu":  # which the ranks share
-        return min(CPU_KV_BYTES, int(CPU_KV_SHARE * available_memory())) // world
-    free, total = torch.cuda.mem_get_info(device)
-    return max(0, free - int((1 - config.gpu_memory_utilization) * total))
+def _free_share(config: ExecutorConfig, world: int) -> int:
+    """Of the main memory, which the ranks share."""
+    return min(CPU_KV_BYTES, int(CPU_KV_SHARE * available_memory())) // world
 
 
 def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
@@ -87,7 +104,8 @@ def allocate_kv(
     of all layers lie side by side, so a tier moves a block with one copy."""
     shape = (num_blocks, num_layers, parts, block_size, kv_width)
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
+        with naming_options("the KV cache", "lower kv_cache_bytes or gpu_memory_utilization"):
+            return torch.zeros(shape, dtype=dtype, device=device)
     # Zero pages of the kernel's: the start costs nothing, and memory is taken as blocks are first written.
     pages = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):

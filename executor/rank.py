@@ -14,8 +14,9 @@ from penstock.executor.graphs import CudaGraphs, DecodeGraphs, choose_buckets
 from penstock.executor.inputs import DeviceInputs, HostInputs
 from penstock.executor.kernels import select_input_ops, select_sampling_ops
 from penstock.executor.loading.load import LoadedModel, load_model
-from penstock.executor.memory import allocate_kv, plan_kv
+from penstock.executor.memory import allocate_kv, naming_options, plan_kv
 from penstock.executor.parallel import Group
+from penstock.executor.profile import CudaMeter, GpuUse, measure
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.rebalance import Rebalancer
 from penstock.executor.runner import ModelRunner
@@ -30,10 +31,15 @@ class Rank:
         self, config: ExecutorConfig, group: Group, device: torch.device, progress: Callable[[str], None]
     ) -> None:
         started_s = time.monotonic()
-        loaded = load_model(config, device, group, progress)
+        with naming_options("the weights", "choose a smaller model or dtype, or raise tensor_parallel_size"):
+            loaded = load_model(config, device, group, progress)
         model, spec = loaded.model, loaded.spec
         block_bytes = model.num_layers * model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize
-        plan = plan_kv(config, block_bytes, loaded.num_positions, device, group)
+        sampler = None
+        if group.is_first:
+            sampler = Sampler(spec.vocab_size, config.max_num_seqs, device, select_sampling_ops(device))
+        use = _measure(config, loaded, device)
+        plan = plan_kv(config, block_bytes, loaded.num_positions, group, use)
         self.kv = allocate_kv(
             plan.num_blocks,
             model.num_layers,
@@ -43,9 +49,6 @@ class Rank:
             loaded.kv_dtype,
             device,
         )
-        sampler = None
-        if group.is_first:
-            sampler = Sampler(spec.vocab_size, config.max_num_seqs, device, select_sampling_ops(device))
         slots, inputs = _slots_and_inputs(config, plan.max_model_len, device)
         pages = [(self.kv[:, layer, 0], self.kv[:, layer, -1]) for layer in range(model.num_layers)]
         self._tiers = open_transfers(config, self.kv, loaded.fingerprint, group.rank)
@@ -71,6 +74,7 @@ class Rank:
             memory={
                 **loaded.memory,
                 "KV cache": plan.num_blocks * plan.block_bytes,
+                **({} if use is None else use.table(sum(loaded.memory.values()))),
                 **self._tiers.memory,
             },
             host_slots=self._tiers.host_slots,
@@ -94,6 +98,15 @@ def _slots_and_inputs(
     state = DeviceState(num_slots, *slot_sizes(max_model_len, block_size), block_size, device)
     slots = Slots(num_slots, max_model_len, block_size, state)
     return slots, DeviceInputs(state, select_input_ops(device), num_slots, config.max_num_batched_tokens)
+
+
+def _measure(config: ExecutorConfig, loaded: LoadedModel, device: torch.device) -> GpuUse | None:
+    """None where the cache's size does not depend on it."""
+    if device.type == "cpu" or config.kv_cache_bytes is not None:
+        return None
+    what = f"a step of {config.max_num_batched_tokens} tokens"
+    with naming_options(what, "lower max_num_batched_tokens or max_num_seqs"):
+        return measure(loaded.model, config, loaded.kv_dtype, loaded.num_positions, CudaMeter(device), device)
 
 
 def _graphs(

@@ -15,6 +15,7 @@ from penstock.executor.graphs import DecodeGraphs
 from penstock.executor.inputs import Ends, Inputs
 from penstock.executor.layout import Layout
 from penstock.executor.masking import RowMasks
+from penstock.executor.memory import naming_options
 from penstock.executor.models.registry import Model
 from penstock.executor.outbox import Outbox
 from penstock.executor.parallel import Group
@@ -25,6 +26,7 @@ from penstock.executor.sampler import Sampled, Sampler, prompt_logprobs
 from penstock.executor.slots import Slots
 from penstock.executor.transfers import RankTransfers
 
+STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
 PROMPT_LOGPROB_ROWS = 128  # logits of so many prompt positions at a time: a whole prompt's would fill the memory
 
 
@@ -62,6 +64,7 @@ class ModelRunner:
         self._graphs = graphs
         self._pooler, self._outbox = Pooler(), Outbox(device)
 
+    @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         launched = Launched(step, time.monotonic())
@@ -87,6 +90,7 @@ class ModelRunner:
             self._inputs.flush()
         return launched
 
+    @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
     def sample_masked(self, launched: Launched, rows: np.ndarray, masks: np.ndarray) -> None:
         """The second half of `launch` for a step with masked rows. rows [n], masks [n, words] as in `set_masks`."""
@@ -143,7 +147,7 @@ class ModelRunner:
         num_rows = len(layout.slots)
         hidden, made = graphs.forward(layout)
         if any(row.masked for row in launched.step.rows) or not self._sampler.are_plain(layout.slots):
-            ends = Ends(made.targets[:num_rows], made.context_lens[:num_rows].long())
+            ends = Ends(made.targets[:num_rows], tuple(tensor[:num_rows] for tensor in made.draw()))
             self._sample(layout, ends, hidden, launched)
             return
         self._outbox.hold()  # the last step's tokens lie where this one's will
@@ -226,7 +230,11 @@ class ModelRunner:
         if logits is None or self._sampler is None:
             tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         else:
-            launched.sampled = self._sampler.start(logits, slots.tolist(), positions.tolist(), masks, ends.positions)
+            if masks is None and ends.options is not None and self._sampler.are_plain(slots):
+                launched.sampled = self._sampler.start_plain(logits, ends.options)
+            else:
+                on_device = None if ends.options is None else ends.options[-1]
+                launched.sampled = self._sampler.start(logits, slots.tolist(), positions.tolist(), masks, on_device)
             launched.sampled.post(self._outbox)
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens

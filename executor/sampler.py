@@ -93,8 +93,15 @@ class Sampler:
         self._plan = None
 
     def are_plain(self, slots: np.ndarray) -> bool:
-        """Whether all these requests want no more than `SamplingOps.choose` does."""
-        return bool(self._is_plain[slots].all())
+        """Whether all these requests want no more than `SamplingOps.choose` does, which is there."""
+        return self._ops is not None and bool(self._is_plain[slots].all())
+
+    def start_plain(self, logits: Tensor, options: tuple[Tensor, ...]) -> Sampled:
+        """As `start`, for requests that want no more than a draw: nothing is asked of the host. options [S] each, as
+        `SamplingOps.choose` takes them."""
+        assert self._ops is not None
+        tokens, largest = self._ops.choose(logits, *options)
+        return Sampled(tokens, largest.expand(2, -1), [])
 
     def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
         """Tokens that were not sampled join the request's history from `position` on."""

@@ -81,6 +81,10 @@ class RowTensors(NamedTuple):
     top_k: torch.Tensor
     seeds: torch.Tensor
 
+    def draw(self) -> tuple[torch.Tensor, ...]:
+        """What `SamplingOps.choose` takes behind the logits."""
+        return self.temperature, self.min_p, self.top_k, self.top_p, self.seeds, self.context_lens.long()
+
 
 @dataclass(frozen=True, slots=True)
 class InputOps:

@@ -100,8 +100,10 @@ def test_a_device_makes_of_any_step_what_the_host_makes(
             else:
                 assert ours == theirs, name
         assert torch.equal(got.ends.targets, expected.ends.targets)
-        assert got.ends.positions is not None
-        assert got.ends.positions.tolist() == layout.context_lens[layout.samples].tolist()
+        assert got.ends.options is not None
+        *_, top_k, _, _, positions = got.ends.options
+        assert positions.tolist() == layout.context_lens[layout.samples].tolist()
+        assert top_k.tolist() == layout.slots[layout.samples].tolist()
         sampled = torch.from_numpy(rng.integers(0, 1000, len(got.ends.targets)).astype(np.int32))
         for slots, prepared in ((host, expected), (device, got)):
             slots.tokens.view(-1)[prepared.ends.targets] = sampled
