@@ -29,6 +29,7 @@ from penstock.executor.oracle import OracleExecutor
 from tests.engine.server.fake import byte_tokenizer, line_template
 
 MODEL = "mock"
+TRANSFER_STEP_S = 0.001  # of a step that only waits for blocks
 
 
 class MockEngine(AsyncEngine):
@@ -82,6 +83,10 @@ class MockEngine(AsyncEngine):
             if (now_s := time.monotonic()) > beaten_s + 1.0:
                 self._receive(Heartbeat(core.num_collected, 0.0, 0.0))
                 beaten_s = now_s
+            if not core.has_work() and not core.is_settled:
+                core.step()  # blocks on their way to the host tier
+                await asyncio.sleep(TRANSFER_STEP_S)
+                continue
             if not core.has_work():
                 self._work.clear()
                 core.scheduler.check()
@@ -89,7 +94,9 @@ class MockEngine(AsyncEngine):
                     await asyncio.wait_for(self._work.wait(), 1.0)
                 continue
             outputs = core.step()
-            await asyncio.sleep(core.last_step_tokens / self._prefill_tps + self._inter_token_s)
+            num_tokens = core.last_step_tokens
+            step_s = num_tokens / self._prefill_tps + self._inter_token_s if num_tokens else TRANSFER_STEP_S
+            await asyncio.sleep(step_s)
             self._receive(Outputs(outputs, core.stats(), core.last_step_tokens))
             self._tell_cache()
 
@@ -104,6 +111,9 @@ async def replica(options: argparse.Namespace, server: ServerConfig, announce: C
             "max_num_seqs": options.max_num_seqs,
             "max_queued_requests": options.max_queued,
             "hf_overrides": {"vocab_size": 300},  # of the byte tokenizer
+            "kv_host_bytes": options.kv_host_bytes,
+            "kv_peer_listen": options.kv_peer_listen,
+            "kv_peers": options.kv_peer,
         },
     )
     tokenizer = byte_tokenizer()
@@ -129,6 +139,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill-tps", type=float, default=1e6)
     parser.add_argument("--inter-token-s", type=float, default=0.0)
     parser.add_argument("--kv-tokens", type=int, default=1 << 20)
+    parser.add_argument("--kv-host-bytes", type=int, default=0)
+    parser.add_argument("--kv-peer-listen", default="", help="of a single replica")
+    parser.add_argument("--kv-peer", nargs="+", default=[])
     parser.add_argument("--max-model-len", type=int, default=65536)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-queued", type=int, default=4096)

@@ -103,6 +103,19 @@ def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere(
         assert ["kv_transfer_params" in fields(seen) for seen in decode.seen] == [True, False, False, True]
 
 
+def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached():
+    with split_fleet() as ((prefill,), (decode,), router):
+        decode.answer = first = Hold()
+        with connect(router.port) as one, connect(router.port) as other:
+            for sock in (one, other):
+                sock.sendall(post(json.dumps({"prompt": LONG}).encode()))
+                until(lambda: first.is_asked.is_set())
+            until(lambda: len(decode.seen) == 2)
+            first.go.set()
+            assert [status(sock.recv(4096)) for sock in (one, other)] == [200, 200]
+        assert all("kv_transfer_params" in fields(seen) for seen in decode.seen)
+
+
 def test_the_threshold_is_the_operators():
     with split_fleet(prefill_threshold=10) as ((prefill,), _, router):
         router.complete("word " * 20)

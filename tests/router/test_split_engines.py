@@ -5,7 +5,10 @@ import importlib.util
 import json
 import random
 import re
+import signal
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -16,16 +19,16 @@ from tests.cache.peer_rig import free_addresses
 from tests.engine.server.peer_pair import SECRET, engine, is_connected
 from tests.engine.server.running import Running, running
 from tests.programs import Program
-from tests.router.fleet import RunningRouter, running_router, until
+from tests.router.fleet import RunningRouter, mock_replicas, running_router, until
 
 WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "violins", "maps", "bees", "glass", "trains"]
 
 
-@pytest.fixture
-def fleet(monkeypatch) -> Iterator[tuple[Running, Running, RunningRouter]]:
-    monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", SECRET)
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[tuple[Running, Running, RunningRouter]]:
     (address,) = free_addresses(1)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setenv("PENSTOCK_KV_PEER_SECRET", SECRET)
         prefill = stack.enter_context(running(engine(kv_peer_listen=address)))
         decode = stack.enter_context(running(engine(kv_peers=(address,))))
         until(lambda: is_connected(decode))
@@ -80,14 +83,38 @@ def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet):
     with running(engine()) as single:
         expected, _ = streamed(single.http, "/v1/completions", asked)
 
-    def vanish() -> None:
+    def move_to(port: int) -> None:
         pool = router.fleet.replicas[prefill.url].pool
-        pool.port = 9  # nobody listens there
+        pool.port = port
         pool.close()
 
-    router.call(vanish)
+    router.call(lambda: move_to(9))  # nobody listens there
     ids, usage = streamed(router.http, "/v1/completions", asked)
+    router.call(lambda: move_to(prefill.port))
     assert ids == expected and cached(usage) == 0
+
+
+def test_when_a_prefill_replica_is_killed_under_load_nobody_notices():
+    addresses = free_addresses(2)
+    pace = {"prefill_tps": 20_000, "inter_token_s": 0.005, "kv_host_bytes": 1 << 22}
+    with contextlib.ExitStack() as stack:
+        prefills = [stack.enter_context(mock_replicas(1, kv_peer_listen=each, **pace))[0] for each in addresses]
+        (decode,) = stack.enter_context(mock_replicas(1, kv_peer=addresses, **pace))
+        given = tuple(Prefill(each.url, address) for each, address in zip(prefills, addresses, strict=True))
+        router = stack.enter_context(running_router(decode.url, prefills=given, wait_for=3))
+
+        def ask(number: int) -> int:
+            if number == 10:
+                prefills[1].send(signal.SIGKILL)
+            rng = random.Random(number)
+            return router.complete([rng.randrange(256) for _ in range(1000)], ignore_eos=True).status_code
+
+        with ThreadPoolExecutor(8) as threads:
+            assert Counter(threads.map(ask, range(30))) == {200: 30}
+        assert router.fleet.replicas[prefills[1].url].state == "down"
+        outcomes = router.app.metrics.prefills
+        assert outcomes["computed"] > 15 and outcomes["lost"] + outcomes["moved"] + outcomes["unreachable"] > 0
+        until(lambda: router.fleet.num_under_way == 0)
 
 
 @contextlib.contextmanager
