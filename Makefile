@@ -13,9 +13,6 @@ INSTALLED := .venv/.installed
 MODEL := .venv/.model
 TRITON := .venv/triton/.installed
 EXTENSION := src/penstock/_csrc.abi3.so
-BENCH ?=
-ARGS ?=
-SUITE ?=
 # Not all of tests: what the server needs to be imported is not on a bare machine.
 GPU_TESTS := tests/executor/kernels tests/executor/test_graphs.py
 
@@ -47,8 +44,8 @@ gpu:
 	done
 	$(PYTHON) csrc/build.py
 	export PYTHONPATH=src:.:$${PYTHONPATH:-}
-	$(PYTHON) -m pytest -m gpu -W default $(ARGS) $(GPU_TESTS)
-	$(PYTHON) -m benchmarks.gpu_suite $(SUITE)
+	[ -z "$(GPU_TESTS)" ] || $(PYTHON) -m pytest -m gpu -W default $(ARGS) $(GPU_TESTS)
+	[ "$(SUITE)" = none ] || $(PYTHON) -m benchmarks.gpu_suite $(SUITE)
 
 fmt: $(INSTALLED)
 	$(BIN)/ruff check --fix .

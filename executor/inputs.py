@@ -114,12 +114,7 @@ class DeviceInputs:
         )
         batch = make_batch(
             layout,
-            tokens=made.tokens,
-            positions=made.positions,
-            kv_slots=made.kv_slots,
-            query_starts=self._packed[HEADER : HEADER + rows + 1],
-            context_lens=made.context_lens,
-            block_tables=made.block_tables,
+            **self._tensors(made),
             wanted=None if has_all else self._packed[end + len(samples) :][: len(wanted)].long(),
         )
         drawn = [tensor.index_select(0, sampled) for tensor in made.draw()]
@@ -136,12 +131,7 @@ class DeviceInputs:
         places = self._state.places
         made = self._ops.prepare(self._packed, self._state.flat, places, bucket, bucket, 1, places.max_blocks)
         batch = ForwardBatch(
-            tokens=made.tokens,
-            positions=made.positions,
-            kv_slots=made.kv_slots,
-            query_starts=self._packed[HEADER : HEADER + bucket + 1],
-            context_lens=made.context_lens,
-            block_tables=made.block_tables,
+            **self._tensors(made),
             wanted=None,
             num_single_rows=bucket,
             query_lens=(),
@@ -150,6 +140,17 @@ class DeviceInputs:
             max_single_context=max_context,
         )
         return batch, made
+
+    def _tensors(self, made: RowTensors) -> dict[str, Tensor]:
+        """By their names in `ForwardBatch`."""
+        return {
+            "tokens": made.tokens,
+            "positions": made.positions,
+            "kv_slots": made.kv_slots,
+            "query_starts": self._packed[HEADER : HEADER + len(made.context_lens) + 1],
+            "context_lens": made.context_lens,
+            "block_tables": made.block_tables,
+        }
 
     def _send(self, head: list) -> None:
         """One copy, but for what does not fit, which goes before it: a step that admits very long prompts."""

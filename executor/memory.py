@@ -28,8 +28,12 @@ def naming_options(what: str, options: str) -> Iterator[None]:
     """A device's memory that does not suffice is an error that says for what, and what the user can do."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise ExecutorError(f"the GPU's memory does not suffice for {what}: {options}. {error}") from error
+    except RuntimeError as error:
+        # While a graph is captured, ending the capture fails in its turn, and that is what is heard of.
+        cause = error if isinstance(error, torch.OutOfMemoryError) else error.__context__
+        if not isinstance(cause, torch.OutOfMemoryError):
+            raise
+        raise ExecutorError(f"the GPU's memory does not suffice for {what}: {options}. {cause}") from error
 
 
 def plan_kv(

@@ -82,7 +82,7 @@ class Bench:
             longest = min(8192, self._info.max_model_len)
             shapes = [(2, 16)] if is_tiny else sorted({(1, 512), (4, 2048), (1, longest)} - {(1, 2048)})
             for rows, count in shapes:
-                if count < self._info.max_model_len:
+                if count <= self._info.max_model_len:
                     self.prefill(rows, count)
 
     def decode(self, batch: int, context: int, num_steps: int) -> None:

@@ -3,7 +3,8 @@
 On the CPU a made-up graph calls what it was made of. Its results are garbage until it is replayed, as a graph's are.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -190,14 +191,26 @@ def test_there_are_none_where_an_operation_waits_for_the_device(monkeypatch: pyt
 
 
 def test_no_room_for_a_graph_names_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
+    def full() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def other() -> None:
+        raise ValueError("something else")
+
+    @contextlib.contextmanager
+    def capturing(*_: Any, **__: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            raise RuntimeError("the capture was invalidated")
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", full)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
     with pytest.raises(ExecutorError, match="gpu_memory_utilization.*enforce_eager.*2.00 GiB"):
-        graphs.CudaGraphs().capture(lambda: None)
+        graphs.CudaGraphs().capture(full)
+    with pytest.raises(RuntimeError, match="invalidated"):
+        graphs.CudaGraphs().capture(other)
 
 
 @pytest.mark.gpu
