@@ -113,12 +113,11 @@ def latency(backend: int, port: int, pid: int, pairs: int, seconds: float) -> No
     """Added by the router at half of what it can do, measured with a steady rate of requests."""
     flat_out = load(port, pid, json_request(), ANSWER[-16:], connections=32, seconds=seconds)
     rate = len(flat_out.times_s) / flat_out.seconds / 2
-    pause_s = 32 / rate
     added = []
     for _ in range(pairs):
         begun_s = cpu_s(pid)
-        through = load(port, pid, json_request(), ANSWER[-16:], connections=32, seconds=seconds, pause_s=pause_s)
-        straight = load(backend, pid, json_request(), ANSWER[-16:], connections=32, seconds=seconds, pause_s=pause_s)
+        through = load(port, pid, json_request(), ANSWER[-16:], connections=32, seconds=seconds, rate=rate)
+        straight = load(backend, pid, json_request(), ANSWER[-16:], connections=32, seconds=seconds, rate=rate)
         added.append([through.quantile_ms(share) - straight.quantile_ms(share) for share in (0.5, 0.99)])
         assert cpu_s(pid) > begun_s, "the router did nothing"
     middle = [round(sorted(column)[len(column) // 2], 3) for column in zip(*added, strict=True)]

@@ -8,6 +8,7 @@ import asyncio
 import os
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,22 +103,25 @@ async def backend() -> None:
 
 
 class Client(asyncio.Protocol):
-    """Sends one request after the other and times each; `stop` ends it."""
+    """Times requests: one after the other, or, with `idle`, those that `pace` has it send; between them it lies there."""
 
-    def __init__(self, request: bytes, end: bytes, times: list[float], until_s: float, pause_s: float) -> None:
-        self.request, self.end, self.times, self.until_s, self.pause_s = request, end, times, until_s, pause_s
+    def __init__(
+        self, request: bytes, end: bytes, times: list[float], until_s: float, idle: "deque[Client] | None"
+    ) -> None:
+        self.request, self.end, self.times, self.until_s, self.idle = request, end, times, until_s, idle
         self.done = asyncio.get_running_loop().create_future()
         self.tail = b""
         self.num_bytes = 0
-        self.due_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        self.due_s = time.perf_counter()
-        self.send()
+        if self.idle is None:
+            self.send(time.perf_counter())
+        else:
+            self.idle.append(self)
 
-    def send(self) -> None:
-        self.sent_s = time.perf_counter() if not self.pause_s else self.due_s
+    def send(self, due_s: float) -> None:
+        self.sent_s = due_s
         self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
@@ -129,18 +133,33 @@ class Client(asyncio.Protocol):
         now_s = time.perf_counter()
         self.times.append(now_s - self.sent_s)
         if now_s > self.until_s:
-            if not self.done.done():
-                self.done.set_result(None)
-            self.transport.close()
-        elif self.pause_s:
-            self.due_s += self.pause_s
-            asyncio.get_running_loop().call_later(max(self.due_s - now_s, 0), self.send)
+            self.end_here()
+        elif self.idle is not None:
+            self.idle.append(self)
         else:
-            self.send()
+            self.send(now_s)
+
+    def end_here(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.done.done():
             self.done.set_exception(RuntimeError(f"the connection was lost: {exc}"))
+
+
+async def pace(idle: deque[Client], rate: float, until_s: float) -> None:
+    """Send at even times, each over a connection that lies idle; where none does it is late, and timed from when it was
+    due. Spins: a loop's timers are a millisecond coarse, and would send what is due in one as a volley."""
+    due_s = time.perf_counter()
+    while (now_s := time.perf_counter()) < until_s:
+        while due_s <= now_s and idle:
+            idle.popleft().send(due_s)
+            due_s += 1 / rate
+        await asyncio.sleep(0)
+    for client in idle:
+        client.end_here()
 
 
 class Load(NamedTuple):
@@ -175,21 +194,22 @@ def cpu_s(pid: int) -> float:
 
 
 def load(
-    port: int, pid: int, what: bytes, end: bytes, *, connections: int, seconds: float, pause_s: float = 0.0
+    port: int, pid: int, what: bytes, end: bytes, *, connections: int, seconds: float, rate: float | None = None
 ) -> Load:
-    """Each connection sends one request after the other, or one every `pause_s`."""
+    """Each connection sends one request after the other, or all together `rate` per second."""
 
     async def run() -> Load:
         loop, times = asyncio.get_running_loop(), list[float]()
+        idle: deque[Client] | None = None if rate is None else deque()
         begun_s, begun_cpu_s = time.perf_counter(), cpu_s(pid)
         clients = []
         for _ in range(connections):
-            if pause_s:
-                await asyncio.sleep(pause_s / connections)
             _, client = await loop.create_connection(
-                lambda: Client(what, end, times, begun_s + seconds, pause_s), "127.0.0.1", port
+                lambda: Client(what, end, times, begun_s + seconds, idle), "127.0.0.1", port
             )
             clients.append(client)
+        if idle is not None and rate is not None:
+            await pace(idle, rate, begun_s + seconds)
         await asyncio.gather(*(client.done for client in clients))
         return Load(times, time.perf_counter() - begun_s, cpu_s(pid) - begun_cpu_s)
 

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -111,7 +112,7 @@ async def replica(options: argparse.Namespace, server: ServerConfig, announce: C
             "max_num_seqs": options.max_num_seqs,
             "max_queued_requests": options.max_queued,
             "hf_overrides": {"vocab_size": 300},  # of the byte tokenizer
-            "kv_host_bytes": options.kv_host_bytes,
+            "kv_host_bytes": options.kv_host_bytes or None,
             "kv_peer_listen": options.kv_peer_listen,
             "kv_peers": options.kv_peer,
         },
@@ -159,12 +160,14 @@ def main() -> None:
     for _ in range(options.count):
         pid = os.fork()
         if pid == 0:
-            os.close(0)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # not free: libuv refuses to close a socket of that number
             code = 1
             try:
                 keys = tuple(options.api_key)
                 server = ServerConfig(port=options.port, served_model_names=tuple(options.model), api_keys=keys)
                 code = uvloop.run(replica(options, resolve(server, {}), report))
+            except Exception:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         children.append(pid)
