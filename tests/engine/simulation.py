@@ -5,6 +5,7 @@ tokens that it gets alone with an ample pool.
 """
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,6 +110,18 @@ class World:
                 return
             self.step()
         raise AssertionError(f"transfers are still under way after {limit} steps")
+
+    def compare(self, messages: Mapping[str, Submit], counts: dict[str, int], where: str) -> None:
+        """Every request has ended with what it gets alone, or with the beginning of it if it was aborted."""
+        for name, message in messages.items():
+            last, tokens = self.last(name), self.tokens(name)
+            expected, embedding = alone(message, self.vocab_size, self.max_model_len)
+            if last.finish_reason == "abort":
+                counts["aborted"] += 1
+                assert tokens == expected[: len(tokens)], f"{where}, request {name}"
+            else:
+                counts["finished"] += 1
+                assert tokens == expected and last.embedding == embedding, f"{where}, request {name}"
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.tokens]

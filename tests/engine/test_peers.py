@@ -218,15 +218,7 @@ def storm(seed: int, num_steps: int) -> dict[str, int]:
                     counts["resets"] += world.scheduler.reset_prefix_cache()
                 world.step()
         for world, mine in zip(made, messages, strict=True):
-            for name, message in mine.items():
-                last, tokens = world.last(name), world.tokens(name)
-                expected, embedding = alone(message, **shape)
-                if last.finish_reason == "abort":
-                    counts["aborted"] += 1
-                    assert tokens == expected[: len(tokens)], f"seed {seed}, request {name}"
-                else:
-                    counts["finished"] += 1
-                    assert tokens == expected and last.embedding == embedding, f"seed {seed}, request {name}"
+            world.compare(mine, counts, f"seed {seed}")
             world.settle()
             tiers = world.scheduler.tiers
             assert tiers.index.host.num_free == tiers.index.host.num_usable

@@ -224,15 +224,7 @@ def storm(seed: int, num_steps: int) -> dict[str, int]:
             world.abort(rng.choice(list(messages)[-20:]))
         world.step()
         counts["steps"] += 1
-    for name, message in messages.items():
-        last, tokens = world.last(name), world.tokens(name)
-        expected, embedding = alone(message, **shape)
-        if last.finish_reason == "abort":
-            counts["aborted"] += 1
-            assert tokens == expected[: len(tokens)], f"seed {seed}, request {name}"
-        else:
-            counts["finished"] += 1
-            assert tokens == expected and last.embedding == embedding, f"seed {seed}, request {name}"
+    world.compare(messages, counts, f"seed {seed}")
     stats = world.scheduler.stats()
     assert stats.num_used_blocks == 0
     counts["preempted"], counts["hits"] = stats.num_preemptions, stats.prefix_hits

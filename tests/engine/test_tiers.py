@@ -279,15 +279,7 @@ def tier_storm(seed: int, num_steps: int) -> dict[str, int]:
                 rate.per_s = speed
         world.step()
         counts["steps"] += 1
-    for name, message in messages.items():
-        last, tokens = world.last(name), world.tokens(name)
-        expected, embedding = alone(message, **shape)
-        if last.finish_reason == "abort":
-            counts["aborted"] += 1
-            assert tokens == expected[: len(tokens)], f"seed {seed}, request {name}"
-        else:
-            counts["finished"] += 1
-            assert tokens == expected and last.embedding == embedding, f"seed {seed}, request {name}"
+    world.compare(messages, counts, f"seed {seed}")
     store.is_stalled = False
     world.settle()
     stats = world.scheduler.stats()
