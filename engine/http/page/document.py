@@ -35,6 +35,7 @@ def document(kind: Kind) -> Page:
         ("<body>", f'<body data-first="{first}">'),
         ("<!-- name of the second view -->", name),
         ("<!-- the second view -->\n", _read(f"{kind}.html")),
+        ("<!-- latency -->\n", _read("latency.html")),
         ("<style></style>", f"<style>{style}</style>"),
         ('<script type="module"></script>', f'<script type="module">{script}</script>'),
     ):
