@@ -121,7 +121,7 @@ class Request:
         """The tokens from position `num_known` on."""
         if self.num_known < len(self.tokens):
             return tuple(self.tokens[self.num_known :])
-        return tuple(self.forced[self.num_known - len(self.tokens) - self.num_pending :])
+        return tuple(self.forced[self.num_known - len(self.tokens) - self.num_pending :]) if self.forced else ()
 
     @property
     def num_outputs(self) -> int:
