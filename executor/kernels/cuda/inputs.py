@@ -126,13 +126,19 @@ def _prepare(
         tl.store(contexts_ptr + row, context)
         tl.store(targets_ptr + row, tl.where(is_real, slot * width + context, spare).to(tl.int64))
         options_ptr = state_ptr + options_at + slot * OPTIONS
-        temperature = tl.load(options_ptr, mask=is_real, other=0)
-        tl.store(temperature_ptr + row, temperature.to(tl.float32, bitcast=True))
-        min_p = tl.load(options_ptr + 1, mask=is_real, other=0)
-        tl.store(min_p_ptr + row, min_p.to(tl.float32, bitcast=True))
-        top_p = tl.load(options_ptr + 2, mask=is_real, other=0)
-        tl.store(top_p_ptr + row, top_p.to(tl.float32, bitcast=True))
-        tl.store(top_k_ptr + row, tl.load(options_ptr + 3, mask=is_real, other=0))
-        low = tl.load(options_ptr + 4, mask=is_real, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
-        high = tl.load(options_ptr + 5, mask=is_real, other=0).to(tl.int64)
-        tl.store(seeds_ptr + row, (high << 32) | low)
+        _options(options_ptr, is_real, row, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, seeds_ptr)
+
+
+@triton.jit
+def _options(options_ptr, is_real, row, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, seeds_ptr):
+    """How the row's request samples, from the numbers that `DeviceState.write_options` wrote."""
+    temperature = tl.load(options_ptr, mask=is_real, other=0)
+    tl.store(temperature_ptr + row, temperature.to(tl.float32, bitcast=True))
+    min_p = tl.load(options_ptr + 1, mask=is_real, other=0)
+    tl.store(min_p_ptr + row, min_p.to(tl.float32, bitcast=True))
+    top_p = tl.load(options_ptr + 2, mask=is_real, other=0)
+    tl.store(top_p_ptr + row, top_p.to(tl.float32, bitcast=True))
+    tl.store(top_k_ptr + row, tl.load(options_ptr + 3, mask=is_real, other=0))
+    low = tl.load(options_ptr + 4, mask=is_real, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+    high = tl.load(options_ptr + 5, mask=is_real, other=0).to(tl.int64)
+    tl.store(seeds_ptr + row, (high << 32) | low)

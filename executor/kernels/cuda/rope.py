@@ -145,14 +145,7 @@ def _rope_and_store(
         )
         if HAS_V:
             v_ptr += token * v_stride + head * v_head_stride
-            v_pages_ptr += cell
-            first = tl.arange(0, BLOCK_HALF)
-            rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-            if HALF > 0:
-                _copy(v_ptr, v_pages_ptr, first, first < HALF)
-                _copy(v_ptr, v_pages_ptr, first + HALF, first < HALF)
-            if DIM > 2 * HALF:
-                _copy(v_ptr, v_pages_ptr, rest, rest < DIM)
+            _copy_head(v_ptr, v_pages_ptr + cell, DIM, HALF, BLOCK_HALF, BLOCK_REST)
 
 
 @triton.jit
@@ -195,6 +188,25 @@ def _rotate(
         tl.store(goal + HALF + first, _narrow((y * cos + x * sin).to(dtype), goal), mask=inside)
     if DIM > 2 * HALF:
         tl.store(goal + rest, _narrow(z.to(dtype), goal), mask=is_rest)
+
+
+@triton.jit
+def _copy_head(
+    source,
+    goal,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """In the pieces that `_rotate` has: each is a power of two wide, with a mask."""
+    first = tl.arange(0, BLOCK_HALF)
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    if HALF > 0:
+        _copy(source, goal, first, first < HALF)
+        _copy(source, goal, first + HALF, first < HALF)
+    if DIM > 2 * HALF:
+        _copy(source, goal, rest, rest < DIM)
 
 
 @triton.jit
