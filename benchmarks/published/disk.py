@@ -28,7 +28,7 @@ MODEL = {
 
 
 def make(is_full: bool) -> Report:
-    size = ("--pairs", "10", "--prompts", "16") if is_full else ("--pairs", "4", "--prompts", "8")
+    size = ("--pairs", "10", "--prompts", "16") if is_full else ("--pairs", "6", "--prompts", "8")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         model = ("--model", folder, "--load-format", "dummy", "--vocab", "4000", "--output-len", "4")

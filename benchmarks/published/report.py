@@ -72,13 +72,20 @@ def show(report: Report) -> None:
     print(f"\n{report.title}\n  before: {report.before}\n  after:  {report.after}")
     width = max(len(row.what) for row in report.rows)
     for row in report.rows:
-        print(f"  {row.what:{width}}  {row.before:12,.4g} → {row.after:12,.4g} {row.unit:12} {row.ratio:8.2f}×")
+        print(
+            f"  {row.what:{width}}  {figure(row.before):>12} → {figure(row.after):>12} {row.unit:12} {row.ratio:8.2f}×"
+        )
     record(
         f"published-{report.name}",
         {"rows": [{**row._asdict(), "ratio": round(row.ratio, 3)} for row in report.rows], "note": report.note},
     )
     IMAGES.mkdir(parents=True, exist_ok=True)
     (IMAGES / f"published-{report.name}.svg").write_text(plot(report))
+
+
+def figure(value: float) -> str:
+    """Four digits, and no exponent."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
 
 
 def plot(report: Report) -> str:
@@ -99,7 +106,7 @@ def plot(report: Report) -> str:
         for place, (value, colour) in enumerate(((row.before, "#9aa4af"), (row.after, "#2f81f7"))):
             y, width = top + place * (bar + 2), max(1, right * value / longest)
             parts.append(f'<rect x="{left}" y="{y}" width="{width:.1f}" height="{bar}" rx="2" fill="{colour}"/>')
-            parts.append(f'<text x="{left + width + 8:.1f}" y="{y + 13}">{value:,.4g} {escape(row.unit)}</text>')
+            parts.append(f'<text x="{left + width + 8:.1f}" y="{y + 13}">{figure(value)} {escape(row.unit)}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -107,8 +114,8 @@ def write_page(reports: Sequence[Report], is_full: bool) -> None:
     """Put the figures between the marks of docs/benchmarks.md; those that were not run again stay out."""
     found = machine()
     lines = [
-        f"Of {datetime.now(UTC):%Y-%m-%d}, {'full sizes' if is_full else 'the short form'}, {found['cores']} cores of a "
-        f"{found['cpu']}, {found['memory_gib']:g} GiB, load before {found['load_before']:g}, "
+        f"Of {datetime.now(UTC):%Y-%m-%d}, {'full sizes' if is_full else 'the short form'}, {found['cores']} cores "
+        f"({found['cpu']}), {found['memory_gib']:g} GiB, load before {found['load_before']:g}, "
         f"Python {platform.python_version()}. Medians; a ratio above 1 is better after.",
         "",
     ]
@@ -121,7 +128,7 @@ def write_page(reports: Sequence[Report], is_full: bool) -> None:
             "| | before | after | | ratio |",
             "|---|---|---|---|---|",
             *(
-                f"| {row.what} | {row.before:,.4g} | {row.after:,.4g} | {row.unit} | {row.ratio:.2f} |"
+                f"| {row.what} | {figure(row.before)} | {figure(row.after)} | {row.unit} | {row.ratio:.2f} |"
                 for row in report.rows
             ),
             "",
