@@ -2,10 +2,10 @@
 
 The runner makes it from a `Step`; it is immutable and passed down `forward`, so no layer looks anything up in
 a global. A batch is flat: T tokens of R rows, one row per request, prefill and decode mixed. Rows with a
-single token come first, so a kernel may treat them as one rectangle.
+single token come first, so a kernel may treat them as one rectangle, and those with more tokens later.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,7 +25,20 @@ class ForwardBatch:
     block_tables: torch.Tensor  # [R, blocks of the longest context] int32; past a row's context: any valid block
     wanted: torch.Tensor | None  # [W] int64: tokens whose hidden state is asked for; None means all T
     num_single_rows: int  # how many of the first rows have one token
-    query_lens: tuple[int, ...]  # of the rows after those
+    query_lens: tuple[int, ...]  # of the rows after those, ascending
     query_contexts: tuple[int, ...]  # context_lens of the rows after those
     max_context_len: int
     max_single_context: int  # the longest context among the single-token rows; 0 without any
+
+    def first_rows(self, count: int) -> "ForwardBatch":
+        """As much as attention asks of a batch without the rows after the first `count`, all single ones among these."""
+        several = count - self.num_single_rows
+        assert several >= 0
+        return replace(
+            self,
+            query_starts=self.query_starts[: count + 1],
+            context_lens=self.context_lens[:count],
+            block_tables=self.block_tables[:count],
+            query_lens=self.query_lens[:several],
+            query_contexts=self.query_contexts[:several],
+        )

@@ -1,6 +1,6 @@
 """The flat arrangement of a step's rows, in numpy: which token goes where, before anything becomes a tensor.
 
-Rows with one token come first, whatever their order in the step; `order` leads back. All the work is on
+Rows with fewer tokens come first, whatever their order in the step; `order` leads back. All the work is on
 whole arrays: a step of 256 rows must cost the host much less than the device.
 """
 
@@ -15,11 +15,10 @@ class Layout:
 
     def __init__(self, rows: list[Row]) -> None:
         columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64)
-        several = columns[:, 2] > 1
-        self.order = np.argsort(several, kind="stable")
+        self.order = np.argsort(columns[:, 2], kind="stable")
         self.slots, self.starts, self.counts, self.write_from, samples = columns[self.order].T
         self.samples = samples.astype(bool)
-        self.num_single_rows = len(rows) - int(np.count_nonzero(several))
+        self.num_single_rows = int(np.count_nonzero(self.counts == 1))
         self.context_lens = self.starts + self.counts
         self.query_starts = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(self.counts, out=self.query_starts[1:])

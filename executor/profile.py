@@ -91,14 +91,19 @@ class GpuUse:
 def measure(
     model: Model, config: ExecutorConfig, kv_dtype: torch.dtype, positions: int, meter: Meter, device: torch.device
 ) -> GpuUse:
-    """Run the largest step there may be, over a cache of two blocks. It compiles its kernels, too."""
+    """Run the largest steps there may be, over a cache of two blocks. It compiles their kernels, too."""
     num_tokens = min(config.max_num_batched_tokens, positions)
+    steps = [(num_tokens, num_tokens)]
+    if model.kv_parts == 1 and num_tokens > 1:
+        # A long chunk expands latents, most of them at the end of the longest request. Short ones have wide queries.
+        steps = [(num_tokens, positions), (2, 2)]
     shape = (2, model.num_layers, model.kv_parts, config.block_size, model.kv_width)
     allocated = meter.allocated()
     kv = torch.zeros(shape, dtype=kv_dtype, device=device)
     pages = [(kv[:, layer, 0], kv[:, layer, -1]) for layer in range(model.num_layers)]
     meter.start_peak()
-    _run(model, pages, num_tokens, config, device)
+    for count, context in steps:
+        _run(model, pages, num_tokens // count, count, context, config, device)
     activations = max(0, meter.peak() - meter.allocated())
     del kv, pages
     slots = config.max_num_seqs + 1
@@ -115,29 +120,29 @@ def measure(
     )
 
 
-def _run(model: Model, pages: KvPages, num_tokens: int, config: ExecutorConfig, device: torch.device) -> None:
-    """A prompt that fills a step, and the logits of as many rows as there may be. All of it goes to block 0."""
-
-    def tensor(*numbers: int) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int32, device=device)
-
-    blocks = -(-num_tokens // config.block_size)
+def _run(
+    model: Model, pages: KvPages, rows: int, count: int, context: int, config: ExecutorConfig, device: torch.device
+) -> None:
+    """Rows of `count` tokens each, the last of `context` positions, and the logits of as many rows as there may be. All
+    of it goes to block 0."""
+    blocks = -(-context // config.block_size)
+    num_tokens = rows * count
     num_sampled = min(num_tokens, config.max_num_seqs)
-    positions = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    is_single = num_tokens == 1
+    positions = torch.arange(context - count, context, dtype=torch.int32, device=device).repeat(rows)
+    singles, several = (rows, 0) if count == 1 else (0, rows)
     batch = ForwardBatch(
         tokens=torch.zeros_like(positions),
         positions=positions,
         kv_slots=positions.long() % config.block_size,
-        query_starts=tensor(0, num_tokens),
-        context_lens=tensor(num_tokens),
-        block_tables=torch.zeros(1, blocks, dtype=torch.int32, device=device),
+        query_starts=torch.arange(0, num_tokens + 1, count, dtype=torch.int32, device=device),
+        context_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(rows, blocks, dtype=torch.int32, device=device),
         wanted=torch.arange(num_sampled, device=device),
-        num_single_rows=1 if is_single else 0,
-        query_lens=() if is_single else (num_tokens,),
-        query_contexts=() if is_single else (num_tokens,),
-        max_context_len=num_tokens,
-        max_single_context=num_tokens if is_single else 0,
+        num_single_rows=singles,
+        query_lens=(count,) * several,
+        query_contexts=(context,) * several,
+        max_context_len=context,
+        max_single_context=context if singles else 0,
     )
     logits = model.logits(model.forward(batch, pages))
     if logits is not None:

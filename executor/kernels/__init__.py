@@ -37,7 +37,7 @@ class Ops:
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     # (q [T, Hq, D], k [T, Hkv, D], v, cos [P, rot / 2] float32, sin, positions [T], k_pages, v_pages, kv_slots [T],
     #  q_weight=None, k_weight=None, eps=0.0) -> q [T, Hq, D]; k and v go into the pages. rot = 0: no rotation;
-    #  v = None: k is all there is to store.
+    #  v = None: k is all there is to store. For models with `expanded_attention` q may be narrower than k.
     rope_and_store: Callable[..., torch.Tensor]
     # (q [T, Hq, D], k_pages [pages, PAGE, Hkv * D], v_pages, batch, scale, window=None) -> [T, Hq, D]
     paged_attention: Callable[..., torch.Tensor]
@@ -52,6 +52,10 @@ class Ops:
     fused_experts: Callable[..., torch.Tensor] | None = None
     # Weights and pages of eight bits; None: such weights become numbers of the model's dtype when they are loaded.
     blocks: BlockOps | None = None
+    # (q [T, H, rope + nope], latents, expand [H, nope + value, rank], batch, first row, scale, rope) -> [T, H, value]:
+    # attention of the batch's rows from the first on, T tokens in all, over the keys and values that each head has of
+    # the latents. None: there is only `latent_attention`.
+    expanded_attention: Callable[..., torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

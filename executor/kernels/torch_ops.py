@@ -99,6 +99,40 @@ def latent_attention(
     return paged_attention(q, latents, latents, batch, scale)[..., rope_dim:]
 
 
+def expanded_attention(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    expand: torch.Tensor,
+    batch: ForwardBatch,
+    first_row: int,
+    scale: float,
+    rope_dim: int,
+) -> torch.Tensor:
+    """Causal attention of the rows from `first_row` on, some heads of a row at a time, so that what their latents expand
+    to stays bounded: q [T, H, rope + nope] -> [T, H, value]. expand [H, nope + value, rank]."""
+    nope_dim = q.shape[2] - rope_dim
+    out = torch.empty((*q.shape[:2], expand.shape[1] - nope_dim), dtype=q.dtype, device=q.device)
+    passed, first = first_row - batch.num_single_rows, 0
+    rows = zip(batch.query_lens[passed:], batch.query_contexts[passed:], batch.block_tables[first_row:], strict=True)
+    for count, context, table in rows:
+        pages = latents.index_select(0, table[: -(-context // latents.shape[1])])
+        rotated, latent = pages.flatten(0, 1)[:context].to(q.dtype).split((rope_dim, expand.shape[2]), dim=1)
+        mask = torch.ones(count, context, dtype=torch.bool, device=q.device).tril(context - count)
+        at_once = max(1, GATHER_ELEMENTS // (context * expand.shape[1]))
+        for head in range(0, q.shape[1], at_once):
+            heads = slice(head, head + at_once)
+            made = torch.matmul(latent, expand[heads].transpose(1, 2))  # [heads, context, nope + value]
+            shared = rotated.expand(len(made), -1, -1)
+            keys, values = torch.cat((shared, made[..., :nope_dim]), dim=-1), made[..., nope_dim:]
+            queries = q[first : first + count, heads].transpose(0, 1)
+            attended = F.scaled_dot_product_attention(
+                queries[None], keys[None], values[None], attn_mask=mask, scale=scale
+            )
+            out[first : first + count, heads] = attended[0].transpose(0, 1)
+        first += count
+    return out
+
+
 def _attend_single(
     q: torch.Tensor,
     k_pages: torch.Tensor,
@@ -190,4 +224,13 @@ def fused_experts(
     return (out * shares[..., None]).sum(1).to(hidden.dtype)
 
 
-OPS = Ops(rms_norm, add_rms_norm, rope_and_store, paged_attention, latent_attention, silu_mul, gelu_tanh_mul)
+OPS = Ops(
+    rms_norm,
+    add_rms_norm,
+    rope_and_store,
+    paged_attention,
+    latent_attention,
+    silu_mul,
+    gelu_tanh_mul,
+    expanded_attention=expanded_attention,
+)

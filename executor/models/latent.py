@@ -3,7 +3,12 @@
 A position's keys and values are linear in its latent. So a query is taken to the latent's space before it meets the
 keys, and what it attends to is taken to the values' space afterwards ("absorbed"): the cache holds, per position, the
 part that all heads rotate and the latent, once, and every head reads the same. Each rank caches all of it.
+
+Many tokens of one prompt make it cheaper to expand the latents they see into each head's keys and values, which are a
+quarter as wide. Where the device has a kernel for it, `LatentSpec.is_expanded` decides by the chunk's length alone.
 """
+
+from bisect import bisect_left
 
 import torch
 
@@ -39,9 +44,12 @@ class LatentAttention:
         self._kv_norm = weights.norm(f"{prefix}kv_a_layernorm.weight", sizes.kv_rank)
         expand_shape = (heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank)
         expand = weights.tensor(f"{prefix}kv_b_proj.weight", expand_shape, split="rows", units=heads)
-        expand = expand.view(self._num_heads, -1, sizes.kv_rank)
-        self._to_latent = expand[:, : sizes.nope_dim].contiguous()  # [heads, nope, rank]
-        self._from_latent = expand[:, sizes.nope_dim :].transpose(1, 2).contiguous()  # [heads, rank, value]
+        self._expand = expand.view(self._num_heads, -1, sizes.kv_rank)  # [heads, nope + value, rank]
+        self._to_latent = self._expand[:, : sizes.nope_dim]
+        self._from_latent = self._expand[:, sizes.nope_dim :].transpose(1, 2)  # [heads, rank, value]
+        if ops.expanded_attention is None:  # then the whole is not needed, and one token's product is 8 times as fast
+            self._to_latent, self._from_latent = self._to_latent.contiguous(), self._from_latent.contiguous()
+            del self._expand
         self.output = weights.linear(
             (f"{prefix}o_proj",), (hidden,), heads * sizes.value_dim, spec.output_bias, split="columns", units=(heads,)
         )
@@ -52,26 +60,60 @@ class LatentAttention:
 
     def attend(self, hidden: torch.Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> torch.Tensor:
         """[T, hidden] -> [T, heads * value]; the new latents are in their pages before any is read."""
-        ops, sizes = self._ops, self._sizes
+        sizes = self._sizes
         latent, rotating = multiply(self._kv_down, hidden).split((sizes.kv_rank, sizes.rope_dim), dim=-1)
-        latent = ops.rms_norm(latent.contiguous(), self._kv_norm, NORM_EPS)
+        latent = self._ops.rms_norm(latent.contiguous(), self._kv_norm, NORM_EPS)
         key = torch.cat((_pairs_apart(rotating), latent), dim=-1)[:, None]  # [T, 1, rope + rank]
-        latents = pages[0]
-        q = ops.rope_and_store(
-            self._queries(hidden), key, None, self._cos, self._sin, batch.positions, latents, latents, batch.kv_slots
+        nope, rotating = self._queries(hidden).split((sizes.nope_dim, sizes.rope_dim), dim=-1)
+        rotating = _pairs_apart(rotating)
+        num_rows, end = self._absorbed(batch)
+        absorbed, expanded = slice(0, end), slice(end, len(key))
+        q_absorbed = q_expanded = None
+        if end:
+            to_latent = torch.bmm(nope[absorbed].transpose(0, 1), self._to_latent).transpose(0, 1)
+            q_absorbed = self._rotate_and_store(rotating[absorbed], to_latent, key, batch, pages, absorbed)
+        if end < len(key):
+            q_expanded = self._rotate_and_store(rotating[expanded], nope[expanded], key, batch, pages, expanded)
+        parts = []
+        if q_absorbed is not None:
+            first = batch if q_expanded is None else batch.first_rows(num_rows)
+            attended = self._ops.latent_attention(q_absorbed, pages[0], first, self._scale, sizes.rope_dim)
+            parts.append(torch.bmm(attended.transpose(0, 1), self._from_latent).transpose(0, 1).flatten(1))
+        if q_expanded is not None:
+            assert self._ops.expanded_attention is not None
+            attended = self._ops.expanded_attention(
+                q_expanded, pages[0], self._expand, batch, num_rows, self._scale, sizes.rope_dim
+            )
+            parts.append(attended.flatten(1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _absorbed(self, batch: ForwardBatch) -> tuple[int, int]:
+        """How many rows, and tokens of theirs, stay with the latents: the first, as rows with more tokens come later."""
+        if self._ops.expanded_attention is None or not batch.query_lens:
+            return len(batch.context_lens), len(batch.positions)
+        several = bisect_left(batch.query_lens, True, key=self._sizes.is_expanded)
+        return batch.num_single_rows + several, batch.num_single_rows + sum(batch.query_lens[:several])
+
+    def _rotate_and_store(
+        self,
+        rotating: torch.Tensor,
+        rest: torch.Tensor,
+        key: torch.Tensor,
+        batch: ForwardBatch,
+        pages: Pages,
+        tokens: slice,
+    ) -> torch.Tensor:
+        """The tokens' queries [T, heads, rope + rest], rotated; their keys are in the pages."""
+        q, positions, latents = torch.cat((rotating, rest), dim=-1), batch.positions[tokens], pages[0]
+        return self._ops.rope_and_store(
+            q, key[tokens], None, self._cos, self._sin, positions, latents, latents, batch.kv_slots[tokens]
         )
-        attended = ops.latent_attention(q, latents, batch, self._scale, sizes.rope_dim)
-        return torch.bmm(attended.transpose(0, 1), self._from_latent).transpose(0, 1).flatten(1)
 
     def _queries(self, hidden: torch.Tensor | Narrow) -> torch.Tensor:
-        """[T, hidden] -> [T, heads, rope + rank], not yet rotated."""
-        sizes = self._sizes
+        """[T, hidden] -> [T, heads, nope + rope], not yet rotated."""
         if self._q_down is not None:
             hidden = self._ops.rms_norm(multiply(self._q_down, hidden), self._q_norm, NORM_EPS)
-        q = multiply(self._q, hidden).unflatten(1, (self._num_heads, -1))
-        nope, rotating = q.split((sizes.nope_dim, sizes.rope_dim), dim=-1)
-        absorbed = torch.bmm(nope.transpose(0, 1), self._to_latent).transpose(0, 1)
-        return torch.cat((_pairs_apart(rotating), absorbed), dim=-1)
+        return multiply(self._q, hidden).unflatten(1, (self._num_heads, -1))
 
 
 def _pairs_apart(x: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,17 @@ class LatentSpec:
     rope_dim: int
     value_dim: int
 
+    def is_expanded(self, count: int) -> bool:
+        """Whether a chunk of `count` tokens takes less arithmetic if the latents of all it sees are expanded.
+
+        Multiplications per head and position it sees: each of its tokens meets a key and a value, made of the latent
+        for all of them, or the latent itself twice.
+        """
+        expanded = count * (self.nope_dim + self.rope_dim + self.value_dim)
+        expansion = (self.nope_dim + self.value_dim) * self.kv_rank
+        absorbed = count * (2 * self.kv_rank + self.rope_dim)
+        return expanded + expansion < absorbed
+
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:

@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from penstock.executor.kernels import torch_ops
+from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.runner import ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
 from tests.executor.small_models import CASES, folder, greedy, reference
+
+LATENT = ["deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"]
 
 
 def prompts(count: int, seed: int = 0, low: int = 3, high: int = 60) -> list[list[int]]:
@@ -66,17 +69,25 @@ def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
     assert got == [greedy(case, prompt, 24)[0] for prompt in given]
 
 
-@pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-sliding", "gemma3", "opt"])
+@pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-sliding", "gemma3", "opt", *LATENT])
 def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other devices run, and what the kernels are tested against; stale blocks are NaN."""
     monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: torch_ops.OPS)
     monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 4)
     given = prompts(5, seed=6)
     executor = executor_of(case)
     executor._rank.kv.fill_(float("nan"))
     driver = Driver(executor)
     running = [driver.admit(prompt) for prompt in given]
     assert driver.generate(*running, count=16, chunk=13) == [greedy(case, prompt, 16)[0] for prompt in given]
+
+
+def test_chunks_long_enough_to_expand_their_latents_are_those_that_compute_less() -> None:
+    lite = LatentSpec(kv_rank=512, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128)
+    assert [lite.is_expanded(count) for count in (1, 170, 171, 8192)] == [False, False, True, True]
+    narrow = LatentSpec(kv_rank=64, q_rank=None, nope_dim=128, rope_dim=64, value_dim=128)
+    assert not narrow.is_expanded(10**9)
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma3", "opt-norm-after-projected"])

@@ -68,7 +68,9 @@ def test_the_largest_step_is_run_and_measured(case: str, num_tokens: int, monkey
 
     monkeypatch.setattr(model, "forward", watched)
     found = measure(model, config, torch.float32, 256, meter, CPU)
-    assert meter.said == ["start", f"forward of {min(num_tokens, 256)}", "peak"]
+    # Of latents, once for a chunk at the end of the longest request and once for many short ones.
+    forwards = 2 if case == "deepseek-v2-lite" and num_tokens > 1 else 1
+    assert meter.said == ["start", *[f"forward of {min(num_tokens, 256)}"] * forwards, "peak"]
     assert seen[0].isfinite().all()
     assert (found.allocated, found.activations) == (16 * GIB, 3 * GIB)
     assert (found.free, found.total, found.graphs) == (50 * GIB, 80 * GIB, profile.GRAPHS_BYTES)

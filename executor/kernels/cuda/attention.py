@@ -187,20 +187,22 @@ def split_range(context, split, window, SPLITS: tl.constexpr, COLUMNS: tl.conste
 
 
 @triton.jit
-def find_row(tile, starts_ptr, singles, num_rows, PER_TOKEN: tl.constexpr, ROWS: tl.constexpr):
-    """The row that a tile belongs to, among those of several tokens. Row r's first tile is (its tokens before) *
-    PER_TOKEN // ROWS + r: the last row whose first tile is not beyond this one has it."""
+def find_row(tile, starts_ptr, first, num_rows, PER_TOKEN: tl.constexpr, ROWS: tl.constexpr):
+    """The row that a tile belongs to, among `num_rows` from `first` on. The first tile of the r-th of them is (their
+    tokens before) * PER_TOKEN // ROWS + r: the last row whose first tile is not beyond this one has it."""
     low = 0
     high = num_rows
+    starts_ptr += first
+    begin = tl.load(starts_ptr)
     while high - low > 1:
         middle = (low + high) // 2
-        before = tl.load(starts_ptr + singles + middle) - singles
+        before = tl.load(starts_ptr + middle) - begin
         if before * PER_TOKEN // ROWS + middle <= tile:
             low = middle
         else:
             high = middle
-    before = tl.load(starts_ptr + singles + low) - singles
-    return singles + low, tile - (before * PER_TOKEN // ROWS + low)
+    before = tl.load(starts_ptr + low) - begin
+    return first + low, tile - (before * PER_TOKEN // ROWS + low)
 
 
 @triton.jit

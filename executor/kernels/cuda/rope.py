@@ -24,12 +24,12 @@ def rope_and_store(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """Normalize q and k per head if weights are given, rotate them, write k and v into their pages; returns q."""
-    tokens, q_heads, dim = q.shape
-    half = cos.shape[1]
+    tokens, q_heads, q_dim = q.shape
+    half, dim = cos.shape[1], k.shape[2]
     page_stride, slot_stride, _ = k_pages.stride()
     assert v_pages.stride() == (page_stride, slot_stride, 1) and v_pages.dtype is k_pages.dtype
     assert q.stride(2) == k.stride(2) == 1
-    rotated = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
+    rotated = torch.empty((tokens, q_heads, q_dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return rotated
     values = k if v is None else v
@@ -56,9 +56,11 @@ def rope_and_store(
         slot_stride,
         eps,
         q_heads,
+        Q_DIM=q_dim,
         DIM=dim,
         HALF=half,
         BLOCK_HALF=power_of_2(half),
+        BLOCK_Q_REST=power_of_2(q_dim - 2 * half),
         BLOCK_REST=power_of_2(dim - 2 * half),
         PAGE=k_pages.shape[1],
         HAS_V=v is not None,
@@ -93,9 +95,11 @@ def _rope_and_store(
     slot_stride,
     eps,
     q_heads,
+    Q_DIM: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    BLOCK_Q_REST: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     PAGE: tl.constexpr,
     HAS_V: tl.constexpr,
@@ -108,7 +112,7 @@ def _rope_and_store(
     position = tl.load(positions_ptr + token).to(tl.int64)
     if head < q_heads:
         q_ptr += token * q_stride + head * q_head_stride
-        rotated_ptr += (token * q_heads + head) * DIM
+        rotated_ptr += (token * q_heads + head) * Q_DIM
         _rotate(
             q_ptr,
             rotated_ptr,
@@ -117,10 +121,10 @@ def _rope_and_store(
             position,
             q_weight_ptr,
             eps,
-            DIM,
+            Q_DIM,
             HALF,
             BLOCK_HALF,
-            BLOCK_REST,
+            BLOCK_Q_REST,
             NORMS_Q,
         )
     else:

@@ -45,6 +45,11 @@ def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: i
     return Tile(32 if page_itemsize == 1 else 64, 32, 8, 2)
 
 
+def expanded_tile(itemsize: int) -> Tile:
+    """rows: tokens; columns: positions. Keys of 192, as in all models with latents that people serve."""
+    return Tile(32, 16, 8, 1) if itemsize == 4 else Tile(128, 64, 8, 2)
+
+
 def expert_tile(entries: int, num_slots: int, itemsize: int, weight_itemsize: int) -> Tile:
     """By the entries that an expert has on average: few of them are bound by reading weights, whatever the tile."""
     if itemsize == 4:

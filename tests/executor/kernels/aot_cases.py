@@ -68,6 +68,19 @@ def latent(
     return call
 
 
+def expanded(
+    prompts: int, heads: int, dtype: torch.dtype = BF16, page_dtype: torch.dtype | None = None
+) -> Callable[[], None]:
+    def call() -> None:
+        given, latents = batch(4, prompts), pages(64 + 512, page_dtype or dtype)[0]
+        q, expand = torch.zeros(64 * prompts, heads, 64 + 128, dtype=dtype), torch.zeros(heads, 256, 512, dtype=dtype)
+        OPS.expanded_attention(q, latents, expand, given, 4, 0.1, 64)
+        key, tables, index = torch.zeros(8, 1, 64 + 512, dtype=dtype), torch.zeros(64, 32), torch.zeros(8).long()
+        OPS.rope_and_store(q[:8], key, None, tables, tables, index.int(), latents, latents, index)
+
+    return call
+
+
 def rope(dim: int, heads: int, kv_heads: int, normed: bool, page_dtype: torch.dtype = BF16) -> Callable[[], None]:
     def call() -> None:
         merged = torch.zeros(8, heads + 2 * kv_heads, dim, dtype=BF16)
@@ -185,6 +198,9 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "DeepSeek-V2-Lite: attention": latent(4, 1, 16),
     "DeepSeek-V2-Lite: full batch": latent(1024, 0, 16),
     "DeepSeek-V2-Lite: float32": latent(4, 1, 16, F32),
+    "DeepSeek-V2-Lite: prompts": expanded(2, 16),
+    "DeepSeek-V2-Lite: prompts, eight-bit pages": expanded(2, 16, page_dtype=FP8),
+    "DeepSeek-V2-Lite: prompts, float32": expanded(2, 16, F32),
     "DeepSeek-V3: attention": latent(4, 1, 128),
     "DeepSeek-V3: eight-bit pages": latent(4, 1, 128, page_dtype=FP8),
     "OPT-2.7B: attention": attention(4, 1, 80, 32, 32),

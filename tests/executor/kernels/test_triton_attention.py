@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.executor.kernels import torch_ops
-from penstock.executor.kernels.cuda import attention, tiles
+from penstock.executor.kernels.cuda import attention, expanded, tiles
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.executor.kernels.cases import close, every_dtype
 from tests.executor.paged import Cache, attend, random
@@ -113,6 +113,73 @@ def test_latent_attention_equals_the_twin(
     expected = torch_ops.latent_attention(q.double(), cache.k_pages.double(), cache.batch(rows), 0.2, rope)
     moved = cache.to(device)
     close(OPS.latent_attention(q.to(device), moved.k_pages, moved.batch(rows), 0.2, rope), expected)
+
+
+# heads, rope, nope, value, rank; the rows of EXPANDED are 1 token, 2 and 5 that stay absorbed, then chunks
+SIZES = [(3, 16, 32, 16, 64), (2, 8, 16, 20, 24)]
+EXPANDED = [(0, 1, 7), (1, 2, 9), (2, 5, 5), (3, 40, 40), (4, 41, 133), (5, 130, 130)]
+every_size = pytest.mark.parametrize("sizes", SIZES, ids=["powers of two", "others"])
+
+
+def expanded_case(
+    dtype: torch.dtype, sizes: tuple[int, int, int, int, int]
+) -> tuple[Cache, torch.Tensor, torch.Tensor]:
+    heads, rope, nope, value, rank = sizes
+    cache = Cache([context for _, _, context in EXPANDED], 1, rope + rank, 16, dtype)
+    q = random(sum(count for _, count, _ in EXPANDED[3:]), heads, rope + nope, dtype=dtype, seed=9)
+    return cache, q, random(heads, nope + value, rank, dtype=dtype, seed=3) * rank**-0.5
+
+
+@every_dtype
+@every_size
+def test_expanded_attention_equals_the_twin(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int, int]
+) -> None:
+    cache, q, expand = expanded_case(dtype, sizes)
+    latents, batch = cache.k_pages.double(), cache.batch(EXPANDED)
+    expected = torch_ops.expanded_attention(q.double(), latents, expand.double(), batch, 3, 0.2, sizes[1])
+    moved = cache.to(device)
+    arguments = q.to(device), moved.k_pages, expand.to(device), moved.batch(EXPANDED), 3, 0.2, sizes[1]
+    close(OPS.expanded_attention(*arguments), expected)
+
+
+@pytest.mark.parametrize(("sizes", "limit"), [(SIZES[0], 13000), (SIZES[1], 1)], ids=["two heads", "one"])
+def test_expanding_in_pieces_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, sizes: tuple[int, int, int, int, int], limit: int
+) -> None:
+    cache, q, expand = (thing.to(device) for thing in expanded_case(torch.float32, sizes))
+    arguments = q[:81], cache.k_pages, expand, cache.batch(EXPANDED[:5]), 3, 0.2, sizes[1]
+    whole = OPS.expanded_attention(*arguments)
+    monkeypatch.setattr(expanded, "PIECE_ELEMENTS", limit)
+    close(OPS.expanded_attention(*arguments), whole)
+
+
+@every_size
+@pytest.mark.parametrize("limit", [1, torch_ops.GATHER_ELEMENTS])
+def test_the_twin_computes_what_the_absorbed_one_does(
+    monkeypatch: pytest.MonkeyPatch, limit: int, sizes: tuple[int, int, int, int, int]
+) -> None:
+    monkeypatch.setattr(torch_ops, "GATHER_ELEMENTS", limit)
+    rope, nope = sizes[1:3]
+    cache, q, expand = expanded_case(torch.float64, sizes)
+    rows = EXPANDED[3:]
+    absorbed = torch.cat((q[..., :rope], torch.einsum("thn,hnr->thr", q[..., rope:], expand[:, :nope])), dim=-1)
+    attended = torch_ops.latent_attention(absorbed, cache.k_pages, cache.batch(rows), 0.2, rope)
+    expected = torch.einsum("thr,hvr->thv", attended, expand[:, nope:])
+    actual = torch_ops.expanded_attention(q, cache.k_pages, expand, cache.batch(rows), 0, 0.2, rope)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_pieces_are_of_bounded_size_and_leave_nothing_out() -> None:
+    assert list(expanded.pieces([10, 20, 30, 100, 5], 4, 8, 2000)) == [
+        (0, 3, 0, 4, 60),
+        (3, 4, 0, 2, 100),
+        (3, 4, 2, 4, 100),
+        (4, 5, 0, 4, 5),
+    ]
+    assert list(expanded.pieces([10, 10], 2, 8, 1)) == [
+        (row, row + 1, head, head + 1, 10) for row in (0, 1) for head in (0, 1)
+    ]
 
 
 def test_splits_fill_the_gpu_and_never_become_tiny() -> None:

@@ -7,6 +7,7 @@ import torch
 
 from penstock.executor.kernels import select_ops, torch_fp8, torch_ops
 from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
@@ -41,6 +42,31 @@ def test_a_model_gives_the_tokens_of_transformers(
     sequences = [driver.admit(prompt) for prompt in PROMPTS]
     got = driver.generate(*sequences, count=COUNT, chunk=5)
     assert got == [greedy(case, prompt, COUNT)[0] for prompt in PROMPTS]
+
+
+def test_chunks_whose_latents_are_expanded_give_the_tokens_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Beside rows of one token, chunks too short for it, and what earlier steps left in the pages."""
+    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: OPS)
+    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 2)
+    config = ExecutorConfig(
+        model=str(folder("deepseek-v2-lite")),
+        device=device.type,
+        dtype="float32",
+        kv_cache_bytes=2**18,
+        block_size=4,
+        max_num_seqs=3,
+    )
+    executor = UniprocExecutor(config)
+    executor._rank.kv.fill_(float("nan"))
+    driver = Driver(executor)
+    prompts = [*PROMPTS, [9, 4]]
+    sequences = [driver.admit(prompt) for prompt in prompts]
+    assert driver.generate(*sequences, count=COUNT, chunk=5) == [
+        greedy("deepseek-v2-lite", prompt, COUNT)[0] for prompt in prompts
+    ]
 
 
 @pytest.mark.slow

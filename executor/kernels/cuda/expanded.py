@@ -1,0 +1,258 @@
+"""Multi-head latent attention of prompts' chunks, each head's keys and values made of the latents that the chunk sees.
+
+In pieces of bounded size: the latents of as many rows as fit together, or some heads of one long context, are gathered
+from the pages, multiplied by the heads' matrix, and attended to while they lie there. What all heads rotate is read from
+the pages. What a chunk itself brings goes the same way as what was cached: with pages of eight bits both are rounded.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.cuda.attention import LOG2_E, LOWEST, find_row, page_rows, weigh
+from penstock.executor.kernels.cuda.tiles import expanded_tile, power_of_2
+
+PIECE_ELEMENTS = 1 << 27  # keys and values that lie expanded at a time: 256 MiB in bfloat16
+GATHERED_ROWS = 16  # positions that one program of the gathering kernel copies
+
+
+class Piece(NamedTuple):
+    """Heads first_head … end_head - 1 of rows first … end - 1, which see `positions` in all."""
+
+    first: int
+    end: int
+    first_head: int
+    end_head: int
+    positions: int
+
+
+def pieces(contexts: Sequence[int], num_heads: int, width: int, limit: int) -> Iterator[Piece]:
+    """All heads of all rows. Only one head of a single row, the least there can be, may be larger than `limit`."""
+    first = 0
+    while first < len(contexts):
+        end, positions = first + 1, contexts[first]
+        while end < len(contexts) and (positions + contexts[end]) * num_heads * width <= limit:
+            positions += contexts[end]
+            end += 1
+        heads = max(1, min(num_heads, limit // (positions * width)))
+        for head in range(0, num_heads, heads):
+            yield Piece(first, end, head, min(head + heads, num_heads), positions)
+        first = end
+
+
+def expanded_attention(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    expand: torch.Tensor,
+    batch: ForwardBatch,
+    first_row: int,
+    scale: float,
+    rope_dim: int,
+) -> torch.Tensor:
+    """Causal attention of the rows from `first_row` on: q [T, H, rope + nope] -> [T, H, value]. expand [H, nope + value,
+    rank]."""
+    num_heads, width, rank = expand.shape
+    value_dim = width - (q.shape[2] - rope_dim)
+    out = torch.empty((len(q), num_heads, value_dim), dtype=q.dtype, device=q.device)
+    passed = first_row - batch.num_single_rows
+    lens, contexts = batch.query_lens[passed:], batch.query_contexts[passed:]
+    row, gathered = None, q
+    for piece in pieces(contexts, num_heads, width, PIECE_ELEMENTS):
+        first, end = first_row + piece.first, first_row + piece.end
+        if first != row:  # or else these are other heads of the same latents
+            row = first
+            starts = F.pad(batch.context_lens[first:end].cumsum(0, dtype=torch.int32), (1, 0))
+            gathered = _gather(q, latents, batch.block_tables[first:end], starts, piece.positions, rope_dim, rank)
+        heads = slice(piece.first_head, piece.end_head)
+        made = F.linear(gathered, expand[heads].flatten(0, 1))  # [positions, heads * (nope + value)]
+        _attend(q, latents, made, starts, batch, first_row, piece, sum(lens[piece.first : piece.end]), scale, out)
+    return out
+
+
+def _gather(q, latents, tables, starts, positions: int, rope_dim: int, rank: int) -> torch.Tensor:
+    """[positions, rank]: the latents of rows whose contexts begin at `starts` [rows + 1] of them."""
+    gathered = torch.empty((positions, rank), dtype=q.dtype, device=q.device)
+    _gather_latents[(positions // GATHERED_ROWS + len(tables),)](
+        latents,
+        tables,
+        starts,
+        gathered,
+        latents.stride(0),
+        latents.stride(1),
+        tables.stride(0),
+        len(tables),
+        ROPE=rope_dim,
+        RANK=rank,
+        BLOCK_RANK=power_of_2(rank),
+        PAGE=latents.shape[1],
+        ROWS=GATHERED_ROWS,
+        num_warps=4,
+    )
+    return gathered
+
+
+def _attend(q, latents, made, key_starts, batch, first_row, piece, num_tokens, scale, out) -> None:
+    _, num_heads, q_dim = q.shape
+    value_dim, heads = out.shape[2], piece.end_head - piece.first_head
+    nope_dim = made.shape[1] // heads - value_dim
+    rope_dim = q_dim - nope_dim
+    assert q.is_contiguous() and made.is_contiguous()
+    tile = expanded_tile(q.element_size())
+    rows = piece.end - piece.first
+    # Every row may leave one tile unfilled.
+    _expanded[(num_tokens // tile.rows + rows, heads)](
+        q,
+        latents,
+        made,
+        key_starts,
+        batch.block_tables,
+        batch.query_starts,
+        batch.context_lens,
+        out,
+        latents.stride(0),
+        latents.stride(1),
+        batch.block_tables.stride(0),
+        scale * LOG2_E,
+        first_row,
+        piece.first,
+        rows,
+        piece.first_head,
+        heads,
+        HEADS=num_heads,
+        ROPE=rope_dim,
+        NOPE=nope_dim,
+        VALUE=value_dim,
+        BLOCK_ROPE=max(16, power_of_2(rope_dim)),
+        BLOCK_NOPE=max(16, power_of_2(nope_dim)),
+        BLOCK_VALUE=max(16, power_of_2(value_dim)),
+        PAGE=latents.shape[1],
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_rows"])
+def _gather_latents(
+    latents_ptr,
+    tables_ptr,
+    starts_ptr,
+    gathered_ptr,
+    page_stride,
+    slot_stride,
+    table_stride,
+    num_rows,
+    ROPE: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row, tile = find_row(tl.program_id(0), starts_ptr, 0, num_rows, 1, ROWS)
+    start = tl.load(starts_ptr + row)
+    position = tile * ROWS + tl.arange(0, ROWS)
+    inside = position < tl.load(starts_ptr + row + 1) - start
+    cells = page_rows(tables_ptr + row.to(tl.int64) * table_stride, position, inside, page_stride, slot_stride, PAGE)
+    rank = tl.arange(0, BLOCK_RANK)
+    mask = inside[:, None] & (rank < RANK)[None, :]
+    latent = tl.load(latents_ptr + ROPE + cells[:, None] + rank[None, :], mask=mask, other=0.0)
+    goal = (start + position).to(tl.int64) * RANK
+    tl.store(gathered_ptr + goal[:, None] + rank[None, :], latent.to(gathered_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["table_stride", "first_row", "piece_row", "num_rows", "first_head", "num_heads"])
+def _expanded(
+    q_ptr,
+    latents_ptr,
+    made_ptr,
+    key_starts_ptr,
+    tables_ptr,
+    starts_ptr,
+    contexts_ptr,
+    out_ptr,
+    page_stride,
+    slot_stride,
+    table_stride,
+    scale,
+    first_row,
+    piece_row,
+    num_rows,
+    first_head,
+    num_heads,
+    HEADS: tl.constexpr,
+    ROPE: tl.constexpr,
+    NOPE: tl.constexpr,
+    VALUE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_NOPE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One program per tile of ROWS tokens of one row, and head. q and out begin with row first_row's tokens."""
+    row, tile = find_row(tl.program_id(0), starts_ptr, first_row + piece_row, num_rows, 1, ROWS)
+    begin = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - begin
+    if tile * ROWS >= count:
+        return
+    token = tile * ROWS + tl.arange(0, ROWS)
+    is_token = token < count
+    position = tl.load(contexts_ptr + row) - count + token
+    begin -= tl.load(starts_ptr + first_row)
+    head = (begin + token).to(tl.int64) * HEADS + first_head + tl.program_id(1)
+    rope = tl.arange(0, BLOCK_ROPE)
+    nope = tl.arange(0, BLOCK_NOPE)
+    value = tl.arange(0, BLOCK_VALUE)
+    q_ptr += head[:, None] * (ROPE + NOPE)
+    q_rope = tl.load(q_ptr + rope[None, :], mask=is_token[:, None] & (rope < ROPE)[None, :], other=0.0)
+    q_nope = tl.load(q_ptr + ROPE + nope[None, :], mask=is_token[:, None] & (nope < NOPE)[None, :], other=0.0)
+    best = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_VALUE], tl.float32)
+    table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+    key_start = tl.load(key_starts_ptr + row - first_row - piece_row)
+    key_stride = num_heads.to(tl.int64) * (NOPE + VALUE)
+    made_ptr += key_start * key_stride + tl.program_id(1) * (NOPE + VALUE)
+    first = tl.load(contexts_ptr + row) - count + tile * ROWS  # the tile's first token's position, then its last one's
+    last = first + tl.minimum(count - tile * ROWS, ROWS) - 1
+    whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this: no mask
+    for start in range(0, whole, COLUMNS):
+        seen = start + tl.arange(0, COLUMNS)
+        cells = page_rows(table_ptr, seen, seen >= 0, page_stride, slot_stride, PAGE)
+        made = seen * key_stride
+        if BLOCK_ROPE == ROPE and BLOCK_NOPE == NOPE and BLOCK_VALUE == VALUE:
+            rotated = tl.load(latents_ptr + cells[None, :] + rope[:, None])
+            k = tl.load(made_ptr + made[None, :] + nope[:, None])
+            v = tl.load(made_ptr + NOPE + made[:, None] + value[None, :])
+        else:
+            rotated = tl.load(latents_ptr + cells[None, :] + rope[:, None], mask=(rope < ROPE)[:, None], other=0.0)
+            k = tl.load(made_ptr + made[None, :] + nope[:, None], mask=(nope < NOPE)[:, None], other=0.0)
+            v = tl.load(made_ptr + NOPE + made[:, None] + value[None, :], mask=(value < VALUE)[None, :], other=0.0)
+        scores = tl.dot(q_nope, k, input_precision="ieee")
+        scores = tl.dot(q_rope, rotated.to(q_rope.dtype), scores, input_precision="ieee") * scale
+        best, total, acc = weigh(scores, v, best, total, acc)
+    for start in range(whole, last + 1, COLUMNS):
+        seen = start + tl.arange(0, COLUMNS)
+        inside = seen <= last
+        cells = page_rows(table_ptr, seen, inside, page_stride, slot_stride, PAGE)
+        made = seen * key_stride
+        mask = inside[None, :] & (rope < ROPE)[:, None]
+        rotated = tl.load(latents_ptr + cells[None, :] + rope[:, None], mask=mask, other=0.0)
+        mask = inside[None, :] & (nope < NOPE)[:, None]
+        k = tl.load(made_ptr + made[None, :] + nope[:, None], mask=mask, other=0.0)
+        mask = inside[:, None] & (value < VALUE)[None, :]
+        v = tl.load(made_ptr + NOPE + made[:, None] + value[None, :], mask=mask, other=0.0)
+        scores = tl.dot(q_nope, k, input_precision="ieee")
+        scores = tl.dot(q_rope, rotated.to(q_rope.dtype), scores, input_precision="ieee") * scale
+        scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
+        best, total, acc = weigh(scores, v, best, total, acc)
+    out = acc / tl.maximum(total, 1.0)[:, None]
+    mask = is_token[:, None] & (value < VALUE)[None, :]
+    tl.store(out_ptr + head[:, None] * VALUE + value[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
