@@ -1,1 +1,20 @@
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
 import penstock.executor  # noqa: F401 - before torch: it sets how torch's threads wait
+from tests.nursery import Child, nursery
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of `open_multiproc` are forked, not started: for tests of what ranks say, not of how they live."""
+    ranks = nursery("penstock.executor.worker")
+
+    def fork(command: list[str], stdin: int, pass_fds: tuple[int, ...]) -> Child:
+        *_, fd, _, is_tied = command
+        return ranks.start(fd, str(ranks.pid), is_tied, fds={each: each for each in pass_fds})
+
+    starting = SimpleNamespace(**{**vars(subprocess), "Popen": fork})
+    monkeypatch.setattr("penstock.executor.multiproc.subprocess", starting)

@@ -61,6 +61,7 @@ def test_on_a_cpu_the_tokens_are_transformers_on_the_numbers(case: str) -> None:
     assert narrow["FP8 weights as float32"] + narrow["weights"] == full["weights"]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(("case", "by_experts"), [("qwen3", False), ("deepseek-v3", True)])
 def test_ranks_cut_within_blocks_and_give_the_same_tokens(case: str, by_experts: bool) -> None:
     given = prompts(3, seed=3)

@@ -20,6 +20,7 @@ from tests.executor.test_models import prompts
 from tests.executor.test_multiproc import config_of
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("case", "ranks", "by_experts"),
     [
@@ -45,6 +46,7 @@ def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int, by_experts
     assert got == [greedy(case, prompt, 12)[0] for prompt in given]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_moving_experts_at_every_step_changes_no_token() -> None:
     """The load of a few tokens jumps about, and every plan that is a little better is carried out."""
     given = prompts(4, seed=3)
@@ -65,6 +67,7 @@ def test_moving_experts_at_every_step_changes_no_token() -> None:
         assert len(array("f", shares)) == count and sum(array("f", shares)) == pytest.approx(1.0)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_the_offline_engine_says_how_evenly_experts_are_loaded() -> None:
     options = {
         "enable_expert_parallel": True,

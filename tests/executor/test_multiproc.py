@@ -36,6 +36,7 @@ def running(config: ExecutorConfig, **options: object) -> Iterator[RankedExecuto
     assert all(worker._popen.returncode is not None for worker in executor.crew.workers)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [
@@ -61,6 +62,7 @@ def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int) -> None:
     assert got == [greedy(case, prompt, 12)[0] for prompt in given]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_sampling_and_log_probabilities_are_those_of_one_rank() -> None:
     prompt = prompts(1, seed=8)[0]
     drawn = Sampling(temperature=0.9, top_p=0.9, seed=5, repetition_penalty=1.2, logprobs=3, prompt_logprobs=1)
@@ -80,6 +82,7 @@ def test_sampling_and_log_probabilities_are_those_of_one_rank() -> None:
     assert expected[2] == len(prompt) - 1
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_embeddings_are_those_of_one_rank() -> None:
     prompt = prompts(1, seed=9)[0]
     one = Driver(UniprocExecutor(config_of("qwen3", 1)))
@@ -92,6 +95,7 @@ def test_embeddings_are_those_of_one_rank() -> None:
     np.testing.assert_allclose(np.frombuffer(found, "<f4"), np.frombuffer(expected, "<f4"), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(
     ("case", "ranks", "said"),
     [
@@ -104,12 +108,14 @@ def test_heads_that_do_not_divide_are_refused_by_name(case: str, ranks: int, sai
         open_multiproc(config_of(case, ranks))
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_missing_model_is_the_users_error_said_once_and_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(ExecutorError) as caught:
         open_multiproc(ExecutorConfig(model=str(tmp_path / "nowhere"), tensor_parallel_size=2))
     assert "nowhere" in str(caught.value) and "Traceback" not in str(caught.value)
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_though_the_other_one_complains_too(rank: int) -> None:
     with running(config_of("llama", 2)) as executor:
@@ -124,6 +130,7 @@ def test_a_killed_rank_is_named_though_the_other_one_complains_too(rank: int) ->
             executor.check()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_dies_while_nothing_runs_is_seen_through_the_file_descriptor() -> None:
     import select
 
@@ -149,6 +156,7 @@ def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capf
     assert "worker.py" in capfd.readouterr().err  # rank 0's stacks
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_stopped_rank_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.executor.crew.BEAT_LIMIT_S", 2.5)
     with running(config_of("llama", 2)) as executor:
@@ -197,6 +205,7 @@ def test_closing_ends_every_process_with_code_0_and_leaves_no_thread() -> None:
     assert threading.active_count() == before
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_masks_say_what_two_ranks_may_sample() -> None:
     import numpy as np
 

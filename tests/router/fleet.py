@@ -4,12 +4,9 @@ import asyncio
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import httpx
 import uvloop
@@ -20,8 +17,8 @@ from penstock.router.config import Patience, RouterConfig, resolve
 from penstock.router.serve import Router
 from penstock.router.text import Texts
 from tests.engine.server.fake import byte_tokenizer, line_template
+from tests.nursery import nursery
 
-ROOT = Path(__file__).resolve().parents[2]
 QUICK = Patience(probe_interval_s=0.05, probe_timeout_s=2.0, connect_s=2.0)
 
 
@@ -47,24 +44,20 @@ def mock_replicas(count: int = 1, **settings: Any) -> Iterator[list[MockReplica]
         for name, value in settings.items()
         for word in (f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value]))
     ]
-    command = [sys.executable, "-m", "tests.router.mock_replica", "--count", str(count), *flags]
-    path = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdin is not None
-    try:
-        lines = [process.stdout.readline().split() for _ in range(count)]
-        yield [MockReplica(int(port), int(pid)) for port, pid in lines]
-    finally:
-        process.stdin.close()
-        process.wait(20)
-        process.stdout.close()
+    with contextlib.ExitStack() as stack:
+        started = [_start(stack, flags) for _ in range(count)]
+        yield [MockReplica(int(said.readline()), pid) for pid, said in started]
+
+
+def _start(stack: contextlib.ExitStack, flags: list[str]) -> tuple[int, TextIO]:
+    """A process that ends with the stack, and what it says."""
+    reads, writes = os.pipe()
+    said = stack.enter_context(os.fdopen(reads))
+    child = nursery("tests.router.mock_replica").start(*flags, fds={1: writes})
+    os.close(writes)
+    stack.callback(child.wait, 20)
+    stack.callback(child.kill)
+    return child.pid, said
 
 
 class RunningRouter:

@@ -1,20 +1,17 @@
 """Replicas for fleets: the real HTTP server and the real scheduler over the oracle executor, at the speed of a GPU.
 
-    python -m tests.router.mock_replica --count 8 --prefill-tps 20000 --inter-token-s 0.01
+    python -m tests.router.mock_replica --prefill-tps 20000 --inter-token-s 0.01
 
-Prints one line `PORT PID` for each replica, and ends them when its standard input closes. Each is a process of
-its own, forked after the imports, so that eight of them start in a second; kill, stop and drain them as you like.
-The engine core lives in the server's process: a step takes the time that its tokens would take, and no more CPU.
+Prints its port. Fleets fork theirs (tests/nursery.py), so that eight of them start at once; kill, stop and drain them
+as you like. The engine core lives in the server's process: a step takes the time that its tokens would take, and no
+more CPU.
 """
 
 import argparse
 import asyncio
 import contextlib
-import os
-import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -133,7 +130,7 @@ async def replica(options: argparse.Namespace, server: ServerConfig, announce: C
 
 
 def report(url: str) -> None:
-    os.write(sys.stdout.fileno(), f"{url.rpartition(':')[2]} {os.getpid()}\n".encode())
+    print(url.rpartition(":")[2], flush=True)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,35 +145,17 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-queued", type=int, default=4096)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--port", type=int, default=0, help="of a single replica")
+    parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--model", nargs="+", default=[MODEL])
     parser.add_argument("--api-key", action="append", default=[])
     add_engine_arguments(parser)
     options = parser.parse_args()
-    children = []
-    for _ in range(options.count):
-        pid = os.fork()
-        if pid == 0:
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # not free: libuv refuses to close a socket of that number
-            code = 1
-            try:
-                keys = tuple(options.api_key)
-                server = ServerConfig(port=options.port, served_model_names=tuple(options.model), api_keys=keys)
-                code = uvloop.run(replica(options, resolve(server, {}), report))
-            except Exception:
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        children.append(pid)
-    sys.stdin.buffer.read()  # until whoever started us is done
-    for pid in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    keys = tuple(options.api_key)
+    server = ServerConfig(port=options.port, served_model_names=tuple(options.model), api_keys=keys)
+    return uvloop.run(replica(options, resolve(server, {}), report))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

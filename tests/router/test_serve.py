@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from penstock.router.config import RouteError, RouterConfig, canonical_url, resolve
-from tests.router.fleet import ROOT, mock_replicas, until
+from tests.nursery import ROOT
+from tests.router.fleet import mock_replicas, until
 from tests.router.raw import connect, post, read_all, status
 
 ADMIN = {"authorization": "Bearer sk-admin"}

@@ -20,8 +20,9 @@ import pytest
 
 from tests.engine.server.fake import byte_tokenizer
 from tests.executor import ray_cluster
+from tests.nursery import ROOT
 from tests.programs import Program, all_gone
-from tests.router.fleet import ROOT, until
+from tests.router.fleet import until
 from tests.test_serve import MODEL
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
