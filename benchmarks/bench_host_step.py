@@ -1,9 +1,8 @@
 """What the host does for one decoding step of a GPU: from the plan to the outputs, with a device that takes no time.
 
 Everything is real but the device: the core's loop one step ahead, the scheduler, the packed copy of the step's inputs,
-the tokens' way back. Replaying a graph does nothing, and the runtime's own calls (a copy, two graphs, four events;
-10 to 30 µs) are not in it. CPU time of the one thread that
-does it all. A step is hidden behind the device where the figure is below the device's time.
+the tokens' way back. Replaying a graph does nothing, and the runtime's own calls (a copy, two graphs, some events) are
+not in it. CPU time of the one thread that does it all: a step is hidden where that is less than the device takes.
 
     python benchmarks/bench_host_step.py [--batches 1 8 32 256] [--steps 2000] [--runs 5] [--profile 256]
 """
