@@ -18,6 +18,11 @@ def is_edited(sampling: Sampling) -> bool:
     return bool(lists) or sampling.min_tokens > 0 or is_penalized(sampling)
 
 
+def is_plain(sampling: Sampling) -> bool:
+    """Whether it asks for no more than `SamplingOps.choose` does: a draw, and nothing to be told of it."""
+    return sampling.logprobs is None and not is_edited(sampling)
+
+
 class Edits:
     """The edits of some rows, for logits that lie in rows `stride` apart."""
 

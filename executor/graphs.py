@@ -6,6 +6,11 @@ that nobody reads. What changes from step to step the graph reads from memory th
 
 Nothing is captured at the start. The first step of a bucket runs as any other, which compiles whatever is not compiled
 yet; the second is captured. All graphs share one pool of memory: only one runs at a time.
+
+Several ranks replay theirs together. What is run, captured or replayed follows from the steps so far and from what their
+requests asked for, and every rank gets the same steps in the same order: so all capture at the same step, and the
+collectives in their graphs meet. By then each bucket has run every one of them once, in that size, so the communicator
+has made its connections.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +26,7 @@ from penstock.executor.kernels import RowTensors, SamplingOps
 from penstock.executor.layout import Layout
 from penstock.executor.memory import naming_options
 from penstock.executor.models.registry import Model
+from penstock.executor.parallel import Group
 
 # Up to 32 rows a step is bound by reading weights, and padding costs little; beyond it every row is paid for.
 SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
@@ -54,7 +60,7 @@ class CudaGraphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on calling CUDA: the tiers' copies, a worker that waits for results.
+        # Other threads may go on calling CUDA: the tiers' copies, a worker that waits for results, NCCL's watchdog.
         with (
             naming_options("CUDA graphs", "lower gpu_memory_utilization or kv_cache_bytes, or set enforce_eager"),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
@@ -74,10 +80,11 @@ class DecodeGraphs:
         max_context: int,
         buckets: Sequence[int],
         api: GraphApi,
+        group: Group,
     ) -> None:
         """tokens: the table, flat, where sampled ones go. `max_context` settles for all steps how attention is cut."""
         self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
-        self._tokens, self._max_context, self._api = tokens, max_context, api
+        self._tokens, self._max_context, self._api, self._group = tokens, max_context, api, group
         self._buckets = np.array(buckets)
         self._forwards: dict[int, _Act] = {}
         self._samples: dict[int, _Act] = {}
@@ -103,7 +110,8 @@ class DecodeGraphs:
         return hidden[:rows], made
 
     def sample(self, rows: int) -> tuple[Tensor, Tensor]:
-        """For the last `forward`, as each request asks: tokens [R], which are in the table then, and largest logits [R].
+        """For the last `forward`, as each request asks: tokens [R], which are in the table then, and on the first rank
+        largest logits [R].
 
         For requests that ask for no more than a draw. The next call overwrites both."""
         if self._bucket not in self._samples:
@@ -122,8 +130,11 @@ class DecodeGraphs:
         assert self._made is not None
         hidden, made = self._made
         logits = self._model.logits(hidden)
-        assert logits is not None, "several ranks decode without graphs"
-        tokens, largest = self._choose(logits, *made.draw())
+        if logits is None:  # the first rank draws for all
+            tokens, largest = torch.empty_like(made.targets), hidden.new_empty(len(hidden))
+        else:
+            tokens, largest = self._choose(logits, *made.draw())
+        self._group.broadcast(tokens)
         self._tokens.index_copy_(0, made.targets, tokens.to(torch.int32))
         return tokens, largest
 

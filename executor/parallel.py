@@ -2,11 +2,14 @@
 
 A `Group` of one does nothing. Otherwise its ranks make the same calls in the same order. After `sum` every rank
 holds the same bits; `gather_columns` and `broadcast` know one distinguished rank, the first, which samples for all.
+
+On CUDA a collective is launched on the current stream and nobody waits: a graph may hold it (executor/graphs.py).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +65,7 @@ class Group:
             return part
         part = part.contiguous()
         with _naming("sum"):
-            self._backend.allreduce([part]).wait()
+            _finish(self._backend.allreduce([part], _in_order(dist.AllreduceOptions())))
         return part
 
     def minimum(self, value: int) -> int:
@@ -70,10 +73,10 @@ class Group:
         if self._backend is None:
             return value
         held = torch.tensor([value], device=self.device)
-        options = dist.AllreduceOptions()
+        options = _in_order(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp.MIN
         with _naming("minimum"):
-            self._backend.allreduce([held], options).wait()
+            _finish(self._backend.allreduce([held], options))
         return int(held)
 
     def gather_columns(self, part: torch.Tensor, num_columns: int) -> torch.Tensor | None:
@@ -84,10 +87,10 @@ class Group:
         widest = max(end - first for first, end in shares)
         part = F.pad(part, (0, widest - part.shape[1]))  # all ranks send as much
         parts = [torch.empty_like(part) for _ in shares] if self.is_first else []
-        options = dist.GatherOptions()
+        options = _in_order(dist.GatherOptions())
         options.rootRank = 0
         with _naming("gather"):
-            self._backend.gather([parts] if self.is_first else [], [part], options).wait()
+            _finish(self._backend.gather([parts] if self.is_first else [], [part], options))
         if not self.is_first:
             return None
         return torch.cat([part[:, : end - first] for part, (first, end) in zip(parts, shares, strict=True)], dim=1)
@@ -95,10 +98,10 @@ class Group:
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """The first rank's tensor, on all ranks; the others' are overwritten."""
         if self._backend is not None:
-            options = dist.BroadcastOptions()
+            options = _in_order(dist.BroadcastOptions())
             options.rootRank = 0
             with _naming("broadcast"):
-                self._backend.broadcast([tensor], options).wait()
+                _finish(self._backend.broadcast([tensor], options))
         return tensor
 
     def send(self, tensor: torch.Tensor, rank: int, timeout_s: float) -> None:
@@ -148,6 +151,18 @@ def _backend(store: dist.Store, rank: int, world: int, address: str, device: tor
     gloo._timeout = timeout
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     return dist.ProcessGroupGloo(store, rank, world, gloo)
+
+
+def _in_order(options: Any) -> Any:
+    """NCCL: on the current stream, not on one of the communicator's own that has to be waited for."""
+    options.asyncOp = False
+    return options
+
+
+def _finish(work: dist.Work | None) -> None:
+    """None from NCCL, whose collectives are in order by themselves."""
+    if work is not None:
+        work.wait()
 
 
 @contextmanager

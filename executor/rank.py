@@ -54,8 +54,8 @@ class Rank:
         self._tiers = open_transfers(config, self.kv, loaded.fingerprint, group.rank)
         rebalancer = _rebalancer(config, loaded, group)
         graphs = None
-        if not config.enforce_eager and group.world == 1:
-            graphs = _graphs(config, loaded, pages, slots, inputs, device)
+        if not config.enforce_eager:
+            graphs = _graphs(config, loaded, pages, slots, inputs, device, group)
         self.runner = ModelRunner(
             model, pages, sampler, slots, inputs, device, group, self._tiers.transfers, rebalancer, graphs
         )
@@ -116,14 +116,18 @@ def _graphs(
     slots: Slots,
     inputs: HostInputs | DeviceInputs,
     device: torch.device,
+    group: Group,
 ) -> DecodeGraphs | None:
-    """None where some operation waits for the device, which a graph cannot."""
+    """None where some operation waits for the device, which a graph cannot, or where experts move: a graph would go on
+    with the tables it was captured with, and counting what they are asked for waits."""
     sampling = select_sampling_ops(device)
-    if sampling is None or not isinstance(inputs, DeviceInputs) or any(not e.is_fused for e in loaded.model.experts):
+    if sampling is None or not isinstance(inputs, DeviceInputs) or config.enable_eplb:
+        return None
+    if not all(experts.is_fused for experts in loaded.model.experts):
         return None
     buckets = choose_buckets(config.max_num_seqs)
     tokens, longest = slots.tokens.view(-1), slots.width - 1
-    return DecodeGraphs(inputs, loaded.model, pages, sampling, tokens, longest, buckets, CudaGraphs())
+    return DecodeGraphs(inputs, loaded.model, pages, sampling, tokens, longest, buckets, CudaGraphs(), group)
 
 
 def _rebalancer(config: ExecutorConfig, loaded: LoadedModel, group: Group) -> Rebalancer | None:

@@ -143,15 +143,16 @@ class ModelRunner:
 
     def _replay(self, graphs: DecodeGraphs, layout: Layout, launched: Launched) -> None:
         """A step of single tokens: all of it by graphs, or up to the hidden states if somebody wants more than a draw."""
-        assert self._sampler is not None
         num_rows = len(layout.slots)
         hidden, made = graphs.forward(layout)
-        if any(row.masked for row in launched.step.rows) or not self._sampler.are_plain(layout.slots):
+        if any(row.masked for row in launched.step.rows) or not self._slots.is_plain[layout.slots].all():
             ends = Ends(made.targets[:num_rows], tuple(tensor[:num_rows] for tensor in made.draw()))
             self._sample(layout, ends, hidden, launched)
             return
         self._outbox.hold()  # the last step's tokens lie where this one's will
         tokens, largest = graphs.sample(num_rows)
+        if self._sampler is None:  # the first rank says what came out
+            return
         launched.sampled = Sampled(tokens, largest.expand(2, -1), [])
         launched.sampled.post(self._outbox)
         launched.sampled_rows = layout.order.tolist()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.draw import BLOCK, draw, filter_weights, uniforms
-from penstock.executor.edits import Edits, is_edited
+from penstock.executor.edits import Edits, is_edited, is_plain
 from penstock.executor.kernels import SamplingOps
 from penstock.executor.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
 from penstock.executor.masking import RowMasks
@@ -87,7 +87,7 @@ class Sampler:
     def admit(self, slot: int, sampling: Sampling, tokens: np.ndarray, num_prompt: int) -> None:
         """A request takes the slot. tokens [n] int32: its prompt and what it had sampled before a preemption."""
         self._samplings[slot], self._num_prompt[slot] = sampling, num_prompt
-        self._is_plain[slot] = sampling.logprobs is None and not is_edited(sampling)
+        self._is_plain[slot] = is_plain(sampling)
         if is_penalized(sampling):
             self._seen.admit(slot, tokens, num_prompt)
         self._plan = None

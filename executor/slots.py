@@ -7,6 +7,7 @@ between. Block tables change only by the host's word and stay there; a batch get
 import numpy as np
 import torch
 
+from penstock.executor.edits import is_plain
 from penstock.executor.protocol import Admission, Row
 from penstock.executor.state import DeviceState
 
@@ -22,6 +23,7 @@ class Slots:
         self.blocks = np.zeros((num_slots, max_blocks), dtype=np.int32)
         self.admissions: list[Admission | None] = [None] * num_slots
         self.asks_more = np.zeros(num_slots, dtype=bool)  # prompt log-probabilities or an embedding
+        self.is_plain = np.ones(num_slots, dtype=bool)  # no more than a draw; every rank must know, one samples
 
     def admit(self, admission: Admission) -> np.ndarray:
         """Take over the slot; returns the tokens so far, int32."""
@@ -34,6 +36,7 @@ class Slots:
             self._state.write_options(admission.slot, admission.sampling)
         self.admissions[admission.slot] = admission
         self.asks_more[admission.slot] = admission.pooling is not None or admission.sampling.prompt_logprobs is not None
+        self.is_plain[admission.slot] = is_plain(admission.sampling)
         return tokens
 
     def admission(self, slot: int) -> Admission:

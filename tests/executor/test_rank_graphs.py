@@ -1,0 +1,197 @@
+"""Graphs of decoding steps on two ranks: both capture at the same step, so that what they say to each other meets.
+
+Two ranks in one process, on two threads, over gloo; the graphs are test_graphs.py's made-up ones. A rank that captured
+or replayed while the other did not would wait for it in a collective, and the test with it.
+"""
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.executor import rank
+from penstock.executor.kernels import torch_sampling
+from penstock.executor.parallel import Group, join
+from penstock.executor.protocol import EplbConfig, ExecutorConfig, Sampling, Step, StepResult
+from penstock.executor.rank import Rank
+from penstock.executor.runner import Launched
+from penstock.executor.wire import Rendezvous
+from tests.executor.driver import Driver
+from tests.executor.small_models import folder, greedy
+from tests.executor.test_graphs import PROMPTS, Recorder
+from tests.executor.test_inputs import on_device
+
+WORLD = 2
+TIMEOUT_S = 60.0
+
+
+class Threads:
+    """An executor whose ranks are threads: each makes the calls that `worker.compute` would."""
+
+    def __init__(self, config: ExecutorConfig, recorders: list[Recorder]) -> None:
+        self.ranks: list[Rank] = [None] * WORLD  # type: ignore[list-item]
+        self._jobs: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(WORLD)]
+        self._done: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(WORLD)]
+        self._launched: list[Launched] = [None] * WORLD  # type: ignore[list-item]
+        with socket.create_server(("127.0.0.1", 0), backlog=WORLD) as listener:
+            self._where = (*listener.getsockname(), listener.fileno())
+            self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(WORLD)]
+            for thread in self._threads:
+                thread.start()
+            for jobs in self._jobs:
+                jobs.put(lambda r: self._open(r, config, recorders[r]))
+            for r in range(WORLD):
+                self._wait(r)
+        self.info = self.ranks[0].info
+
+    def submit(self, step: Step) -> None:
+        def launch(r: int) -> None:
+            self._launched[r] = self.ranks[r].runner.launch(step)
+
+        for jobs in self._jobs:
+            jobs.put(launch)
+        self._wait(0)
+        if not any(row.masked for row in step.rows):  # or else the others wait for what the first rank will sample
+            self._wait(1)
+
+    def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
+        self.ranks[0].runner.sample_masked(self._launched[0], rows, masks)
+        self._wait(1)
+
+    def collect(self) -> StepResult:
+        return [self.ranks[r].runner.finish(self._launched[r]) for r in range(WORLD)][0]
+
+    def close(self) -> None:
+        for jobs in self._jobs:
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+
+    def _open(self, r: int, config: ExecutorConfig, recorder: Recorder) -> None:
+        host, port, fd = self._where
+        group = join(r, WORLD, Rendezvous(host, port, host, fd if r == 0 else None), torch.device("cpu"))
+        self.ranks[r] = Rank(config, group, torch.device("cpu"), lambda _: None)
+        graphs = self.ranks[r].runner._graphs
+        if graphs is not None:
+            graphs._api = recorder
+
+    def _run(self, r: int) -> None:
+        while (job := self._jobs[r].get()) is not None:
+            try:
+                job(r)
+            except BaseException as error:  # it is the test's
+                self._done[r].put(error)
+            else:
+                self._done[r].put(None)
+
+    def _wait(self, r: int) -> None:
+        if (error := self._done[r].get(timeout=TIMEOUT_S)) is not None:
+            raise error
+
+
+def open_pair(monkeypatch: pytest.MonkeyPatch, case: str, **options: Any) -> tuple[Threads, list[Recorder]]:
+    monkeypatch.setattr(rank, "_slots_and_inputs", on_device)
+    monkeypatch.setattr(rank, "select_sampling_ops", lambda _: torch_sampling.SAMPLING_OPS)
+    monkeypatch.setattr(rank, "CudaGraphs", lambda: None)  # each rank gets its own below
+    monkeypatch.setattr("penstock.executor.models.moe.Experts.is_fused", True)
+    config = ExecutorConfig(
+        model=str(folder(case)),
+        dtype="float32",
+        kv_cache_bytes=2**20,
+        block_size=4,
+        max_num_seqs=6,
+        tensor_parallel_size=WORLD,
+        **options,
+    )
+    recorders = [Recorder() for _ in range(WORLD)]
+    return Threads(config, recorders), recorders
+
+
+@pytest.fixture
+def open_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Threads, list[Recorder]]]]:
+    opened: list[Threads] = []
+
+    def open_(case: str, **options: Any) -> tuple[Threads, list[Recorder]]:
+        executor, recorders = open_pair(monkeypatch, case, **options)
+        opened.append(executor)
+        return executor, recorders
+
+    yield open_
+    for executor in opened:
+        executor.close()
+
+
+@pytest.mark.parametrize(("case", "options"), [("qwen3", {}), ("qwen3-moe", {"enable_expert_parallel": True})])
+def test_two_ranks_give_the_tokens_of_transformers_from_graphs(
+    open_ranks: Callable[..., tuple[Threads, list[Recorder]]], case: str, options: dict[str, Any]
+) -> None:
+    executor, recorders = open_ranks(case, **options)
+    driver = Driver(executor)
+    got = driver.generate(*[driver.admit(prompt) for prompt in PROMPTS], count=9, chunk=5)
+    assert got == [greedy(case, prompt, 9)[0] for prompt in PROMPTS]
+    replays = [[graph.num_replays for graph in recorder.graphs] for recorder in recorders]
+    assert replays[0] == replays[1] and len(replays[0]) >= 2 and min(replays[0]) >= 1
+
+
+def test_what_only_the_first_rank_does_leaves_the_others_in_step(
+    open_ranks: Callable[..., tuple[Threads, list[Recorder]]],
+) -> None:
+    """Draws, and beside them edits, log-probabilities and masks, for which only the first half is a graph."""
+    samplings = [
+        Sampling(temperature=0.8, seed=5, top_k=20),
+        Sampling(temperature=0.0, logprobs=3),
+        Sampling(temperature=0.7, seed=4, repetition_penalty=1.3, banned_ids=(1, 2, 3)),
+    ]
+    found = []
+    for eager in (True, False):
+        executor, recorders = open_ranks("qwen3", enforce_eager=eager)
+        driver = Driver(executor)
+        sequences = [driver.admit(prompt, s) for prompt, s in zip(PROMPTS, samplings, strict=True)]
+        for several in (sequences, sequences[:1], sequences, sequences[:1], sequences, sequences[:1]):
+            driver.advance(*several)
+        driver.advance(*sequences[:1], masks={0: {17, 18}})
+        driver.advance(*sequences[:1])
+        found.append([sequence.output for sequence in sequences])
+        tables = [r.runner._slots.tokens for r in executor.ranks]
+        assert all(torch.equal(tables[0][s.slot], tables[1][s.slot]) for s in sequences)
+    assert found[0] == found[1]
+    replays = [[graph.num_replays for graph in recorder.graphs] for recorder in recorders]
+    assert replays[0] == replays[1] and len(replays[0]) == 3  # three rows have no second half
+
+
+def test_experts_that_move_are_computed_without_graphs(
+    open_ranks: Callable[..., tuple[Threads, list[Recorder]]],
+) -> None:
+    restless = EplbConfig(window=2, interval=1, redundant_experts=2)
+    options = {"enable_expert_parallel": True, "enable_eplb": True, "eplb_config": restless}
+    executor, _ = open_ranks("qwen3-moe", **options)
+    assert [r.runner._graphs for r in executor.ranks] == [None, None]
+
+
+def test_collectives_are_asked_for_in_the_order_of_the_stream() -> None:
+    """As NCCL takes that: it gives nothing back to wait for, and so nothing that a graph could not hold."""
+    asked: list[tuple[str, bool]] = []
+
+    class InOrder:
+        def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+            asked.append(("sum", options.asyncOp))
+
+        def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:
+            asked.append(("broadcast", options.asyncOp))
+
+        def gather(self, parts: list[list[torch.Tensor]], tensors: list[torch.Tensor], options: Any) -> None:
+            asked.append(("gather", options.asyncOp))
+            for part in parts[0]:
+                part.copy_(tensors[0])
+
+    group = Group(0, WORLD, lambda _: InOrder())  # type: ignore[arg-type, return-value]
+    given = torch.ones(2, 3)
+    assert group.sum(given) is given and group.broadcast(given) is given
+    gathered = group.gather_columns(given, 5)
+    assert gathered is not None and gathered.shape == (2, 5)
+    assert asked == [("sum", False), ("broadcast", False), ("gather", False)]
