@@ -67,6 +67,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     embedding: bytes | None = None
     queued_s: float | None = None  # with the first tokens: from arrival in the core to the first step
     num_preemptions: int = 0
+    is_refusal: bool = False  # with an error: the request itself is at fault
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):

@@ -37,6 +37,7 @@ class Update(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for the model's own end
     error: str | None = None
+    is_refusal: bool = False  # with an error: the request itself is at fault
 
 
 def joined(updates: Sequence[Update]) -> Update:
@@ -53,6 +54,7 @@ def joined(updates: Sequence[Update]) -> Update:
         last.finish_reason,
         last.stop_reason,
         last.error,
+        last.is_refusal,
     )
 
 
@@ -134,6 +136,7 @@ class Choice:
             self.must_abort = output.finish_reason is None
         elif output.finish_reason is not None:
             update.finish_reason, update.error = output.finish_reason, output.error
+            update.is_refusal = output.is_refusal
             update.stop_reason = output.stop_token if output.stop_token in self._user_stop_ids else None
         self.finished = update.finish_reason is not None
         return update

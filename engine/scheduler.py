@@ -21,7 +21,7 @@ from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.engine.request import Request
 from penstock.engine.tiering import Tiering
 from penstock.engine.waiting import WaitingQueue
-from penstock.executor.protocol import Admission, ModelInfo, Row, Step, StepResult, Transfers
+from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, Transfers
 
 LOOK_AHEAD = 8  # so many requests at the head of the queue have their blocks read from the tiers
 
@@ -113,10 +113,10 @@ class Scheduler:
             request.matcher = matcher
             self.waiting.add(request)
 
-    def refuse(self, request_id: str, grammar: str, error: str) -> Output | None:
-        """The grammar of a held request cannot be compiled."""
+    def refuse(self, request_id: str, grammar: str, error: str, is_refusal: bool) -> Output | None:
+        """The grammar of a held request cannot be compiled; it may not be the request's fault."""
         request = self._held(request_id, grammar)
-        return None if request is None else self._finish(request, "error", error=error)
+        return None if request is None else self._finish(request, "error", error=error, is_refusal=is_refusal)
 
     def _held(self, request_id: str, grammar: str) -> Request | None:
         request = self._requests.get(request_id)
@@ -321,7 +321,7 @@ class Scheduler:
     def end_masked(self, row: int, error: str | None = None) -> Output:
         """End the request of a row of the oldest step: its grammar is complete, or costs too much to go on with."""
         request = self._under_way[0].requests[row]
-        return self._finish(request, "stop" if error is None else "error", error=error)
+        return self._finish(request, "stop" if error is None else "error", error=error, is_refusal=error is not None)
 
     # -- results -------------------------------------------------------------------------------------------
 
@@ -340,7 +340,8 @@ class Scheduler:
             if request.finished:  # aborted, or it ended one step ago: this row was computed in vain
                 continue
             if index in result.errors:
-                outputs.append(self._finish(request, "error", error=result.errors[index]))
+                error = result.errors[index]
+                outputs.append(self._finish(request, "error", error=error, is_refusal=error == NOTHING_LEFT))
                 continue
             if index in result.prompt_logprobs:
                 request.prompt_logprobs += result.prompt_logprobs[index]
@@ -359,7 +360,7 @@ class Scheduler:
         self._extend(request, tokens)
         matcher = request.matcher
         if matcher is not None and not matcher.advance(tokens):
-            return self._finish(request, "error", error=f"the grammar cannot go on: {matcher.error}")
+            return self._finish(request, "error", error=f"the grammar cannot go on: {matcher.error}", is_refusal=True)
         if token in request.stop_ids and request.num_outputs >= request.sampling.min_tokens:
             return self._finish(request, "stop", tokens=tokens, logprobs=logprobs, stop_token=token)
         if matcher is not None:

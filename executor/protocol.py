@@ -153,6 +153,11 @@ class ExpertNews(msgspec.Struct, frozen=True, array_like=True):
     expert_load: bytes = b""
 
 
+NOTHING_LEFT = (  # in `errors`: what the request itself has brought about
+    "no token is left to choose from: the grammar, allowed and banned tokens, stop tokens and biases exclude them all"
+)
+
+
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step produced; the lists and indices go by the step's `rows`."""
 

@@ -22,16 +22,13 @@ from penstock.executor.logprobs import PendingLogprobs, prompt_logprobs, token_l
 from penstock.executor.masking import RowMasks
 from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.penalties import Seen, is_penalized
-from penstock.executor.protocol import Sampling, TokenLogprobs
+from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs
 
 __all__ = ["Sampled", "Sampler", "prompt_logprobs"]
 
 # Weights of so many bytes are worked on at once: on a CPU they stay in the cache.
 WORK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-NOTHING_LEFT = (
-    "no token is left to choose from: the grammar, allowed and banned tokens, stop tokens and biases exclude them all"
-)
 
 
 @dataclass

@@ -31,6 +31,7 @@ class GrammarCheck:
             try:
                 job.result.exception(COMPILE_LIMIT_S)
             except TimeoutError:
+                self._compiler.give_up(job)
                 raise _too_slow(wanted, field) from None
             _judge(job.result, wanted, field)
         return source
@@ -40,9 +41,12 @@ class GrammarCheck:
         source = grammar_source(wanted, self._special_tokens, field)
         if self._compiler.cached(source) is None:
             job = self._compiler.start(source)
-            await asyncio.wrap_future(job.began)
-            if not await _is_done_in_time(job):
-                raise _too_slow(wanted, field)
+            try:
+                await asyncio.wrap_future(job.began)
+                if not await _is_done_in_time(job):
+                    raise _too_slow(wanted, field)
+            finally:
+                self._compiler.give_up(job)  # unless it is done
             _judge(job.result, wanted, field)
         return source
 

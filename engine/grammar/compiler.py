@@ -1,8 +1,9 @@
 """Compiles grammars in threads of its own and keeps the last ones, so that a schema used again costs microseconds.
 
 llguidance compiles most schemas in milliseconds with the interpreter's lock released. What a hostile one may cost
-is bounded by `LIMITS`: about a second of one core here, and by recursion as deep as the text is long, for which the
-threads have their large stack (pages that nobody touches cost nothing).
+is bounded by `LIMITS`: 25 seconds of one core here, and by recursion as deep as the text is long, for which the
+threads have their large stack (pages that nobody touches cost nothing). Nothing can stop a thread, so while one is
+at a grammar that everybody has given up, another takes its place.
 """
 
 import queue
@@ -18,10 +19,14 @@ from penstock.engine.grammar.matcher import Matcher, shortened
 from penstock.engine.grammar.vocabulary import Vocabulary
 
 NUM_THREADS = 2  # so that one slow grammar does not hold up the others
+MAX_GIVEN_UP = 6  # threads beside them, at grammars that nobody waits for any more
 STACK_BYTES = 512 << 20  # 20,000 rules in a chain, as many as fit the limit of 256 KiB of text, take a third of it
 MAX_KEPT = 256
 MAX_KEPT_CHARS = 4 << 20  # of all kept sources together; a compiled grammar grows with its source
 LIMITS = LLParserLimits(
+    # The work grows with the square of a chain of optional parts: with a million, the default, 256 KiB of them keep a
+    # thread for some 12 minutes. An enumeration of 5,000 texts fits.
+    initial_lexer_fuel=60_000,
     max_lexer_states=50_000,  # at 1 to 2 KB each
     step_max_items=20_000,  # a millisecond of one mask
     step_lexer_fuel=100_000,  # 7 ms of one mask
@@ -48,9 +53,10 @@ class Compiler:
         self._loading = threading.Lock()
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # at their start; each use takes a copy
         self._kept_chars = 0
-        self._lock = threading.Lock()  # over what is kept
+        self._lock = threading.Lock()  # over what is kept and given up
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_threads = 0
+        self._given_up: set[Future[Matcher]] = set()  # under way; another thread has taken the place of theirs
 
     def cached(self, source: str) -> Matcher | None:
         """A fresh matcher, if the grammar is known: 10 µs."""
@@ -69,6 +75,14 @@ class Compiler:
             self._spawn()
         self._jobs.put(job)
         return job
+
+    def give_up(self, job: Job) -> None:
+        """Nobody waits for it any more. If no thread has taken it up, none will; else that thread ends with it."""
+        with self._lock:
+            if job.result.cancel() or job.result.done() or len(self._given_up) == MAX_GIVEN_UP:
+                return
+            self._given_up.add(job.result)
+        self._spawn()
 
     def close(self) -> None:
         for _ in range(self._num_threads):
@@ -89,6 +103,8 @@ class Compiler:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if not job.result.set_running_or_notify_cancel():
+                continue
             try:
                 self._load_once()
                 job.began.set_result(None)
@@ -97,6 +113,10 @@ class Compiler:
                 if not job.began.done():
                     job.began.set_result(None)
                 job.result.set_exception(error)
+            with self._lock:
+                if job.result in self._given_up:
+                    self._given_up.remove(job.result)
+                    return
 
     def _load_once(self) -> Vocabulary:
         with self._loading:

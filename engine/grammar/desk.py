@@ -56,8 +56,9 @@ class GrammarDesk:
         if error is None:
             self._scheduler.release(request_id, job.source, job.result.result())
             return
-        what = str(error) if isinstance(error, GrammarRefused) else f"{type(error).__name__}: {error}"
-        output = self._scheduler.refuse(request_id, job.source, f"the grammar cannot be compiled: {what}")
+        is_refusal = isinstance(error, GrammarRefused)
+        what = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+        output = self._scheduler.refuse(request_id, job.source, f"the grammar cannot be compiled: {what}", is_refusal)
         if output is not None:
             outputs.append(output)
 

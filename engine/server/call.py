@@ -55,6 +55,8 @@ class Answering:
         for update in updates:
             if update.finish_reason == "error":
                 message = update.error or "the engine could not complete the request"
+                if update.is_refusal:
+                    raise HttpError(400, message)
                 raise HttpError(500 if self._engine.health().alive else 503, message)
         return updates
 

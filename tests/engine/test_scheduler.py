@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.messages import Submit
-from penstock.executor.protocol import Sampling
+from penstock.executor.protocol import NOTHING_LEFT, Sampling
 from tests.engine.simulation import BLOCK_SIZE, World, alone, random_request, submit
 
 
@@ -163,17 +163,19 @@ def test_another_salt_or_adapter_never_shares_a_block():
     assert world.outputs["again"][0].num_cached_tokens == 19
 
 
-def test_a_failure_of_one_row_ends_that_request_alone():
+@pytest.mark.parametrize(("error", "is_refusal"), [(NOTHING_LEFT, True), ("the logits are not finite", False)])
+def test_a_failure_of_one_row_ends_that_request_alone(error, is_refusal):
     world = World(max_in_flight=1, max_num_batched_tokens=64)
     for name in "abc":
         world.submit(submit(name, [ord(name) % 50] * 5, max_tokens=6))
     step = world.scheduler.schedule()
     world.executor.submit(step)
     result = world.executor.collect()
-    result.errors[1] = "no token is allowed"
+    result.errors[1] = error
     for output in world.scheduler.apply(result):
         world.outputs[output.request_id].append(output)
-    assert world.last("b").finish_reason == "error" and world.last("b").error == "no token is allowed"
+    assert world.last("b").finish_reason == "error" and world.last("b").error == error
+    assert world.last("b").is_refusal == is_refusal
     world.run()
     assert len(world.tokens("a")) == len(world.tokens("c")) == 6
 

@@ -6,8 +6,8 @@ import torch
 
 from penstock.executor.masking import RowMasks
 from penstock.executor.outbox import Outbox
-from penstock.executor.protocol import ExecutorConfig, Sampling, Step
-from penstock.executor.sampler import NOTHING_LEFT, Sampler
+from penstock.executor.protocol import NOTHING_LEFT, ExecutorConfig, Sampling, Step
+from penstock.executor.sampler import Sampler
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
 from tests.executor.small_models import folder, greedy

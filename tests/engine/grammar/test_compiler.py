@@ -63,6 +63,35 @@ def test_a_bomb_is_refused_or_harmless(name: str) -> None:
     assert CHECK.now(StructuredOutputs(regex="a+"))
 
 
+def test_the_longest_chain_of_optional_parts_is_refused_before_it_is_worked_on() -> None:
+    compiler = Compiler(vocabulary)
+    job = compiler.start(grammar_source(StructuredOutputs(regex="x*" * (MAX_GRAMMAR_CHARS // 2))))
+    assert isinstance(job.result.exception(60), GrammarRefused)  # without the limit it takes a quarter of an hour
+    compiler.close()
+
+
+def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+
+    class Slow(Compiler):
+        def _compile(self, source: str):
+            assert "slow" not in source or gate.wait(60)
+            return super()._compile(source)
+
+    compiler = Slow(vocabulary)
+    check = GrammarCheck(compiler)
+    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 0.05)
+    for number in range(compiler_module.NUM_THREADS + 1):
+        with pytest.raises(InvalidRequest, match="takes longer"):
+            check.now(StructuredOutputs(regex=f"slow{number}"))
+    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 30)
+    assert check.now(StructuredOutputs(regex="fast"))
+    before = {thread for thread in threading.enumerate() if thread.name == "grammars"}
+    gate.set()
+    assert check.now(StructuredOutputs(regex="slow0")) and len(before) > compiler_module.NUM_THREADS
+    check.close()
+
+
 def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
 

@@ -128,6 +128,7 @@ def test_a_grammar_that_fails_in_the_core_fails_its_request_alone() -> None:
     world.submit(good)
     world.run()
     assert world.last("bad").finish_reason == "error" and "unclosed group" in world.last("bad").error
+    assert world.last("bad").is_refusal
     assert world.last("good").finish_reason == "stop"
 
 
@@ -138,6 +139,7 @@ def test_a_grammar_that_costs_too_much_in_the_middle_fails_its_request_alone() -
     world.submit(submit("good", [1], LETTERS))
     world.run()
     assert world.last("bad").finish_reason == "error" and "grammar" in world.last("bad").error
+    assert world.last("bad").is_refusal
     assert world.last("good").finish_reason == "stop"
 
 

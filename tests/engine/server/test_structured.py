@@ -98,6 +98,14 @@ def test_what_cannot_be_a_grammar_is_a_400_that_says_where_before_anything_is_st
     assert len(fake.engine.submitted) == before
 
 
+def test_a_grammar_with_a_dead_end_is_the_requests_fault_and_not_the_servers(server) -> None:
+    """A router counts answers of 5xx against the replica that gives them."""
+    answer = server.complete(structured_outputs={"grammar": "start: <eos>"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and "no token of the vocabulary can follow" in error["message"]
+
+
 def test_answers_keep_to_what_was_asked_streamed_or_whole_and_for_every_choice(server) -> None:
     asked = {"response_format": FORMAT, "max_tokens": 100, "temperature": 1.5, "n": 5, "seed": 7}
     choices = server.chat(**asked).json()["choices"]
