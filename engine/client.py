@@ -26,6 +26,7 @@ from penstock.engine.messages import (
     Abort,
     CacheNews,
     CacheReset,
+    Connected,
     Dead,
     FromCore,
     Heartbeat,
@@ -149,6 +150,7 @@ class AsyncEngine:
         self._open: dict[str, tuple[Generation, int]] = {}  # sequence → who reads it, as which choice
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
+        self._num_connected = 0  # of the core's connections to us
         self._heartbeat: Heartbeat | None = None
         self._heard_s = time.monotonic()
         self._death: str | None = None
@@ -174,8 +176,8 @@ class AsyncEngine:
             self._from_core = self._bind(zmq.PULL, "from_core")
             loop.add_reader(self._from_core.fileno(), self._drain)
             await self._spawn(self._directory)
-            self.info = await self._ready
             await self._unlink(self._directory)
+            self.info = await self._ready
         except BaseException:
             await self.close()
             raise
@@ -189,10 +191,10 @@ class AsyncEngine:
 
     async def _unlink(self, directory: Path) -> None:
         """Remove the sockets' names once all three connections stand: nothing is left behind, however we end."""
-        while self._heartbeat is None or not self._to_core.poll(0, zmq.POLLOUT):
+        while self._num_connected < 2 or not self._to_core.poll(0, zmq.POLLOUT):
             if self._death is not None:
-                raise EngineDead(self._death)
-            await asyncio.sleep(0.001)
+                return
+            await asyncio.sleep(0.01)
         shutil.rmtree(directory)
 
     async def close(self) -> None:
@@ -200,12 +202,8 @@ class AsyncEngine:
         self._closing = True
         process, self._process = self._process, None
         if process is not None:
-            if process.returncode is None:
-                try:
-                    self._send(Shutdown())
-                    await asyncio.wait_for(process.wait(), STOP_GRACE_S)
-                except (EngineDead, TimeoutError):  # it does not listen yet, or not any more
-                    process.kill()
+            if process.returncode is None and not await self._leaves(process):
+                process.kill()
             await self._watcher
         if self._directory is not None:
             asyncio.get_running_loop().remove_reader(self._from_core.fileno())
@@ -213,14 +211,28 @@ class AsyncEngine:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
+    async def _leaves(self, process: asyncio.subprocess.Process) -> bool:
+        """Tell the core to end; whether it does. While it loads it does not listen, and has nothing to lose."""
+        if not self._is_ready:
+            return False
+        try:
+            self._send(Shutdown())
+            await asyncio.wait_for(process.wait(), STOP_GRACE_S)
+        except (EngineDead, TimeoutError):
+            return False
+        return True
+
+    @property
+    def _is_ready(self) -> bool:
+        return self._ready is not None and self._ready.done() and not self._ready.cancelled()
+
     def health(self) -> Health:
         """Judged by the core's heartbeat and its running step, never by whether tokens come."""
-        ready = self._ready is not None and self._ready.done() and not self._ready.cancelled()
         silent_s = time.monotonic() - self._heard_s
         overdue_s = self._heartbeat.overdue_s if self._heartbeat else 0.0
         if self._death is not None:
             return Health(False, False, self._death)
-        if not ready:
+        if not self._is_ready:
             return Health(True, False, "the model is loading")
         if silent_s > HEARTBEAT_LIMIT_S:
             return Health(False, False, f"the engine core has been silent for {silent_s:.0f} s")
@@ -362,6 +374,8 @@ class AsyncEngine:
             if message.overdue_s > 0 and not (self._heartbeat and self._heartbeat.overdue_s):
                 self._dump_stacks()
             self._heartbeat = message
+        elif isinstance(message, Connected):
+            self._num_connected += 1
         elif isinstance(message, Progress):
             self._progress(message.line)
         elif isinstance(message, Ready):

@@ -25,6 +25,7 @@ from penstock.engine.grammar.vocabulary import load_vocabulary
 from penstock.engine.messages import (
     Abort,
     CacheReset,
+    Connected,
     Dead,
     FromCore,
     Heartbeat,
@@ -56,14 +57,16 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
     threading.Thread(target=_watch_stdin, daemon=True).start()
     context = zmq.Context()
-    link = Link(context, directory)
+    link, beats_outbox = Link(context, directory), sender(context, directory)
+    link.send(Connected())
+    beats_outbox.send(msgspec.msgpack.encode(Connected()))
     over = threading.Event()
     beats: threading.Thread | None = None
     try:
         executor = open_executor(config.executor, lambda line: link.send(Progress(line)))
         core = EngineCore(config, executor, Compiler(lambda: load_vocabulary(config.executor, executor.info)))
         link.send(Ready(core.info))
-        beats = threading.Thread(target=_beat, args=(core, context, directory, over), daemon=True)
+        beats = threading.Thread(target=_beat, args=(core, beats_outbox, over), daemon=True)
         beats.start()
         settle_garbage()
         _serve(core, link)
@@ -166,9 +169,8 @@ def _keep(outputs: list[Output], output: Output | None) -> None:
         outputs.append(output)
 
 
-def _beat(core: EngineCore, context: zmq.Context, directory: Path, over: threading.Event) -> None:
-    """Say every second that the process lives and how old the running step is. A socket belongs to one thread."""
-    outbox = sender(context, directory)
+def _beat(core: EngineCore, outbox: zmq.Socket, over: threading.Event) -> None:
+    """Say every second that the process lives and how old the running step is. The socket is this thread's alone."""
     encoder = msgspec.msgpack.Encoder()
     while not over.is_set():
         started = core.step_started_s

@@ -105,6 +105,10 @@ class CacheNews(msgspec.Struct, frozen=True, tag="cache", array_like=True):
     is_snapshot: bool = False  # `stored` is all there is
 
 
+class Connected(msgspec.Struct, frozen=True, tag="connected", array_like=True):
+    """The first thing on each of the core's two connections, before anything is loaded."""
+
+
 class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
     """A line about a stage of the start."""
 
@@ -136,4 +140,4 @@ class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset", array_like=True
     ok: bool
 
 
-FromCore = Outputs | CacheNews | Progress | Ready | Heartbeat | Dead | CacheReset
+FromCore = Connected | Outputs | CacheNews | Progress | Ready | Heartbeat | Dead | CacheReset

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from penstock import __version__
+from penstock import __version__, cli
 from penstock.cli import main
 from penstock.engine.options import add_engine_options, engine_options, size_bytes
 
@@ -21,6 +21,15 @@ def test_the_version_and_the_commands_are_shown():
     assert run("--version").stdout.strip() == f"penstock {__version__}"
     shown = run("--help").stdout
     assert all(command in shown for command in ("serve", "deploy", "bench", "export"))
+
+
+def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(monkeypatch, capsys):
+    def load():
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli._COMMANDS, "serve", ("", load))
+    assert main(["serve"]) == 130
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("command", ["serve", "deploy", "bench", "export"])

@@ -120,6 +120,13 @@ def test_a_stop_while_the_model_loads_leaves_nothing(server: Server, folder: Pat
     assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
 
 
+def test_nothing_is_left_of_a_server_that_is_killed_while_the_model_loads(server: Server, folder: Path):
+    server.wait_for("Loading")  # the engine core says so, and does not listen until all is loaded
+    server.process.kill()
+    server.process.wait(20)
+    assert [path.name for path in folder.parent.iterdir()] == ["tiny"]
+
+
 def test_a_port_in_use_is_said_before_the_model_loads(server: Server, folder: Path):
     port = server.wait_for(r"Ready after .* s: http://\S+:(\d+)")[1]
     second = Server(folder, "--port", port)

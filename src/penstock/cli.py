@@ -17,7 +17,16 @@ Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Na
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is the command's. Errors a user can mend are one line on stderr."""
-    arguments = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _run(sys.argv[1:] if argv is None else list(argv))
+    except KeyboardInterrupt:
+        return 130
+    except _user_errors() as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="penstock", description="A compact inference-serving engine.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
@@ -29,13 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             add_arguments(command)
             command.set_defaults(run=run)
     args = parser.parse_args(arguments)
-    try:
-        return args.run(args)
-    except KeyboardInterrupt:
-        return 130
-    except _user_errors() as error:
-        print(f"penstock: {error}", file=sys.stderr)
-        return 2
+    return args.run(args)
 
 
 def _user_errors() -> tuple[type[BaseException], ...]:
