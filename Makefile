@@ -14,7 +14,7 @@ MODEL := .venv/.model
 TRITON := .venv/triton/.installed
 EXTENSION := src/penstock/_csrc.abi3.so
 # Not all of tests: what the server needs to be imported is not on a bare machine.
-GPU_TESTS := tests/executor/kernels tests/executor/test_graphs.py
+GPU_TESTS := tests/executor/kernels tests/executor/test_graphs.py tests/executor/test_on_a_gpu.py
 
 serve: $(EXTENSION) $(MODEL)
 	$(BIN)/penstock serve $(ARGS)
