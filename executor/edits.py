@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.executor.kernels import SamplingOps
 from penstock.executor.penalties import Penalties, Seen, is_penalized
 from penstock.executor.protocol import Sampling
+from penstock.executor.staging import send_list
 
 
 def is_edited(sampling: Sampling) -> bool:
@@ -78,7 +79,7 @@ class Edits:
         return self._index(flat) if flat else None
 
     def _index(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
+        return send_list(values, torch.int64, self._device)
 
     def _floats(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)
+        return send_list(values, torch.float32, self._device)

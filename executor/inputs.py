@@ -16,6 +16,7 @@ from penstock.executor.kernels import InputOps, RowTensors
 from penstock.executor.layout import Layout
 from penstock.executor.protocol import Row
 from penstock.executor.slots import Slots
+from penstock.executor.staging import send
 from penstock.executor.state import MAX_RUN, DeviceState
 
 HEADER = 4  # numbers before the rows' own; the first says how many rows there are
@@ -76,7 +77,7 @@ class HostInputs:
         return Prepared(batch, Ends(self._tensor(targets), None))
 
     def _tensor(self, array: np.ndarray, dtype: type = np.int64) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype)).to(self._device, non_blocking=True)
+        return send(np.ascontiguousarray(array, dtype), self._device)
 
 
 class DeviceInputs:

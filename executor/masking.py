@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.kernels import SamplingOps
+from penstock.executor.staging import send, send_list
 
 MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
 PART_BYTES = 32 << 20  # of unpacked bits on a GPU at a time: one byte for each
@@ -24,19 +25,13 @@ class RowMasks(NamedTuple):
         if not self.rows:
             return
         if ops is not None:
-            rows = torch.tensor(self.rows, dtype=torch.int64)
-            masks = torch.from_numpy(self.masks)
-            if logits.is_cuda:
-                rows, masks = rows.pin_memory(), masks.pin_memory()
-            to = {"device": logits.device, "non_blocking": True}
-            ops.mask(logits, rows.to(**to), masks.to(**to))
+            ops.mask(logits, send_list(self.rows, torch.int64, logits.device), send(self.masks, logits.device))
             return
         if logits.device.type == "cpu":
             self._apply_on_cpu(logits)
             return
-        # Pinned, so that the copy need not wait for the device, and a copy, so that the masks' owner need not either.
-        packed = torch.from_numpy(self.masks.view(np.uint8)).pin_memory().to(logits.device, non_blocking=True)
-        index = torch.tensor(self.rows, dtype=torch.int64).pin_memory().to(logits.device, non_blocking=True)
+        packed = send(self.masks.view(np.uint8), logits.device)
+        index = send_list(self.rows, torch.int64, logits.device)
         shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
         vocab_size = logits.shape[1]
         step = max(1, PART_BYTES // vocab_size)

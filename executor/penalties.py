@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import SamplingOps
 from penstock.executor.protocol import Sampling
+from penstock.executor.staging import send, send_list
 
 _IN_PROMPT = 1 << 30  # beside the number of times a token was sampled
 _MIN_HISTORY = 1024
@@ -31,7 +32,7 @@ class Seen:
 
     def admit(self, slot: int, tokens: np.ndarray, num_prompt: int) -> None:
         """Forget the slot's last request. tokens [n]: the prompt, then what was sampled before a preemption."""
-        ids = torch.from_numpy(tokens.astype(np.int32)).to(self.counts.device)
+        ids = send(tokens.astype(np.int32), self.counts.device)
         self.reserve(len(tokens))
         self.history[slot, : len(ids)] = ids
         counts, sampled = self.counts[slot], ids[num_prompt:]
@@ -50,7 +51,7 @@ class Seen:
     def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
         """Tokens at `position` and behind it that count like sampled ones."""
         self.reserve(position + len(tokens))
-        ids = torch.tensor(tokens, dtype=torch.int32).to(self.counts.device)
+        ids = send_list(tokens, torch.int32, self.counts.device)
         self.history[slot, position : position + len(ids)] = ids
         self.counts[slot].index_add_(0, ids, torch.ones_like(ids))
 
@@ -78,9 +79,9 @@ class Penalties:
         chosen = [samplings[row] for row in rows]
         options = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in chosen]
         return cls(
-            torch.tensor(rows).to(device, non_blocking=True),
-            torch.tensor([slots[row] for row in rows]).to(device, non_blocking=True),
-            *torch.tensor(options, dtype=torch.float32).to(device, non_blocking=True)[..., None].unbind(1),
+            send_list(rows, torch.int64, device),
+            send_list([slots[row] for row in rows], torch.int64, device),
+            *send_list(options, torch.float32, device)[..., None].unbind(1),
         )
 
     def apply(self, logits: Tensor, positions: np.ndarray, seen: Seen, ops: SamplingOps | None) -> None:
@@ -109,4 +110,4 @@ class Penalties:
         seen.add(self.slots, self._lengths(positions, tokens.device), tokens[self.rows])
 
     def _lengths(self, positions: np.ndarray, device: torch.device) -> Tensor:
-        return torch.from_numpy(positions).to(device, non_blocking=True)[self.rows]
+        return send(positions, device)[self.rows]

@@ -24,6 +24,7 @@ from penstock.executor.protocol import Step, StepResult, TokenLogprobs
 from penstock.executor.rebalance import Rebalancer
 from penstock.executor.sampler import Sampled, Sampler, prompt_logprobs
 from penstock.executor.slots import Slots
+from penstock.executor.staging import send
 from penstock.executor.transfers import RankTransfers
 
 STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
@@ -137,7 +138,7 @@ class ModelRunner:
             for row in np.flatnonzero(self._slots.asks_more[layout.slots]).tolist():
                 self._answer_more(layout, row, wanted, hidden, launched)
             last = np.searchsorted(wanted, layout.query_starts[1:][layout.samples] - 1)
-            hidden = hidden[torch.from_numpy(last).to(self._device)]
+            hidden = hidden[send(last, self._device)]
         if layout.samples.any():
             self._sample(layout, prepared.ends, hidden, launched)
 

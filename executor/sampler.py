@@ -23,6 +23,7 @@ from penstock.executor.masking import RowMasks
 from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.penalties import Seen, is_penalized
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs
+from penstock.executor.staging import send, send_list
 
 __all__ = ["Sampled", "Sampler", "prompt_logprobs"]
 
@@ -182,8 +183,7 @@ class Sampler:
             values.div_(part.temperature)
         values.exp_()
         filter_weights(weights, self._scratch[: len(weights)], part.min_p, part.top_k, part.top_p, part.max_top_k)
-        uniform = torch.from_numpy(uniforms(part.seeds, positions)[:, None])
-        return draw(weights, uniform.to(self._device, non_blocking=True))
+        return draw(weights, send(uniforms(part.seeds, positions)[:, None], self._device))
 
     def _draw_part(
         self,
@@ -201,7 +201,7 @@ class Sampler:
             rows = weights[:, : self._vocab_size].copy_(rows)
             part.edits.apply(weights, positions, self._seen, self._ops)
         if on_device is None:
-            where = torch.from_numpy(positions.astype(np.int64)).to(self._device, non_blocking=True)
+            where = send(positions.astype(np.int64), self._device)
         else:
             where = on_device.index_select(0, part.index)
         tokens, top = self._ops.choose(rows, *options, where)
@@ -257,11 +257,11 @@ class Sampler:
             for name in ("temperature", "min_p", "top_p")
         )
         top_k = self._tensor([s.top_k for s in samplings], torch.int32)
-        seeds = torch.from_numpy(np.array([s.seed for s in samplings], dtype=np.uint64).view(np.int64))
-        return temperature, min_p, top_k, top_p, seeds.to(self._device, non_blocking=True)
+        seeds = send(np.array([s.seed for s in samplings], dtype=np.uint64).view(np.int64), self._device)
+        return temperature, min_p, top_k, top_p, seeds
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+        return send_list(values, dtype, self._device)
 
 
 @dataclass(frozen=True)
