@@ -1,11 +1,11 @@
 """A program that runs a model over a Ray cluster and says what happens, one line of JSON at a time.
 
-argv: the model's folder, the number of ranks. Prints the ranks' processes and tokens, then goes on generating until
-the executor fails, and prints the failure; a line on standard input ends it in peace.
+argv: the model's folder. Lines on standard input: arguments of `run`, which prints the ranks' processes and tokens, then
+goes on generating until the executor fails, and prints the failure; "enough", which ends it in peace.
 """
 
 import json
-import os
+import queue
 import sys
 import threading
 
@@ -18,16 +18,16 @@ def say(**what: object) -> None:
     print(json.dumps(what), flush=True)
 
 
-def main() -> None:
+def run(model: str, num_ranks: int, place_timeout_s: float) -> None:
     config = ExecutorConfig(
-        model=sys.argv[1],
-        tensor_parallel_size=int(sys.argv[2]),
+        model=model,
+        tensor_parallel_size=num_ranks,
         kv_cache_bytes=2**22,
         block_size=8,
         dtype="float32",
         max_num_seqs=8,
     )
-    ray_executor.PLACE_TIMEOUT_S = float(os.environ.get("PENSTOCK_TEST_PLACE_TIMEOUT_S", "60"))
+    ray_executor.PLACE_TIMEOUT_S = place_timeout_s
     try:
         executor = ray_executor.open_ray(config)
     except ExecutorError as error:
@@ -41,10 +41,8 @@ def main() -> None:
         pids=[worker.pid for worker in executor.crew.workers],
         names=[worker.name for worker in executor.crew.workers],
     )
-    over = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.readline(), over.set()), daemon=True).start()
     try:
-        while not over.is_set():
+        while not enough.is_set():
             driver.generate(driver.admit([1, 2, 3]), count=4)
             driver._next_slot = 1
             driver.free = list(range(20, executor.info.num_blocks))
@@ -56,4 +54,19 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    asked: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
+    enough = threading.Event()
+
+    def hear() -> None:
+        for line in sys.stdin:
+            if line.strip() == "enough":
+                enough.set()
+            else:
+                enough.clear()
+                asked.put(json.loads(line))
+        enough.set()
+        asked.put(None)
+
+    threading.Thread(target=hear, daemon=True).start()
+    while (what := asked.get()) is not None:
+        run(sys.argv[1], **what)

@@ -3,6 +3,7 @@
 The driver is a process of its own (ray_driver.py), as in service, so that it can be killed.
 """
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -27,64 +28,60 @@ def cluster() -> Iterator[Program]:
     cluster.end()
 
 
-@pytest.fixture
-def drivers(cluster: Program) -> Iterator[list[Program]]:
-    started: list[Program] = []
-    yield started
-    for driver in started:
-        driver.process.kill()
-        driver.end()
+def driver_of(cluster: Program) -> Program:
+    return Program(HERE / "ray_driver.py", str(folder("llama")), RAY_ADDRESS=cluster.address)  # type: ignore[attr-defined]
 
 
-def start(cluster: Program, drivers: list[Program], ranks: int) -> Program:
-    address = cluster.address  # type: ignore[attr-defined]
-    drivers.append(Program(HERE / "ray_driver.py", str(folder("llama")), str(ranks), RAY_ADDRESS=address))
-    return drivers[-1]
+@pytest.fixture(scope="module")
+def driver(cluster: Program) -> Iterator[Program]:
+    """One for many runs: each would import torch and Ray, and so do the actors."""
+    driver = driver_of(cluster)
+    yield driver
+    driver.end()
 
 
-def test_two_nodes_give_the_tokens_of_one_process_and_end_when_told(cluster: Program, drivers: list[Program]) -> None:
-    driver = start(cluster, drivers, 2)
-    said = driver.heard()
+def run(driver: Program, ranks: int = 2, place_timeout_s: float = 60.0) -> dict:
+    driver.tell(json.dumps({"num_ranks": ranks, "place_timeout_s": place_timeout_s}))
+    return driver.heard()
+
+
+def test_two_nodes_give_the_tokens_of_one_process_and_end_when_told(driver: Program) -> None:
+    said = run(driver)
     assert said["tokens"] == greedy("llama", PROMPT, COUNT)[0]
     driver.tell("enough")
     assert driver.heard() == {"closed": True}
-    assert driver.process.wait(20) == 0
     assert all_gone(said["pids"])
 
 
-def test_more_ranks_than_the_cluster_holds_is_said_with_both_numbers(
-    cluster: Program, drivers: list[Program], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PENSTOCK_TEST_PLACE_TIMEOUT_S", "2")
-    error = start(cluster, drivers, 4).heard()["error"]
+def test_more_ranks_than_the_cluster_holds_is_said_with_both_numbers(driver: Program) -> None:
+    error = run(driver, ranks=4, place_timeout_s=2.0)["error"]
     assert "tensor_parallel_size: 4 given; every rank needs one CPU, and the Ray cluster has 2" in error
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_actor_ends_the_executor_by_name_and_leaves_no_other(
-    cluster: Program, drivers: list[Program], rank: int
-) -> None:
-    driver = start(cluster, drivers, 2)
-    said = driver.heard()
+def test_a_killed_actor_ends_the_executor_by_name_and_leaves_no_other(driver: Program, rank: int) -> None:
+    said = run(driver)
     os.kill(said["pids"][rank], signal.SIGKILL)
     assert said["names"][rank] in driver.heard()["error"]
     assert all_gone(said["pids"])
 
 
-def test_actors_end_with_a_driver_that_is_killed(cluster: Program, drivers: list[Program]) -> None:
-    driver = start(cluster, drivers, 2)
-    pids = driver.heard()["pids"]
+def test_actors_end_with_a_driver_that_is_killed(cluster: Program) -> None:
+    driver = driver_of(cluster)
+    pids = run(driver)["pids"]
     driver.process.kill()
+    driver.end()
     assert all_gone(pids)
 
 
-def test_a_lost_node_ends_the_executor_by_the_name_of_its_rank(cluster: Program, drivers: list[Program]) -> None:
-    """Last in the file: the cluster has one node afterwards."""
-    driver = start(cluster, drivers, 2)
-    said = driver.heard()
+def test_a_lost_node_ends_the_executor_by_the_name_of_its_rank(cluster: Program, driver: Program) -> None:
+    """Last of those on the cluster, which has one node afterwards."""
+    said = run(driver)
     cluster.tell("remove")
     assert said["names"][1] in driver.heard()["error"]
     assert all_gone(said["pids"])
+    driver.process.stdin.close()  # type: ignore[union-attr]
+    assert driver.process.wait(20) == 0
 
 
 @pytest.mark.parametrize(

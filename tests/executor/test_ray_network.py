@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.executor.small_models import folder, greedy
-from tests.executor.test_ray import COUNT, HERE, PROMPT
+from tests.executor.test_ray import COUNT, HERE, PROMPT, run
 from tests.programs import Program, all_gone
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
@@ -113,14 +113,14 @@ def node(space: str, command: list[str]) -> "subprocess.Popen[str]":
 def driver(cluster: str) -> Iterator[Program]:
     """The executor's program on the first node."""
     before = ["ip", "netns", "exec", FIRST]
-    program = Program(HERE / "ray_driver.py", str(folder("llama")), "2", before=before, RAY_ADDRESS=cluster, **TOKEN)
+    program = Program(HERE / "ray_driver.py", str(folder("llama")), before=before, RAY_ADDRESS=cluster, **TOKEN)
     yield program
     program.process.kill()
     program.end()
 
 
 def test_nodes_with_addresses_of_their_own_give_the_tokens_of_one_process(driver: Program) -> None:
-    said = driver.heard()
+    said = run(driver)
     assert said["tokens"] == greedy("llama", PROMPT, COUNT)[0]
     driver.tell("enough")
     assert driver.heard() == {"closed": True}
@@ -129,7 +129,7 @@ def test_nodes_with_addresses_of_their_own_give_the_tokens_of_one_process(driver
 
 def test_a_cut_cable_ends_the_executor_by_the_name_of_the_rank_beyond_it(driver: Program) -> None:
     """Last in the file: the cable stays cut."""
-    said = driver.heard()
+    said = run(driver)
     ip("-n", SECOND, "link", "set", "cable", "down")
     assert said["names"][1] in driver.heard()["error"]
     assert all_gone(said["pids"], 60.0)

@@ -68,7 +68,7 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_m
 
 
 def test_a_stopped_replica_is_taken_out_and_what_waited_there_goes_elsewhere():
-    patience = msgspec.structs.replace(QUICK, probe_timeout_s=0.5)
+    patience = msgspec.structs.replace(QUICK, probe_timeout_s=1.0)  # less, and a busy machine is taken for a stop
     with contextlib.ExitStack() as stack:
         replicas = stack.enter_context(mock_replicas(3, prefill_tps=2000, inter_token_s=0.01))
         router = stack.enter_context(running_router(*(each.url for each in replicas), patience=patience))
