@@ -69,9 +69,14 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--dependent-launch", action="store_true", help="kernels may start before the last one's end; on a GPU only"
+    )
     parser.add_argument("--budget-s", type=float, default=480, help="the end of the last part (default: 480)")
     parser.add_argument("--output", type=Path, default=pairs.RESULTS, help="folder for the JSON and the plot")
     args = parser.parse_args()
+    if args.dependent_launch and args.device == "cpu":
+        parser.error("--dependent-launch: given with --device cpu; only a GPU's kernels can be launched so")
     args.parts, args.models = args.parts.split(","), args.models.split(",")
     for name, given, known in (("parts", args.parts, PARTS), ("models", args.models, MODELS)):
         for word in given:
@@ -81,7 +86,7 @@ def read_arguments() -> argparse.Namespace:
 
 
 def plan(args: argparse.Namespace) -> Iterator[Job]:
-    common = {"device": args.device, "tiny": args.tiny, "eager": args.eager}
+    common = {"device": args.device, "tiny": args.tiny, "eager": args.eager, "dependent": args.dependent_launch}
     if "kernels" in args.parts:
         yield Job("kernels", "kernel_part", KERNELS_SHARE, common, ("kernels",))
     parts = tuple(part for part in MODEL_PARTS if part in args.parts)
@@ -168,6 +173,7 @@ def write(args: argparse.Namespace, figures: dict[str, Any], skipped: list[str],
         "versions": {name: version(name) for name in ("torch", "triton", "transformers", "numpy")},
         "tiny": args.tiny,
         "eager": args.eager,
+        "dependent_launch": args.dependent_launch,
         "elapsed_s": round(elapsed_s, 1),
         "figures": figures,
         "skipped": skipped,

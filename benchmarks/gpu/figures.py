@@ -17,6 +17,14 @@ def tell(name: str, **figures: Any) -> None:
     print(f"{MARK}{json.dumps({'name': name, **figures})}", flush=True)
 
 
+def set_launch(job: dict[str, Any]) -> None:
+    """Whether kernels may start early, for this process: before the first is launched."""
+    if job["dependent"]:
+        from penstock.executor.kernels.cuda import dependent
+
+        dependent.ENABLED = True
+
+
 class Timer:
     """Seconds that a call takes on the device, the median of several. On a GPU the call is captured into a graph first,
     so that what launching costs the host is not counted; it must not wait for the device."""

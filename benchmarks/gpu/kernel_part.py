@@ -1,16 +1,18 @@
 """Kernels against what the device can do: bytes per second beside a copy, operations beside a matrix product.
 
-    python -m benchmarks.gpu.kernel_part '{"device": "cuda", "tiny": false}'
+    python -m benchmarks.gpu.kernel_part '{"device": "cuda", "tiny": false, "dependent": false}'
 
 The bytes are those that have to move, each input read and each output written once; the operations those of the result.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
-from benchmarks.gpu.figures import Timer, tell
+import torch.nn.functional as F
+from benchmarks.gpu.figures import Timer, set_launch, tell
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops, select_ops, select_sampling_ops, torch_ops, torch_sampling
@@ -23,12 +25,13 @@ def main(job: dict) -> None:
     device, is_tiny = torch.device(job["device"]), job["tiny"]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.manual_seed(0)
+    set_launch(job)
     timer = Timer(device, 3 if is_tiny else 30)
     copy, product = ceilings(timer, device, dtype, is_tiny)
     tell("copy", gb_per_s=copy / 1e9)
     tell("matrix product", tflop_per_s=product / 1e12)
     ops = select_ops(device, dtype, 128)
-    for make in (attention_cases, row_cases, expert_cases, sampling_cases):
+    for make in (attention_cases, linear_cases, row_cases, expert_cases, sampling_cases):
         for name, call, num_bytes, operations in make(ops, device, dtype, is_tiny):
             seconds = timer.seconds(call)
             rates = {"gb_per_s": num_bytes / seconds / 1e9, "tflop_per_s": operations / seconds / 1e12}
@@ -100,6 +103,18 @@ def attention_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny:
 
         num_bytes = item * (rows * context * latent + 2 * wide.numel())
         yield f"latent decode {rows} at {context}", attend_latent, num_bytes, 4 * pairs * heads * latent
+
+
+def linear_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> Iterator[Case]:
+    """The four products of a layer of Qwen3-8B for few rows, as the device's library computes them."""
+    shapes = [(32, 64)] if is_tiny else [(4096, 6144), (4096, 4096), (4096, 24_576), (12_288, 4096)]
+    for depth, width in shapes:
+        weight = torch.randn(width, depth, dtype=dtype, device=device)
+        for rows in (1, 8, 32):
+            x = torch.randn(rows, depth, dtype=dtype, device=device)
+            num_bytes = weight.nbytes + x.nbytes + rows * width * dtype.itemsize
+            call = functools.partial(F.linear, x, weight)
+            yield f"linear {rows} × {depth} to {width}", call, num_bytes, 2 * rows * depth * width
 
 
 def row_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> Iterator[Case]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.gpu.figures import tell
+from benchmarks.gpu.figures import set_launch, tell
 from benchmarks.gpu.shapes import config_of, decode_bytes
 
 from penstock.executor.protocol import Admission, Executor, ExecutorConfig, Row, Sampling, Step, open_executor
@@ -27,6 +27,7 @@ GREEDY = Sampling(temperature=0.0)
 
 def main(job: dict[str, Any]) -> None:
     config, is_tiny = config_of(job["model"], job["tiny"]), job["tiny"]
+    set_launch(job)
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         llm, executor = open_model(folder, config, job)
@@ -63,6 +64,15 @@ def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tupl
         return None, open_executor(ExecutorConfig(model=folder, **options))
 
 
+def fill(kv: torch.Tensor) -> None:
+    """With random numbers: zeros are read faster than anything else. Those of eight bits are made as wider ones."""
+    if kv.dtype is not torch.float8_e4m3fn:
+        kv.normal_()
+        return
+    for blocks in kv.split(256):
+        blocks.copy_(torch.randn(blocks.shape, dtype=torch.bfloat16, device=kv.device))
+
+
 class Bench:
     """Steps made by hand: every request has its slot and blocks, and nothing is ever freed."""
 
@@ -75,7 +85,7 @@ class Bench:
         if "decode" in self._job["parts"]:
             rank = self._executor._rank  # type: ignore[attr-defined]
             with torch.inference_mode():
-                rank.kv.normal_()  # zeros are read faster than anything else
+                fill(rank.kv)
             for batch in (1, 3) if is_tiny else (1, 32, 256):
                 self.decode(batch, 24 if is_tiny else 1024, 6 if is_tiny else 60)
         if "prefill" in self._job["parts"]:

@@ -7,7 +7,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from benchmarks import gpu_suite
+from benchmarks.gpu.model_part import fill
 from benchmarks.gpu.shapes import MODELS, SHARES, config_of, decode_bytes
 
 from penstock.executor.models.fields import Fields
@@ -31,7 +33,7 @@ def test_it_measures_the_parts_that_are_asked_for_and_draws_them(
     assert {"device", "versions", "date", "commit"} <= found.keys()
     assert list(found["figures"]) == ["kernels", "qwen3-0.6b"]
     kernels, model = found["figures"]["kernels"], found["figures"]["qwen3-0.6b"]
-    assert {"copy", "matrix product", "add and norm", "sampling, drawn"} <= kernels.keys()
+    assert {"copy", "matrix product", "linear 8 × 32 to 64", "add and norm", "sampling, drawn"} <= kernels.keys()
     assert all(figure["of_ceiling"] > 0 for figure in kernels.values() if "bound" in figure)
     assert {name.split()[0] for name in model} == {"startup", "decode", "prefill", "throughput"}
     assert model["throughput"]["output_tokens_per_s"] > 0
@@ -42,6 +44,18 @@ def test_it_measures_the_parts_that_are_asked_for_and_draws_them(
     assert "== qwen3-0.6b: startup, decode, prefill, throughput; at most" in capsys.readouterr().out
 
 
+def test_made_up_pages_hold_numbers_of_their_dtype() -> None:
+    for dtype in (torch.float32, torch.float8_e4m3fn):
+        pages = torch.zeros(300, 2, 16, 8).to(dtype)
+        fill(pages)
+        assert pages.float().isfinite().all() and pages.float().std() == pytest.approx(1, abs=0.05)
+
+
+def test_kernels_start_early_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path, "--dependent-launch")
+
+
 def test_what_is_late_is_killed_and_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     code, found = run(monkeypatch, tmp_path, "--models", "opt-125m", "--parts", "decode", "--budget-s", "0.2")
     assert code == 1 and found["figures"] == {"opt-125m": {}}
@@ -50,7 +64,14 @@ def test_what_is_late_is_killed_and_listed(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_part_that_fails_leaves_what_it_had_said_and_its_last_words(tmp_path: Path) -> None:
-    argument = {"model": "opt-125m", "device": "cpu", "tiny": True, "eager": False, "parts": ["decode", "nothing"]}
+    argument = {
+        "model": "opt-125m",
+        "device": "cpu",
+        "tiny": True,
+        "eager": False,
+        "dependent": False,
+        "parts": ["decode", "nothing"],
+    }
     job = gpu_suite.Job("opt-125m", "model_part", 1, argument | {"model": "absent"}, ("decode",))
     found, problem = gpu_suite.run(job, 60)
     assert found == {} and problem == "KeyError: 'absent'"

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.cuda.dependent import launching, take_turn
 from penstock.executor.kernels.cuda.tiles import choose_splits, decode_tile, power_of_2, prefill_tile
 
 LOG2_E = 1.4426950408889634
@@ -94,6 +95,7 @@ def decode(
         HAS_WINDOW=window is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **launching(),
     )
     if splits > 1:
         combine(parts, sums, context_lens, out, window, tile.columns)
@@ -128,6 +130,7 @@ def combine(
         COLUMNS=columns,
         HAS_WINDOW=window is not None,
         num_warps=2 if dim <= 256 else 4,
+        **launching(),
     )
 
 
@@ -248,7 +251,9 @@ def _decode(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -300,8 +305,10 @@ def _combine(
     BLOCK_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program per row and head: the parts' means, each by its weight. Parts that nobody wrote are not read."""
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     head = row * num_heads + tl.program_id(1)
     context = tl.load(contexts_ptr + row)

@@ -19,6 +19,7 @@ from penstock.executor.kernels.cuda.attention import (
     split_range,
     weigh,
 )
+from penstock.executor.kernels.cuda.dependent import launching, take_turn
 from penstock.executor.kernels.cuda.tiles import choose_splits, latent_tile, power_of_2
 
 
@@ -75,6 +76,7 @@ def _launch(grid, q, latents, batch, scale, rope_dim, out, parts, sums, splits, 
         IS_SINGLE=is_single,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **launching(),
     )
 
 
@@ -104,7 +106,9 @@ def _latent(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_SINGLE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    take_turn(DEPENDENT)
     if IS_SINGLE:
         row = tl.program_id(0)
         tile = tl.program_id(1)

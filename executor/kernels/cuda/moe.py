@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.executor.kernels.cuda.dependent import launching, take_turn
 from penstock.executor.kernels.cuda.rows import GELU_TANH, SILU, activate
 from penstock.executor.kernels.cuda.tiles import Tile, expert_tile, power_of_2
 from penstock.executor.kernels.torch_fp8 import BLOCK
@@ -95,9 +96,10 @@ def _sort(
         CHUNK=ALIGN_CHUNK,
         TILES=TILE_BLOCK,
         num_warps=8,
+        **launching(),
     )
     grid = (triton.cdiv(entries, PLACE_BLOCK),)
-    _place[grid](slots, cursors, ids, entries, num_slots, first, BLOCK=PLACE_BLOCK)
+    _place[grid](slots, cursors, ids, entries, num_slots, first, BLOCK=PLACE_BLOCK, **launching())
     return ids, tile_slots
 
 
@@ -143,6 +145,7 @@ def _launch(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **given,
+        **launching(),
     )
 
 
@@ -159,8 +162,10 @@ def _align(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
     TILES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program: where each slot's entries begin, in whole tiles, and which slot each tile has."""
+    take_turn(DEPENDENT)
     counts = tl.zeros([BINS], tl.int32)
     for start in range(0, entries, CHUNK):
         entry = start + tl.arange(0, CHUNK)
@@ -179,8 +184,9 @@ def _align(
 
 
 @triton.jit(do_not_specialize=["entries", "first"])
-def _place(slots_ptr, cursors_ptr, ids_ptr, entries, num_slots, first, BLOCK: tl.constexpr):
+def _place(slots_ptr, cursors_ptr, ids_ptr, entries, num_slots, first, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     """Each entry takes the next place of its slot. Which one does not matter: a row's products know no other row."""
+    take_turn(DEPENDENT)
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + entry, mask=entry < entries, other=-1).to(tl.int32) - first
     ours = (entry < entries) & (slot >= 0) & (slot < num_slots)
@@ -212,8 +218,10 @@ def _multiply(
     SCALED: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Rows of x times their expert's weight [columns, depth]; gated: a gate's columns, then as many of up."""
+    take_turn(DEPENDENT)
     slot = tl.load(tile_slots_ptr + tl.program_id(1))
     if slot < 0:
         return

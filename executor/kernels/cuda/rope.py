@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.executor.kernels.cuda.dependent import launching, take_turn
 from penstock.executor.kernels.cuda.tiles import power_of_2
 
 FP8_MAX = tl.constexpr(448.0)  # the largest finite float8_e4m3fn
@@ -67,6 +68,7 @@ def rope_and_store(
         NORMS_Q=q_weight is not None,
         NORMS_K=k_weight is not None,
         num_warps=1 if dim <= 256 else 2,
+        **launching(),
     )
     return rotated
 
@@ -105,8 +107,10 @@ def _rope_and_store(
     HAS_V: tl.constexpr,
     NORMS_Q: tl.constexpr,
     NORMS_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program per token and head: the query heads, then the key heads, which take their values along."""
+    take_turn(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions_ptr + token).to(tl.int64)

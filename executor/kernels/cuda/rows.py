@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.executor.kernels.cuda.dependent import launching, take_turn
 from penstock.executor.kernels.cuda.tiles import power_of_2, row_warps
 
 GATE_BLOCK = 1024
@@ -17,7 +18,19 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if rows:
         block = power_of_2(width)
         _norm[(rows,)](
-            x, x, weight, y, y, x.stride(0), 0, eps, WIDTH=width, BLOCK=block, ADDS=False, num_warps=row_warps(block)
+            x,
+            x,
+            weight,
+            y,
+            y,
+            x.stride(0),
+            0,
+            eps,
+            WIDTH=width,
+            BLOCK=block,
+            ADDS=False,
+            num_warps=row_warps(block),
+            **launching(),
         )
     return y
 
@@ -44,6 +57,7 @@ def add_rms_norm(
             BLOCK=block,
             ADDS=True,
             num_warps=row_warps(block),
+            **launching(),
         )
     return y, total
 
@@ -62,7 +76,9 @@ def _gate(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
         grid = (rows, triton.cdiv(width, GATE_BLOCK))
-        _gate_rows[grid](gate_up, out, gate_up.stride(0), width, ACTIVATION=activation, BLOCK=GATE_BLOCK, num_warps=4)
+        _gate_rows[grid](
+            gate_up, out, gate_up.stride(0), width, ACTIVATION=activation, BLOCK=GATE_BLOCK, num_warps=4, **launching()
+        )
     return out
 
 
@@ -79,8 +95,10 @@ def _norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program per row. The sum is rounded to the stream's dtype before it is normalized, as in the twin."""
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -101,7 +119,10 @@ def normalize(x, weight, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _gate_rows(gate_up_ptr, out_ptr, stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_rows(
+    gate_up_ptr, out_ptr, stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -75,7 +75,19 @@ def describe(kernel: Any) -> dict[str, int]:
         code = run(TOOLS / "nvdisasm", file.name)
     counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in INSTRUCTIONS}
     registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[0]) for what in ("REG", "STACK"))
-    return {"registers": registers, "stack": stack, "shared": kernel.metadata.shared, **counts}
+    # Before its turn a kernel may neither read nor write what other kernels do, and not leave.
+    before, wait, _ = code.partition("ACQBULK")
+    early = len(re.findall(r"\b(LDG|LDGSTS|STG|ATOMG|ATOM|RED|REDG|EXIT)\b", before)) if wait else None
+    return {
+        "registers": registers,
+        "stack": stack,
+        "shared": kernel.metadata.shared,
+        "is_dependent": bool(kernel.metadata.launch_pdl),
+        "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
+        "launches": kernel.asm["ptx"].count("griddepcontrol.launch_dependents"),
+        "early": early,
+        **counts,
+    }
 
 
 def run(*command: Any) -> str:

@@ -4,10 +4,12 @@
 """
 
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda import fp8, moe
 from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
 from penstock.executor.state import Places
@@ -160,11 +162,24 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
     return call
 
 
+def dependent(call: Callable[[], None]) -> Callable[[], None]:
+    """The same with programs that start before the last kernel's end."""
+
+    def changed() -> None:
+        with mock.patch.object(launch, "ENABLED", True):
+            call()
+
+    return changed
+
+
 QUICK: dict[str, Callable[[], None]] = {
     "Qwen3-0.6B: one row": attention(1, 0, 128, 16, 8),
     "Qwen3-0.6B: prompts": attention(0, 2, 128, 16, 8),
     "Qwen3-0.6B: rope": rope(128, 16, 8, True),
     "Qwen3-0.6B: rows": rows(1024, 3072),
+    "Qwen3-0.6B: one row, dependent": dependent(attention(1, 0, 128, 16, 8)),
+    "Qwen3-0.6B: rope, dependent": dependent(rope(128, 16, 8, True)),
+    "Qwen3-0.6B: rows, dependent": dependent(rows(1024, 3072)),
     "a step's inputs": inputs(7, 300, 2560),
 }
 
@@ -196,6 +211,8 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Qwen3-8B: eight bits, a batch": eight_bits(64, 6144, 4096),
     "Qwen3-8B: eight bits, prompts": eight_bits(256, 6144, 4096),
     "DeepSeek-V2-Lite: attention": latent(4, 1, 16),
+    "DeepSeek-V2-Lite: attention, dependent": dependent(latent(4, 1, 16)),
+    "Qwen3-30B-A3B: experts, one row, dependent": dependent(experts(1, 128, 8, 2048, 768)),
     "DeepSeek-V2-Lite: full batch": latent(1024, 0, 16),
     "DeepSeek-V2-Lite: float32": latent(4, 1, 16, F32),
     "DeepSeek-V2-Lite: prompts": expanded(2, 16),

@@ -56,6 +56,16 @@ def test_products_run_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.timeout(600)
+def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: list[dict[str, Any]]) -> None:
+    early = [kernel for kernel in compiled if kernel["is_dependent"]]
+    assert {"_decode", "_combine", "_rope_and_store", "_norm", "_gate_rows"} <= {kernel["kernel"] for kernel in early}
+    for kernel in compiled:
+        expected = (1, 1, 0) if kernel["is_dependent"] else (0, 0, None)
+        assert (kernel["waits"], kernel["launches"], kernel["early"]) == expected, kernel
+        assert kernel["is_dependent"] == ("dependent" in kernel["case"]), kernel
+
+
+@pytest.mark.timeout(600)
 def test_pages_are_copied_asynchronously(compiled: list[dict[str, Any]]) -> None:
     for kernel in compiled:
         if kernel["kernel"] in ("_decode", "_prefill") and "float32" not in kernel["case"]:

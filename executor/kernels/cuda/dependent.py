@@ -1,0 +1,28 @@
+"""Programmatic dependent launch: a kernel's programs may start while the one before it still runs, and wait there.
+
+What is saved is the time from one kernel's end to the next one's start, a large part of a small model's decoding step.
+It is right because every such kernel takes its turn before anything else: whatever it reads, writes or returns from
+comes after the whole kernel before it, memory included. That one waited likewise, so all earlier ones are over as well,
+and kernels that are launched in the usual way wait for everything by themselves.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+ENABLED = (
+    False  # no GPU has shown what it gains: benchmarks/gpu_suite.py --dependent-launch turns it on to measure that
+)
+
+
+def launching() -> dict[str, bool]:
+    """For the launch of a kernel that begins with `take_turn(DEPENDENT)`."""
+    return {"DEPENDENT": ENABLED, "launch_pdl": ENABLED}
+
+
+@triton.jit
+def take_turn(DEPENDENT: tl.constexpr):
+    """To be the first thing that a kernel does: where no program of it waited, the next would not wait for this one."""
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
