@@ -2,14 +2,34 @@
 
 import os
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from penstock.cache.tiers.peer_address import SECRET_VARIABLE, read_address, read_secret
 from penstock.executor.protocol import ExecutorConfig
 
 MAX_PEERS = 16  # each takes a handful of threads and connections
+
+
+class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Drafts: tokens that are computed before they are sampled, because they followed the same text earlier on."""
+
+    method: str
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4  # drafts of one request in a step, at most
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2  # so many tokens have to repeat …
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 4  # … and more than so many are not looked for
+    max_draft_rows: Annotated[int, Meta(ge=1)] = 64  # drafts of all requests in a step
+
+    def __post_init__(self) -> None:
+        if self.method != "ngram":
+            raise ValueError(f"method: {self.method!r} given; there is 'ngram' alone")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min: {self.prompt_lookup_min} given; at most prompt_lookup_max "
+                f"({self.prompt_lookup_max}) can be meant"
+            )
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,6 +40,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     enable_prefix_caching: bool = True
     max_queued_requests: int = 4096
     patience_s: float = 30.0  # who has waited longer goes before every priority
+    speculative_config: SpeculativeConfig | None = None  # None: nothing is computed before it is sampled
 
     @property
     def max_sequences(self) -> int:
@@ -64,6 +85,10 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         raise ConfigError(
             f"max_num_batched_tokens: {given.get('max_num_batched_tokens', 2048)} is less than max_num_seqs "
             f"({given.get('max_num_seqs', 256)}); every running request needs at least one token of each step"
+        )
+    if given.get("max_num_seqs") == 1 and "speculative_config" in given:
+        raise ConfigError(
+            "max_num_seqs: 1 given; with speculative_config at least 2: drafts take rows that no request needs"
         )
     known = {*ExecutorConfig.__struct_fields__, *SchedulerConfig.__struct_fields__} - {"model", "kind"}
     if "executor" in given:

@@ -86,6 +86,9 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     generation_tokens: int = 0
     step_s: float = 0.0  # total time of all steps
     forced_tokens: int = 0  # of the generated ones: what a grammar left no choice about, so nobody sampled it
+    num_drafts: int = 0  # rows that brought drafts along …
+    draft_tokens: int = 0  # … how many in all …
+    accepted_tokens: int = 0  # … and how many of them were sampled
     tiers: dict[str, dict[str, float]] = {}  # "host", "disk", …: gauges and counters of each
     experts: ExpertNews | None = None  # where they move between ranks
 

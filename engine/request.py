@@ -3,7 +3,7 @@
 from array import array
 
 from penstock.engine.grammar.matcher import Matcher
-from penstock.executor.protocol import Sampling, TokenLogprobs
+from penstock.executor.protocol import Sampling, TokenLogprobs, is_penalized
 
 
 class Request:
@@ -18,6 +18,9 @@ class Request:
         "adapter",
         "arrival_s",
         "blocks",
+        "draft_place",
+        "draft_trust",
+        "drafts",
         "finished",
         "forced",
         "first_scheduled_s",
@@ -27,6 +30,7 @@ class Request:
         "looked",
         "matcher",
         "max_tokens",
+        "may_draft",
         "may_jump",
         "num_cached",
         "num_known",
@@ -99,6 +103,8 @@ class Request:
         self.num_known = 0  # positions whose tokens the executor samples itself or was told
         # Nobody samples a forced token: it has no log-probabilities, and no list of tokens can forbid it.
         self.may_jump = sampling.logprobs is None and not (sampling.allowed_ids or sampling.banned_ids)
+        # A penalty counts the tokens before, right or wrong; a grammar has its own way to skip ahead.
+        self.may_draft = grammar is None and sampling.prompt_logprobs is None and not is_penalized(sampling)
         self.num_registered = 0  # leading blocks that the pool knows by key
         self.num_sent_blocks = 0  # leading table entries that the executor has
         self.write_from = 0
@@ -108,6 +114,10 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.started_output = False
         self.finished = False
+        # Kept by engine/drafts.py:
+        self.drafts: tuple[int, ...] = ()  # what may follow; while there are any, no step is planned ahead of a result
+        self.draft_place = -1  # in `tokens`, of the token that is expected next
+        self.draft_trust = 0
         # Kept by engine/tiering.py:
         self.looked = False  # since it joined the queue, the tiers were asked for its blocks
         self.is_restoring = False  # it runs, but blocks of its prefix have yet to be copied to the device

@@ -3,7 +3,8 @@
 There is no prefill and no decode: a request has positions that are ready to be computed, and each step hands
 out as many as one token budget allows. Requests that run come first; then waiting ones are admitted, in
 order, while their whole prompt fits. Steps are planned ahead of their results: a plan assumes that every
-row under way delivers its token, and `apply` corrects what turns out otherwise (an end of sequence).
+row under way delivers its token, and `apply` corrects what turns out otherwise (an end of sequence). A request
+that drafts may follow is not planned ahead: what they are depends on its last token (engine/drafts.py).
 """
 
 from array import array
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
+from penstock.engine.drafts import Drafter, Sent, taken
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.holdings import Holdings
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
@@ -31,8 +33,9 @@ class Plan(NamedTuple):
 
     step_id: int
     requests: list[Request]
-    rows: list[Row]
+    rows: list[Row]  # one for each request, then those of drafts
     transfers: Transfers | None
+    sent: dict[int, Sent]  # drafts, by the index of the request
 
 
 class Scheduler:
@@ -49,6 +52,8 @@ class Scheduler:
         self.tiers = Tiering(info, self.pool, saves_per_step) if info.host_slots else None
         self.held: dict[Request, None] = {}  # their grammars are being compiled
         self._holdings = Holdings(self.pool, self.tiers, info.block_size, config.enable_prefix_caching)
+        drafting = config.speculative_config
+        self._drafter = drafting and Drafter(drafting, self.pool, info.block_size, config.max_num_seqs)
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._under_way: deque[Plan] = deque()
@@ -157,6 +162,8 @@ class Scheduler:
             count = min(ready - request.num_scheduled, budget)
             if count == 0 or request.is_restoring or not self._wants_more(request):
                 continue
+            if request.drafts and request.num_pending:
+                continue
             end = request.num_scheduled + count
             missing = -(-end // self.block_size) - len(request.blocks)
             while missing > self.pool.num_free and request.slot >= 0:
@@ -176,15 +183,27 @@ class Scheduler:
         for request in planned:
             self._holdings.register(request)
         admissions = [] if preempted else self._admit(budget, planned)
+        rows, sent = self._send_drafts(planned)
         # Not before: an admission of this very step must not be handed a block that a row of it writes.
         self._holdings.drop_replaced()
         transfers = None if self.tiers is None else self.tiers.end_step()
         if not planned and not admissions and transfers is None and not self._must_ask():
             return None
         self._num_steps += 1
-        step = Step(self._num_steps, admissions, list(planned.values()), transfers)
-        self._under_way.append(Plan(step.step_id, list(planned), step.rows, transfers))
+        step = Step(self._num_steps, admissions, rows, transfers)
+        self._under_way.append(Plan(step.step_id, list(planned), rows, transfers, sent))
         return step
+
+    def _send_drafts(self, planned: dict[Request, Row]) -> tuple[list[Row], dict[int, Sent]]:
+        """The step's rows, with drafts where there are any: they get what is left when everybody else is served."""
+        rows: list[Row] = []
+        sent: dict[int, Sent] = {}
+        if self._drafter is not None:
+            budget = self.config.max_num_batched_tokens - sum(row.count for row in planned.values())
+            # Those who run take a block each before long, and whoever waits takes all there are.
+            spare = 0 if self.waiting else max(0, self.pool.num_free - len(self.running))
+            rows, sent = self._drafter.extend(planned, budget, spare)
+        return [*planned.values(), *rows], sent
 
     def _turn_to_tiers(self, tiers: Tiering) -> None:
         """Whoever has waited for the tiers comes back; those next in the queue go and wait where it is worth it."""
@@ -313,7 +332,7 @@ class Scheduler:
             return None
         rows = [
             (index, request.matcher)
-            for index, (request, row) in enumerate(zip(plan.requests, plan.rows, strict=True))
+            for index, (request, row) in enumerate(zip(plan.requests, plan.rows, strict=False))
             if row.masked and not request.finished and request.matcher is not None
         ]
         return plan.step_id, rows
@@ -334,7 +353,7 @@ class Scheduler:
             self.tiers.finish_step(plan.transfers, result.transfers, self._clock())
             self.tiers.rates.note_step(sum(row.count for row in plan.rows), len(plan.rows), result.elapsed_s)
         outputs = []
-        for index, (request, row, token) in enumerate(zip(plan.requests, plan.rows, result.tokens, strict=True)):
+        for index, (request, row) in enumerate(zip(plan.requests, plan.rows, strict=False)):
             if row.sample:
                 request.num_pending -= 1
             if request.finished:  # aborted, or it ended one step ago: this row was computed in vain
@@ -348,15 +367,20 @@ class Scheduler:
             if index in result.embeddings:
                 outputs.append(self._finish(request, "stop", embedding=result.embeddings[index]))
             elif row.sample:
-                logprobs = [result.logprobs[index]] if index in result.logprobs else None
-                outputs.append(self._append(request, token, logprobs))
+                sent = plan.sent.get(index)
+                indices = taken(result, index, sent)
+                logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
+                outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent))
         self._holdings.drop_replaced()
         return outputs
 
-    def _append(self, request: Request, token: int, logprobs: list | None) -> Output:
-        """A token has arrived: extend the request, and end it where it ends."""
-        tokens = [token, *request.forced]
+    def _append(self, request: Request, sampled: list[int], logprobs: list | None, sent: Sent | None = None) -> Output:
+        """A token has arrived, or several by drafts: extend the request, and end it where it ends."""
+        tokens, token = [*sampled, *request.forced], sampled[-1]
         request.forced = []
+        if request.slot >= 0:  # drafts that were right are computed
+            request.num_scheduled += len(sampled) - 1
+            request.num_known += len(sampled) - 1
         self._extend(request, tokens)
         matcher = request.matcher
         if matcher is not None and not matcher.advance(tokens):
@@ -371,6 +395,8 @@ class Scheduler:
                 return self._finish(request, "stop", tokens=tokens, logprobs=logprobs, stop_token=end)
         if request.num_outputs >= request.max_tokens:
             return self._finish(request, "length", tokens=tokens, logprobs=logprobs)
+        if self._drafter is not None and request.may_draft:
+            self._drafter.look(request, len(tokens), sent, len(self.running))
         return self._output(request, tokens, logprobs=logprobs)
 
     def _extend(self, request: Request, tokens: list[int]) -> None:
@@ -460,6 +486,7 @@ class Scheduler:
             step_s=self._step_s,
             forced_tokens=self._num_forced,
             tiers={} if self.tiers is None else self.tiers.stats(),
+            **({} if self._drafter is None else self._drafter.stats()),
         )
 
     def check(self) -> None:
@@ -491,7 +518,7 @@ class Scheduler:
             assert request.slot == -1 and not request.blocks and request.num_scheduled == 0
         pending: dict[Request, int] = {}
         for plan in self._under_way:
-            for request, row in zip(plan.requests, plan.rows, strict=True):
+            for request, row in zip(plan.requests, plan.rows, strict=False):
                 pending[request] = pending.get(request, 0) + row.sample
         for request in self._requests.values():
             assert request.num_pending == pending.get(request, 0)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels import SamplingOps
-from penstock.executor.penalties import Penalties, Seen, is_penalized
-from penstock.executor.protocol import Sampling
+from penstock.executor.penalties import Penalties, Seen
+from penstock.executor.protocol import Sampling, is_penalized
 from penstock.executor.staging import send_list
 
 

@@ -113,10 +113,15 @@ class OracleExecutor:
         step = self._queue.popleft()
         assert step is not self._unmasked, "a step is collected before its masks came"
         assert sum(row.count for row in step.rows) <= self._max_num_batched_tokens
-        assert len({row.slot for row in step.rows}) == len(step.rows), "a slot twice in one step"
+        assert len(step.rows) <= self._max_num_seqs, "more rows than there is memory for"
         for admission in step.admissions:
             assert 0 <= admission.slot < self._max_num_seqs
             self._slots[admission.slot] = _Slot(admission, self._model, self.info.max_model_len)
+        by_slot: dict[int, list[Row]] = {}
+        for row in step.rows:
+            by_slot.setdefault(row.slot, []).append(row)
+        for index, own in by_slot.items():
+            self._slots[index].begin(own)
         self._written.clear()
         result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {})
         rows, masks = self._masks.pop(step.step_id, ((), ()))
@@ -127,6 +132,8 @@ class OracleExecutor:
             self._transfers.begin(step.transfers)
         for index, row in enumerate(step.rows):
             self._run(self._slots[row.slot], row, index, result, allowed.get(index))
+        for index in by_slot:
+            self._slots[index].end()
         if self._transfers is None:
             assert step.transfers is None, "there is nowhere to move blocks to"
             return result
@@ -156,9 +163,9 @@ class OracleExecutor:
         assert end <= len(slot.table) * self.info.block_size, "a position without a block"
         self._write(slot, row)
         if row.sample:
-            assert end == len(slot.tokens), "a token is sampled twice"
+            assert slot.drafts or end == len(slot.tokens), "a token is sampled twice"
             token = self._sample(slot, end, allowed)
-            slot.tokens.append(token)
+            slot.sampled.append(token)
             result.tokens[index] = token
             if slot.sampling.logprobs is not None:
                 result.logprobs[index] = self._logprobs(token, slot.sampling.logprobs)
@@ -223,3 +230,24 @@ class _Slot:
         self.pooling = admission.pooling
         self.root = xxhash.xxh3_64_intdigest(f"adapter {admission.adapter}".encode(), model)
         self.table: list[int] = []
+        self.drafts: list[int] = []  # that a step computes …
+        self.sampled: list[int] = []  # … and what it samples
+
+    def begin(self, rows: list[Row]) -> None:
+        """The slot's rows of a step; what the last step got wrong is forgotten."""
+        first, *others = rows
+        if self.sampled:
+            num_right = first.start - (len(self.tokens) - len(self.sampled))
+            assert 0 <= num_right <= len(self.drafts), "a row does not go on where the last step ended"
+            assert self.sampled[:num_right] == self.drafts[:num_right], "a wrong draft counts as computed"
+            del self.tokens[first.start + 1 :]
+        self.drafts, self.sampled = [], []
+        if others:
+            assert first.sample and first.count == 1 and first.first_token == first.start + 1
+            assert others == [Row(first.slot, first.first_token + i, 1, True) for i in range(len(first.tokens))]
+            self.drafts += first.tokens
+
+    def end(self) -> None:
+        """Not before all rows have run: until then the drafts stand in the history."""
+        if self.sampled:
+            self.tokens[len(self.tokens) - len(self.drafts) :] = self.sampled

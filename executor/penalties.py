@@ -11,15 +11,11 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels import SamplingOps
-from penstock.executor.protocol import Sampling
+from penstock.executor.protocol import Sampling, is_penalized
 from penstock.executor.staging import send, send_list
 
 _IN_PROMPT = 1 << 30  # beside the number of times a token was sampled
 _MIN_HISTORY = 1024
-
-
-def is_penalized(sampling: Sampling) -> bool:
-    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
 class Seen:

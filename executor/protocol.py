@@ -45,6 +45,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prompt_logprobs: int | None = None
 
 
+def is_penalized(sampling: Sampling) -> bool:
+    """What it may sample depends on every token before."""
+    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+
 class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """A request takes a slot: everything the executor must know about it before its first row.
 
@@ -77,7 +82,8 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaults=
     blocks: tuple[int, ...] = ()
     write_from: int = 0
     masked: bool = False  # it samples, and only what `set_masks` allows
-    # Tokens that nobody sampled, as a grammar leaves no choice: they continue the slot's history from `first_token` on.
+    # Tokens that nobody sampled, as a grammar leaves no choice or as drafts: they continue the slot's history from
+    # `first_token` on.
     first_token: int = 0
     tokens: tuple[int, ...] = ()
 
@@ -106,7 +112,13 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass. Within it, every key and value is written before any is read, layer by layer, so a
     later row may read a block that an earlier row of the same step fills. A step without rows is legal: it
-    carries transfers, or asks for the completions there are."""
+    carries transfers, or asks for the completions there are.
+
+    A slot has one row, or several with *drafts*: a row of one position that samples and brings n tokens along, and
+    somewhere behind it n rows of one position each, in order, that compute those tokens and sample as well. Each
+    samples as if all tokens before it were right, and after the step the slot's history holds what was sampled. The
+    slot's next row starts behind the last position that was computed with what has been sampled for it. What the
+    history and the blocks hold beyond is forgotten: it is written again before it is read."""
 
     step_id: int
     admissions: list[Admission]

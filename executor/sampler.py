@@ -21,8 +21,8 @@ from penstock.executor.kernels import SamplingOps
 from penstock.executor.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
 from penstock.executor.masking import RowMasks
 from penstock.executor.outbox import Mail, Outbox
-from penstock.executor.penalties import Seen, is_penalized
-from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs
+from penstock.executor.penalties import Seen
+from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs, is_penalized
 from penstock.executor.staging import send, send_list
 
 __all__ = ["Sampled", "Sampler", "prompt_logprobs"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.engine.config import SchedulerConfig
+from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.messages import Output, Submit
 from penstock.engine.scheduler import Scheduler
 from penstock.executor.oracle import OracleExecutor
@@ -41,6 +41,7 @@ class World:
     max_queued_requests: int = 4096
     host_slots: int = 0  # 0: no tiers
     store: FlakyStore | None = None  # beneath the host, as its disk
+    drafts: SpeculativeConfig | None = None
     kv_peers: tuple[str, ...] = ()
     kv_peer_listen: str = ""
     step_s: float = 1.0  # what a step takes on the clock
@@ -67,6 +68,7 @@ class World:
             patience_s=self.patience_s,
             enable_prefix_caching=self.enable_prefix_caching,
             max_queued_requests=self.max_queued_requests,
+            speculative_config=self.drafts,
         )
         self.scheduler = Scheduler(scheduler_config, self.executor.info, lambda: self.now_s)
 
@@ -171,17 +173,33 @@ def alone(message: Submit, vocab_size: int = 50, max_model_len: int = 64) -> tup
     return tokens, None
 
 
-def random_request(rng: random.Random, number: int, vocab_size: int, max_model_len: int) -> Submit:
-    """Prompts share prefixes often, so that hits, duplicates and full hits are common."""
+def random_drafts(rng: random.Random) -> SpeculativeConfig:
+    least = rng.randint(1, 3)
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=rng.randint(1, 9),
+        prompt_lookup_min=least,
+        prompt_lookup_max=least + rng.randint(0, 3),
+        max_draft_rows=rng.choice([1, 5, 64]),
+    )
+
+
+def random_request(
+    rng: random.Random, number: int, vocab_size: int, max_model_len: int, repeats: bool = False
+) -> Submit:
+    """Prompts share prefixes often, so that hits, duplicates and full hits are common. With `repeats`, answers are
+    written with one to three tokens, so that drafts are right often, but not always."""
     shared = random.Random(rng.randrange(4)).choices(range(vocab_size), k=40)
     length = rng.choice([rng.randint(1, 30), BLOCK_SIZE * rng.randint(1, 7)])
     keep = rng.randint(0, length)
     tokens = shared[:keep] + rng.choices(range(vocab_size), k=length - keep) if rng.random() < 0.7 else shared[:length]
+    stop_ids = (3,) if rng.random() < 0.3 else ()
+    allowed = tuple(rng.sample(range(vocab_size), rng.choice([1, 2, 2, 3])) + [3] * (rng.random() < 0.2)) if repeats else ()
     return submit(
         f"r{number}",
         tokens,
         max_tokens=rng.randint(1, max_model_len - length - 1),
-        stop_ids=(3,) if rng.random() < 0.3 else (),
+        sampling=Sampling(temperature=0.0, stop_ids=stop_ids, allowed_ids=allowed),
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, "a", "b"]),
         adapter=rng.choice([None, None, None, "x"]),

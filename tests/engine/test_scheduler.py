@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engine.messages import Submit
 from penstock.executor.protocol import NOTHING_LEFT, Sampling
-from tests.engine.simulation import BLOCK_SIZE, World, alone, random_request, submit
+from tests.engine.simulation import BLOCK_SIZE, World, alone, random_drafts, random_request, submit
 
 
 def rows(step) -> list[tuple[int, int, int, bool]]:
@@ -204,7 +204,7 @@ def test_the_prefix_cache_is_reset_only_when_idle():
     assert world.outputs["b"][0].num_cached_tokens == 0
 
 
-def storm(seed: int, num_steps: int) -> dict[str, int]:
+def storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]:
     """A random world under pressure; every finished request must have the tokens that it gets alone."""
     rng = random.Random(seed)
     shape = dict(vocab_size=50, max_model_len=64)
@@ -213,13 +213,14 @@ def storm(seed: int, num_steps: int) -> dict[str, int]:
         max_in_flight=rng.choice([1, 2, 3]),
         max_num_seqs=rng.choice([1, 3, 8]),
         max_num_batched_tokens=rng.choice([8, 16, 64]),
+        drafts=random_drafts(rng) if has_drafts else None,
         **shape,
     )
     messages: dict[str, Submit] = {}
     counts = dict(steps=0, finished=0, aborted=0, preempted=0, hits=0)
     while counts["steps"] < num_steps or world.scheduler.has_work():
         if counts["steps"] < num_steps and rng.random() < 0.3 and len(world.scheduler.waiting) < 20:
-            message = random_request(rng, len(messages), **shape)
+            message = random_request(rng, len(messages), repeats=has_drafts, **shape)
             messages[message.request_id] = message
             world.submit(message)
         if messages and rng.random() < 0.03:
@@ -230,6 +231,7 @@ def storm(seed: int, num_steps: int) -> dict[str, int]:
     stats = world.scheduler.stats()
     assert stats.num_used_blocks == 0
     counts["preempted"], counts["hits"] = stats.num_preemptions, stats.prefix_hits
+    counts["drafts"], counts["drafted"], counts["accepted"] = stats.num_drafts, stats.draft_tokens, stats.accepted_tokens
     return counts
 
 

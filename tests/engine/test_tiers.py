@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engine.messages import Submit
 from tests.cache.flaky_store import FlakyStore
-from tests.engine.simulation import BLOCK_SIZE, World, alone, random_request, submit
+from tests.engine.simulation import BLOCK_SIZE, World, alone, random_drafts, random_request, submit
 
 PROMPT = list(range(20))  # five blocks
 
@@ -234,7 +234,7 @@ def test_a_store_that_was_slow_is_measured_again_without_anybody_waiting():
     assert tiers.index.counts["reads_disk"] > 0 and tiers.rates.reads["disk"].per_s > before
 
 
-def tier_storm(seed: int, num_steps: int) -> dict[str, int]:
+def tier_storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]:
     """A random world under pressure with a store that does everything wrong that it may."""
     rng = random.Random(seed)
     shape = dict(vocab_size=50, max_model_len=64)
@@ -255,6 +255,7 @@ def tier_storm(seed: int, num_steps: int) -> dict[str, int]:
         host_slots=rng.choice([2, 8, 16, 16, 40, 200]),
         store=rng.choice([None, store, store, store]),
         step_s=rng.choice([0.05, 1.0]),
+        drafts=random_drafts(rng) if has_drafts else None,
         **shape,
     )
     tiers = world.scheduler.tiers
@@ -263,7 +264,7 @@ def tier_storm(seed: int, num_steps: int) -> dict[str, int]:
     counts = dict(steps=0, finished=0, aborted=0, preempted=0)
     while counts["steps"] < num_steps or world.scheduler.has_work():
         if counts["steps"] < num_steps and rng.random() < 0.3 and len(world.scheduler.waiting) < 20:
-            message = random_request(rng, len(messages), **shape)
+            message = random_request(rng, len(messages), repeats=has_drafts, **shape)
             if messages and rng.random() < 0.7:  # as somebody asked before: the device has often lost it by now
                 known = rng.choice(list(messages.values()))
                 message = msgspec.structs.replace(known, request_id=message.request_id)
@@ -285,7 +286,7 @@ def tier_storm(seed: int, num_steps: int) -> dict[str, int]:
     stats = world.scheduler.stats()
     assert stats.num_used_blocks == 0 and tiers.index.host.num_free == tiers.index.host.num_usable
     world.executor.close()
-    counts["preempted"] = stats.num_preemptions
+    counts["preempted"], counts["accepted"] = stats.num_preemptions, stats.accepted_tokens
     for name, value in {**tiers.counts, **tiers.index.counts}.items():
         counts[name] = counts.get(name, 0) + value
     return counts
