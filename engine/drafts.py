@@ -99,8 +99,9 @@ class Drafter:
             room -= len(drafts)
             spare -= missing
             blocks = self._pool.allocate(missing)
+            if request.num_sent_blocks == len(request.blocks):  # else an entry has changed since, and is sent again
+                request.num_sent_blocks += missing
             request.blocks += blocks
-            request.num_sent_blocks = len(request.blocks)
             planned[request] = msgspec.structs.replace(
                 row, blocks=(*row.blocks, *blocks), first_token=row.start + 1, tokens=drafts
             )

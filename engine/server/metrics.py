@@ -97,11 +97,14 @@ class Metrics(Collector):
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
         yield self._counter("prompt_tokens", "Prompt tokens computed or found.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
-        forced = CounterMetricFamily(
-            "penstock:forced_tokens", "Generated tokens that a grammar left no choice about.", labels=["model_name"]
-        )
-        forced.add_metric([self.model_name], stats.forced_tokens)
-        yield forced
+        forced = "Generated tokens that a grammar left no choice about."
+        yield self._counter("forced_tokens", forced, stats.forced_tokens, "penstock")
+        for name, help_text, value in (
+            ("spec_drafts", "Rows computed with drafts behind them.", stats.num_drafts),
+            ("spec_draft_tokens", "Tokens computed before they were sampled.", stats.draft_tokens),
+            ("spec_accepted_tokens", "Those of them that were sampled.", stats.accepted_tokens),
+        ):
+            yield self._counter(name, help_text, value, "penstock")
         finished = CounterMetricFamily(
             "vllm:request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
         )
@@ -163,8 +166,8 @@ class Metrics(Collector):
         family.add_metric([self.model_name], value)
         return family
 
-    def _counter(self, name: str, help_text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
+    def _counter(self, name: str, help_text: str, value: float, owner: str = "vllm") -> Metric:
+        family = CounterMetricFamily(f"{owner}:{name}", help_text, labels=["model_name"])
         family.add_metric([self.model_name], value)
         return family
 
