@@ -14,6 +14,7 @@ import msgspec
 from penstock._csrc import ffi, lib
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SpeculativeConfig
+from penstock.engine.messages import Stats
 from penstock.engine.request import Request
 from penstock.executor.protocol import Row, StepResult
 
@@ -83,7 +84,9 @@ class Drafter:
 
         Returns the rows that come behind those of `planned`, and what was sent, by the index of the row that brings it.
         """
-        eager = [(index, request) for index, (request, row) in enumerate(planned.items()) if request.drafts and row.sample]
+        eager = [
+            (index, request) for index, (request, row) in enumerate(planned.items()) if request.drafts and row.sample
+        ]
         room = min(self._config.max_draft_rows, self._max_rows - len(planned), budget)
         rows: list[Row] = []
         sent: dict[int, Sent] = {}
@@ -111,8 +114,9 @@ class Drafter:
         self._num_tokens += len(rows)
         return rows, sent
 
-    def stats(self) -> dict[str, int]:
-        return dict(num_drafts=self._num_sent, draft_tokens=self._num_tokens, accepted_tokens=self._num_accepted)
+    def told(self, stats: Stats) -> Stats:
+        counts = {"num_drafts": self._num_sent, "draft_tokens": self._num_tokens, "accepted_tokens": self._num_accepted}
+        return msgspec.structs.replace(stats, **counts)
 
 
 def taken(result: StepResult, index: int, sent: Sent | None) -> list[int]:

@@ -52,8 +52,9 @@ class Scheduler:
         self.tiers = Tiering(info, self.pool, saves_per_step) if info.host_slots else None
         self.held: dict[Request, None] = {}  # their grammars are being compiled
         self._holdings = Holdings(self.pool, self.tiers, info.block_size, config.enable_prefix_caching)
-        drafting = config.speculative_config
-        self._drafter = drafting and Drafter(drafting, self.pool, info.block_size, config.max_num_seqs)
+        self._drafter = None
+        if config.speculative_config is not None:
+            self._drafter = Drafter(config.speculative_config, self.pool, info.block_size, config.max_num_seqs)
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._under_way: deque[Plan] = deque()
@@ -471,7 +472,7 @@ class Scheduler:
         return self.pool.forget()
 
     def stats(self) -> Stats:
-        return Stats(
+        stats = Stats(
             num_running=len(self.running),
             num_waiting=len(self.waiting) + len(self.held) + (0 if self.tiers is None else self.tiers.num_loading),
             num_blocks=self.pool.num_usable,
@@ -486,8 +487,8 @@ class Scheduler:
             step_s=self._step_s,
             forced_tokens=self._num_forced,
             tiers={} if self.tiers is None else self.tiers.stats(),
-            **({} if self._drafter is None else self._drafter.stats()),
         )
+        return stats if self._drafter is None else self._drafter.told(stats)
 
     def check(self) -> None:
         """Assert every invariant across requests, slots and blocks; O(blocks + tokens)."""

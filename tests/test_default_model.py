@@ -93,3 +93,24 @@ def test_a_seeded_request_draws_the_same_tokens_alone_and_in_a_batch(llm: LLM, p
     together = tokens_of(llm.generate(prompts[:12], params, use_tqdm=False))
     for prompt, param, tokens in list(zip(prompts, params, together, strict=False))[:4]:
         assert tokens_of(llm.generate([prompt], param, use_tqdm=False)) == [tokens]
+
+
+def test_drafts_change_no_token(llm: LLM):
+    text = "the red fox, the grey owl, the red fox, the grey owl, the red"
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.7, seed=4, top_k=8, top_p=0.9, min_p=0.02, max_tokens=40, min_tokens=30),
+        SamplingParams(temperature=0.0, max_tokens=40, stop=["fox, the grey owl, the red"], logit_bias={28: 1.5}),
+        SamplingParams(temperature=0.5, seed=5, max_tokens=40, repetition_penalty=1.1),
+    ]
+    expected = llm.generate([text] * len(params), params, use_tqdm=False)
+    drafts = {"method": "ngram", "num_speculative_tokens": 6}
+    with LLM(
+        dtype="float32", device="cpu", max_model_len=512, kv_cache_bytes=2**26, speculative_config=drafts
+    ) as drafting:
+        results = drafting.generate([text] * len(params), params, use_tqdm=False)
+        metrics = drafting.get_metrics()
+    for ours, theirs in zip(results, expected, strict=True):
+        assert ours.outputs[0] == theirs.outputs[0]
+    assert metrics["draft_tokens"] > metrics["accepted_tokens"] > 40

@@ -231,7 +231,7 @@ def storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]
     stats = world.scheduler.stats()
     assert stats.num_used_blocks == 0
     counts["preempted"], counts["hits"] = stats.num_preemptions, stats.prefix_hits
-    counts["drafts"], counts["drafted"], counts["accepted"] = stats.num_drafts, stats.draft_tokens, stats.accepted_tokens
+    counts["drafted"], counts["accepted"] = stats.draft_tokens, stats.accepted_tokens
     return counts
 
 

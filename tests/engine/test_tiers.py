@@ -286,7 +286,8 @@ def tier_storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str,
     stats = world.scheduler.stats()
     assert stats.num_used_blocks == 0 and tiers.index.host.num_free == tiers.index.host.num_usable
     world.executor.close()
-    counts["preempted"], counts["accepted"] = stats.num_preemptions, stats.accepted_tokens
+    counts["preempted"] = stats.num_preemptions
+    counts["drafted"], counts["accepted"] = stats.draft_tokens, stats.accepted_tokens
     for name, value in {**tiers.counts, **tiers.index.counts}.items():
         counts[name] = counts.get(name, 0) + value
     return counts

@@ -7,6 +7,7 @@ size, share blocks, preempt, and mix.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from penstock.executor.protocol import Admission, Executor, Row, Sampling, Step, StepResult
@@ -120,6 +121,29 @@ class Driver:
             row = self.row(sequence, left if chunk is None else min(chunk, left), masked=masked)
             parts.append((sequence, row))
         return self.step(*parts, masks=masks)
+
+    def advance_with_drafts(self, drafts: dict[int, list[int]], *sequences: Sequence) -> list[int]:
+        """One step in which the sequences at the keys of `drafts` bring these along; how many tokens each one gained."""
+        rows = [self.row(sequence) for sequence in sequences]
+        places: list[list[int]] = [[index] for index in range(len(rows))]
+        for index, tokens in drafts.items():
+            sequence, first = sequences[index], len(sequences[index].tokens)
+            while len(sequence.blocks) * self.block_size < first + len(tokens):
+                sequence.blocks.append(self.free.pop())
+            blocks = tuple(sequence.blocks[rows[index].first_block :])
+            sequence.unsent_blocks = len(sequence.blocks)
+            rows[index] = msgspec.structs.replace(rows[index], blocks=blocks, first_token=first, tokens=tuple(tokens))
+            places[index] += range(len(rows), len(rows) + len(tokens))
+            rows += [Row(sequence.slot, first + place, 1, True) for place in range(len(tokens))]
+        result = self.step_unchecked(*((sequences[0], row) for row in rows))
+        gains = []
+        for index, (sequence, own) in enumerate(zip(sequences, places, strict=True)):
+            sampled, given = [result.tokens[row] for row in own], drafts.get(index, [])
+            num_right = next((i for i, (s, d) in enumerate(zip(sampled, given, strict=False)) if s != d), len(given))
+            sequence.computed = len(sequence.tokens) + num_right
+            sequence.tokens += sampled[: num_right + 1]
+            gains.append(num_right + 1)
+        return gains
 
     def generate(self, *sequences: Sequence, count: int, chunk: int | None = None) -> list[list[int]]:
         """Step until every sequence has `count` tokens of output."""

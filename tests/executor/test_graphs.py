@@ -132,6 +132,22 @@ def test_whatever_requests_ask_for_they_get_the_same_with_graphs(monkeypatch: py
     assert sum(graph.num_replays for graph in recorder.graphs) > 10
 
 
+def test_drafts_are_rows_of_graphs_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    driver = Driver(open_small(monkeypatch, recorder=recorder))
+    expected = [greedy("qwen3", prompt, 20)[0] for prompt in PROMPTS]
+    sequences = [driver.admit(prompt) for prompt in PROMPTS]
+    driver.advance(*sequences)
+    for _ in range(4):
+        known = [len(sequence.output) for sequence in sequences]
+        given = {1: expected[1][known[1] : known[1] + 2], 2: [159 - expected[2][known[2]]]}  # right, and wrong
+        assert driver.advance_with_drafts(given, *sequences) == [1, 3, 1]
+    assert [s.output for s in sequences] == [
+        tokens[: len(s.output)] for s, tokens in zip(sequences, expected, strict=True)
+    ]
+    assert [graph.num_replays for graph in recorder.graphs] == [3, 3]  # six rows each
+
+
 def test_a_bucket_is_run_then_captured_then_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
     driver = Driver(open_small(monkeypatch, recorder=recorder))
@@ -156,6 +172,7 @@ def test_graphs_take_only_steps_of_single_tokens_that_all_sample(monkeypatch: py
     taken._buckets = np.array([1, 2])
     one, two = Row(0, 3, 1, True), Row(1, 3, 1, True)
     assert taken.takes(Layout([one, two]))
+    assert taken.takes(Layout([Row(0, 3, 1, True, first_token=4, tokens=(9,)), Row(0, 4, 1, True)]))  # with a draft
     assert not taken.takes(Layout([one, Row(1, 3, 2, True)]))
     assert not taken.takes(Layout([one, Row(1, 3, 1, False)]))
     assert not taken.takes(Layout([one, two, Row(2, 3, 1, True)]))

@@ -23,7 +23,7 @@ NUM_SLOTS, LENGTH, BLOCK, NUM_BLOCKS = 6, 50, 4, 90
 
 def device_side(payload: int) -> tuple[Slots, DeviceState, DeviceInputs]:
     state = DeviceState(NUM_SLOTS, *slot_sizes(LENGTH, BLOCK), BLOCK, CPU)
-    return Slots(NUM_SLOTS, LENGTH, BLOCK, state), state, DeviceInputs(state, INPUT_OPS, NUM_SLOTS, 64, payload)
+    return Slots(NUM_SLOTS, LENGTH, BLOCK, state), state, DeviceInputs(state, INPUT_OPS, 3 * NUM_SLOTS, 64, payload)
 
 
 def admission(slot: int, rng: np.random.Generator) -> Admission:
@@ -35,10 +35,11 @@ def admission(slot: int, rng: np.random.Generator) -> Admission:
 
 
 def steps(rng: np.random.Generator) -> Iterator[tuple[list[Admission], list[Row]]]:
-    """Chunks of any size, skipped writes, new blocks, tokens that nobody sampled; a slot changes hands now and then."""
+    """Chunks of any size, skipped writes, new blocks, tokens that nobody sampled, drafts in rows of their own; a slot
+    changes hands now and then."""
     lengths, computed = [0] * NUM_SLOTS, [0] * NUM_SLOTS
     for _ in range(40):
-        admissions, rows = [], []
+        admissions, rows, drafts = [], [], []
         for slot in rng.permutation(NUM_SLOTS)[: rng.integers(1, NUM_SLOTS + 1)].tolist():
             tokens, blocks = (), tuple(rng.integers(1, NUM_BLOCKS, rng.integers(0, 3)).tolist())
             if computed[slot] == lengths[slot]:
@@ -51,6 +52,9 @@ def steps(rng: np.random.Generator) -> Iterator[tuple[list[Admission], list[Row]
             start = computed[slot]
             count = 1 if rng.random() < 0.4 else int(rng.integers(1, lengths[slot] - start + 1))
             computed[slot] += count
+            if tokens and computed[slot] == first_token:  # one position, and these behind it
+                drafts += [Row(slot, first_token + place, 1, True) for place in range(len(tokens))]
+                computed[slot] += len(tokens)
             rows.append(
                 Row(
                     slot,
@@ -64,7 +68,7 @@ def steps(rng: np.random.Generator) -> Iterator[tuple[list[Admission], list[Row]
                     tokens=tokens,
                 )
             )
-        yield admissions, rows
+        yield admissions, rows + drafts
 
 
 @pytest.mark.parametrize("payload", [7, 1 << 10])

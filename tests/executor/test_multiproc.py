@@ -52,14 +52,19 @@ def running(config: ExecutorConfig, **options: object) -> Iterator[RankedExecuto
 )
 def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int) -> None:
     given = prompts(4, seed=3)
+    expected = [greedy(case, prompt, 12)[0] for prompt in given]
     with running(config_of(case, ranks)) as executor:
         driver = Driver(executor)
         sequences = []
         for prompt in given:
             sequences.append(driver.admit(prompt))
             driver.advance(*sequences, chunk=5)
+        driver.generate(*sequences, count=1, chunk=5)
+        known = len(sequences[0].output)
+        driver.advance_with_drafts({0: expected[0][known : known + 2], 3: [1, 2]}, *sequences)
+        assert len(sequences[0].output) == known + 3
         got = driver.generate(*sequences, count=12, chunk=5)
-    assert got == [greedy(case, prompt, 12)[0] for prompt in given]
+    assert got == expected
 
 
 @pytest.mark.usefixtures("forked_ranks")

@@ -1,23 +1,31 @@
 """The executor seam, kept to the letter: shared blocks, skipped writes, table edits, preemption, steps in flight."""
 
+import random
+
 import msgspec
 import pytest
 import torch
 
+from penstock.executor import rank
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling, Step
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
 from tests.executor.small_models import folder, greedy
+from tests.executor.test_inputs import on_device
 
 CASE = "mistral-sliding"  # its window of 11 also makes positions fall out of sight
 PROMPT = [(7 * i * i + 3 * i) % 160 for i in range(48)]
 BLOCK = 8
 
 
-@pytest.fixture
-def driver() -> Driver:
+def open_driver() -> Driver:
     config = ExecutorConfig(model=str(folder(CASE)), kv_cache_bytes=2**21, block_size=BLOCK, max_num_seqs=16)
     return Driver(UniprocExecutor(config))
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return open_driver()
 
 
 def kv_of(driver: Driver) -> torch.Tensor:
@@ -87,6 +95,36 @@ def test_tokens_that_a_row_brings_along_count_as_if_they_had_been_sampled(driver
     row = msgspec.structs.replace(driver.row(told), first_token=first, tokens=forced)
     driver.step((told, row))
     assert driver.generate(known, count=12) == driver.generate(told, count=12)
+
+
+def drafts_of(expected: list[int], first: int, rng: random.Random) -> list[int]:
+    """Up to five tokens that follow, some of them wrong."""
+    drafts = expected[first : first + rng.randint(0, 5)]
+    return [token if rng.random() < 0.8 else rng.randrange(160) for token in drafts]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=1.3, seed=77, top_k=50)])
+@pytest.mark.parametrize("is_device", [False, True])
+def test_rows_with_drafts_sample_what_rows_without_them_do(
+    is_device: bool, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right and wrong drafts, beside a request without any; stale blocks hold nothing that a sum would survive."""
+    if is_device:
+        monkeypatch.setattr(rank, "_slots_and_inputs", on_device)
+    driver = open_driver()
+    kv_of(driver).fill_(float("nan"))
+    prompts = [PROMPT[:5], PROMPT[:17], PROMPT]
+    alone = driver.generate(*[driver.admit(prompt, sampling) for prompt in prompts], count=30)
+    sequences = [driver.admit(prompt, sampling) for prompt in prompts]
+    driver.advance(*sequences)
+    rng = random.Random(6)
+    gains = []
+    while min(len(sequence.output) for sequence in sequences) < 24:
+        given = {index: drafts_of(alone[index], len(sequences[index].output), rng) for index in (0, 2)}
+        gains += driver.advance_with_drafts(given, *sequences)
+    for sequence, expected in zip(sequences, alone, strict=True):
+        assert sequence.output[:24] == expected[:24]
+    assert {1, 2, 3, 4} <= set(gains)
 
 
 def test_blocks_replace_the_table_from_first_block_on(driver: Driver) -> None:

@@ -64,6 +64,9 @@ def test_gauges_and_counters_are_the_engine_s(server):
         num_preemptions=2,
         prompt_tokens=77,
         generation_tokens=88,
+        num_drafts=3,
+        draft_tokens=12,
+        accepted_tokens=9,
     )
     server.call(lambda: server.engine.on_step(Outputs([], Stats(), step_tokens=40)))
     seen = samples(server)
@@ -74,6 +77,8 @@ def test_gauges_and_counters_are_the_engine_s(server):
     assert seen["vllm:num_preemptions_total{}"] == 2
     assert (seen["vllm:prompt_tokens_total{}"], seen["vllm:generation_tokens_total{}"]) == (77, 88)
     assert seen["vllm:iteration_tokens_total_sum{}"] == 40
+    drafts = [seen[f"penstock:spec_{name}_total{{}}"] for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    assert drafts == [3, 12, 9]
 
 
 def test_tiers_are_labelled_and_absent_without_any(server):

@@ -1,0 +1,231 @@
+"""Drafts from a request's own text: where they are found, who gets them, and that nobody's tokens change by them."""
+
+import random
+from array import array
+
+import msgspec
+import pytest
+
+from penstock.engine.config import ConfigError, SpeculativeConfig, engine_config
+from penstock.engine.drafts import WINDOW, find_repeat
+from penstock.executor.protocol import Sampling
+from tests.engine.simulation import BLOCK_SIZE, World, alone, submit
+from tests.engine.test_scheduler import storm
+from tests.engine.test_tiers import tier_storm
+
+NGRAM = SpeculativeConfig(method="ngram")
+ALWAYS_7 = Sampling(temperature=0.0, allowed_ids=(7,))
+
+
+def slow_find_repeat(tokens: list[int], least: int, most: int) -> int:
+    for length in range(most, least - 1, -1):
+        for start in range(len(tokens) - length - 1, -1, -1):
+            if length <= len(tokens) and tokens[start : start + length] == tokens[len(tokens) - length :]:
+                return start + length
+    return -1
+
+
+def test_the_longest_repeat_nearest_to_the_end_is_found():
+    rng = random.Random(5)
+    found = 0
+    for _ in range(4000):
+        letters = rng.choice([2, 3, 10, 1000])
+        tokens = [rng.randrange(letters) for _ in range(rng.randint(0, 90))]
+        least = rng.randint(1, 4)
+        most = least + rng.randint(0, 5)
+        place = find_repeat(array("i", tokens), least, most)
+        assert place == slow_find_repeat(tokens, least, most), (tokens, least, most)
+        found += place >= 0
+    assert 1000 < found < 3500
+
+
+@pytest.mark.parametrize(("length", "place"), [(WINDOW, 3), (WINDOW + 1, -1)])
+def test_a_repeat_is_found_within_a_window(length: int, place: int):
+    tokens = [-1, -2, -3, *range(length - 6), -1, -2, -3]
+    assert find_repeat(array("i", tokens), 3, 4) == place
+
+
+def test_right_drafts_bring_several_tokens_a_step():
+    steps = {}
+    for drafts in (None, NGRAM):
+        world = World(max_in_flight=1, drafts=drafts)
+        message = submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7)
+        world.submit(message)
+        world.run()
+        assert world.tokens("a") == alone(message)[0] == [7] * 40
+        steps[drafts] = world.scheduler.stats().num_steps
+    stats = world.scheduler.stats()
+    assert steps[None] == 40 and steps[NGRAM] == 13  # 3 for a repeat, 1 as expected, 2, 3 and 6 × 5 tokens, and 1
+    assert stats.draft_tokens == stats.accepted_tokens == 40 - steps[NGRAM] and stats.generation_tokens == 40
+
+
+def test_drafts_are_rows_of_one_token_behind_those_of_all_requests():
+    world = World(max_in_flight=1, drafts=NGRAM)
+    world.submit(submit("a", [1, 2], sampling=ALWAYS_7, max_tokens=30))
+    world.submit(submit("b", [3, 4, 5], max_tokens=30))
+    while world.scheduler.stats().num_drafts < 3:
+        step = world.scheduler.schedule()
+        world.executor.submit(step)
+        world.scheduler.apply(world.executor.collect())
+    first, other, *drafts = step.rows
+    assert first.tokens == (7, 7, 7, 7) and first.first_token == first.start + 1 and other.tokens == ()
+    assert [(row.slot, row.start, row.count, row.sample) for row in drafts] == [
+        (first.slot, first.start + 1 + i, 1, True) for i in range(4)
+    ]
+
+
+def test_wrong_drafts_are_sent_less_and_less_and_then_no_more():
+    message = submit("a", [1, 2] * 10, max_tokens=40, sampling=Sampling(temperature=0.0, allowed_ids=(1, 2)))
+    world = World(max_in_flight=1, drafts=NGRAM)
+    world.submit(message)
+    world.run()
+    stats = world.scheduler.stats()
+    assert world.tokens("a") == alone(message)[0]
+    assert 0 < stats.accepted_tokens < stats.draft_tokens < 60
+    strangers = World(max_in_flight=1, drafts=NGRAM, vocab_size=50)
+    strangers.submit(submit("a", list(range(20)), max_tokens=40))
+    strangers.run()
+    assert strangers.scheduler.stats().draft_tokens <= 2
+
+
+def test_a_request_without_a_repeat_stays_one_step_ahead_and_one_with_a_repeat_waits_for_its_token():
+    world = World(max_in_flight=2, drafts=NGRAM)
+    world.submit(submit("free", [1, 2, 3], max_tokens=30))
+    world.submit(submit("copy", [4, 5, 6], max_tokens=30, sampling=ALWAYS_7))
+    num_planned = []
+    while world.scheduler.has_work():
+        world.step()
+        ahead = world.scheduler._under_way[-1] if world.scheduler.num_under_way else None
+        for request in world.scheduler.running:
+            if request.drafts:
+                assert request.num_pending <= 1, "something is planned beside drafts"
+        num_planned.append({} if ahead is None else {request.request_id for request in ahead.requests})
+    assert {"free"} in num_planned and {"free", "copy"} in num_planned
+    assert world.scheduler.stats().accepted_tokens > 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -0.5},
+        {"prompt_logprobs": 1},
+    ],
+)
+def test_some_options_leave_no_room_for_drafts(options: dict):
+    world = World(drafts=NGRAM)
+    world.submit(submit("a", [1, 2, 3], max_tokens=30, sampling=msgspec.structs.replace(ALWAYS_7, **options)))
+    world.run()
+    assert world.tokens("a") == [7] * 30 and world.scheduler.stats().num_drafts == 0
+
+
+def test_every_token_of_a_draft_has_its_log_probabilities():
+    world = World(drafts=NGRAM)
+    world.submit(submit("a", [1, 2, 3], max_tokens=30, sampling=msgspec.structs.replace(ALWAYS_7, logprobs=2)))
+    world.run()
+    assert all(len(output.logprobs) == len(output.tokens) for output in world.outputs["a"])
+    assert max(len(output.tokens) for output in world.outputs["a"]) == 5
+
+
+def test_a_stop_token_is_never_a_draft_and_ends_the_request_where_it_is_sampled():
+    prompt = [7, 7, 7, 9, 7, 7, 7, 9, 7, 7, 7]
+    world = World(max_in_flight=1, drafts=NGRAM)
+    message = submit("a", prompt, max_tokens=40, sampling=Sampling(temperature=0.0, stop_ids=(9,), allowed_ids=(7, 9)))
+    world.submit(message)
+    while world.scheduler.has_work():
+        assert all(9 not in request.drafts for request in world.scheduler.running)
+        world.step()
+    assert world.tokens("a") == alone(message)[0] and world.last("a").stop_token == 9
+
+
+def test_a_draft_that_fails_is_computed_again_alone_and_its_request_ends_there():
+    world = World(max_in_flight=1, drafts=NGRAM)
+    world.submit(submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7))
+    failed_at = 0
+    while world.scheduler.has_work():
+        step = world.scheduler.schedule()
+        world.executor.submit(step)
+        result = world.executor.collect()
+        if len(step.rows) == 5:
+            failed_at = failed_at or step.rows[2].start
+        for index, row in enumerate(step.rows):
+            if failed_at and row.start >= failed_at:
+                result.errors[index] = "not finite"
+        for output in world.scheduler.apply(result):
+            world.outputs["a"].append(output)
+        world.scheduler.check()
+    assert world.last("a").error == "not finite" and len(world.tokens("a")) == failed_at - 3 + 1
+
+
+def test_drafts_take_no_block_that_a_waiting_prompt_could_have():
+    world = World(num_blocks=17, max_in_flight=1, drafts=NGRAM, max_num_seqs=4)
+    world.submit(submit("a", [1] * 7, max_tokens=40, sampling=ALWAYS_7))
+    for _ in range(5):
+        world.step()
+    world.submit(submit("b", list(range(50)), max_tokens=4))  # waits for nearly all there is
+    (request,) = world.scheduler.running
+    while world.scheduler.waiting:
+        assert len(request.blocks) <= -(-(request.num_scheduled + 1) // BLOCK_SIZE)
+        world.step()
+    world.run()
+    assert len(world.tokens("a")) == 40 and world.scheduler.stats().accepted_tokens > 0
+
+
+def test_drafts_of_a_step_are_bounded():
+    world = World(max_in_flight=1, max_num_batched_tokens=64, drafts=msgspec.structs.replace(NGRAM, max_draft_rows=5))
+    for name in "abcd":
+        world.submit(submit(name, [1, 2], max_tokens=40, sampling=ALWAYS_7))
+    most = 0
+    while world.scheduler.has_work():
+        step = world.scheduler.schedule()
+        most = max(most, sum(len(row.tokens) for row in step.rows))
+        world.executor.submit(step)
+        world.scheduler.apply(world.executor.collect())
+    assert most == 4  # one place of each slot is taken by its request: 8 - 4, and the oracle would object to more
+
+
+def test_an_abort_with_drafts_under_way_leaves_nothing():
+    for steps in range(1, 14):
+        world = World(max_in_flight=2, drafts=NGRAM)
+        world.submit(submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7))
+        for _ in range(steps):
+            world.step()
+        world.scheduler.schedule()
+        world.abort("a")
+        world.scheduler.check()
+        assert world.scheduler.stats().num_used_blocks == 0
+
+
+def test_random_worlds_with_drafts_keep_every_invariant_and_every_token():
+    total: dict[str, int] = {}
+    for seed in range(25):
+        for run in (storm(seed, 300, has_drafts=True), tier_storm(seed, 150, has_drafts=True)):
+            for name, count in run.items():
+                total[name] = total.get(name, 0) + count
+    # The walk must reach what it is meant to test.
+    wanted = {"accepted": 2000, "preempted": 300, "aborted": 300, "finished": 1000, "hits_host": 300, "hits": 700}
+    assert {name: total[name] for name, least in wanted.items() if total[name] < least} == {}
+    assert total["drafted"] - total["accepted"] > 500
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "missing required field `method`"),
+        ({"method": "eagle"}, "method: 'eagle' given; there is 'ngram' alone"),
+        ({"method": "ngram", "model": "x"}, "unknown field `model`"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, r"`int` >= 1 - at `\$.speculative_config.num_spec"),
+        ({"method": "ngram", "num_speculative_tokens": 65}, "`int` <= 64"),
+        ({"method": "ngram", "prompt_lookup_min": 5}, r"prompt_lookup_min: 5 given; at most prompt_lookup_max \(4\)"),
+        ({"method": "ngram", "max_draft_rows": 0}, r"`int` >= 1 - at `\$.speculative_config.max_draft_rows"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name_and_limit(given: dict, said: str):
+    with pytest.raises(ConfigError, match=said):
+        engine_config("anywhere", {"speculative_config": given})
+
+
+def test_a_single_sequence_leaves_no_rows_for_drafts():
+    with pytest.raises(ConfigError, match="max_num_seqs: 1 given; .* at least 2"):
+        engine_config("anywhere", {"speculative_config": {"method": "ngram"}, "max_num_seqs": 1})
