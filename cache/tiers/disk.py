@@ -30,6 +30,7 @@ from penstock.cache.tiers.transport import CORRUPT, NO_ROOM, STALE, Transport
 from penstock.cache.tiers.workers import LOAD, PROBE, STORE, Job, Workers
 
 MAX_CHUNK_BYTES = 2**30
+MAX_SLOTS = 2**28  # each takes some 50 bytes of memory; the index counts them in 32 bits
 NUM_WORKERS = 3  # two keep the disk busy, one checks or hashes meanwhile
 _BAD_RECORD = (CORRUPT, STALE, "EIO")  # trying again will not mend it
 
@@ -457,6 +458,9 @@ def slots_within(capacity_bytes: int, chunk_bytes: int) -> int:
     num_slots = (capacity_bytes - around - room_bytes(0)) // (per_slot + room_bytes(1) - room_bytes(0))
     if num_slots < 1:
         raise ValueError(f"capacity_bytes: {capacity_bytes} given; at least {least_capacity(chunk_bytes)} are needed")
+    if num_slots > MAX_SLOTS:
+        most = MAX_SLOTS * per_slot
+        raise ValueError(f"capacity_bytes: {capacity_bytes} given; at most {most} can be used, {MAX_SLOTS} records")
     return num_slots
 
 
