@@ -73,6 +73,9 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         value = given.get(name, low)
         if not isinstance(value, int) or value < low:
             raise ConfigError(f"{name}: {value!r} given; an integer of at least {low} is expected")
+    share = given.get("gpu_memory_utilization", 0.9)
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"gpu_memory_utilization: {share!r} given; a number above 0 and at most 1 is expected")
     for name in ("kv_host_bytes", "kv_disk_bytes"):
         if name in given:
             given[name] = _size(name, given[name])

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from penstock.executor.crew import Crew
-from penstock.executor.protocol import ExecutorConfig, step_deadline_s
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, step_deadline_s
 from penstock.executor.ranked import RING_SLOTS, SLOT_BYTES, RankedExecutor
 from penstock.executor.ring import MessageQueue
+from penstock.executor.ring_memory import MAX_READERS
 from penstock.executor.wire import Channel, FromWorker, Rendezvous, Start
 
 
@@ -28,6 +29,8 @@ def open_multiproc(
     deadline_s: Callable[[int], float] = step_deadline_s,
 ) -> RankedExecutor:
     """Start all ranks side by side and wait until each has loaded its part of the model."""
+    if config.tensor_parallel_size > MAX_READERS:
+        raise ExecutorError(f"tensor_parallel_size: {config.tensor_parallel_size} given; at most {MAX_READERS} can be")
     ring = MessageQueue.create(config.tensor_parallel_size, slots=RING_SLOTS, slot_bytes=SLOT_BYTES)
     crew = start_processes(config, ring.handle().pack())
     return RankedExecutor(crew, ring, progress, deadline_s)

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -85,6 +86,10 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
     for variable in (API_KEY_VARIABLE, ADMIN_KEY_VARIABLE, BACKEND_KEY_VARIABLE):
         if environment.get(variable) == "":  # a mistake in a deployment, and must not open the router
             raise RouteError(f"{variable} is set but empty; unset it to run without that key")
+    try:
+        Keys((*config.api_keys, *config.admin_api_keys))  # refuses what cannot be one
+    except ValueError as error:
+        raise RouteError(str(error)) from None
     if not 0 <= config.port <= 65535:
         raise RouteError(f"port: {config.port} is out of range; it must be from 0 to 65535")
     if not 1 <= config.workers <= 256:

@@ -45,6 +45,9 @@ def test_every_command_has_help(command: str):
         (["serve", "--port", "70000"], "port: 70000 is out of range"),
         (["serve", "--drain-timeout", "-1"], "drain_timeout_s: -1.0 is out of range"),
         (["serve", "--max-num-seqs", "0"], "max_num_seqs: 0 given"),
+        (["serve", "--gpu-memory-utilization", "nan"], "gpu_memory_utilization: nan given"),
+        (["serve", "--api-key", ""], "api_keys: a key must be printable"),
+        (["route", "--backend", "http://127.0.0.1:1", "--api-key", ""], "api_keys: a key must be printable"),
         (["export", "/nowhere", "-o", "/nowhere/else"], "there is no folder or .gguf file '/nowhere'"),
     ],
 )

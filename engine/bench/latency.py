@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> list[float]:
     """Seconds per batch. Every batch has fresh prompts: the prefix cache must not shorten the second one."""
     from penstock.engine.llm import LLM
-    from penstock.engine.sampling_params import SamplingParams
+    from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 
     params = SamplingParams(
         n=args.n, max_tokens=args.output_len, ignore_eos=True, detokenize=not args.disable_detokenize
@@ -58,6 +58,10 @@ def _measure(args: argparse.Namespace) -> list[float]:
     rng = random.Random(args.seed or 0)
     latencies = []
     with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **engine_options(args)) as llm:
+        length = args.input_len + args.output_len
+        if length > llm.info.max_model_len:
+            limit = llm.info.max_model_len
+            raise InvalidRequest("input_len", f"{length} tokens with the answer; a request may have {limit}")
         for index in range(args.num_iters_warmup + args.num_iters):
             tokens = range(llm.info.vocab_size)
             prompts = [rng.choices(tokens, k=args.input_len) for _ in range(args.batch_size)]

@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.front import Pooling
+from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
 from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.tools import formats, thinking
@@ -50,6 +51,7 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
         if not environment[API_KEY_VARIABLE]:
             raise ValueError(f"{API_KEY_VARIABLE} is set but empty; unset it to serve without a key")
         keys = (*keys, environment[API_KEY_VARIABLE])
+    Keys(keys)  # refuses what cannot be one
     if not config.served_model_names or not all(config.served_model_names):
         raise ValueError("served_model_names: at least one name is needed, and none may be empty")
     if not 0 <= config.port <= 65535:
