@@ -4,8 +4,8 @@ A position's keys and values are linear in its latent. So a query is taken to th
 keys, and what it attends to is taken to the values' space afterwards ("absorbed"): the cache holds, per position, the
 part that all heads rotate and the latent, once, and every head reads the same. Each rank caches all of it.
 
-Many tokens of one prompt make it cheaper to expand the latents they see into each head's keys and values, which are a
-quarter as wide. Where the device has a kernel for it, `LatentSpec.is_expanded` decides by the chunk's length alone.
+Many tokens of one prompt make it cheaper to expand the latents they see into each head's keys and values, less than a
+third as wide. Where the device has a kernel for it, `LatentSpec.is_expanded` decides by the chunk's length alone.
 """
 
 from bisect import bisect_left

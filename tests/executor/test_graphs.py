@@ -54,14 +54,19 @@ class Recorder:
         return self.graphs[-1], self.graphs[-1].made
 
 
-def open_small(
-    monkeypatch: pytest.MonkeyPatch, case: str = "qwen3", recorder: Recorder | None = None
-) -> UniprocExecutor:
-    """A model with its inputs made "on the device", and with graphs if there is somebody to record them."""
+def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, recorder: Recorder | None) -> None:
+    """Whatever a rank opens from now on goes the ways that it would there."""
     monkeypatch.setattr(rank, "_slots_and_inputs", on_device)
     monkeypatch.setattr(rank, "select_sampling_ops", lambda _: torch_sampling.SAMPLING_OPS)
     monkeypatch.setattr(rank, "CudaGraphs", lambda: recorder)
     monkeypatch.setattr("penstock.executor.models.moe.Experts.is_fused", True)
+
+
+def open_small(
+    monkeypatch: pytest.MonkeyPatch, case: str = "qwen3", recorder: Recorder | None = None
+) -> UniprocExecutor:
+    """A model with its inputs made "on the device", and with graphs if there is somebody to record them."""
+    pretend_a_gpu(monkeypatch, recorder)
     config = ExecutorConfig(
         model=str(folder(case)),
         dtype="float32",

@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor import rank
-from penstock.executor.kernels import torch_sampling
 from penstock.executor.parallel import Group, join
 from penstock.executor.protocol import EplbConfig, ExecutorConfig, Sampling, Step, StepResult
 from penstock.executor.rank import Rank
@@ -23,8 +21,7 @@ from penstock.executor.runner import Launched
 from penstock.executor.wire import Rendezvous
 from tests.executor.driver import Driver
 from tests.executor.small_models import folder, greedy
-from tests.executor.test_graphs import PROMPTS, Recorder
-from tests.executor.test_inputs import on_device
+from tests.executor.test_graphs import PROMPTS, Recorder, pretend_a_gpu
 
 WORLD = 2
 TIMEOUT_S = 60.0
@@ -95,10 +92,7 @@ class Threads:
 
 
 def open_pair(monkeypatch: pytest.MonkeyPatch, case: str, **options: Any) -> tuple[Threads, list[Recorder]]:
-    monkeypatch.setattr(rank, "_slots_and_inputs", on_device)
-    monkeypatch.setattr(rank, "select_sampling_ops", lambda _: torch_sampling.SAMPLING_OPS)
-    monkeypatch.setattr(rank, "CudaGraphs", lambda: None)  # each rank gets its own below
-    monkeypatch.setattr("penstock.executor.models.moe.Experts.is_fused", True)
+    pretend_a_gpu(monkeypatch, None)  # each rank gets its own recorder
     config = ExecutorConfig(
         model=str(folder(case)),
         dtype="float32",

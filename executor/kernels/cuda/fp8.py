@@ -60,7 +60,7 @@ def add_rms_norm_quantize(
 
 def block_linear(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values, scales = x
-    if values.is_cuda and len(values) > MAX_OWN_TOKENS:
+    if values.is_cuda and is_cublas(len(values), len(weight)):
         return _scaled_mm(values, scales, weight, weight_scales, dtype)
     rows, width = len(values), len(weight)
     out = torch.empty((rows, width), dtype=dtype, device=values.device)
@@ -83,6 +83,12 @@ def block_linear(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor
         num_stages=tile.num_stages,
     )
     return out
+
+
+def is_cublas(rows: int, width: int) -> bool:
+    """Whether cuBLAS computes the product: of many rows, and only where every block of the weight is whole. DeepSeek's
+    projection to its latent, 576 wide, has a block of half as many rows as the others."""
+    return rows > MAX_OWN_TOKENS and width % BLOCK == 0
 
 
 def _scaled_mm(

@@ -12,54 +12,42 @@ SILU, GELU_TANH = 0, 1
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    rows, width = x.shape
-    assert x.stride(1) == 1
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    if rows:
-        block = power_of_2(width)
-        _norm[(rows,)](
-            x,
-            x,
-            weight,
-            y,
-            y,
-            x.stride(0),
-            0,
-            eps,
-            WIDTH=width,
-            BLOCK=block,
-            ADDS=False,
-            num_warps=row_warps(block),
-            **launching(),
-        )
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch_norm(x, x, weight, y, y, eps, adds=False)
     return y
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, width = x.shape
-    assert x.stride(1) == residual.stride(1) == 1 and x.dtype is residual.dtype
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    assert x.dtype is residual.dtype
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(y)
-    if rows:
-        block = power_of_2(width)
-        _norm[(rows,)](
-            x,
-            residual,
-            weight,
-            y,
-            total,
-            x.stride(0),
-            residual.stride(0),
-            eps,
-            WIDTH=width,
-            BLOCK=block,
-            ADDS=True,
-            num_warps=row_warps(block),
-            **launching(),
-        )
+    _launch_norm(x, residual, weight, y, total, eps, adds=True)
     return y, total
+
+
+def _launch_norm(x, residual, weight, y, total, eps: float, adds: bool) -> None:
+    rows, width = x.shape
+    assert x.stride(1) == residual.stride(1) == 1
+    if not rows:
+        return
+    block = power_of_2(width)
+    _norm[(rows,)](
+        x,
+        residual,
+        weight,
+        y,
+        total,
+        x.stride(0),
+        residual.stride(0),
+        eps,
+        WIDTH=width,
+        BLOCK=block,
+        ADDS=adds,
+        num_warps=row_warps(block),
+        **launching(),
+    )
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

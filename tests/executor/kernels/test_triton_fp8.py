@@ -55,6 +55,11 @@ def test_the_twin_comes_near_the_product_in_full() -> None:
     assert (actual - exact).norm() < 0.05 * exact.norm()
 
 
+def test_cublas_gets_many_tokens_and_whole_blocks() -> None:
+    cases = {(256, 512): False, (257, 512): True, (257, 576): False, (8192, 576): False, (8192, 128): True}
+    assert {case: fp8.is_cublas(*case) for case in cases} == cases
+
+
 @pytest.mark.gpu
 def test_many_tokens_go_through_cublas() -> None:
     _, weight, weight_scales = quantized_weight(256, 512)
