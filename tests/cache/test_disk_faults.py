@@ -72,7 +72,7 @@ def fail_every(stride: int, tmp_path: Path, fault: Fault) -> None:
             break
         reopened_serves_only_what_is_right(tmp_path / str(number))
         number += stride
-    assert number > 40
+    assert number > 20  # fewer where a busy machine does more in one call
 
 
 @pytest.mark.parametrize("seed", range(6))

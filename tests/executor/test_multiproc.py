@@ -207,7 +207,8 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     assert not any(lives(pid) for pid in pids)
 
 
-def test_closing_ends_every_process_with_code_0_and_leaves_no_thread() -> None:
+def test_closing_ends_every_process_with_code_0_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.executor.crew.STOP_GRACE_S", 60.0)  # a busy machine takes more than five seconds
     before = threading.active_count()
     with running(config_of("llama", 2)) as executor:
         Driver(executor).advance()

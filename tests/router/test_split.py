@@ -117,7 +117,8 @@ def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached():
 
 
 def test_the_threshold_is_the_operators():
-    with split_fleet(prefill_threshold=10) as ((prefill,), _, router):
+    with split_fleet(prefill_threshold=10) as ((prefill,), (decode,), router):
+        decode.answer = lambda seen, sock: (until(lambda: prefill.seen), whole())[1]  # its first byte ends the prefill
         router.complete("word " * 20)
         assert len(prefill.seen) == 1
     with split_fleet(prefill_threshold=2000) as ((prefill,), _, router):
