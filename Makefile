@@ -12,6 +12,8 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 MODEL := .venv/.model
 TRITON := .venv/triton/.installed
+# Two processes, a file at a time, in order: by their number of tests the longest files would come last. ARGS=-n0: one.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
 EXTENSION := src/penstock/_csrc.abi3.so
 # Not all of tests: what the server needs to be imported is not on a bare machine.
 GPU_TESTS := tests/executor/kernels tests/executor/test_graphs.py tests/executor/test_on_a_gpu.py
@@ -20,7 +22,7 @@ serve: $(EXTENSION) $(MODEL)
 	$(BIN)/penstock serve $(ARGS)
 
 test: $(EXTENSION) $(MODEL) $(TRITON)
-	HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= $(BIN)/pytest $(ARGS)
+	HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= $(BIN)/pytest $(SPREAD) $(ARGS)
 
 check: $(EXTENSION)
 	@$(BIN)/ruff format --check .
