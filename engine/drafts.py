@@ -38,7 +38,7 @@ class Drafter:
 
     def __init__(self, config: SpeculativeConfig, pool: BlockPool, block_size: int, max_rows: int) -> None:
         """`max_rows`: of a step, with drafts and all."""
-        self._num_sent = self._num_tokens = self._num_accepted = 0
+        self._num_sent = self._num_tokens = 0
         self._config, self._pool, self._block_size, self._max_rows = config, pool, block_size, max_rows
         self._most_trust = 1 + (config.num_speculative_tokens - 1).bit_length()
 
@@ -48,7 +48,6 @@ class Drafter:
         trust = request.draft_trust
         if sent is not None:
             num_sent, num_accepted = len(sent.tokens), num_new - 1
-            self._num_accepted += num_accepted
             trust += 1 if num_accepted == num_sent else -1 if 2 * num_accepted < num_sent else 0
         elif is_expected is not None:
             trust += -1 if not is_expected else trust < 1
@@ -115,8 +114,7 @@ class Drafter:
         return rows, sent
 
     def told(self, stats: Stats) -> Stats:
-        counts = {"num_drafts": self._num_sent, "draft_tokens": self._num_tokens, "accepted_tokens": self._num_accepted}
-        return msgspec.structs.replace(stats, **counts)
+        return msgspec.structs.replace(stats, num_drafts=self._num_sent, draft_tokens=self._num_tokens)
 
 
 def taken(result: StepResult, index: int, sent: Sent | None) -> list[int]:

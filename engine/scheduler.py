@@ -62,7 +62,7 @@ class Scheduler:
         self._num_submitted = 0
         self._num_steps = 0
         self._num_preemptions = self._prompt_tokens = self._generation_tokens = 0
-        self._num_forced = 0
+        self._num_forced = self._num_accepted = 0
         self._step_s = 0.0
 
     # -- requests come and go ------------------------------------------------------------------------------
@@ -370,6 +370,7 @@ class Scheduler:
             elif row.sample:
                 sent = plan.sent.get(index)
                 indices = taken(result, index, sent)
+                self._num_accepted += len(indices) - 1
                 logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
                 outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent))
         self._holdings.drop_replaced()
@@ -486,6 +487,7 @@ class Scheduler:
             generation_tokens=self._generation_tokens,
             step_s=self._step_s,
             forced_tokens=self._num_forced,
+            accepted_tokens=self._num_accepted,
             tiers={} if self.tiers is None else self.tiers.stats(),
         )
         return stats if self._drafter is None else self._drafter.told(stats)

@@ -139,6 +139,16 @@ def test_a_stop_token_is_never_a_draft_and_ends_the_request_where_it_is_sampled(
     assert world.tokens("a") == alone(message)[0] and world.last("a").stop_token == 9
 
 
+def test_the_right_drafts_of_a_last_step_count_too():
+    world = World(max_in_flight=1, drafts=NGRAM)
+    world.submit(submit("a", [1, 2, 3], max_tokens=39, sampling=ALWAYS_7))
+    world.run()
+    stats = world.scheduler.stats()
+    assert (
+        len(world.outputs["a"][-1].tokens) == 5 and stats.accepted_tokens == stats.draft_tokens == 39 - stats.num_steps
+    )
+
+
 def test_a_draft_that_fails_is_computed_again_alone_and_its_request_ends_there():
     world = World(max_in_flight=1, drafts=NGRAM)
     world.submit(submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7))
@@ -211,7 +221,7 @@ def test_random_worlds_with_drafts_keep_every_invariant_and_every_token():
     # The walk must reach what it is meant to test.
     wanted = {"accepted": 2000, "preempted": 300, "aborted": 300, "finished": 1000, "hits_host": 300, "hits": 700}
     assert {name: total[name] for name, least in wanted.items() if total[name] < least} == {}
-    assert total["drafted"] - total["accepted"] > 500
+    assert total["drafted"] - total["accepted"] > 300
 
 
 @pytest.mark.parametrize(
