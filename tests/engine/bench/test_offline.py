@@ -20,7 +20,7 @@ class CountingLLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.model, self.options = model, options
-        self.info = SimpleNamespace(vocab_size=300)
+        self.info = SimpleNamespace(vocab_size=300, max_model_len=4096)
         self.batches: list[tuple[list, Any]] = []
         self.is_closed = False
         CountingLLM.made.append(self)
