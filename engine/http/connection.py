@@ -70,6 +70,9 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if self._is_refused:
             return
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            self._refuse(501, "transfer-encoding: only 'chunked' is understood")
+            return
         declared = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if int(declared[:20]) > self.limits.max_body_bytes:  # the parser has refused what is not a number
             self._refuse_body()

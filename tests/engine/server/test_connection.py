@@ -138,6 +138,15 @@ def test_a_chunked_body_beyond_the_limit_is_answered_413(server):
     assert_serves(server)
 
 
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
+def test_a_body_coded_in_another_way_is_not_taken_for_what_it_says(server, coding):
+    with server.connect() as sock:
+        answer = exchange(sock, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n" + b"2\r\n{}\r\n0\r\n\r\n")
+    assert status(answer) == 501
+    assert "transfer-encoding" in error(answer)["message"]
+    assert_serves(server)
+
+
 def test_a_chunked_body_within_the_limit_is_served(server):
     body = completion(max_tokens=3)
     chunks = b"".join(b"1\r\n" + body[i : i + 1] + b"\r\n" for i in range(len(body)))
