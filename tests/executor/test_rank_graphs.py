@@ -35,15 +35,15 @@ class Threads:
         self._jobs: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(WORLD)]
         self._done: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(WORLD)]
         self._launched: list[Launched] = [None] * WORLD  # type: ignore[list-item]
-        with socket.create_server(("127.0.0.1", 0), backlog=WORLD) as listener:
-            self._where = (*listener.getsockname(), listener.fileno())
-            self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(WORLD)]
-            for thread in self._threads:
-                thread.start()
-            for jobs in self._jobs:
-                jobs.put(lambda r: self._open(r, config, recorders[r]))
-            for r in range(WORLD):
-                self._wait(r)
+        listener = socket.create_server(("127.0.0.1", 0), backlog=WORLD)
+        self._where = (*listener.getsockname(), listener.detach())  # the first rank's store closes it
+        self._threads = [threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(WORLD)]
+        for thread in self._threads:
+            thread.start()
+        for jobs in self._jobs:
+            jobs.put(lambda r: self._open(r, config, recorders[r]))
+        for r in range(WORLD):
+            self._wait(r)
         self.info = self.ranks[0].info
 
     def submit(self, step: Step) -> None:
