@@ -119,7 +119,9 @@ class EngineCore:
     def settle(self, timeout_s: float = SETTLE_S) -> None:
         """Without requests: let what was computed last reach the tiers."""
         ends_s = time.monotonic() + timeout_s
-        while not self.has_work() and not self.is_settled and time.monotonic() < ends_s:
+        while not self.scheduler.has_requests() and time.monotonic() < ends_s:
+            if self.is_settled and not self.scheduler.num_under_way:
+                return
             self.step()
 
     def reset_prefix_cache(self) -> bool:

@@ -138,7 +138,11 @@ class Scheduler:
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, "abort")
 
+    def has_requests(self) -> bool:
+        return bool(self._requests)
+
     def has_work(self) -> bool:
+        """Also without requests: steps under way, which may carry transfers."""
         return bool(self._requests) or bool(self._under_way)
 
     @property

@@ -1,11 +1,15 @@
 """The core loop: what its heartbeat may conclude from a step's age."""
 
+import msgspec
+
 from penstock.engine.client import AsyncEngine
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.messages import Heartbeat
 from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import ExecutorConfig, Step, step_deadline_s
+from penstock.executor.transfers import ALIGNMENT
+from tests.cache.flaky_store import FlakyStore
 from tests.engine.simulation import submit
 
 CONFIG = EngineConfig(
@@ -48,6 +52,26 @@ def test_the_deadline_grows_with_the_positions_of_the_step():
     deadlines = [deadline for _, deadline in run(1, [1] * 2048).seen]
     assert deadlines[0] == step_deadline_s(2048)
     assert deadlines[1] == step_deadline_s(1)
+
+
+def test_a_core_settles_with_a_step_under_way_and_then_forgets_what_it_is_told_to():
+    """The last requests' blocks are on their way to a slow disk, and a step asks after them."""
+    executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
+    store = FlakyStore(is_stalled=True)
+    executor = OracleExecutor(executor_config, 2, {"disk": store})
+    core = EngineCore(CONFIG, executor)
+    core.submit(submit("a", list(range(40)), max_tokens=4))
+    while core.has_work():
+        core.step()
+    core.settle(0.01)
+    assert not core.is_settled and not core.reset_prefix_cache()
+    step = core.scheduler.schedule()
+    assert step is not None
+    executor.submit(step)
+    store.is_stalled = False
+    core.settle(60.0)
+    assert core.is_settled and not core.has_work()
+    assert core.reset_prefix_cache()
 
 
 def test_health_fails_on_an_overdue_step_and_not_on_a_long_one():
