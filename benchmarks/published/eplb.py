@@ -24,7 +24,7 @@ def make(is_full: bool) -> Report:
             placed = plan_by_definition(load, cell.slots, cell.ranks, cell.groups, cell.nodes)  # noqa: B023
             return Plan.of(placed, cell.experts, cell.ranks)  # noqa: B023
 
-        before = cpu_ms(by_definition, 3 if is_full else 1)
+        before = cpu_ms(by_definition, 5 if is_full else 3)
         after = cpu_ms(lambda: plan_cell(cell, load), 20)  # noqa: B023
         rows.append(Row(cell.name, before, after, "ms", False))
     return Report(

@@ -10,7 +10,7 @@ def make(is_full: bool) -> Report:
     rows = []
     for clients in (1, 16, 128):
         size = (
-            ("--requests", "256", "--pairs", "2") if is_full else ("--requests", str(max(16, clients)), "--pairs", "1")
+            ("--requests", "256", "--pairs", "2") if is_full else ("--requests", str(max(16, clients)), "--pairs", "3")
         )
         (found,) = run_script("benchmarks/route_hash_case.py", "--clients", str(clients), *size)
         slow, fast = found["slow"], found["c"]

@@ -7,7 +7,7 @@ from benchmarks.published.report import Report, Row, run_script, script
 
 
 def make(is_full: bool) -> Report:
-    size = () if is_full else ("--requests", "2000", "--pairs", "2")
+    size = () if is_full else ("--requests", "4000", "--pairs", "5")
     (found,) = run_script("benchmarks/bench_keys.py", *size)
     before, after = (found["loop"]["medians"][design] for design in ("objects", "digests"))
     hashing = found["hashing_us"]
