@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu_suite [--parts kernels,decode] [--models qwen3-0.6b] [--budget-s 480]
     python -m benchmarks.gpu_suite --device cpu --tiny      (what a test runs: nothing of it is a measurement)
+    python -m benchmarks.gpu_suite --page RESULT.json       (its decoding steps as the table of docs/performance.md)
 
 Every model has a process and a share of the time; what one leaves over the next may use. A process that is late is
 killed: what it had said stands, what it had not is listed as skipped. A JSON and a plot go to benchmarks/results.
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import pairs
-from benchmarks.gpu import MARK
+from benchmarks.gpu import MARK, roofline
 from benchmarks.gpu.shapes import MODELS, SHARES
 from benchmarks.published.report import Report, Row, plot
 
@@ -43,6 +44,9 @@ class Job(NamedTuple):
 
 def main() -> int:
     args = read_arguments()
+    if args.page is not None:
+        roofline.write_page(args.page)
+        return 0
     started_s = time.monotonic()
     jobs = list(plan(args))
     whole = sum(job.share for job in jobs)
@@ -74,6 +78,9 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--budget-s", type=float, default=480, help="the end of the last part (default: 480)")
     parser.add_argument("--output", type=Path, default=pairs.RESULTS, help="folder for the JSON and the plot")
+    parser.add_argument(
+        "--page", type=Path, metavar="JSON", help="measure nothing: write the page's table of this result"
+    )
     args = parser.parse_args()
     if args.dependent_launch and args.device == "cpu":
         parser.error("--dependent-launch: given with --device cpu; only a GPU's kernels can be launched so")
@@ -182,6 +189,7 @@ def write(args: argparse.Namespace, figures: dict[str, Any], skipped: list[str],
     path = args.output / f"gpu-{now:%Y%m%d-%H%M%S}.json"
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print(f"{path}, {elapsed_s:.0f} s in all")
+    print("\n".join(roofline.table(result)))
     rows = bars(figures)
     if rows:
         title = f"{result['device']}: " + ("tiny shapes, no measurement" if args.tiny else "made-up weights")

@@ -125,6 +125,7 @@ class Bench:
             step_ms=step_s * 1e3,
             longest_ms=longest_s * 1e3,
             tokens_per_s=batch / step_s,
+            gb=read / 1e9,
             gb_per_s=read / step_s / 1e9,
         )
 

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from benchmarks import gpu_suite
+from benchmarks.gpu import roofline
 from benchmarks.gpu.model_part import fill
 from benchmarks.gpu.shapes import MODELS, SHARES, config_of, decode_bytes
 
@@ -42,6 +43,34 @@ def test_it_measures_the_parts_that_are_asked_for_and_draws_them(
     assert len(bars) == 2 * (len(kernels) - 2)
     assert "tiny shapes, no measurement" in drawing.read_text()
     assert "== qwen3-0.6b: startup, decode, prefill, throughput; at most" in capsys.readouterr().out
+
+
+def test_the_page_gets_the_decoding_steps_of_a_result_beside_a_copy(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page, saved = tmp_path / "performance.md", tmp_path / "result.json"
+    assert all(mark in roofline.PAGE.read_text() for mark in roofline.MARKS)
+    page.write_text(f"before\n{roofline.MARKS[0]}\nold\n{roofline.MARKS[1]}\nafter\n")
+    monkeypatch.setattr(roofline, "PAGE", page)
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--page", str(saved)])
+    step = {"step_ms": 0.5, "tokens_per_s": 64_000.0, "gb": 1.0}
+    result = {
+        "device": "a card",
+        "date": "today",
+        "versions": {"torch": "9"},
+        "tiny": False,
+        "figures": {"kernels": {"copy": {"gb_per_s": 4000.0}}, "opt": {"decode 32 at 1024": step, "prefill 1": {}}},
+    }
+    saved.write_text(json.dumps(result))
+    for _ in range(2):
+        assert gpu_suite.main() == 0
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith(f"{roofline.MARKS[1]}\nafter\n") and "old" not in text
+    assert "| opt | 32 at 1024 | 1 | 0.25 | 0.5 | 50% | 64,000 |" in text
+    for change in ({"tiny": True}, {"figures": {"opt": {"decode 32 at 1024": step}}}):
+        saved.write_text(json.dumps(result | change))
+        with pytest.raises(SystemExit, match="result.json"):
+            gpu_suite.main()
 
 
 def test_made_up_pages_hold_numbers_of_their_dtype() -> None:
