@@ -13,7 +13,8 @@ INSTALLED := .venv/.installed
 MODEL := .venv/.model
 TRITON := .venv/triton/.installed
 # Two processes, a file at a time, in order: by their number of tests the longest files would come last. ARGS=-n0: one.
-SPREAD := -n 2 --dist loadfile --no-loadscope-reorder
+# One that dies is not replaced: the plugin would wait for ever in the end.
+SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 EXTENSION := src/penstock/_csrc.abi3.so
 # Not all of tests: what the server needs to be imported is not on a bare machine.
 GPU_TESTS := tests/executor/kernels tests/executor/test_graphs.py tests/executor/test_on_a_gpu.py
