@@ -108,7 +108,19 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
             scheduler=msgspec.convert(scheduler, SchedulerConfig),
         )
     except msgspec.ValidationError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(_in_our_words(str(error), given)) from None
+
+
+def _in_our_words(error: str, given: dict[str, Any]) -> str:
+    """A complaint about `$.field.inner` as field, value and what was expected."""
+    what, _, path = error.partition(" - at `$.")
+    if not path:
+        return error
+    name = path.rstrip("`")
+    value: Any = given
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return f"{name}: {what}" if " given; " in what else f"{name}: {value!r} given; {what[0].lower()}{what[1:]}"
 
 
 def _check_peers(given: dict[str, Any]) -> None:

@@ -169,9 +169,9 @@ def test_a_model_that_was_shut_down_says_so(folder: Path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"interval": 0}, r"Expected `int` >= 1 - at `\$.eplb_config.interval`"),
-        ({"target": 2}, r"Expected `float` <= 1.0 - at `\$.eplb_config.target`"),
-        ({"windows": 3}, r"unknown field `windows` - at `\$.eplb_config`"),
+        ({"interval": 0}, "eplb_config.interval: 0 given; expected `int` >= 1"),
+        ({"target": 2}, "eplb_config.target: 2 given; expected `float` <= 1.0"),
+        ({"windows": 3}, "eplb_config: {'windows': 3} given; object contains unknown field `windows`"),
     ],
 )
 def test_options_of_moving_experts_are_checked_by_name_and_limit(given: dict, said: str):
