@@ -15,6 +15,8 @@ from penstock.cache.tiers.record import slot_bytes
 from tests.cache.disk_rig import CHUNK, Rig, key_of
 
 QUICK = Limits(health=HealthLimits(stall_s=0.05, first_pause_s=0.01, longest_pause_s=0.05), grow_pause_s=0.05)
+# Where no call hangs: a busy machine is not taken for a disk that does, which ends a life before its last calls.
+PATIENT = QUICK._replace(health=QUICK.health._replace(stall_s=10.0))
 FAULTS = [Fault(error=error) for error in ERRORS] + [Fault(points=("writev", "readv"), short=True)]
 
 
@@ -37,7 +39,7 @@ def reopened_serves_only_what_is_right(path: Path) -> None:
 def run_through(path: Path, calls: FaultyCalls) -> None:
     """A short life: fill, read, overflow, read, close. Whatever fails, every store and load ends once."""
     try:
-        rig = open_with(path, calls)
+        rig = Rig(path, calls=calls, limits=PATIENT)
     except OSError:
         return  # said at once and clearly: nothing is left open
     rig.store(*range(10))
@@ -72,7 +74,7 @@ def fail_every(stride: int, tmp_path: Path, fault: Fault) -> None:
             break
         reopened_serves_only_what_is_right(tmp_path / str(number))
         number += stride
-    assert number > 20  # fewer where a busy machine does more in one call
+    assert number > 40
 
 
 @pytest.mark.parametrize("seed", range(6))
