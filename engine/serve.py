@@ -12,10 +12,9 @@ from typing import Any
 
 from penstock.engine.client import AsyncEngine
 from penstock.engine.config import ConfigError, EngineConfig, engine_config
-from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, read_json, resolve_model
+from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
 from penstock.engine.options import add_engine_options, engine_options, size_bytes
 from penstock.engine.server.config import (
-    DEFAULTABLE,
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     ServerConfig,
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     options = engine_options(args)
     files = resolve_model(args.model, need_weights=options.get("load_format") != "dummy")
     engine = engine_config(str(files.path), options)
-    server = _server_config(args, files.name, _default_sampling(files))
+    server = _server_config(args, files.name, recommended_sampling(files))
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args.chat_template))
@@ -105,16 +104,6 @@ def _server_config(args: argparse.Namespace, name: str, default_sampling: dict[s
         return resolve(config, os.environ)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _default_sampling(files: ModelFiles) -> dict[str, Any]:
-    """What the model's authors recommend: used where a request says nothing."""
-    if files.kind == "gguf":
-        return {}
-    recommended = read_json(files.path / "generation_config.json")
-    if "max_new_tokens" in recommended:
-        recommended["max_tokens"] = recommended["max_new_tokens"]
-    return {name: value for name, value in recommended.items() if name in DEFAULTABLE and value is not None}
 
 
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, chat_template: str | None) -> int:

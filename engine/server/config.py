@@ -8,15 +8,12 @@ import msgspec
 from penstock.engine.front import Pooling
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
-from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.tools import formats, thinking
 
 TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES)
 REASONING_PARSERS = ("auto", "none", *thinking.NAMES)
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
-
-# Of a request's sampling parameters, those that a model's generation_config.json may set a default for.
-DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"})
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
