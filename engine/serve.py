@@ -156,6 +156,7 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
     except OSError as error:
         raise ConfigError(f"port: {error.strerror or error}") from None
     tokenizer, template = load_tokenizer(files), load_template(files, args.chat_template)
+    _cancel_on_signals()  # until the server takes over, which drains
     _say(f"Starting {files.name}")
     engine = AsyncEngine(
         config,
@@ -164,7 +165,6 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
         max_logprobs=server.max_logprobs,
         progress=_say,
     )
-    _cancel_on_signals()  # until the server takes over, which drains
     try:
         await engine.start()
         _say_memory(engine.info)
