@@ -37,7 +37,7 @@ def prefill_tile(head_dim: int, itemsize: int) -> Tile:
     is_wide = current_card().has_wide_products
     if head_dim > 128:
         return Tile(128 if is_wide else 64, 32, 8, 2)
-    return Tile(128, 64, 8, 3 if is_wide else 2)
+    return Tile(128, 64 if is_wide else 32, 8, 3)
 
 
 def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: int) -> Tile:
