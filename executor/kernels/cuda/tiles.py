@@ -47,8 +47,8 @@ def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: i
     if is_single and num_heads <= 16:
         return Tile(16, 32, 4, 2)
     # Eight bits pass through registers on their way to a product, and 64 rows leave none for them.
-    is_narrow = page_itemsize == 1 or not current_card().has_wide_products
-    return Tile(32 if is_narrow else 64, 32, 8, 2)
+    is_wide, is_narrow = current_card().has_wide_products, page_itemsize == 1
+    return Tile(64 if is_wide and not is_narrow else 32, 32 if is_wide or not is_narrow else 16, 8, 2)
 
 
 def expanded_tile(itemsize: int) -> Tile:
