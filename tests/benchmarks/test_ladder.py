@@ -225,10 +225,15 @@ def test_what_compute_sanitizer_finds_is_told(monkeypatch: pytest.MonkeyPatch, t
     assert memcheck_part.find_sanitizer() == str(tool)
     told: dict[str, Any] = {}
     monkeypatch.setattr(memcheck_part, "tell", lambda name, **figures: told.update({name: figures}))
-    memcheck_part.main({"device": "cpu", "tiny": False, "share": [3, 8]})
+    job = {"device": "cpu", "tiny": False, "share": [3, 8], "limit_s": 60.0}
+    memcheck_part.main(job)
     figure = told["memcheck 3"]
-    assert (figure["ok"], figure["errors"], figure["exit_code"]) == (False, 2, 99)
+    assert (figure["ok"], figure["errors"], figure["exit_code"]) == (False, 1, 99)
     assert figure["said"][0] == "Invalid __global__ read of size 4 bytes"
+    tool.write_text("#!/bin/sh\necho ========= COMPUTE-SANITIZER\nexec sleep 60\n")
+    memcheck_part.main(job | {"limit_s": memcheck_part.MARGIN_S + 0.5})
+    figure = told["memcheck 3"]
+    assert figure["ok"] and figure["skipped"] == "its time was over before the end" and figure["said"]
 
 
 @pytest.mark.parametrize(
