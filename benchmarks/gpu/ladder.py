@@ -45,7 +45,7 @@ RUNGS = (
     Rung("ceilings", 70, "kernel_part"),
     Rung("decoding", 100, "decode_part", {"models": ["qwen3-0.6b", "llama-3.1-8b"]}),
     Rung("models", 130, "pytest_part", {"paths": MODEL_TESTS, "marks": "gpu"}),
-    Rung("suite", 440, "suite_part"),
+    Rung("suite", 420, "suite_part"),
 )
 CPU_PATIENCE = 10.0  # a rehearsal is slow, and may share its cores
 

@@ -84,6 +84,7 @@ def extend(carried: Path) -> list[str]:
         shutil.copy(ready, EXTENSION)
     if _can_import(carried):
         return []
+    print("building penstock._csrc: half a minute, which the one of .whl/ saves", flush=True)
     command = [sys.executable, str(ROOT / "csrc/build.py")]
     built = subprocess.run(command, env=environment(carried), capture_output=True, text=True)
     if built.returncode == 0 and _can_import(carried):
