@@ -10,6 +10,7 @@ from typing import NamedTuple
 NUM_PROCESSORS = 132  # of an H100 or H200
 MAX_SPLITS = 64  # of one row's context
 MIN_SPLIT = 128  # positions: below this, putting parts together costs more than it gains
+MIN_DEPTH = 1024  # of a product, likewise
 
 
 class Tile(NamedTuple):
@@ -59,11 +60,19 @@ def expert_tile(entries: int, num_slots: int, itemsize: int, weight_itemsize: in
     return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
 
 
-def block_linear_tile(rows: int) -> Tile:
-    """columns: at most the 128 that share a scale."""
+def block_linear_tile(rows: int, width: int) -> Tile:
+    """columns: at most the 128 that share a scale. For few rows all processors are to read weights."""
     if rows <= 16:
-        return Tile(16, 64, 4, 4)
+        return Tile(16, 64, 4, 4) if width >= 64 * NUM_PROCESSORS else Tile(16, 32, 4, 6)
     return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 128, 8, 3)
+
+
+def depth_splits(programs: int, depth: int) -> int:
+    """Into how many parts a product's depth is cut: as long as all of them run at once, and have a part worth joining."""
+    splits = 1
+    while 2 * splits * programs <= NUM_PROCESSORS and 2 * splits * MIN_DEPTH <= depth:
+        splits *= 2
+    return splits
 
 
 def choose_splits(programs: int, max_context: int) -> int:

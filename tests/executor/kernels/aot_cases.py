@@ -210,6 +210,8 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Qwen3-8B: eight bits, one row": eight_bits(1, 6144, 4096),
     "Qwen3-8B: eight bits, a batch": eight_bits(64, 6144, 4096),
     "Qwen3-8B: eight bits, prompts": eight_bits(256, 6144, 4096),
+    "Qwen3-8B: eight bits, one row, dependent": dependent(eight_bits(1, 4096, 12288)),
+    "Qwen3-8B: eight bits over ranks, one row": eight_bits(1, 1024, 4096),
     "DeepSeek-V2-Lite: attention": latent(4, 1, 16),
     "DeepSeek-V2-Lite: attention, dependent": dependent(latent(4, 1, 16)),
     "Qwen3-30B-A3B: experts, one row, dependent": dependent(experts(1, 128, 8, 2048, 768)),
