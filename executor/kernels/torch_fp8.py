@@ -14,6 +14,7 @@ BLOCK = 128
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 TINY = 1e-10  # a block of zeros has this largest magnitude
 
+FEW_ENTRIES = 16  # of an expert
 ROW_MULTIPLE = 4  # of rows, for cuBLAS to take their scales
 
 # [T, K] float8_e4m3fn, [T, K / 128] float32 by columns, both with room behind them for T to be a multiple of four
@@ -82,13 +83,29 @@ def fused_block_experts(
     down_scales: torch.Tensor,
     first: int,
     activation: str,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`torch_ops.fused_experts` with gate_up [S, 2 I, H] and down [S, H, I] of eight bits; tokens are not quantized."""
-    gate_up, down = (
-        torch.stack([_widen(*block) for block in zip(*weight, strict=True)]).to(hidden.dtype)
+    """`torch_ops.fused_experts` with gate_up [S, 2 I, H] and down [S, H, I] of eight bits. What goes into the products is
+    quantized if experts have many entries."""
+    dtype = hidden.dtype
+    up, narrow = (
+        torch.stack([_widen(*block) for block in zip(*weight, strict=True)])
         for weight in ((gate_up, gate_up_scales), (down, down_scales))
     )
-    return torch_ops.fused_experts(hidden, slots, shares, gate_up, down, first, activation)
+    if not are_quantized(slots.numel(), len(down)):
+        return torch_ops.fused_experts(hidden, slots, shares, up.to(dtype), narrow.to(dtype), first, activation, added)
+
+    def through(rows: torch.Tensor) -> torch.Tensor:
+        return widen_rows(quantize(rows.to(dtype)))
+
+    # In float32 but for what is rounded on its way into eight bits.
+    wide = hidden.float()
+    return torch_ops.fused_experts(wide, slots, shares, up, narrow, first, activation, added, through).to(dtype)
+
+
+def are_quantized(entries: int, num_slots: int) -> bool:
+    """Whether experts multiply in eight bits: with few entries each they only wait for their weights."""
+    return entries > FEW_ENTRIES * num_slots
 
 
 def _widen(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -51,13 +51,24 @@ def expanded_tile(itemsize: int) -> Tile:
     return Tile(32, 16, 8, 1) if itemsize == 4 else Tile(128, 64, 8, 2)
 
 
-def expert_tile(entries: int, num_slots: int, itemsize: int, weight_itemsize: int) -> Tile:
-    """By the entries that an expert has on average: few of them are bound by reading weights, whatever the tile."""
+def expert_tile(entries: int, num_slots: int, columns: int, itemsize: int, weight_itemsize: int) -> Tile:
+    """By the entries that an expert has on average: few of them are bound by reading weights, whatever the tile, and all
+    processors are to read. Its rows do not depend on `columns`, how many the product has."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
+    if itemsize == 1:  # 128 columns: a block of the scales that up writes
+        return Tile(64, 128, 8, 3)
     if entries <= 16 * num_slots:
-        return Tile(16, 128, 4, 3) if weight_itemsize == 1 else Tile(16, 64, 4, 4)
+        width = 128 if weight_itemsize == 1 else 64
+        while width > 32 and min(entries, num_slots) * columns < width * NUM_PROCESSORS:
+            width //= 2
+        return Tile(16, width, 4, 3 if width == 128 else 4 if width == 64 else 6)
     return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
+
+
+def product_step(itemsize: int, weight_itemsize: int) -> int:
+    """Of an expert's depth. Eight bits on both sides: a block of scales."""
+    return 128 if itemsize == 1 else 32 if itemsize == 4 else 64
 
 
 def block_linear_tile(rows: int, width: int) -> Tile:
