@@ -89,9 +89,8 @@ class Experts:
             self.replace(weights.placement, layer)
         self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
         self._activation = spec.activation
-        pieces = [] if shared is None or weights.placement is not None else _cut(shared, self.slots[0])
-        self._fused, self._stacks = _fuse(self.slots, pieces, ops)
-        self.num_shared = 0 if self._fused is None else len(pieces)
+        always = None if weights.placement is not None else shared  # another rank's plan could not place it
+        self._fused, self._stacks, self.num_shared = _fuse(self.slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # Another rank's, but part of the model that the fingerprint names.
             shape = (moe.intermediate_size, spec.hidden_size)
@@ -138,27 +137,29 @@ class Experts:
 
 
 def _fuse(
-    slots: list[Mlp], others: list[list[torch.Tensor]], ops: Ops
-) -> tuple[Callable[..., torch.Tensor] | None, list[torch.Tensor]]:
-    """What computes all slots at once, and their weights as one tensor each, which the slots go on with.
+    slots: list[Mlp], shared: Mlp | None, ops: Ops
+) -> tuple[Callable[..., torch.Tensor] | None, list[torch.Tensor], int]:
+    """What computes all slots at once, and their weights as one tensor each, which the slots go on with; behind them
+    those of `shared`, in as many slots as come last.
 
-    `others`: weights of more experts behind them. None where nothing does, or where there are biases.
+    None where nothing does, or where there are biases.
     """
     stacks: list[torch.Tensor] = []
     weights = [slot.tensors() for slot in slots]
     if not weights:
-        return None, stacks
+        return None, stacks, 0
     if slots[0].has_blocks:
         fused, expected = None if ops.blocks is None else ops.blocks.fused_experts, 4
     else:
         fused, expected = ops.fused_experts, 2
     if fused is None or len(weights[0]) != expected:
-        return None, stacks
-    for ours in zip(*weights, *others, strict=True):
+        return None, stacks, 0
+    pieces = [] if shared is None else _cut(shared, slots[0])
+    for ours in zip(*weights, *pieces, strict=True):
         stacks.append(torch.stack(ours))
         for weight, part in zip(ours, stacks[-1], strict=True):
             weight.data = part
-    return fused, stacks
+    return fused, stacks, len(pieces)
 
 
 def _cut(shared: Mlp, expert: Mlp) -> list[list[torch.Tensor]]:
