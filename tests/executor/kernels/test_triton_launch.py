@@ -1,0 +1,53 @@
+"""How kernels are launched: what chooses a variant, and what is refused. The interpreter stands in for the compiler."""
+
+import pytest
+import torch
+import triton.language as tl
+
+from penstock.executor.kernels.cuda.launch import kernel, variants
+
+
+@kernel
+def _scale(x_ptr, y_ptr, count, factor, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0)
+    tl.store(y_ptr + at, (x * factor).to(y_ptr.dtype.element_ty), mask=at < count)
+
+
+@pytest.fixture
+def x(device: torch.device) -> torch.Tensor:
+    return torch.ones(64, device=device)
+
+
+def test_only_constants_dtypes_and_options_make_another_variant(x: torch.Tensor) -> None:
+    """Neither a number that is one or divisible by sixteen, nor how wide a pointer is aligned."""
+    y = torch.zeros_like(x)
+    _scale[(1,)](x, y, 64, 2.0, BLOCK=64)
+    seen = len(variants())
+    for count, factor in ((1, 3.0), (16, 4.0), (5, 1.0)):
+        _scale[(1,)](x[4:], y[8:], count, factor, BLOCK=64)
+        assert y[8 : 8 + count].tolist() == [factor] * count
+    _scale[(2, 1)](x, y, 3, 5.0, BLOCK=64)
+    assert len(variants()) == seen
+    for given in ({"BLOCK": 32}, {"BLOCK": 64, "num_warps": 8}):
+        _scale[(1,)](x, y, 64, 2.0, **given)
+    _scale[(1,)](x, y.half(), 64, 2.0, BLOCK=64)
+    new = variants()[seen:]
+    assert [variant.given for variant in new] == [{"BLOCK": 32}, {"BLOCK": 64, "num_warps": 8}, {"BLOCK": 64}]
+    assert new[-1].kernel == "_scale" and new[-1].dtypes == (torch.float32, torch.float16)
+
+
+def test_pointers_are_aligned(x: torch.Tensor) -> None:
+    with pytest.raises(AssertionError, match="_scale: y_ptr not aligned to 16 bytes"):
+        _scale[(1,)](x, x[1:], 3, 1.0, BLOCK=64)
+
+
+@pytest.mark.parametrize("count", [2**31, -(2**31) - 1, True])
+def test_an_integer_that_would_be_another_type_is_refused(x: torch.Tensor, count: int) -> None:
+    with pytest.raises(AssertionError, match="_scale: count is"):
+        _scale[(1,)](x, x, count, 1.0, BLOCK=32)
+
+
+def test_a_constant_goes_by_name(x: torch.Tensor) -> None:
+    with pytest.raises(AssertionError, match="_scale: 5 arguments"):
+        _scale[(1,)](x, x, 3, 1.0, 64)
