@@ -32,9 +32,10 @@ class Card:
         return self.capability >= (9, 0)
 
     @property
-    def has_warpgroup_products(self) -> bool:
-        """Hopper's alone: four warps multiply together, out of shared memory."""
-        return self.capability[0] == 9
+    def has_wide_products(self) -> bool:
+        """Out of shared memory (9.0) and into a memory of their own (10.0). Elsewhere the factors of a product pass through
+        registers, and a tile may have half as many rows before these run out."""
+        return self.capability[0] in (9, 10)
 
     @property
     def has_scaled_mm(self) -> bool:

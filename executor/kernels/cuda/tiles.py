@@ -1,13 +1,15 @@
-"""Which tile sizes, warps and pipeline stages a kernel is launched with: plain functions of shapes, decided at launch.
+"""Which tile sizes, warps and pipeline stages a kernel is launched with: plain functions of shapes and of the card that it
+is launched on, decided at launch.
 
 The numbers come from compiling for compute capability 9.0 (no spills, within 227 KiB of shared memory, tensor-core
-instructions of the wide kind) and from published measurements; none has been tuned on a GPU yet. tests/executor/kernels
-compiles every one of them.
+instructions of the wide kind) and from published measurements; none has been tuned on a GPU yet. Cards whose products
+read registers, or with 99 KiB of shared memory, take smaller tiles. tests/executor/kernels compiles every one of them.
 """
 
 from typing import NamedTuple
 
-NUM_PROCESSORS = 132  # of an H100 or H200
+from penstock.executor.kernels.card import current_card
+
 MAX_SPLITS = 64  # of one row's context
 MIN_SPLIT = 128  # positions: below this, putting parts together costs more than it gains
 
@@ -32,7 +34,9 @@ def prefill_tile(head_dim: int, itemsize: int) -> Tile:
     """rows: pairs of a token and one of its heads; 64 or more of them make a warpgroup's product (wgmma)."""
     if itemsize == 4:
         return Tile(32, 16 if head_dim > 128 else 32, 4, 1)
-    return Tile(128, 32, 8, 2) if head_dim > 128 else Tile(128, 64, 8, 3)
+    if head_dim > 128:
+        return Tile(128 if current_card().has_wide_products else 64, 32, 8, 2)
+    return Tile(128, 64, 8, 3)
 
 
 def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: int) -> Tile:
@@ -42,12 +46,15 @@ def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: i
     if is_single and num_heads <= 16:
         return Tile(16, 32, 4, 2)
     # Eight bits pass through registers on their way to a product, and 64 rows leave none for them.
-    return Tile(32 if page_itemsize == 1 else 64, 32, 8, 2)
+    is_narrow = page_itemsize == 1 or not current_card().has_wide_products
+    return Tile(32 if is_narrow else 64, 32, 8, 2)
 
 
 def expanded_tile(itemsize: int) -> Tile:
     """rows: tokens; columns: positions. Keys of 192, as in all models with latents that people serve."""
-    return Tile(32, 16, 8, 1) if itemsize == 4 else Tile(128, 64, 8, 2)
+    if itemsize == 4:
+        return Tile(32, 16, 8, 1)
+    return Tile(128 if current_card().has_wide_products else 64, 64, 8, 2)
 
 
 def expert_tile(entries: int, num_slots: int, itemsize: int, weight_itemsize: int) -> Tile:
@@ -68,7 +75,7 @@ def block_linear_tile(rows: int) -> Tile:
 
 def choose_splits(programs: int, max_context: int) -> int:
     """Into how many parts each row's context is cut so that `programs` times as many fill the GPU a few times."""
-    wanted = -(-4 * NUM_PROCESSORS // max(1, programs))
+    wanted = -(-4 * current_card().num_processors // max(1, programs))
     return power_of_2(min(wanted, -(-max_context // MIN_SPLIT), MAX_SPLITS))
 
 

@@ -1,6 +1,7 @@
 """Calls of the launchers with the shapes of models people serve, by group; `aot.py` compiles what they launch.
 
-`quick` is compiled with every run of the suite, `all` with `-m slow`.
+`quick` is compiled for an H200 with every run of the suite, and `few` for the other cards; `all` with `-m slow` for all of
+them. A case's name says what is special about it: "eight-bit", "dependent", "float32", "prompts", "a batch".
 """
 
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from unittest import mock
 import torch
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda import fp8, moe
 from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
@@ -224,4 +226,15 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Phi: attention": attention(4, 1, 96, 32, 32),
 }
 
-GROUPS = {"quick": QUICK, "all": ALL}
+FEW = {name: QUICK[name] for name in ("Qwen3-0.6B: one row", "Qwen3-0.6B: prompts", "Qwen3-0.6B: rows")}
+
+GROUPS = {"few": FEW, "quick": QUICK, "all": ALL}
+
+
+def lack(case: str, card: Card) -> str | None:
+    """What the card would need for it."""
+    if "eight" in case and not card.has_eight_bits:
+        return "numbers of eight bits"
+    if "dependent" in case and not card.has_dependent_launch:
+        return "launches before the last kernel's end"
+    return None

@@ -1,9 +1,13 @@
 """How kernels are launched: what chooses a variant, and what is refused. The interpreter stands in for the compiler."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 import triton.language as tl
 
+from penstock.executor.kernels import cuda
 from penstock.executor.kernels.cuda.launch import kernel, variants
 
 
@@ -51,3 +55,26 @@ def test_an_integer_that_would_be_another_type_is_refused(x: torch.Tensor, count
 def test_a_constant_goes_by_name(x: torch.Tensor) -> None:
     with pytest.raises(AssertionError, match="_scale: 5 arguments"):
         _scale[(1,)](x, x, 3, 1.0, 64)
+
+
+# Still launched as triton.jit declares them.
+LEFT = {
+    *("_decode", "_combine", "_prefill", "_latent", "_gather_latents", "_expanded"),
+    *("_norm", "_gate_rows", "_rope_and_store", "_align", "_place", "_multiply"),
+    *("_quantize_rows", "_gate_quantize", "_norm_quantize", "_block_linear"),
+    *("_choose", "_penalize", "_mask", "_apply_runs", "_prepare"),
+}
+
+
+@pytest.mark.parametrize("path", sorted(Path(cuda.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_whatever_is_launched_is_declared_as_a_kernel(path: Path) -> None:
+    """And what is declared as one is launched, not called in another: there it would not be a device function."""
+    functions = {node.name: node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    launched = set()
+    for function in functions.values():
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched.add(ast.unparse(node.func.value))
+    declared = {name for name, node in functions.items() if "kernel" in map(ast.unparse, node.decorator_list)}
+    own = {name for name in launched if not name.startswith("self.")}
+    assert own - LEFT == declared - LEFT
