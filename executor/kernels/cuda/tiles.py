@@ -34,9 +34,10 @@ def prefill_tile(head_dim: int, itemsize: int) -> Tile:
     """rows: pairs of a token and one of its heads; 64 or more of them make a warpgroup's product (wgmma)."""
     if itemsize == 4:
         return Tile(32, 16 if head_dim > 128 else 32, 4, 1)
+    is_wide = current_card().has_wide_products
     if head_dim > 128:
-        return Tile(128 if current_card().has_wide_products else 64, 32, 8, 2)
-    return Tile(128, 64, 8, 3)
+        return Tile(128 if is_wide else 64, 32, 8, 2)
+    return Tile(128, 64, 8, 3 if is_wide else 2)
 
 
 def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: int) -> Tile:

@@ -1,7 +1,13 @@
 """How kernels are launched: what chooses a variant, and what is refused. The interpreter stands in for the compiler."""
 
 import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +61,54 @@ def test_an_integer_that_would_be_another_type_is_refused(x: torch.Tensor, count
 def test_a_constant_goes_by_name(x: torch.Tensor) -> None:
     with pytest.raises(AssertionError, match="_scale: 5 arguments"):
         _scale[(1,)](x, x, 3, 1.0, 64)
+
+
+@pytest.fixture(scope="module")
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What launches.py says: compiled kernels, over a driver that does nothing."""
+    if shutil.which("cc") is None:
+        pytest.skip("the driver that does nothing is in C, and there is no compiler")
+    here = Path(__file__).parent
+    root = here.parents[2]
+    environment = os.environ | {
+        "PYTHONPATH": f"{root / 'src'}:{root}",
+        "TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton")),
+    }
+    command = [sys.executable, str(here / "launches.py"), str(tmp_path_factory.mktemp("driver"))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def test_the_driver_is_told_the_same_as_by_triton(launched: dict[str, Any]) -> None:
+    """Grid, threads, shared memory, stream, function, early start and arguments, wherever the constants stand."""
+    assert len(launched["both_ways"]) == 3
+    for theirs, ours in launched["both_ways"]:
+        assert ours == theirs
+        assert ours[3] == 64 and ours[9] == 1  # two warps, and one attribute: it may start early
+
+
+def test_a_known_variant_refuses_what_it_was_not_compiled_for(launched: dict[str, Any]) -> None:
+    large, fraction, pointer, device = launched["refusals"]
+    assert "greater than maximum" in large and "float" in fraction
+    assert pointer == "noted: x_ptr not aligned to 16 bytes"
+    assert device == "noted: a tensor is not on GPU 0"
+
+
+def test_each_device_has_its_own_function_and_stream(launched: dict[str, Any]) -> None:
+    assert launched["devices"] == [[99, 1], [100, 2], [99, 1], [100, 2]]
+    assert launched["variants"] == [["noted", -1], ["noted", 0]]
+
+
+def test_a_profiler_sees_launches(launched: dict[str, Any]) -> None:
+    assert launched["watched"] == ["noted"]
+
+
+def test_an_unknown_launcher_is_told_of_once_and_left_to_triton(launched: dict[str, Any]) -> None:
+    grid, warned = launched["unknown"]
+    assert grid == [2, 5, 1, 64, 1, 1, 0]
+    assert warned == ["Triton 3.6.0 has a launcher that is not known here"]
 
 
 # Still launched as triton.jit declares them.
