@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from penstock.executor.kernels.card import Card, card_of
+
 
 @dataclass(frozen=True, slots=True)
 class BlockOps:
@@ -108,9 +110,9 @@ def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
 
         return make_ops(dtype, head_dim)
     if _has_triton_kernels(device):
-        from penstock.executor.kernels.cuda.ops import OPS
+        from penstock.executor.kernels.cuda.ops import choose_ops
 
-        return OPS
+        return choose_ops(_card(device))
     from penstock.executor.kernels import torch_ops
 
     return torch_ops.OPS
@@ -136,5 +138,8 @@ def select_input_ops(device: torch.device) -> InputOps:
 
 
 def _has_triton_kernels(device: torch.device) -> bool:
-    """Older GPUs have less shared memory than the tiles ask for, and other tensor cores."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and _card(device).has_kernels
+
+
+def _card(device: torch.device) -> Card:
+    return card_of(torch.cuda.current_device() if device.index is None else device.index)

@@ -1,8 +1,8 @@
 """Matrix products in eight bits with a scale per block, and the kernels before them that quantize as they write.
 
 For few tokens the product is ours, for many it is cuBLAS's behind `torch.nn.functional.scaled_mm`: on a relative of
-this GPU the one was faster up to 256 tokens, the other beyond 1,000 (facts of vLLM's issue 49932, on an H20). cuBLAS
-takes such scales on GPUs of compute capability 9 alone; elsewhere, and before torch has `scaled_mm`, all are ours.
+this GPU the one was faster up to 256 tokens, the other beyond 1,000 (facts of vLLM's issue 49932, on an H20). Where a
+card does not have that all products are ours.
 """
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda.dependent import launching, take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.rows import SILU, activate, normalize
@@ -80,7 +81,7 @@ def add_rms_norm_quantize(
 
 def block_linear(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values, scales = x
-    if is_cublas(len(values), len(weight)) and has_scaled_mm(values.device):
+    if values.is_cuda and is_cublas(len(values), len(weight)):
         return scaled_mm(x, weight, weight_scales, dtype)
     rows, depth = values.shape
     width = len(weight)
@@ -117,13 +118,7 @@ def block_linear(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor
 def is_cublas(rows: int, width: int) -> bool:
     """Whether cuBLAS computes the product: of many rows, and only where every block of the weight is whole. DeepSeek's
     projection to its latent, 576 wide, has a block of half as many rows as the others."""
-    return rows > MAX_OWN_TOKENS and width % BLOCK == 0
-
-
-def has_scaled_mm(device: torch.device) -> bool:
-    if device.type != "cuda" or not hasattr(F, "scaled_mm"):
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return rows > MAX_OWN_TOKENS and width % BLOCK == 0 and current_card().has_scaled_mm
 
 
 def scaled_mm(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -14,7 +14,7 @@ from penstock.executor.kernels.cuda.fp8 import quantize_groups
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
 from penstock.executor.kernels.cuda.rows import GELU_TANH, SILU, activate
-from penstock.executor.kernels.cuda.tiles import Tile, expert_tile, product_step
+from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
 from penstock.executor.kernels.torch_fp8 import BLOCK, are_quantized, make_quantized
 
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
@@ -93,7 +93,6 @@ def _launch(
     assert rows.shape[1] == depth and values.shape[1] == width * (2 if given["GATED"] else 1)
     assert x_scales is not None or rows.dtype is like.dtype
     assert scales is None or (scales.is_contiguous() and width % BLOCK == depth % BLOCK == 0)
-    step = product_step(rows.element_size(), values.element_size())
     _multiply[(triton.cdiv(width, tile.columns), len(order.tiles))](
         rows,
         rows if x_scales is None else x_scales,
@@ -113,7 +112,7 @@ def _launch(
         SHARED_BY=shared_by,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        STEP=step,
+        STEP=expert_step(rows.element_size()),
         SCALED=scales is not None,
         QUANTIZED=x_scales is not None,
         QUANTIZES=y_scales is not None,
@@ -241,8 +240,9 @@ def _add_product(acc, x, x_scale, weight, scale_ptr, SCALED: tl.constexpr, QUANT
     """A step of the depth lies within one block of scales, as do a tile's columns."""
     if QUANTIZED:
         return acc + tl.dot(x, weight) * (x_scale * tl.load(scale_ptr))[:, None]
-    elif SCALED:
-        return acc + tl.dot(x, weight.to(x.dtype), input_precision="ieee") * tl.load(scale_ptr)
+    elif SCALED:  # by way of float32: before 9.0 there is no shorter one
+        weight = weight.to(tl.float32).to(x.dtype)
+        return acc + tl.dot(x, weight, input_precision="ieee") * tl.load(scale_ptr)
     else:
         return tl.dot(x, weight, acc, input_precision="ieee")
 

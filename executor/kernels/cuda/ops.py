@@ -1,6 +1,9 @@
 """The Triton kernels as `Ops`, `SamplingOps` and `InputOps`, for a model on a GPU."""
 
+import dataclasses
+
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
+from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, moe, rope, routing, rows, sampling
 
 OPS = Ops(
@@ -19,3 +22,8 @@ OPS = Ops(
 
 INPUT_OPS = InputOps(inputs.apply_runs, inputs.prepare)
 SAMPLING_OPS = SamplingOps(sampling.choose, sampling.penalize, sampling.mask)
+
+
+def choose_ops(card: Card) -> Ops:
+    """`OPS`, but for what the card does not have."""
+    return OPS if card.has_eight_bits else dataclasses.replace(OPS, blocks=None)

@@ -46,7 +46,7 @@ def choose_experts(
         shares,
         tokens,
         moe.renormalize_eps,
-        moe.scale,
+        float(moe.scale),
         STRIDE=logits.stride(0),
         EXPERTS=moe.num_experts,
         TOP_K=moe.top_k,
@@ -187,8 +187,8 @@ def _best_groups(
     grouped = tl.reshape(wanted, [TOKENS, GROUP_BINS, EXPERT_BINS])
     best = tl.max(grouped, 2)
     if BIASED:
-        is_best = tl.arange(0, EXPERT_BINS)[None, None, :] == tl.argmax(grouped, 2)[:, :, None]
-        best += tl.max(tl.where(is_best, -float("inf"), grouped), 2)
+        is_first = tl.arange(0, EXPERT_BINS)[None, None, :] == tl.argmax(grouped, 2)[:, :, None]
+        best += tl.max(tl.where(is_first, -float("inf"), grouped), 2)
     group = tl.arange(0, GROUP_BINS)
     chosen = tl.zeros([TOKENS, GROUP_BINS], tl.int1)
     for _ in range(TOP_GROUPS):

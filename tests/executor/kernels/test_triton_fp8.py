@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from penstock.executor.kernels import card as cards
 from penstock.executor.kernels import torch_fp8
 from penstock.executor.kernels.cuda import fp8, tiles
 from tests.executor.kernels.cases import close, every_dtype
@@ -80,13 +81,14 @@ def test_cublas_gets_many_tokens_and_whole_blocks() -> None:
 def test_many_tokens_go_through_cublas(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, depth: int
 ) -> None:
+    product = fp8.block_linear
     if device.type == "cpu":
         monkeypatch.setattr(F, "scaled_mm", strict_scaled_mm, raising=False)
-        monkeypatch.setattr(fp8, "has_scaled_mm", lambda _: True)
-    assert fp8.has_scaled_mm(device)
+        product = fp8.scaled_mm
+    assert fp8.is_cublas(rows, 256)
     _, weight, weight_scales = quantized_weight(256, depth)
     x = torch_fp8.quantize(random(rows, depth, dtype=torch.bfloat16))
-    actual = fp8.block_linear(moved(x, device), weight.to(device), weight_scales.to(device), torch.bfloat16)
+    actual = product(moved(x, device), weight.to(device), weight_scales.to(device), torch.bfloat16)
     assert actual.shape == (rows, 256)
     close(actual, torch_fp8.block_linear(x, weight, weight_scales, torch.float32), torch.bfloat16)
 
@@ -117,11 +119,9 @@ def strict_scaled_mm(
 
 
 def test_without_scaled_mm_or_on_other_cards_every_product_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = torch.device("cuda", 0)
-    for capability, has in (((9, 0), True), ((8, 9), False), ((10, 0), False), ((12, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, given=capability: given)
-        assert fp8.has_scaled_mm(card) is has
+    for card, is_cublas in ((cards.H200, True), (cards.L40S, False), (cards.B200, False), (cards.RTX_PRO, False)):
+        monkeypatch.setattr(fp8, "current_card", lambda given=card: given)
+        assert fp8.is_cublas(512, 512) is is_cublas
+    monkeypatch.setattr(fp8, "current_card", lambda: cards.H200)
     monkeypatch.delattr(F, "scaled_mm")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert not fp8.has_scaled_mm(card)
-    assert not fp8.has_scaled_mm(torch.device("cpu"))
+    assert not fp8.is_cublas(512, 512)
