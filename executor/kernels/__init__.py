@@ -24,8 +24,7 @@ class BlockOps:
     add_rms_norm_quantize: Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]
     # (quantized x, weight [N, K], its scales, dtype) -> [T, N]
     block_linear: Callable[..., torch.Tensor]
-    # As `Ops.fused_experts`, with the scales [S, …] after each weight; the tokens are not quantized. None: expert
-    # after expert.
+    # As `Ops.fused_experts`, with the scales [S, …] after each weight. None: expert after expert.
     fused_experts: Callable[..., torch.Tensor] | None = None
 
 
@@ -49,8 +48,10 @@ class Ops:
     # (gate_up [T, 2 I]) -> activation(gate) * up [T, I]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
-    # (hidden [T, H], slots [T, k], shares [T, k], gate_up [S, 2 I, H], down [S, H, I], first slot, activation) -> [T, H];
-    # None: expert after expert
+    # (logits [T, experts] float32, bias [experts] or None, MoeSpec, num_shared=0) -> experts [T, k] int32, shares [T, k]
+    choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    # (hidden [T, H], slots [T, k], shares [T, k], gate_up [S, 2 I, H], down [S, H, I], first slot, activation,
+    #  added [T, H] = None) -> [T, H]; None: expert after expert
     fused_experts: Callable[..., torch.Tensor] | None = None
     # Weights and pages of eight bits; None: such weights become numbers of the model's dtype when they are loaded.
     blocks: BlockOps | None = None

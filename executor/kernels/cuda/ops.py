@@ -4,7 +4,7 @@ import dataclasses
 
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, moe, rope, rows, sampling
+from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, moe, rope, routing, rows, sampling
 
 OPS = Ops(
     rows.rms_norm,
@@ -14,6 +14,7 @@ OPS = Ops(
     latent.latent_attention,
     rows.silu_mul,
     rows.gelu_tanh_mul,
+    routing.choose_experts,
     moe.fused_experts,
     BlockOps(fp8.quantize, fp8.silu_mul_quantize, fp8.add_rms_norm_quantize, fp8.block_linear, moe.fused_block_experts),
     expanded.expanded_attention,

@@ -12,6 +12,7 @@ from penstock.executor.kernels.card import current_card
 
 MAX_SPLITS = 64  # of one row's context
 MIN_SPLIT = 128  # positions: below this, putting parts together costs more than it gains
+MIN_DEPTH = 1024  # of a product, likewise
 
 
 class Tile(NamedTuple):
@@ -58,20 +59,39 @@ def expanded_tile(itemsize: int) -> Tile:
     return Tile(128 if current_card().has_wide_products else 64, 64, 8, 2)
 
 
-def expert_tile(entries: int, num_slots: int, itemsize: int, weight_itemsize: int) -> Tile:
-    """By the entries that an expert has on average: few of them are bound by reading weights, whatever the tile."""
+def expert_tile(entries: int, num_slots: int, columns: int, itemsize: int, weight_itemsize: int) -> Tile:
+    """By the entries that an expert has on average: few of them are bound by reading weights, whatever the tile, and all
+    processors are to read. Its rows do not depend on `columns`, how many the product has."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
+    if itemsize == 1:  # 128 columns: a block of the scales that up writes
+        return Tile(64, 128, 8, 3 if current_card().has_wide_products else 2)
     if entries <= 16 * num_slots:
-        return Tile(16, 128, 4, 3) if weight_itemsize == 1 else Tile(16, 64, 4, 4)
+        width, programs = 128 if weight_itemsize == 1 else 64, min(entries, num_slots) * columns
+        while width > 32 and programs < width * current_card().num_processors:
+            width //= 2
+        return Tile(16, width, 4, 3 if width == 128 else 4 if width == 64 else 6)
     return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
 
 
-def block_linear_tile(rows: int) -> Tile:
-    """columns: at most the 128 that share a scale."""
+def expert_step(itemsize: int) -> int:
+    """Of an expert's depth. Eight bits on both sides: a block of scales."""
+    return 128 if itemsize == 1 else 32 if itemsize == 4 else 64
+
+
+def block_linear_tile(rows: int, width: int) -> Tile:
+    """columns: at most the 128 that share a scale. For few rows all processors are to read weights."""
     if rows <= 16:
-        return Tile(16, 64, 4, 4)
+        return Tile(16, 64, 4, 4) if width >= 64 * current_card().num_processors else Tile(16, 32, 4, 6)
     return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 128, 8, 3)
+
+
+def depth_splits(programs: int, depth: int) -> int:
+    """Into how many parts a product's depth is cut: as long as all of them run at once, and have a part worth joining."""
+    splits = 1
+    while 2 * splits * programs <= current_card().num_processors and 2 * splits * MIN_DEPTH <= depth:
+        splits *= 2
+    return splits
 
 
 def choose_splits(programs: int, max_context: int) -> int:

@@ -108,7 +108,8 @@ def test_products_run_on_tensor_cores(compiled: Found) -> None:
     for kernel in halves:
         is_wide = "prompts" in kernel["case"] or "a batch" in kernel["case"]
         if kernel["kernel"] == "_multiply":
-            assert kernel["HGMMA" if is_wide else "HMMA"] > 0, kernel
+            wide = "QGMMA" if "eight-bit" in kernel["case"] else "HGMMA"
+            assert kernel[wide if is_wide else "HMMA"] > 0, kernel
         if kernel["kernel"] == "_block_linear":
             assert kernel["QGMMA" if is_wide else "HMMA"] > 0, kernel
 
