@@ -67,28 +67,20 @@ def _philox(seeds: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return torch.stack((c0, c1, c2, c3))
 
 
-def penalize(
-    logits: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    counts: Tensor,
-    in_prompt: int,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> None:
+def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor) -> None:
     """Penalize rows [P] of logits [R, at least V] in place, for what the requests in slots [P] have seen.
 
-    counts [slots, V] int32: how often a token was sampled, and the bit `in_prompt` if the prompt has it. The options
-    are [P] float32.
+    counts [slots, V] int32: how often a token was sampled, and the bit `in_prompt` if the prompt has it. The
+    coefficients [P, 3], float32, are those of repetition, frequency and presence.
     """
     vocab_size = counts.shape[1]
     seen = counts[slots.long()]
     sampled = (seen & (in_prompt - 1)).float()
     values = logits[rows.long(), :vocab_size]
     wide = values.float()
-    wide = torch.where(wide > 0, wide / repetition[:, None], wide * repetition[:, None])
-    wide = wide - frequency[:, None] * sampled - presence[:, None] * sampled.clamp(max=1)
+    repetition, frequency, presence = coefficients[..., None].unbind(1)
+    wide = torch.where(wide > 0, wide / repetition, wide * repetition)
+    wide = wide - frequency * sampled - presence * sampled.clamp(max=1)
     logits[rows.long(), :vocab_size] = torch.where(seen != 0, wide.to(logits.dtype), values)
 
 

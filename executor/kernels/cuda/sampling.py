@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.torch_sampling import LANES, OUTPUTS
 
 CHUNK = LANES * OUTPUTS
@@ -44,40 +45,35 @@ def choose(
     return tokens, largest
 
 
-def penalize(
-    logits: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    counts: Tensor,
-    in_prompt: int,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> None:
-    assert logits.stride(1) == counts.stride(1) == 1
-    vocab_size = counts.shape[1]
-    grid = (len(rows), triton.cdiv(vocab_size, EDIT_BLOCK))
-    _penalize[grid](
+def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor) -> None:
+    num, vocab_size = len(rows), counts.shape[1]
+    assert logits.stride(1) == 1 and logits.shape[1] >= vocab_size
+    assert counts.is_contiguous() and counts.dtype == torch.int32
+    assert all(index.shape == (num,) and index.is_contiguous() for index in (rows, slots))
+    assert all(index.dtype == torch.int64 for index in (rows, slots))
+    assert coefficients.shape == (num, 3) and coefficients.is_contiguous() and coefficients.dtype == torch.float32
+    _penalize[num, triton.cdiv(vocab_size, EDIT_BLOCK)](
         logits,
         rows,
         slots,
         counts,
-        repetition,
-        frequency,
-        presence,
-        logits.stride(0),
-        counts.stride(0),
-        vocab_size,
+        coefficients,
+        STRIDE=logits.stride(0),
+        VOCAB=vocab_size,
         IN_PROMPT=in_prompt,
         BLOCK=EDIT_BLOCK,
     )
 
 
 def mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    assert logits.stride(1) == masks.stride(1) == 1
-    vocab_size = logits.shape[1]
-    grid = (len(rows), triton.cdiv(vocab_size, EDIT_BLOCK))
-    _mask[grid](logits, rows, masks, logits.stride(0), masks.stride(0), vocab_size, BLOCK=EDIT_BLOCK)
+    num, vocab_size = len(rows), logits.shape[1]
+    assert logits.stride(1) == 1
+    assert rows.shape == (num,) and rows.is_contiguous() and rows.dtype == torch.int64
+    assert masks.is_contiguous() and masks.dtype == torch.int32
+    assert len(masks) == num and 32 * masks.shape[1] >= vocab_size
+    _mask[num, triton.cdiv(vocab_size, EDIT_BLOCK)](
+        logits, rows, masks, STRIDE=logits.stride(0), WORDS=masks.shape[1], VOCAB=vocab_size, BLOCK=EDIT_BLOCK
+    )
 
 
 @triton.jit
@@ -214,43 +210,41 @@ def _draw(logits_ptr, vocab_size, top, temperature, bound, seed, position, LANES
     return first_of(best, best_token, tl.max(best, 0))
 
 
-@triton.jit
+@kernel
 def _penalize(
     logits_ptr,
     rows_ptr,
     slots_ptr,
     counts_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    stride,
-    counts_stride,
-    vocab_size,
+    coefficients_ptr,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
     IN_PROMPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab_size
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    slot = tl.load(slots_ptr + index).to(tl.int64)
-    count = tl.load(counts_ptr + slot * counts_stride + token, mask=inside, other=0)
+    logits_ptr += tl.load(rows_ptr + index) * STRIDE + token
+    count = tl.load(counts_ptr + tl.load(slots_ptr + index) * VOCAB + token, mask=token < VOCAB, other=0)
     is_seen = count != 0
-    x = tl.load(logits_ptr + row * stride + token, mask=is_seen, other=0.0).to(tl.float32)
+    x = tl.load(logits_ptr, mask=is_seen, other=0.0).to(tl.float32)
     sampled = (count & (IN_PROMPT - 1)).to(tl.float32)
-    repetition = tl.load(repetition_ptr + index)
+    coefficients_ptr += 3 * index
+    repetition = tl.load(coefficients_ptr)
     x = tl.where(x > 0, x / repetition, x * repetition)
-    x -= tl.load(frequency_ptr + index) * sampled
-    x -= tl.load(presence_ptr + index) * tl.minimum(sampled, 1.0)
-    tl.store(logits_ptr + row * stride + token, x.to(logits_ptr.dtype.element_ty), mask=is_seen)
+    x -= tl.load(coefficients_ptr + 1) * sampled
+    x -= tl.load(coefficients_ptr + 2) * tl.minimum(sampled, 1.0)
+    tl.store(logits_ptr, x.to(logits_ptr.dtype.element_ty), mask=is_seen)
 
 
-@triton.jit
-def _mask(logits_ptr, rows_ptr, masks_ptr, stride, masks_stride, vocab_size, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64)
+@kernel
+def _mask(
+    logits_ptr, rows_ptr, masks_ptr, STRIDE: tl.constexpr, WORDS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab_size
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    word = tl.load(masks_ptr + index * masks_stride + token // 32, mask=inside, other=-1)
+    inside = token < VOCAB
+    word = tl.load(masks_ptr + index.to(tl.int64) * WORDS + token // 32, mask=inside, other=-1)
     is_banned = inside & (((word >> (token % 32)) & 1) == 0)
-    tl.store(logits_ptr + row * stride + token, tl.full([BLOCK], -float("inf"), tl.float32), mask=is_banned)
+    logits_ptr += tl.load(rows_ptr + index) * STRIDE + token
+    tl.store(logits_ptr, tl.full([BLOCK], -float("inf"), tl.float32), mask=is_banned)

@@ -156,7 +156,7 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
         floats, ints, words = torch.zeros(2), torch.zeros(2, dtype=torch.int64), vocab_size // 32
         SAMPLING_OPS.choose(logits, floats, floats, ints.int(), floats, ints, ints)
         counts = torch.zeros(2, vocab_size, dtype=torch.int32)
-        SAMPLING_OPS.penalize(logits, ints, ints, counts, 1 << 30, floats, floats, floats)
+        SAMPLING_OPS.penalize(logits, ints, ints, counts, 1 << 30, torch.zeros(2, 3))
         SAMPLING_OPS.mask(logits, ints, torch.zeros(2, words, dtype=torch.int32))
 
     return call

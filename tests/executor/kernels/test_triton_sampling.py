@@ -1,6 +1,7 @@
 """Drawing, penalties and masks in Triton against their twins, and the twin's noise against its distribution."""
 
 import numpy as np
+import pytest
 import torch
 
 from penstock.executor.kernels import torch_sampling
@@ -8,10 +9,13 @@ from penstock.executor.kernels.cuda import sampling
 from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
 from penstock.executor.masking import RowMasks
 from penstock.executor.outbox import Outbox
+from penstock.executor.penalties import Penalties, Seen
 from penstock.executor.protocol import Sampling
 from penstock.executor.sampler import Sampler
 from tests.executor.kernels.cases import TOLERANCE, every_dtype
 from tests.executor.paged import random
+from tests.executor.test_sampler import SLOTS, random_sampling
+from tests.executor.test_sampler import VOCAB as OPTION_VOCAB
 
 VOCAB = 5000  # more than one chunk of 4096
 OFF = (1.0, 0.0, 0, 1.0)
@@ -124,10 +128,10 @@ def test_penalties_equal_the_twin(device: torch.device, dtype: torch.dtype) -> N
     counts[:, ::7] = 2
     counts[:, ::5] |= in_prompt
     rows, slots = torch.tensor([3, 1], device=device), torch.tensor([0, 2], device=device)
-    given = [torch.tensor(pair, device=device) for pair in ((1.3, 1.0), (0.5, 0.0), (0.0, -0.7))]
+    given = torch.tensor([(1.3, 0.5, 0.0), (1.0, 0.0, -0.7)], device=device)
     expected = logits.clone()
-    torch_sampling.penalize(expected, rows, slots, counts, in_prompt, *given)
-    sampling.penalize(logits, rows, slots, counts, in_prompt, *given)
+    torch_sampling.penalize(expected, rows, slots, counts, in_prompt, given)
+    sampling.penalize(logits, rows, slots, counts, in_prompt, given)
     torch.testing.assert_close(logits, expected, **TOLERANCE[dtype])
     assert not torch.equal(logits[3], random(4, 2500, dtype=dtype).to(device)[3, :2304])
 
@@ -142,6 +146,53 @@ def test_masks_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
     sampling.mask(logits, rows, masks)
     assert torch.equal(logits, expected)
     assert logits[2].isinf().any() and logits[2].isfinite().any() and logits[1].isfinite().all()
+
+
+def test_every_penalized_row_gets_its_own_penalties(device: torch.device) -> None:
+    vocab = 300
+    samplings = [
+        Sampling(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.25),
+        Sampling(),
+        Sampling(repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=0.75),
+        Sampling(frequency_penalty=-1.5),
+    ]
+    edited = []
+    for ops, where in ((SAMPLING_OPS, device), (torch_sampling.SAMPLING_OPS, torch.device("cpu")), (None, device)):
+        seen, slots = Seen(len(samplings), vocab, where), [3, 0, 2, 1]
+        for slot in slots:
+            seen.admit(slot, np.array([slot, 5, 5, 7], np.int32), 2)
+        penalties = Penalties.of(slots, samplings, where)
+        assert penalties is not None
+        logits = random(len(samplings), vocab).to(where)
+        penalties.apply(logits, np.array([4] * len(samplings)), seen, ops)
+        edited.append(logits.cpu())
+    for others in edited[1:]:
+        torch.testing.assert_close(edited[0], others, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_batch_of_any_options_samples_what_the_twins_sample(device: torch.device, seed: int) -> None:
+    """Requests come and go in slots of a sampler whose rows are in any order."""
+    rng = np.random.default_rng(seed)
+    there = Sampler(OPTION_VOCAB, SLOTS, device, SAMPLING_OPS)
+    here = Sampler(OPTION_VOCAB, SLOTS, torch.device("cpu"), torch_sampling.SAMPLING_OPS)
+    lengths = [0] * SLOTS
+    for step in range(12):
+        for slot in range(SLOTS):
+            if not lengths[slot] or rng.random() < 0.2:
+                sampling_options = random_sampling(rng)
+                tokens = rng.integers(0, OPTION_VOCAB, rng.integers(1, 12)).astype(np.int32)
+                lengths[slot], num_prompt = len(tokens), int(rng.integers(1, len(tokens) + 1))
+                for sampler in (there, here):
+                    sampler.admit(slot, sampling_options, tokens, num_prompt)
+        slots = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)].tolist()
+        logits = 3 * random(len(slots), OPTION_VOCAB, seed=100 * seed + step)
+        positions = [lengths[slot] for slot in slots]
+        expected, _, errors = here.sample(logits, slots, positions)
+        got, _, told = there.sample(logits.to(device), slots, positions)
+        assert told == errors and got.tolist() == expected.tolist()
+        for slot in slots:
+            lengths[slot] += 1
 
 
 def test_the_sampler_draws_with_them(device: torch.device) -> None:
