@@ -27,17 +27,17 @@ def choose(
     with the last token kept is kept. Where the largest logit is not finite the token is 0.
     """
     largest, tokens = logits.float().max(-1)
-    scores = (logits.float() - largest[:, None]) / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    weights = scores.exp()
-    kept = weights >= min_p[:, None]
-    down = weights.where(kept, 0.0).sort(descending=True).values  # [R, V]
     vocab_size = logits.shape[1]
+    inverse = torch.where(temperature > 0, 1 / temperature, 1.0).clamp(max=3e38)
+    scores = (logits.float() - largest[:, None]) * inverse[:, None]  # logarithms of weights; the largest is 0
+    kept = scores.isfinite() & (scores >= min_p.log()[:, None])
+    down = scores.where(kept, -torch.inf).sort(descending=True).values  # [R, V]
     last = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size).long()[:, None] - 1
-    kept &= weights >= down.gather(1, last)
-    down = weights.where(kept, 0.0).sort(descending=True).values
-    wanted = top_p[:, None] * down.sum(-1, keepdim=True)
-    last = (down.cumsum(-1) < wanted).sum(-1, keepdim=True).clamp(max=vocab_size - 1)
-    kept &= (weights >= down.gather(1, last)) | (top_p >= 1)[:, None]
+    kept &= scores >= down.gather(1, last)
+    down = scores.where(kept, -torch.inf).sort(descending=True).values
+    sums = down.double().exp().cumsum(-1)
+    last = (sums < top_p[:, None] * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=vocab_size - 1)
+    kept &= (scores >= down.gather(1, last)) | (top_p >= 1)[:, None]
     noisy = (scores + gumbel(seeds, positions, vocab_size)).where(kept, -torch.inf)
     tokens = torch.where(temperature > 0, noisy.argmax(-1), tokens)
     return torch.where(largest.isfinite(), tokens, 0), largest

@@ -1,7 +1,18 @@
 """The Triton kernels as `Ops`, `SamplingOps` and `InputOps`, for a model on a GPU."""
 
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
-from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, moe, rope, rows, sampling
+from penstock.executor.kernels.cuda import (
+    attention,
+    expanded,
+    fp8,
+    inputs,
+    latent,
+    logit_edits,
+    moe,
+    rope,
+    rows,
+    sampling,
+)
 
 OPS = Ops(
     rows.rms_norm,
@@ -17,4 +28,4 @@ OPS = Ops(
 )
 
 INPUT_OPS = InputOps(inputs.apply_runs, inputs.prepare)
-SAMPLING_OPS = SamplingOps(sampling.choose, sampling.penalize, sampling.mask)
+SAMPLING_OPS = SamplingOps(sampling.choose, logit_edits.penalize, logit_edits.mask)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.executor.kernels import torch_sampling
-from penstock.executor.kernels.cuda import sampling
+from penstock.executor.kernels.cuda import logit_edits, sampling
 from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
 from penstock.executor.masking import RowMasks
 from penstock.executor.outbox import Outbox
@@ -93,7 +93,7 @@ def test_a_draw_depends_on_seed_and_position_alone(device: torch.device) -> None
     given = options([OFF] * 6, device)
     together, _ = sampling.choose(logits, *given)
     for row in (0, 5):
-        alone, _ = sampling.choose(logits[row : row + 1], *(column[row : row + 1] for column in given))
+        alone, _ = sampling.choose(*(tensor[row : row + 1].clone() for tensor in (logits, *given)))
         assert alone[0] == together[row]
     assert len(set(together.tolist())) > 1
 
@@ -131,7 +131,7 @@ def test_penalties_equal_the_twin(device: torch.device, dtype: torch.dtype) -> N
     given = torch.tensor([(1.3, 0.5, 0.0), (1.0, 0.0, -0.7)], device=device)
     expected = logits.clone()
     torch_sampling.penalize(expected, rows, slots, counts, in_prompt, given)
-    sampling.penalize(logits, rows, slots, counts, in_prompt, given)
+    logit_edits.penalize(logits, rows, slots, counts, in_prompt, given)
     torch.testing.assert_close(logits, expected, **TOLERANCE[dtype])
     assert not torch.equal(logits[3], random(4, 2500, dtype=dtype).to(device)[3, :2304])
 
@@ -143,7 +143,7 @@ def test_masks_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
     masks = torch.randint(-(2**31), 2**31, (2, 66), dtype=torch.int32, generator=generator).to(device)
     rows, expected = torch.tensor([2, 0], device=device), logits.clone()
     torch_sampling.mask(expected, rows, masks)
-    sampling.mask(logits, rows, masks)
+    logit_edits.mask(logits, rows, masks)
     assert torch.equal(logits, expected)
     assert logits[2].isinf().any() and logits[2].isfinite().any() and logits[1].isfinite().all()
 
