@@ -299,7 +299,7 @@ def _draw_filtered(
     missing."""
     bound = -float("inf")
     if min_p > 0:
-        bound = tl.log(min_p)
+        bound = tl.minimum(tl.log(min_p), 0.0)  # what is near 1 keeps the largest, however its logarithm is rounded
     has_top_k = (top_k > 0) & (top_k < VOCAB)
     source_ptr = listed_ptr
     size = ALL_LISTED
@@ -310,7 +310,7 @@ def _draw_filtered(
     if has_top_k:
         is_listed = is_complete | (number >= top_k)
     elif min_p <= 0:
-        is_listed = is_complete | (weight >= top_p * whole)
+        is_listed = is_complete | ((number > 0) & (weight >= top_p * whole))
     if is_listed == 0:
         source_ptr = logits_ptr
         size = VOCAB
@@ -323,6 +323,27 @@ def _draw_filtered(
     if top_p < 1:
         low = _search(source_ptr, size, top, inverse, low, top_p * weight, False, TILE)
 
+    return _draw_from(
+        source_ptr, listed_tokens_ptr, is_listed, size, top, inverse, low, seed, position, ALL_LISTED, LANES, TILE // 2
+    )
+
+
+@triton.jit
+def _draw_from(
+    source_ptr,
+    listed_tokens_ptr,
+    is_listed,
+    size,
+    top,
+    inverse,
+    bound,
+    seed,
+    position,
+    ALL_LISTED: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The token with the largest sum of score and noise among those that reach the bound."""
     lane = tl.arange(0, TILE)
     best = tl.full([TILE], -float("inf"), tl.float32)
     best_token = tl.zeros([TILE], tl.int32)
@@ -335,7 +356,7 @@ def _draw_filtered(
         r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero)
         output = token // LANES % 4
         bits = tl.where(output < 2, tl.where(output == 0, r0, r1), tl.where(output == 2, r2, r3))
-        noisy = tl.where(score >= low, score + _noise(bits), -float("inf"))
+        noisy = tl.where(score >= bound, score + _noise(bits), -float("inf"))
         is_larger = noisy > best
         best = tl.where(is_larger, noisy, best)
         best_token = tl.where(is_larger, token, best_token)
