@@ -19,6 +19,7 @@ from penstock.executor.kernels.torch_sampling import LANES, OUTPUTS
 
 PART = LANES * OUTPUTS
 LISTED = 256  # at most so many logits of a part, and more than half as many unless they tie
+OPTION_DTYPES = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int64, torch.int64)
 
 
 def choose(
@@ -49,9 +50,6 @@ def choose(
     block = max(16, triton.next_power_of_2(parts))
     _choose[(rows,)](logits, *options, *of_parts, tokens, largest, **sizes, BLOCK=block, TILE=PART, num_warps=16)
     return tokens, largest
-
-
-OPTION_DTYPES = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int64, torch.int64)
 
 
 @kernel
@@ -133,6 +131,7 @@ def _choose(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
+    """From a row's parts, whose places are BLOCK at once, to its token."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
     place = row * PARTS + part
