@@ -67,7 +67,7 @@ class SamplingOps:
 
     # (logits [R, V], temperature [R], min_p, top_k, top_p, seeds, positions) -> tokens [R], largest logits [R]
     choose: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    # (logits, rows [P], slots [P], counts, in_prompt, repetition [P], frequency, presence), in place
+    # (logits, rows [P], slots [P], counts, in_prompt, coefficients [P, 3]), in place
     penalize: Callable[..., None]
     # (logits [S, V], rows [n], masks [n, words]), in place
     mask: Callable[..., None]

@@ -4,7 +4,19 @@ import dataclasses
 
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, moe, rope, routing, rows, sampling
+from penstock.executor.kernels.cuda import (
+    attention,
+    expanded,
+    fp8,
+    inputs,
+    latent,
+    logit_edits,
+    moe,
+    rope,
+    routing,
+    rows,
+    sampling,
+)
 
 OPS = Ops(
     rows.rms_norm,
@@ -21,7 +33,7 @@ OPS = Ops(
 )
 
 INPUT_OPS = InputOps(inputs.apply_runs, inputs.prepare)
-SAMPLING_OPS = SamplingOps(sampling.choose, sampling.penalize, sampling.mask)
+SAMPLING_OPS = SamplingOps(sampling.choose, logit_edits.penalize, logit_edits.mask)
 
 
 def choose_ops(card: Card) -> Ops:

@@ -166,10 +166,12 @@ def inputs(rows: int, tokens: int, max_blocks: int) -> Callable[[], None]:
 def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
     def call() -> None:
         logits = torch.zeros(2, vocab_size, dtype=dtype)
-        floats, ints, words = torch.zeros(2), torch.zeros(2, dtype=torch.int64), vocab_size // 32
-        SAMPLING_OPS.choose(logits, floats, floats, ints.int(), floats, ints, ints)
+        edited = torch.zeros(2, -(-vocab_size // 256) * 256)[:, :vocab_size]
+        floats, ints, words = torch.zeros(2), torch.zeros(2, dtype=torch.int64), -(-vocab_size // 32)
+        for rows in (logits, edited):
+            SAMPLING_OPS.choose(rows, floats, floats, ints.int(), floats, ints, ints)
         counts = torch.zeros(2, vocab_size, dtype=torch.int32)
-        SAMPLING_OPS.penalize(logits, ints, ints, counts, 1 << 30, floats, floats, floats)
+        SAMPLING_OPS.penalize(edited, ints, ints, counts, 1 << 30, torch.zeros(2, 3))
         SAMPLING_OPS.mask(logits, ints, torch.zeros(2, words, dtype=torch.int32))
 
     return call
@@ -207,6 +209,8 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Llama-3.1-70B: rows": rows(8192, 28672),
     "SmolLM2-135M: attention": attention(4, 1, 64, 9, 3),
     "SmolLM2-135M: sampling": sample(49152, F32),
+    "Gemma-3-4B: sampling": sample(262208, BF16),
+    "GPT-2: sampling, an odd vocabulary": sample(50257, F16),
     "SmolLM2-135M: float32": attention(4, 1, 64, 9, 3, dtype=F32),
     "SmolLM2-135M: rope": rope(64, 9, 3, False),
     "Gemma-3-4B: attention": attention(4, 1, 256, 8, 4),
