@@ -58,6 +58,8 @@ class Ops:
     # attention of the batch's rows from the first on, T tokens in all, over the keys and values that each head has of
     # the latents. None: there is only `latent_attention`.
     expanded_attention: Callable[..., torch.Tensor] | None = None
+    # (x [T, K], weight [2 I, K], activation) -> [T, I], as one product and `silu_mul` or `gelu_tanh_mul`; None: as these
+    gated_linear: Callable[..., torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

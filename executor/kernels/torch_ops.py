@@ -206,6 +206,13 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    return ACTIVATIONS[activation](F.linear(x, weight))
+
+
 def fused_experts(
     hidden: torch.Tensor,
     slots: torch.Tensor,
@@ -216,7 +223,7 @@ def fused_experts(
     activation: str,
 ) -> torch.Tensor:
     """What the experts in slots first … first + S - 1 add up to, each by its share; as `Experts` with all in one."""
-    activate = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[activation]
+    activate = ACTIVATIONS[activation]
     out = torch.zeros((*slots.shape, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
     for index in range(len(down)):
         token, choice = (slots == first + index).nonzero(as_tuple=True)

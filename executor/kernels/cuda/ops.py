@@ -4,7 +4,7 @@ import dataclasses
 
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, moe, rope, rows, sampling
+from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, linear, moe, rope, rows, sampling
 
 OPS = Ops(
     rows.rms_norm,
@@ -17,6 +17,7 @@ OPS = Ops(
     moe.fused_experts,
     BlockOps(fp8.quantize, fp8.silu_mul_quantize, fp8.add_rms_norm_quantize, fp8.block_linear, moe.fused_block_experts),
     expanded.expanded_attention,
+    linear.gated_linear,
 )
 
 INPUT_OPS = InputOps(inputs.apply_runs, inputs.prepare)

@@ -74,6 +74,21 @@ def block_linear_tile(rows: int) -> Tile:
     return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 128, 8, 3)
 
 
+def gate_tile(width: int) -> Tile:
+    """1,024 numbers: as many columns as divide the row, and so many rows as that leaves room for."""
+    columns = min(1024, max(64, width & -width))
+    return Tile(1024 // columns, columns, 4, 1)
+
+
+def few_rows_tile(rows: int, width: int, itemsize: int) -> Tile:
+    """rows: all there are, at most 32; columns: of the gate, and as many of up. Bound by reading the weight once: there
+    are two programs or more for each processor, and each has some 30 KB of the weight on their way."""
+    num_rows = 16 if rows <= 16 else 32
+    if itemsize == 4:
+        return Tile(num_rows, 16, 4, 2)
+    return Tile(num_rows, 32, 4, 4) if width >= 64 * NUM_PROCESSORS else Tile(num_rows, 16, 4, 5)
+
+
 def choose_splits(programs: int, max_context: int) -> int:
     """Into how many parts each row's context is cut so that `programs` times as many fill the GPU a few times."""
     wanted = -(-4 * current_card().num_processors // max(1, programs))
