@@ -3,6 +3,8 @@
 Arithmetic is float32 inside each operation and rounded once at its end, whatever the tensors' dtype.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -53,6 +55,50 @@ def rope_and_store(
     if v is not None:
         v_pages[blocks, offsets] = _narrow(v, v_pages.dtype).flatten(1)
     return _rotate(q, cos, sin)
+
+
+def latent_rope_and_store(
+    goal: torch.Tensor,
+    q: torch.Tensor,
+    down: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    latents: torch.Tensor,
+    kv_slots: torch.Tensor,
+    first: int,
+    is_whole: bool,
+) -> None:
+    """Normalize the latents, rotate keys and queries, write keys into their pages and queries to goal [t, H, rope + …]."""
+    tokens, rope_dim = slice(first, first + len(goal)), 2 * cos.shape[1]
+    positions, kv_slots = positions[tokens], kv_slots[tokens]
+    rotating, key = latent_parts(rms_norm, q[tokens], down[tokens], weight, eps, rope_dim)
+    goal[..., :rope_dim] = rope_and_store(rotating, key, None, cos, sin, positions, latents, latents, kv_slots)
+    if is_whole:
+        goal[..., rope_dim:] = q[tokens, :, :-rope_dim]
+
+
+def latent_parts(
+    norm: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    down: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rope_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What of the queries rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
+
+    The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike.
+    """
+    latent, rotating = down.split((len(weight), rope_dim), dim=-1)
+    key = torch.cat((_pairs_apart(rotating), norm(latent, weight, eps)), dim=-1)
+    return _pairs_apart(q[..., -rope_dim:]), key[:, None]
+
+
+def _pairs_apart(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def _narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -235,6 +281,7 @@ OPS = Ops(
     rms_norm,
     add_rms_norm,
     rope_and_store,
+    latent_rope_and_store,
     paged_attention,
     latent_attention,
     silu_mul,

@@ -4,12 +4,25 @@ import dataclasses
 
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, linear, moe, rope, rows, sampling
+from penstock.executor.kernels.cuda import (
+    attention,
+    expanded,
+    fp8,
+    inputs,
+    latent,
+    latent_rope,
+    linear,
+    moe,
+    rope,
+    rows,
+    sampling,
+)
 
 OPS = Ops(
     rows.rms_norm,
     rows.add_rms_norm,
     rope.rope_and_store,
+    latent_rope.latent_rope_and_store,
     attention.paged_attention,
     latent.latent_attention,
     rows.silu_mul,

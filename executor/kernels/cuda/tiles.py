@@ -74,6 +74,12 @@ def block_linear_tile(rows: int) -> Tile:
     return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 128, 8, 3)
 
 
+def rope_tile(kv_heads: int, width: int) -> Tile:
+    """rows: tokens; columns: heads, as many as there are key-value heads, since these and queries have programs apart."""
+    heads = min(power_of_2(kv_heads), max(1, 1024 // width))
+    return Tile(max(1, 1024 // (heads * width)), heads, 4, 1)
+
+
 def gate_tile(width: int) -> Tile:
     """1,024 numbers: as many columns as divide the row, and so many rows as that leaves room for."""
     columns = min(1024, max(64, width & -width))
