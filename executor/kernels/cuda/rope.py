@@ -29,19 +29,19 @@ def rope_and_store(
     eps: float = 0.0,
 ) -> torch.Tensor:
     """Normalize q and k per head if weights are given, rotate them, write k and v into their pages; returns q."""
-    tokens, q_heads, q_dim = q.shape
-    kv_heads, dim = k.shape[1:]
+    tokens, q_heads, dim = q.shape
+    kv_heads = k.shape[1]
     half = cos.shape[1]
     values = k if v is None else v
     page_stride, slot_stride, _ = k_pages.stride()
     assert v_pages.stride() == (page_stride, slot_stride, 1) and v_pages.dtype is k_pages.dtype
     assert q.stride(2) == k.stride(2) == values.stride(2) == 1 and q.dtype is k.dtype is values.dtype
+    assert k.shape[2] == values.shape[2] == dim
     check_places(cos, sin, positions, kv_slots)
-    rotated = torch.empty((tokens, q_heads, q_dim), dtype=q.dtype, device=q.device)
+    rotated = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return rotated
-    rest = max(q_dim, dim) - 2 * half
-    tile = rope_tile(kv_heads, max(power_of_2(half), power_of_2(rest)))
+    tile = rope_tile(kv_heads, power_of_2(max(half, dim - 2 * half)))
     q_programs = triton.cdiv(q_heads, tile.columns)
     _rope_and_store[(triton.cdiv(tokens, tile.rows), q_programs + triton.cdiv(kv_heads, tile.columns))](
         q,
@@ -69,13 +69,11 @@ def rope_and_store(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         Q_PROGRAMS=q_programs,
-        Q_DIM=q_dim,
         DIM=dim,
         HALF=half,
         TOKENS=tile.rows,
         HEADS=tile.columns,
         BLOCK_HALF=power_of_2(half),
-        BLOCK_Q_REST=power_of_2(q_dim - 2 * half),
         BLOCK_REST=power_of_2(dim - 2 * half),
         PAGE=k_pages.shape[1],
         HAS_V=v is not None,
@@ -121,13 +119,11 @@ def _rope_and_store(
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     Q_PROGRAMS: tl.constexpr,
-    Q_DIM: tl.constexpr,
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-    BLOCK_Q_REST: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     PAGE: tl.constexpr,
     HAS_V: tl.constexpr,
@@ -148,7 +144,7 @@ def _rope_and_store(
         head += program * HEADS
         mask = is_token & (head < Q_HEADS)
         source = q_ptr + token * Q_STRIDE + head * Q_HEAD_STRIDE
-        goal = rotated_ptr + (token * Q_HEADS + head) * Q_DIM
+        goal = rotated_ptr + (token * Q_HEADS + head) * DIM
         _rotate(
             source,
             goal,
@@ -157,10 +153,10 @@ def _rope_and_store(
             sin_ptr,
             q_weight_ptr,
             eps,
-            Q_DIM,
+            DIM,
             HALF,
             BLOCK_HALF,
-            BLOCK_Q_REST,
+            BLOCK_REST,
             NORMS_Q,
         )
     else:

@@ -7,7 +7,7 @@ from penstock.executor.kernels import torch_ops
 from penstock.executor.kernels.cuda.linear import FEW_ROWS
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.executor.kernels.cases import close, every_dtype
-from tests.executor.paged import random
+from tests.executor.paged import latent_step, random
 
 
 @every_dtype
@@ -78,3 +78,12 @@ def test_rope_writes_the_pages_like_the_twin(
         results.append((kernels.rope_and_store(q, k, v if has_v else None, *arguments), kv))
     close(results[0][0], results[1][0])
     close(results[0][1], results[1][1])
+
+
+@every_dtype
+@pytest.mark.parametrize("is_whole", [False, True], ids=["absorbed", "whole"])
+def test_latents_and_their_queries_equal_the_twin(device: torch.device, dtype: torch.dtype, is_whole: bool) -> None:
+    """More heads and tokens than a program has, of which the first two are another call's; sizes of no power of two."""
+    results = [latent_step(ops, dtype, device, 2, is_whole) for ops in (OPS, torch_ops.OPS)]
+    for actual, expected in zip(*results, strict=True):
+        close(actual, expected)
