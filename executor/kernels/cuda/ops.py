@@ -10,6 +10,8 @@ from penstock.executor.kernels.cuda import (
     fp8,
     inputs,
     latent,
+    latent_rope,
+    linear,
     logit_edits,
     moe,
     rope,
@@ -22,6 +24,7 @@ OPS = Ops(
     rows.rms_norm,
     rows.add_rms_norm,
     rope.rope_and_store,
+    latent_rope.latent_rope_and_store,
     attention.paged_attention,
     latent.latent_attention,
     rows.silu_mul,
@@ -30,6 +33,7 @@ OPS = Ops(
     moe.fused_experts,
     BlockOps(fp8.quantize, fp8.silu_mul_quantize, fp8.add_rms_norm_quantize, fp8.block_linear, moe.fused_block_experts),
     expanded.expanded_attention,
+    linear.gated_linear,
 )
 
 INPUT_OPS = InputOps(inputs.apply_runs, inputs.prepare)
