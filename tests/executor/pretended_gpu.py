@@ -12,8 +12,10 @@ pinned memory through numpy.
 """
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -21,9 +23,8 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from tests.executor.races import Clock, Memory, Place, Races, cells, here, offsets, runs
+from tests.executor.races import Clock, Place, Races, cells, here, runs
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 SMALL, SEGMENT, LARGE_SEGMENT, ROUND = 1 << 20, 2 << 20, 20 << 20, 512  # of torch's allocator
@@ -50,7 +51,7 @@ class Tracked(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Where the mode is not active: in other threads."""
-        tracked = next(each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tracked))
+        tracked = next(each for each in leaves((args, kwargs)) if isinstance(each, Tracked))
         return tracked.block.pool.gpu.run(func, args, kwargs or {})
 
     @property
@@ -68,6 +69,13 @@ class Tracked(torch.Tensor):
     @data.setter
     def data(self, other: "Tracked") -> None:
         self.inner, self.block = other.inner, other.block
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"on {self.device}: {self.inner}"
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        with torch.inference_mode():  # where it is seen as a whole
+            return super().to(*args, **kwargs)
 
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
         return self.to("cpu")
@@ -163,7 +171,9 @@ class Pool:
         return Block(self, found.segment, found.start, size)
 
     def _grow(self, size: int) -> Free:
-        whole = SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE_SEGMENT // 2 else -(-size // SEGMENT) * SEGMENT
+        whole = (
+            SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE_SEGMENT // 2 else -(-size // SEGMENT) * SEGMENT
+        )
         self._num_segments += 1
         segment = Segment(self.gpu.races, f"memory of {self._name}", whole, self._num_segments)
         return Free(whole, segment.order, 0, segment, self.gpu.races.now(self.gpu.host))
@@ -171,7 +181,9 @@ class Pool:
     def release(self, block: Block) -> None:
         new = Free(block.size, block.segment.order, block.start, block.segment, self.gpu.races.now(self.gpu.host))
         for free in list(self._free):
-            if free.segment is new.segment and (free.start + free.size == new.start or new.start + new.size == free.start):
+            if free.segment is new.segment and (
+                free.start + free.size == new.start or new.start + new.size == free.start
+            ):
                 self._free.remove(free)
                 new = new._replace(
                     size=new.size + free.size, start=min(new.start, free.start), freed=np.maximum(new.freed, free.freed)
@@ -255,21 +267,17 @@ class Op(NamedTuple):
     """One operation on plain tensors, as a graph repeats it."""
 
     func: Any
-    args: list[Any]  # flat, as `spec` puts them together
-    spec: Any
-    reads: list[tuple[torch.Tensor, Any]]  # and which elements in its storage, if not all: a function of the arguments
+    args: Any
+    kwargs: Any
+    reads: list[tuple[torch.Tensor, Any]]  # and which of its elements, if not all: a function as in PICKING
     writes: list[tuple[torch.Tensor, Any]]
     made: list[tuple[int, torch.Tensor]]  # new tensors: which result, and the memory that it has
     place: Place
 
     def repeat(self) -> None:
-        results = tree_flatten(self.call(self.args))[0]
+        results = [*leaves(self.func(*self.args, **self.kwargs))]
         for index, target in self.made:
             target.copy_(results[index])
-
-    def call(self, flat: Sequence[Any]) -> Any:
-        args, kwargs = tree_unflatten(list(flat), self.spec)
-        return self.func(*args, **kwargs)
 
 
 class Graph:
@@ -290,20 +298,29 @@ class Graph:
 class PretendedGpu(TorchDispatchMode):
     """`with` it active, torch's device "cuda" is this one. Host threads are told apart by `thread`."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.races = Races()
         self.streams: list[int] = []  # their actors
         self._main = threading.get_ident()
         self._hosts = {self._main: self.races.actor("the host")}
-        self._default = self.stream = Stream(self, "the computing stream")
+        self._named: dict[str, int] = {}  # threads that are only said to be some
+        self.stream = Stream(self, "the computing stream")
         self._capture_stream: Stream | None = None
         self._num_streams = 0
         self._pinned = PinnedPool(self)
         self._graph: tuple[Graph, Pool] | None = None  # that is being captured
         self._count = torch.arange(1 << 12)
         self.graphs: list[Graph] = []
-        self._patch(monkeypatch)
+        self._patches = pytest.MonkeyPatch()
+
+    def __enter__(self) -> "PretendedGpu":
+        self._patch()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.undo()
 
     @property
     def host(self) -> int:
@@ -330,8 +347,7 @@ class PretendedGpu(TorchDispatchMode):
 
     # -- torch.cuda ----------------------------------------------------------------------------------------
 
-    def _patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._named: dict[str, int] = {}
+    def _patch(self) -> None:
         for name, value in {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
@@ -347,11 +363,18 @@ class PretendedGpu(TorchDispatchMode):
             "graph": self.capture,
             "cudart": lambda: SimpleNamespace(cudaHostRegister=self.register),
         }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
+            self._patches.setattr(torch.cuda, name, value)
+        tensor = torch.tensor
+        self._patches.setattr(torch, "tensor", lambda data, device=CPU, **kwargs: tensor(data, **kwargs).to(device))
+        self._patches.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))
 
     def new_stream(self) -> Stream:
         self._num_streams += 1
         return Stream(self, f"stream {self._num_streams} of {here_name()}")
+
+    def has_waited(self, stream: Stream, other: Stream) -> bool:
+        """Whether what `stream` does next comes after all that `other` has done so far."""
+        return bool(self.races.now(stream.actor)[other.actor] == self.races.now(other.actor)[other.actor])
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -387,77 +410,81 @@ class PretendedGpu(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        is_pinned = kwargs.get("pin_memory") or func is aten.pin_memory.default
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        flat, spec = tree_flatten((args, kwargs))
-        asked = next((each for each in flat if isinstance(each, torch.device)), None)
-        tracked = [each for each in flat if isinstance(each, Tracked)]
-        if is_pinned:
-            return self._pin(args[0] if func is aten.pin_memory.default else func(*args, **kwargs))
-        if not tracked and (asked is None or asked.type == "cpu"):
-            return func(*args, **kwargs)
+            return self._pin(func(*args, **{**kwargs, "pin_memory": False}))
         packet = func.overloadpacket
-        if packet in (aten.to, aten._to_copy) and asked is not None and asked.type != args[0].device.type:
-            is_async = kwargs.get("non_blocking", False) or any(each is True for each in args[2:])
-            return self._bring(args[0], asked, is_async)
+        flat = [*leaves((args, kwargs))]
+        device = next((each for each in flat if isinstance(each, torch.device)), None)
+        tracked = [each for each in flat if isinstance(each, Tracked)]
+        if not tracked and (device is None or device.type == "cpu"):
+            return func(*args, **kwargs)
+        if packet in (aten.to, aten._to_copy) and device is not None and device.type != args[0].device.type:
+            return self._bring(args[0], device, kwargs.get("non_blocking", False))
         if packet is aten.copy_ and args[0].device.type != args[1].device.type:
-            self._transfer(args[0], args[1], bool(kwargs.get("non_blocking", args[2] if len(args) > 2 else False)))
+            self._transfer(args[0], args[1], any(each is True for each in (*args[2:], *kwargs.values())))
             return args[0]
-        on_gpu = (asked or CPU).type == "cuda" or any(each.is_cuda for each in tracked)
-        if on_gpu and packet in WAITING:
-            return self._fetch(func, args, kwargs)
-        return self._launch(func, flat, spec, tracked, on_gpu)
+        is_on_gpu = (device or CPU).type == "cuda" or any(each.is_cuda for each in tracked)
+        if is_on_gpu and packet in WAITING:
+            return func(*(self.fetch(each) if isinstance(each, Tracked) else each for each in args), **kwargs)
+        return self._launch(func, args, kwargs, tracked, is_on_gpu)
 
-    def _launch(self, func: Any, flat: list[Any], spec: Any, tracked: list[Tracked], on_gpu: bool) -> Any:
-        graph = self._graph[0] if self._graph is not None and on_gpu else None
-        written = written_by(func, flat, spec)
-        given, of_plain = [], {}
-        for each in flat:
-            plain = _plain(each)
-            if graph is not None and isinstance(each, Tracked) and id(each) in written and each.block.graph is not graph:
-                plain = plain.clone()  # nothing of it happens before the graph is replayed
-            if isinstance(each, Tracked):
-                of_plain[id(plain)] = each
-            given.append(plain)
-        op = Op(func, [_plain(each) for each in flat], spec, [], [], [], here())
-        results, out_spec = tree_flatten(op.call(given))
-        wrapped = [self._wrap(i, r, of_plain, tracked, on_gpu, op) if isinstance(r, torch.Tensor) else r for i, r in enumerate(results)]
-        if not (op.made or written) and any(isinstance(each, Tracked) for each in wrapped):
-            pass  # views
-        else:
+    def _launch(self, func: Any, args: Any, kwargs: Any, tracked: list[Tracked], is_on_gpu: bool) -> Any:
+        graph = self._graph[0] if self._graph is not None and is_on_gpu else None
+        written = written_by(func, args, kwargs)
+        stood_in: dict[int, Tracked] = {}
+
+        def stand_in(value: Any) -> Any:
+            plain = _plain(value)
+            if isinstance(value, Tracked):
+                if graph is not None and id(value) in written and value.block.graph is not graph:
+                    plain = plain.clone()  # nothing of it happens before the graph is replayed
+                stood_in[id(plain)] = value
+            return plain
+
+        op = Op(func, replaced(args, _plain), replaced(kwargs, _plain), [], [], [], here())
+        given, named = replaced(args, stand_in), replaced(kwargs, stand_in)
+        count = itertools.count()
+        results = replaced(
+            func(*given, **named), lambda result: self._wrap(next(count), result, stood_in, is_on_gpu, op)
+        )
+        if op.made or written or not isinstance(results, Tracked | list | tuple):  # else it is a view
             pick = PICKING.get(func.overloadpacket)
             for each in tracked:
-                which = pick if pick is not None and each is flat[0] else None
+                which = pick if each is args[0] else None
                 (op.writes if id(each) in written else op.reads).append((each.inner, which))
         if graph is not None:
             graph.ops.append(op)
-        elif on_gpu:
+        elif is_on_gpu:
             self.stream.launch()
             self.note(op, self.stream.actor)
         else:
             self.note(op, self.host)
-        return tree_unflatten(wrapped, out_spec)
+        return results
 
-    def _wrap(self, index: int, result: torch.Tensor, of_plain: dict[int, Tracked], tracked: list[Tracked], on_gpu: bool, op: Op) -> Any:
-        if id(result) in of_plain:
-            return of_plain[id(result)]
+    def _wrap(self, index: int, result: Any, stood_in: dict[int, Tracked], is_on_gpu: bool, op: Op) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return result
+        if id(result) in stood_in:
+            return stood_in[id(result)]
         storage = result.untyped_storage().data_ptr()
-        for each in tracked:
+        for each in stood_in.values():
             if each.inner.untyped_storage().data_ptr() == storage and each.block.holds(result):
                 return Tracked(result, each.block)
-        if not on_gpu:
+        if not is_on_gpu:
             return result
         if 0 in result.stride():
             result = result.contiguous()
-        pool = self.stream.pool if self._graph is None else self._graph[1]
-        block = pool.allocate(result.untyped_storage().nbytes())
-        block.graph = None if self._graph is None else self._graph[0]
-        target = block.segment.place(block.start, result)
-        if not op.func.overloadpacket in EMPTY:
-            target.copy_(result)
-            op.made.append((index, target))
-        return Tracked(target, block)
+        made = self._allocate(result)
+        if op.func.overloadpacket not in EMPTY:
+            made.inner.copy_(result)
+            op.made.append((index, made.inner))
+        return made
+
+    def _allocate(self, like: torch.Tensor) -> Tracked:
+        graph, pool = self._graph or (None, self.stream.pool)
+        block = pool.allocate(like.untyped_storage().nbytes())
+        block.graph = graph
+        return Tracked(block.segment.place(block.start, like), block)
 
     def note(self, op: Op, actor: int) -> None:
         number = self.races.access(actor, op.place)
@@ -478,8 +505,7 @@ class PretendedGpu(TorchDispatchMode):
             touched = cells(memory, tensor.data_ptr(), tensor.shape, strides, size)
         else:
             assert op is not None
-            (_, *args), _ = tree_unflatten(list(op.args), op.spec)
-            picked = which(self._offsets(tensor), *args).flatten().numpy()
+            picked = which(self._offsets(tensor), *op.args[1:]).flatten().numpy()
             touched = runs(picked * size + tensor.untyped_storage().data_ptr() - memory.base, size)
         (self.races.write if is_write else self.races.read)(number, memory, touched)
 
@@ -508,9 +534,7 @@ class PretendedGpu(TorchDispatchMode):
         plain = _plain(source)
         target: torch.Tensor
         if device.type == "cuda":
-            block = self.stream.pool.allocate(max(1, plain.numel()) * plain.element_size())
-            like = torch.empty_like(plain, memory_format=torch.contiguous_format)
-            target = Tracked(block.segment.place(block.start, like), block)
+            target = self._allocate(torch.empty_like(plain, memory_format=torch.contiguous_format))
         else:
             target = self._pinned_like(plain) if is_async else torch.empty_like(plain)
         self._transfer(target, source, is_async)
@@ -526,15 +550,6 @@ class PretendedGpu(TorchDispatchMode):
         host = source if target.device.type == "cuda" else target
         if not is_async or self.races.memory(_plain(host).data_ptr()) is None:  # not pinned: the host waits
             self.stream.synchronize()
-
-    def _fetch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Something that the host has to wait for."""
-        flat, spec = tree_flatten((args, kwargs))
-        for each in flat:
-            if isinstance(each, Tracked):
-                self.fetch(each)
-        results = func(*tree_unflatten([_plain(each) for each in flat], spec)[0], **kwargs)
-        return results
 
     def fetch(self, tensor: Tracked) -> torch.Tensor:
         """For the host to look at."""
@@ -563,12 +578,34 @@ def _plain(value: Any) -> Any:
     return CPU if isinstance(value, torch.device) else value
 
 
-def written_by(func: Any, flat: list[Any], spec: Any) -> set[int]:
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from leaves(each)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    else:
+        yield value
+
+
+def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list | tuple):
+        return [replaced(each, by) for each in value]
+    if isinstance(value, dict):
+        return {name: replaced(each, by) for name, each in value.items()}
+    return by(value)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> set[int]:
     """Which of the arguments, by id."""
-    args, kwargs = tree_unflatten(flat, spec)
-    arguments = func._schema.arguments
-    named = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    return {id(value) for a, value in named if a.alias_info is not None and a.alias_info.is_write and isinstance(value, Tracked)}
+    places, names = written_arguments(func)
+    return {id(args[place]) for place in places if place < len(args)} | {id(kwargs[n]) for n in names if n in kwargs}
+
+
+@cache
+def written_arguments(func: Any) -> tuple[list[int], list[str]]:
+    written = [(at, a.name) for at, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    return [at for at, _ in written], [name for _, name in written]
 
 
 def _pick_rows(offsets: torch.Tensor, dim: int, index: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -595,9 +632,3 @@ WAITING = {aten.item, aten._local_scalar_dense, aten.equal, aten.is_nonzero}
 
 def here_name() -> str:
     return here()[0][0].co_filename.rpartition("/")[2]
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGpu]:
-    with PretendedGpu(monkeypatch) as gpu:
-        yield gpu

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from types import CodeType
 
 import numpy as np
-import torch
 
 GRAIN = 4  # bytes that count as one
 MAX_ACTORS = 32
@@ -34,7 +33,9 @@ class Memory:
         self.reads: dict[int, np.ndarray] = {}  # by actor, likewise
 
     def reads_of(self, actor: int) -> np.ndarray:
-        return self.reads.setdefault(actor, np.zeros(self.num_cells, np.int32))
+        if actor not in self.reads:
+            self.reads[actor] = np.zeros(self.num_cells, np.int32)
+        return self.reads[actor]
 
 
 class Races:
@@ -133,7 +134,9 @@ def here() -> Place:
     return tuple(found)
 
 
-def cells(memory: Memory, address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> slice | np.ndarray:
+def cells(
+    memory: Memory, address: int, shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> slice | np.ndarray:
     """Which cells a strided piece of memory takes; strides in bytes."""
     run, starts = itemsize, np.array([address - memory.base])
     for stride, size in sorted(zip(strides, shape, strict=True)):
@@ -152,8 +155,3 @@ def runs(starts: np.ndarray, size: int) -> slice | np.ndarray:
         return slice(int(starts[0]) // GRAIN, -(-(int(starts[0]) + size) // GRAIN))
     is_even = size % GRAIN == 0 and not (starts % GRAIN).any()
     return (starts[:, None] // GRAIN + np.arange(size // GRAIN if is_even else size // GRAIN + 2)).ravel()
-
-
-def offsets(tensor: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Of the tensor's elements in its storage, int64 in its shape. count: 0, 1, 2 …, as long as any storage."""
-    return count.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

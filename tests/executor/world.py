@@ -36,12 +36,17 @@ class Request:
     sampling: Sampling
     pooling: str | None = None
     is_masked: bool = False
+    is_forced: bool = False  # some of its tokens were given to it
     computed: int = 0  # positions handed to the executor
     num_pending: int = 0  # tokens under way
     blocks: list[int] = field(default_factory=list)
     num_sent: int = 0  # blocks that the executor knows
     is_over: bool = False
     is_restored_with: int = -1  # the step that brings its first blocks
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling == SAMPLINGS[0] and self.pooling is None and not (self.is_masked or self.is_forced)
 
     @property
     def num_ready(self) -> int:
@@ -187,7 +192,8 @@ class World:
                 continue
             if (request.is_masked and request.num_pending) or (is_single and left > 1):
                 continue
-            count = self._rng.randint(1, left)
+            forced = self._force(request) if left == 1 else ()
+            count = self._rng.randint(1, left) + len(forced)
             while len(request.blocks) * self._size < request.computed + count:
                 self._take_block(request)
             ends = request.computed + count == request.num_ready
@@ -202,12 +208,24 @@ class World:
                     first_block=first,
                     blocks=tuple(request.blocks[first:]),
                     masked=samples and request.is_masked,
+                    first_token=len(request.tokens) - len(forced),
+                    tokens=forced,
                 )
             )
             requests.append(request)
             request.computed += count
             request.num_pending += samples
         return rows, requests
+
+    def _force(self, request: Request) -> tuple[int, ...]:
+        """Tokens that nobody samples, as where a grammar leaves no choice."""
+        is_open = request.pooling is None and not request.num_pending and request.computed >= request.num_prompt
+        if not is_open or not self._is_mixed or self._rng.random() > 0.1:
+            return ()
+        request.is_forced = True
+        forced = tuple(self._rng.randrange(160) for _ in range(2))
+        request.tokens += forced
+        return forced
 
     def _take_block(self, request: Request) -> int:
         request.blocks.append(self._free.pop())
