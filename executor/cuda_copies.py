@@ -30,7 +30,9 @@ class CudaCopier:
         if int(status) != 0:
             raise ExecutorError(f"kv_host_bytes: the driver refuses to pin {arena.nbytes} bytes (error {int(status)})")
         self._saving, self._restoring = torch.cuda.Stream(blocks.device), torch.cuda.Stream(blocks.device)
-        self._under_way: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = deque()  # beginning and end of a step's copies
+        self._under_way: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = (
+            deque()
+        )  # beginning and end of a step's copies
         self._saved: dict[int, torch.cuda.Event] = {}  # block → end of the copies that last read it
         self._used: dict[int, torch.cuda.Event] = {}  # slot → end of the copies that last used it
         self._restored: torch.cuda.Event | None = None  # what the rows of the next step wait for

@@ -13,7 +13,6 @@ pinned memory through numpy.
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from types import SimpleNamespace
@@ -50,7 +49,7 @@ class Tracked(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Where the mode is not active: in other threads."""
+        """Where the mode is not active any more."""
         tracked = next(each for each in leaves((args, kwargs)) if isinstance(each, Tracked))
         return tracked.block.pool.gpu.run(func, args, kwargs or {})
 
@@ -296,15 +295,14 @@ class Graph:
 
 
 class PretendedGpu(TorchDispatchMode):
-    """`with` it active, torch's device "cuda" is this one. Host threads are told apart by `thread`."""
+    """`with` it active, torch's device "cuda" is this one. It knows one thread, which may say to be another."""
 
     def __init__(self) -> None:
         super().__init__()
         self.races = Races()
         self.streams: list[int] = []  # their actors
-        self._main = threading.get_ident()
-        self._hosts = {self._main: self.races.actor("the host")}
-        self._named: dict[str, int] = {}  # threads that are only said to be some
+        self.host = self.races.actor("the host")  # the thread that is being run
+        self._threads: dict[str, int] = {}  # others, which are only said to be some
         self.stream = Stream(self, "the computing stream")
         self._capture_stream: Stream | None = None
         self._num_streams = 0
@@ -315,35 +313,28 @@ class PretendedGpu(TorchDispatchMode):
         self._patches = pytest.MonkeyPatch()
 
     def __enter__(self) -> "PretendedGpu":
+        self._num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
         self._patch()
         return super().__enter__()  # type: ignore[no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         self._patches.undo()
-
-    @property
-    def host(self) -> int:
-        """The actor of this thread."""
-        ident = threading.get_ident()
-        if ident not in self._hosts:
-            self._hosts[ident] = self.races.actor(threading.current_thread().name)
-            self.races.wait(self._hosts[ident], self.races.now(self._hosts[self._main]))
-        return self._hosts[ident]
+        torch.set_num_threads(self._num_threads)
 
     @contextlib.contextmanager
     def thread(self, name: str) -> Iterator[None]:
         """Do something as another thread of the host would that has been told to just now, and that nobody waits for."""
-        ident, before = threading.get_ident(), self.host
-        actor = self._named.get(name)
-        if actor is None:
-            actor = self._named[name] = self.races.actor(name)
-        self.races.wait(actor, self.races.now(before))
-        self._hosts[ident] = actor
+        before = self.host
+        if name not in self._threads:
+            self._threads[name] = self.races.actor(name)
+        self.host = self._threads[name]
+        self.races.wait(self.host, self.races.now(before))
         try:
             yield
         finally:
-            self._hosts[ident] = before
+            self.host = before
 
     # -- torch.cuda ----------------------------------------------------------------------------------------
 

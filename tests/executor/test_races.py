@@ -65,7 +65,7 @@ def test_two_steps_in_flight_touch_nothing_at_the_same_time(kind: str, monkeypat
         executor = open_executor(monkeypatch, **options)
         samplings = SAMPLINGS if is_mixed else SAMPLINGS[:2]
         world = World(executor, 1, samplings, is_mixed, lambda: gpu.thread("the finisher"))
-        world.run(50)
+        world.run(40)
         executor.close()
     check_greedy(world)
     assert world.over and world.num_aborted
