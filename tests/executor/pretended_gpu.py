@@ -549,7 +549,7 @@ class PretendedGpu(TorchDispatchMode):
             self.stream.launch()
         actor = self.stream.actor if tensor.is_cuda else self.host
         self._touch(self.races.access(actor, here()), tensor.inner, None, None, is_write=False)
-        if tensor.is_cuda:
+        if tensor.is_cuda and not is_kernel():
             self.stream.synchronize()
         return tensor.inner
 
@@ -623,3 +623,8 @@ WAITING = {aten.item, aten._local_scalar_dense, aten.equal, aten.is_nonzero}
 
 def here_name() -> str:
     return here()[0][0].co_filename.rpartition("/")[2]
+
+
+def is_kernel() -> bool:
+    """Whether this is the twin of a kernel, which looks at numbers of the device's as the kernel does: there."""
+    return "/kernels/torch_" in here()[0][0].co_filename

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor import rank
+from penstock.executor import inputs, outbox, rank
+from penstock.executor.cuda_copies import CudaCopier
 from penstock.executor.kernels import torch_sampling
 from penstock.executor.loading.weights import Weights
+from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.sampler import Sampled
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.pretended_gpu import GPU, PretendedGpu
 from tests.executor.races import Race
@@ -97,6 +100,60 @@ def test_one_pool_for_forward_passes_and_draws_would_be_a_race(monkeypatch: pyte
         world = World(executor, 1, SAMPLINGS[:2], False, lambda: gpu.thread("the finisher"))
         with pytest.raises(Race, match=r"(?s)outbox.py reads.*\n.*graphs.py:\d+ _compute.*\n.*outbox.py:\d+ send"):
             world.run(50)
+
+
+def _forget_to_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Outbox, "hold", lambda _: None)
+
+
+def _forget_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs._Pinned, "wait", lambda block: block._tensor.numpy())
+
+
+def _forget_the_restores(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = CudaCopier.begin_step
+
+    def begin_step(copier: CudaCopier, written: list[int]) -> None:
+        copier._restored = None
+        begin(copier, written)
+
+    monkeypatch.setattr(CudaCopier, "begin_step", begin_step)
+
+
+def _forget_the_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = CudaCopier.begin_step
+    monkeypatch.setattr(CudaCopier, "begin_step", lambda copier, _: begin(copier, ()))
+
+
+def _forget_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is sent may be another's at once."""
+    monkeypatch.setattr(outbox, "Mail", lambda _, copies, event: Mail((), copies, event))
+    monkeypatch.setattr(Sampled, "post", lambda sampled, to: _post_copies(sampled, to))
+
+
+def _post_copies(sampled: Sampled, to: Outbox) -> None:
+    sampled._mail = to.send([sampled.tokens.clone(), sampled._largest.clone()])
+
+
+FORGOTTEN = {
+    "to hold before a draw": ("plain", _forget_to_hold, r"writes what stream \d+ of outbox.py reads"),
+    "to wait for the last inputs": ("plain", _forget_the_inputs, "the host writes what the computing stream reads"),
+    "to wait for restores": ("tiers", _forget_the_restores, "computing stream reads what .* cuda_copies.py writes"),
+    "to wait for saves": ("tiers", _forget_the_saves, "computing stream writes what .* cuda_copies.py reads"),
+    "to hold on to what is sent": ("eager", _forget_the_originals, "computing stream writes what .* outbox.py reads"),
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, forget, message = FORGOTTEN[what]
+    forget(monkeypatch)
+    _, options = KINDS[kind]
+    folder(CASE)
+    with PretendedGpu() as gpu:
+        world = World(open_executor(monkeypatch, **options), 1, SAMPLINGS[:2], False, lambda: gpu.thread("another"))
+        with pytest.raises(Race, match=message):
+            world.run(40)
 
 
 # -- the watcher itself ------------------------------------------------------------------------------------
