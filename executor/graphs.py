@@ -82,7 +82,7 @@ class DecodeGraphs:
         api: GraphApi,
         group: Group,
     ) -> None:
-        """tokens: the table, flat, where sampled ones go. `max_context` settles for all steps how attention is cut."""
+        """tokens: the table, flat, where sampled ones go. `max_context`: the longest context there may be."""
         self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
         self._tokens, self._max_context, self._api, self._group = tokens, max_context, api, group
         self._buckets = np.array(buckets)
