@@ -5,7 +5,9 @@ a global. A batch is flat: T tokens of R rows, one row per request, prefill and 
 single token come first, so a kernel may treat them as one rectangle, and those with more tokens later.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -29,6 +31,8 @@ class ForwardBatch:
     query_contexts: tuple[int, ...]  # context_lens of the rows after those
     max_context_len: int
     max_single_context: int  # the longest context among the single-token rows; 0 without any
+    # What the kernels of one layer found out about the rows, for those of the next (kernels/cuda/work.py).
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def first_rows(self, count: int) -> "ForwardBatch":
         """As much as attention asks of a batch without the rows after the first `count`, all single ones among these."""

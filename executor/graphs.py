@@ -86,7 +86,7 @@ class DecodeGraphs:
         open_pool: Callable[[], GraphApi],
         group: Group,
     ) -> None:
-        """tokens: the table, flat, where sampled ones go. `max_context` settles for all steps how attention is cut."""
+        """tokens: the table, flat, where sampled ones go. `max_context`: the longest context there may be."""
         self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
         self._tokens, self._max_context, self._group = tokens, max_context, group
         self._forward_pool, self._draw_pool = open_pool(), open_pool()

@@ -5,7 +5,7 @@ cannot know into a single block of pinned memory, a few numbers per row and what
 one copy, and lets kernels do the rest. Nothing in it waits for the device.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -209,7 +209,7 @@ class _Pinned:
             self._event.record()
 
 
-def make_batch(layout: Layout, **tensors: Tensor | None) -> ForwardBatch:
+def make_batch(layout: Layout, **tensors: Any) -> ForwardBatch:
     singles, contexts = layout.num_single_rows, layout.context_lens.tolist()
     return ForwardBatch(
         **tensors,

@@ -1,11 +1,12 @@
 """Attention over paged keys and values, grouped heads sharing a tile: one kernel for rows of one token, one for more.
 
-Rows of one token read much and compute little, so their context is cut into parts that fill the GPU, and a third
-kernel puts the parts together. Rows of several tokens compute: tiles of 128 (token, head) pairs against 64 positions,
-large enough for warpgroup products. Pages may hold the model's dtype or float8_e4m3fn.
+Rows of one token read much and compute little: a fixed number of programs share all their positions evenly, so a long
+context is read by as much of the GPU as many short ones are, and whoever comes last joins what several saw of one row.
+Rows of several tokens compute: tiles of 128 (token, head) pairs against 64 positions, large enough for warpgroup
+products, the longest first. Pages may hold the model's dtype or float8_e4m3fn.
 
-No grid depends on a context's length beyond an upper bound, and programs with nothing to do leave at once: a graph
-captured for a bucket of rows serves every batch that fits. A row with a context of 0 (a graph's padding) gets zeros.
+A graph captured for a bucket of rows serves every batch that fits (work.py). A row with a context of 0, a graph's
+padding, gets zeros.
 """
 
 import torch
@@ -14,10 +15,19 @@ import triton.language as tl
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.dependent import launching, take_turn
-from penstock.executor.kernels.cuda.tiles import choose_splits, decode_tile, power_of_2, prefill_tile
+from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.tiles import decode_tile, power_of_2, prefill_tile
+from penstock.executor.kernels.cuda.work import (
+    LOWEST,
+    join_if_last,
+    order_tiles,
+    part_place,
+    share_singles,
+    span,
+    take_share,
+)
 
 LOG2_E = 1.4426950408889634
-LOWEST = tl.constexpr(-1e38)  # where maxima begin: finite, so that a row of masked scores gives weights of 0, not NaN
 
 
 def paged_attention(
@@ -30,106 +40,53 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of every token over its row's pages; with a window, over the last `window` positions."""
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    assert q.is_contiguous() and k_pages.stride() == v_pages.stride()
-    singles = batch.num_single_rows
-    if singles:
-        decode(
-            q[:singles],
-            k_pages,
-            v_pages,
-            batch.context_lens,
-            batch.block_tables,
-            batch.max_single_context,
-            scale,
-            window,
-            out,
-        )
+    assert q.is_contiguous() and len(q) == batch.num_single_rows + sum(batch.query_lens)
+    assert k_pages.stride() == v_pages.stride() and k_pages.stride(2) == 1 and k_pages.dtype is v_pages.dtype
+    assert k_pages.shape[2] % q.shape[2] == 0 and q.shape[1] % (k_pages.shape[2] // q.shape[2]) == 0
+    if batch.num_single_rows:
+        _decode_rows(q, k_pages, v_pages, batch, scale, window, out)
     if batch.query_lens:
         _prefill_rows(q, k_pages, v_pages, batch, scale, window, out)
     return out
 
 
-def decode(
+def _decode_rows(
     q: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    max_context: int,
+    batch: ForwardBatch,
     scale: float,
     window: int | None,
     out: torch.Tensor,
 ) -> None:
-    """One token per row: q and out [R, Hq, D]. `max_context` decides only how the work is cut."""
-    rows, num_heads, dim = q.shape
+    num_heads, dim = q.shape[1:]
     kv_heads = k_pages.shape[2] // dim
     group = num_heads // kv_heads
-    seen = max_context if window is None else min(max_context, window)
-    splits = choose_splits(rows * kv_heads, seen)
-    tile = decode_tile(group, dim, q.element_size(), splits > 1)
-    parts, sums = out, out
-    if splits > 1:
-        parts, sums = make_parts(q, splits, dim)
-    _decode[(rows, kv_heads, splits)](
+    tile = decode_tile(group, dim, q.element_size(), k_pages.element_size())
+    shares = share_singles(batch, kv_heads, window, tile, group, dim)
+    _decode[(len(shares.plan),)](
         q,
         k_pages,
         v_pages,
-        block_tables,
-        context_lens,
+        batch.block_tables,
+        batch.context_lens,
         out,
-        parts,
-        sums,
-        k_pages.stride(0),
-        k_pages.stride(1),
-        block_tables.stride(0),
+        *shares,
+        batch.block_tables.stride(0),
         scale * LOG2_E,
         window or 0,
-        num_heads,
+        KV_HEADS=kv_heads,
         GROUP=group,
         DIM=dim,
         BLOCK_DIM=max(16, power_of_2(dim)),
         PAGE=k_pages.shape[1],
-        SPLITS=splits,
+        PAGE_STRIDE=k_pages.stride(0),
+        SLOT_STRIDE=k_pages.stride(1),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         HAS_WINDOW=window is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **launching(),
-    )
-    if splits > 1:
-        combine(parts, sums, context_lens, out, window, tile.columns)
-
-
-def make_parts(q: torch.Tensor, splits: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for what each split of a row's context comes to: its mean of the values, and log2 of its weight."""
-    rows, num_heads, _ = q.shape
-    parts = torch.empty((rows, num_heads, splits, dim), dtype=torch.float32, device=q.device)
-    return parts, torch.empty((rows, num_heads, splits), dtype=torch.float32, device=q.device)
-
-
-def combine(
-    parts: torch.Tensor,
-    sums: torch.Tensor,
-    context_lens: torch.Tensor,
-    out: torch.Tensor,
-    window: int | None,
-    columns: int,
-) -> None:
-    rows, num_heads, splits, dim = parts.shape
-    _combine[(rows, num_heads)](
-        parts,
-        sums,
-        context_lens,
-        out,
-        num_heads,
-        window or 0,
-        SPLITS=splits,
-        DIM=dim,
-        BLOCK_DIM=power_of_2(dim),
-        COLUMNS=columns,
-        HAS_WINDOW=window is not None,
-        num_warps=2 if dim <= 256 else 4,
         **launching(),
     )
 
@@ -143,33 +100,30 @@ def _prefill_rows(
     window: int | None,
     out: torch.Tensor,
 ) -> None:
-    tokens, num_heads, dim = q.shape
+    num_heads, dim = q.shape[1:]
     kv_heads = k_pages.shape[2] // dim
     group = num_heads // kv_heads
-    singles, rows = batch.num_single_rows, len(batch.query_lens)
     tile = prefill_tile(dim, q.element_size())
-    # Every row may leave one tile unfilled.
-    num_tiles = (tokens - singles) * group // tile.rows + rows
-    _prefill[(num_tiles, kv_heads)](
+    order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), group, tile)
+    _prefill[(kv_heads, len(order))](
         q,
         k_pages,
         v_pages,
         batch.block_tables,
         batch.query_starts,
         batch.context_lens,
+        order,
         out,
-        k_pages.stride(0),
-        k_pages.stride(1),
         batch.block_tables.stride(0),
         scale * LOG2_E,
         window or 0,
-        num_heads,
-        singles,
-        rows,
+        KV_HEADS=kv_heads,
         GROUP=group,
         DIM=dim,
         BLOCK_DIM=max(16, power_of_2(dim)),
         PAGE=k_pages.shape[1],
+        PAGE_STRIDE=k_pages.stride(0),
+        SLOT_STRIDE=k_pages.stride(1),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         HAS_WINDOW=window is not None,
@@ -179,40 +133,10 @@ def _prefill_rows(
 
 
 @triton.jit
-def split_range(context, split, window, SPLITS: tl.constexpr, COLUMNS: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Positions low … high - 1 of a row's split; none if low >= high."""
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(0, context - window)
-    length = tl.cdiv(tl.cdiv(context - first, COLUMNS), SPLITS) * COLUMNS
-    low = first + split * length
-    return low, tl.minimum(context, low + length)
-
-
-@triton.jit
-def find_row(tile, starts_ptr, first, num_rows, PER_TOKEN: tl.constexpr, ROWS: tl.constexpr):
-    """The row that a tile belongs to, among `num_rows` from `first` on. The first tile of the r-th of them is (their
-    tokens before) * PER_TOKEN // ROWS + r: the last row whose first tile is not beyond this one has it."""
-    low = 0
-    high = num_rows
-    starts_ptr += first
-    begin = tl.load(starts_ptr)
-    while high - low > 1:
-        middle = (low + high) // 2
-        before = tl.load(starts_ptr + middle) - begin
-        if before * PER_TOKEN // ROWS + middle <= tile:
-            low = middle
-        else:
-            high = middle
-    before = tl.load(starts_ptr + low) - begin
-    return first + low, tile - (before * PER_TOKEN // ROWS + low)
-
-
-@triton.jit
-def page_rows(table_ptr, position, inside, page_stride, slot_stride, PAGE: tl.constexpr):
+def page_rows(table_ptr, position, inside, PAGE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr):
     """Where each position's vector begins in the pages, in elements: 64 bits, a cache may be longer than 2 ** 31."""
     page = tl.load(table_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
-    return page * page_stride + position % PAGE * slot_stride
+    return page * PAGE_STRIDE + position % PAGE * SLOT_STRIDE
 
 
 @triton.jit
@@ -226,8 +150,7 @@ def weigh(scores, values, best, total, acc):
     return new_best, total, acc
 
 
-# The tables' stride changes with the batch; a kernel compiled for each kind of it would stop a server in its work.
-@triton.jit(do_not_specialize=["window", "table_stride"])
+@kernel
 def _decode(
     q_ptr,
     k_ptr,
@@ -235,97 +158,86 @@ def _decode(
     tables_ptr,
     contexts_ptr,
     out_ptr,
+    plan_ptr,
     parts_ptr,
     sums_ptr,
-    page_stride,
-    slot_stride,
+    arrivals_ptr,
     table_stride,
     scale,
     window,
-    num_heads,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """A program goes through its share, from one (row, key-value head) to the next."""
     take_turn(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    low, high = split_range(tl.load(contexts_ptr + row), split, window, SPLITS, COLUMNS, HAS_WINDOW)
-    if SPLITS > 1:
-        if low >= high:
-            return
+    row, kv_head, block, left, context = take_share(plan_ptr)
+    taken = 0
     member = tl.arange(0, ROWS)
-    head = row * num_heads + kv_head * GROUP + member
     dim = tl.arange(0, BLOCK_DIM)
-    is_head = member < GROUP
     is_dim = dim < DIM
-    q = tl.load(q_ptr + head[:, None] * DIM + dim[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0)
-    best = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    k_ptr += kv_head * DIM
-    v_ptr += kv_head * DIM
-    for start in range(low, high, COLUMNS):
-        position = start + tl.arange(0, COLUMNS)
-        inside = position < high
-        cells = page_rows(tables_ptr + row * table_stride, position, inside, page_stride, slot_stride, PAGE)
-        # What lies past the context may be anything, even NaN: it is not read.
-        k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
-        v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-        scores = tl.where(inside[None, :], scores, -float("inf"))
-        best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
-    mask = is_head[:, None] & is_dim[None, :]
-    if SPLITS > 1:
-        part = head * SPLITS + split
-        tl.store(parts_ptr + part[:, None] * DIM + dim[None, :], acc / total[:, None], mask=mask)
-        tl.store(sums_ptr + part, best + tl.log2(total), mask=is_head)
-    else:
+    mask = (member < GROUP)[:, None] & is_dim[None, :]
+    inner = member[:, None] * DIM + dim[None, :]  # a number's place among the group's
+    while left > 0:
+        first, blocks = span(context, window, COLUMNS, HAS_WINDOW)
+        count = tl.minimum(left, blocks - block)
+        group = (row.to(tl.int64) * KV_HEADS + kv_head) * (GROUP * DIM)
+        q = tl.load(q_ptr + group + inner, mask=mask, other=0.0)
+        best = tl.full([ROWS], LOWEST, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+        low = first + block * COLUMNS
+        high = tl.minimum(context, low + count * COLUMNS)
+        table_ptr = tables_ptr + row.to(tl.int64) * table_stride
+        for start in range(low, high, COLUMNS):
+            position = start + tl.arange(0, COLUMNS)
+            inside = position < high
+            cells = page_rows(table_ptr, position, inside, PAGE, PAGE_STRIDE, SLOT_STRIDE) + kv_head * DIM
+            # What lies past the context may be anything, even NaN: it is not read.
+            k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
+            v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+            scores = tl.where(inside[None, :], scores, -float("inf"))
+            best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
         out = acc / tl.maximum(total, 1.0)[:, None]  # 1 and more if anything was seen, or else 0
-        tl.store(out_ptr + head[:, None] * DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+        if count == blocks:
+            tl.store(out_ptr + group + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            place = part_place(block)
+            tl.store(parts_ptr + place * (GROUP * DIM) + inner, out, mask=mask)
+            tl.store(sums_ptr + place * GROUP + member, best + tl.log2(total), mask=member < GROUP)
+            join_if_last(
+                plan_ptr,
+                parts_ptr,
+                sums_ptr,
+                arrivals_ptr,
+                out_ptr + group,
+                taken,
+                block,
+                blocks,
+                GROUP,
+                GROUP,
+                DIM,
+            )
+        left -= count
+        taken += count
+        block = 0
+        kv_head += 1
+        if kv_head == KV_HEADS:
+            kv_head = 0
+            row += 1
+            context = tl.load(contexts_ptr + row, mask=left > 0, other=0)
 
 
-@triton.jit(do_not_specialize=["window"])
-def _combine(
-    parts_ptr,
-    sums_ptr,
-    contexts_ptr,
-    out_ptr,
-    num_heads,
-    window,
-    SPLITS: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """One program per row and head: the parts' means, each by its weight. Parts that nobody wrote are not read."""
-    take_turn(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    head = row * num_heads + tl.program_id(1)
-    context = tl.load(contexts_ptr + row)
-    split = tl.arange(0, SPLITS)
-    low, high = split_range(context, split, window, SPLITS, COLUMNS, HAS_WINDOW)
-    written = low < high
-    dim = tl.arange(0, BLOCK_DIM)
-    is_dim = dim < DIM
-    sums = tl.load(sums_ptr + head * SPLITS + split, mask=written, other=LOWEST)
-    weights = tl.where(written, tl.exp2(sums - tl.max(sums, 0)), 0.0)
-    cells = (head * SPLITS + split)[:, None] * DIM + dim[None, :]
-    parts = tl.load(parts_ptr + cells, mask=written[:, None] & is_dim[None, :], other=0.0)
-    out = tl.sum(parts * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1.0)  # 1 and more if anything is there
-    tl.store(out_ptr + head * DIM + dim, out.to(out_ptr.dtype.element_ty), mask=is_dim)
-
-
-@triton.jit(do_not_specialize=["window", "singles", "num_rows", "table_stride"])
+@kernel
 def _prefill(
     q_ptr,
     k_ptr,
@@ -333,36 +245,34 @@ def _prefill(
     tables_ptr,
     starts_ptr,
     contexts_ptr,
+    order_ptr,
     out_ptr,
-    page_stride,
-    slot_stride,
     table_stride,
     scale,
     window,
-    num_heads,
-    singles,
-    num_rows,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
 ):
     """One program per key-value head and tile of ROWS (token, head of the group) pairs of one row."""
-    row, tile = find_row(tl.program_id(0), starts_ptr, singles, num_rows, GROUP, ROWS)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    order_ptr += 2 * tl.program_id(1)
+    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
     begin = tl.load(starts_ptr + row)
     count = tl.load(starts_ptr + row + 1) - begin
-    if tile * ROWS >= count * GROUP:
-        return
     pair = tile * ROWS + tl.arange(0, ROWS)
     token = pair // GROUP
     before = tl.load(contexts_ptr + row) - count  # of the row's positions, computed in earlier steps
     position = before + token
     is_pair = token < count
-    head = (begin + token).to(tl.int64) * num_heads + kv_head * GROUP + pair % GROUP
+    head = (begin + token).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + pair % GROUP
     dim = tl.arange(0, BLOCK_DIM)
     is_dim = dim < DIM
     mask = is_pair[:, None] & is_dim[None, :]
@@ -382,7 +292,7 @@ def _prefill(
         whole = low
     for start in range(low, whole, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
-        cells = page_rows(table_ptr, seen, seen >= 0, page_stride, slot_stride, PAGE)
+        cells = page_rows(table_ptr, seen, seen >= 0, PAGE, PAGE_STRIDE, SLOT_STRIDE)
         if BLOCK_DIM == DIM:
             k = tl.load(k_ptr + cells[None, :] + dim[:, None])
             v = tl.load(v_ptr + cells[:, None] + dim[None, :])
@@ -394,7 +304,7 @@ def _prefill(
     for start in range(whole, last + 1, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen <= last
-        cells = page_rows(table_ptr, seen, inside, page_stride, slot_stride, PAGE)
+        cells = page_rows(table_ptr, seen, inside, PAGE, PAGE_STRIDE, SLOT_STRIDE)
         k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
         v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 import triton.language as tl
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.cuda.attention import LOG2_E, LOWEST, find_row, page_rows, weigh
+from penstock.executor.kernels.cuda.attention import LOG2_E, page_rows, weigh
+from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import expanded_tile, power_of_2
+from penstock.executor.kernels.cuda.work import LOWEST, find_row, order_tiles
 
 PIECE_ELEMENTS = 1 << 27  # keys and values that lie expanded at a time: 256 MiB in bfloat16
 GATHERED_ROWS = 16  # positions that one program of the gathering kernel copies
@@ -59,53 +60,54 @@ def expanded_attention(
     num_heads, width, rank = expand.shape
     value_dim = width - (q.shape[2] - rope_dim)
     out = torch.empty((len(q), num_heads, value_dim), dtype=q.dtype, device=q.device)
-    passed = first_row - batch.num_single_rows
-    lens, contexts = batch.query_lens[passed:], batch.query_contexts[passed:]
+    contexts = batch.query_contexts[first_row - batch.num_single_rows :]
     row, gathered = None, q
     for piece in pieces(contexts, num_heads, width, PIECE_ELEMENTS):
         first, end = first_row + piece.first, first_row + piece.end
         if first != row:  # or else these are other heads of the same latents
             row = first
             starts = F.pad(batch.context_lens[first:end].cumsum(0, dtype=torch.int32), (1, 0))
-            gathered = _gather(q, latents, batch.block_tables[first:end], starts, piece.positions, rope_dim, rank)
+            gathered = _gather(q, latents, batch.block_tables, first, starts, piece.positions, rope_dim, rank)
         heads = slice(piece.first_head, piece.end_head)
         made = F.linear(gathered, expand[heads].flatten(0, 1))  # [positions, heads * (nope + value)]
-        _attend(q, latents, made, starts, batch, first_row, piece, sum(lens[piece.first : piece.end]), scale, out)
+        _attend(q, latents, made, starts, batch, first_row, piece, scale, out)
     return out
 
 
-def _gather(q, latents, tables, starts, positions: int, rope_dim: int, rank: int) -> torch.Tensor:
-    """[positions, rank]: the latents of rows whose contexts begin at `starts` [rows + 1] of them."""
+def _gather(q, latents, tables, first: int, starts, positions: int, rope_dim: int, rank: int) -> torch.Tensor:
+    """[positions, rank]: the latents of the rows from `first` on, whose contexts begin at `starts` [rows + 1] of them."""
     gathered = torch.empty((positions, rank), dtype=q.dtype, device=q.device)
-    _gather_latents[(positions // GATHERED_ROWS + len(tables),)](
+    rows = len(starts) - 1
+    # Every row may leave one tile unfilled.
+    _gather_latents[(positions // GATHERED_ROWS + rows,)](
         latents,
         tables,
         starts,
         gathered,
-        latents.stride(0),
-        latents.stride(1),
         tables.stride(0),
-        len(tables),
+        first,
+        rows,
         ROPE=rope_dim,
         RANK=rank,
         BLOCK_RANK=power_of_2(rank),
         PAGE=latents.shape[1],
+        PAGE_STRIDE=latents.stride(0),
+        SLOT_STRIDE=latents.stride(1),
         ROWS=GATHERED_ROWS,
         num_warps=4,
     )
     return gathered
 
 
-def _attend(q, latents, made, key_starts, batch, first_row, piece, num_tokens, scale, out) -> None:
+def _attend(q, latents, made, key_starts, batch, first_row, piece, scale, out) -> None:
     _, num_heads, q_dim = q.shape
     value_dim, heads = out.shape[2], piece.end_head - piece.first_head
     nope_dim = made.shape[1] // heads - value_dim
     rope_dim = q_dim - nope_dim
-    assert q.is_contiguous() and made.is_contiguous()
+    assert q.is_contiguous() and made.is_contiguous() and latents.stride(2) == 1
     tile = expanded_tile(q.element_size())
-    rows = piece.end - piece.first
-    # Every row may leave one tile unfilled.
-    _expanded[(num_tokens // tile.rows + rows, heads)](
+    order = order_tiles(batch, first_row + piece.first, first_row + piece.end, 1, tile)
+    _expanded[(heads, len(order))](
         q,
         latents,
         made,
@@ -113,16 +115,13 @@ def _attend(q, latents, made, key_starts, batch, first_row, piece, num_tokens, s
         batch.block_tables,
         batch.query_starts,
         batch.context_lens,
+        order,
         out,
-        latents.stride(0),
-        latents.stride(1),
         batch.block_tables.stride(0),
         scale * LOG2_E,
         first_row,
         piece.first,
-        rows,
         piece.first_head,
-        heads,
         HEADS=num_heads,
         ROPE=rope_dim,
         NOPE=nope_dim,
@@ -131,6 +130,8 @@ def _attend(q, latents, made, key_starts, batch, first_row, piece, num_tokens, s
         BLOCK_NOPE=max(16, power_of_2(nope_dim)),
         BLOCK_VALUE=max(16, power_of_2(value_dim)),
         PAGE=latents.shape[1],
+        PAGE_STRIDE=latents.stride(0),
+        SLOT_STRIDE=latents.stride(1),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         num_warps=tile.num_warps,
@@ -138,27 +139,29 @@ def _attend(q, latents, made, key_starts, batch, first_row, piece, num_tokens, s
     )
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_rows"])
+@kernel
 def _gather_latents(
     latents_ptr,
     tables_ptr,
     starts_ptr,
     gathered_ptr,
-    page_stride,
-    slot_stride,
     table_stride,
+    first_row,
     num_rows,
     ROPE: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row, tile = find_row(tl.program_id(0), starts_ptr, 0, num_rows, 1, ROWS)
     start = tl.load(starts_ptr + row)
     position = tile * ROWS + tl.arange(0, ROWS)
     inside = position < tl.load(starts_ptr + row + 1) - start
-    cells = page_rows(tables_ptr + row.to(tl.int64) * table_stride, position, inside, page_stride, slot_stride, PAGE)
+    table_ptr = tables_ptr + (first_row + row).to(tl.int64) * table_stride
+    cells = page_rows(table_ptr, position, inside, PAGE, PAGE_STRIDE, SLOT_STRIDE)
     rank = tl.arange(0, BLOCK_RANK)
     mask = inside[:, None] & (rank < RANK)[None, :]
     latent = tl.load(latents_ptr + ROPE + cells[:, None] + rank[None, :], mask=mask, other=0.0)
@@ -166,7 +169,7 @@ def _gather_latents(
     tl.store(gathered_ptr + goal[:, None] + rank[None, :], latent.to(gathered_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_stride", "first_row", "piece_row", "num_rows", "first_head", "num_heads"])
+@kernel
 def _expanded(
     q_ptr,
     latents_ptr,
@@ -175,16 +178,13 @@ def _expanded(
     tables_ptr,
     starts_ptr,
     contexts_ptr,
+    order_ptr,
     out_ptr,
-    page_stride,
-    slot_stride,
     table_stride,
     scale,
     first_row,
     piece_row,
-    num_rows,
     first_head,
-    num_heads,
     HEADS: tl.constexpr,
     ROPE: tl.constexpr,
     NOPE: tl.constexpr,
@@ -193,24 +193,26 @@ def _expanded(
     BLOCK_NOPE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
     PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One program per tile of ROWS tokens of one row, and head. q and out begin with row first_row's tokens."""
-    row, tile = find_row(tl.program_id(0), starts_ptr, first_row + piece_row, num_rows, 1, ROWS)
+    head, heads = tl.program_id(0), tl.num_programs(0)
+    order_ptr += 2 * tl.program_id(1)
+    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
     begin = tl.load(starts_ptr + row)
     count = tl.load(starts_ptr + row + 1) - begin
-    if tile * ROWS >= count:
-        return
     token = tile * ROWS + tl.arange(0, ROWS)
     is_token = token < count
     position = tl.load(contexts_ptr + row) - count + token
     begin -= tl.load(starts_ptr + first_row)
-    head = (begin + token).to(tl.int64) * HEADS + first_head + tl.program_id(1)
+    place = (begin + token).to(tl.int64) * HEADS + first_head + head
     rope = tl.arange(0, BLOCK_ROPE)
     nope = tl.arange(0, BLOCK_NOPE)
     value = tl.arange(0, BLOCK_VALUE)
-    q_ptr += head[:, None] * (ROPE + NOPE)
+    q_ptr += place[:, None] * (ROPE + NOPE)
     q_rope = tl.load(q_ptr + rope[None, :], mask=is_token[:, None] & (rope < ROPE)[None, :], other=0.0)
     q_nope = tl.load(q_ptr + ROPE + nope[None, :], mask=is_token[:, None] & (nope < NOPE)[None, :], other=0.0)
     best = tl.full([ROWS], LOWEST, tl.float32)
@@ -218,14 +220,14 @@ def _expanded(
     acc = tl.zeros([ROWS, BLOCK_VALUE], tl.float32)
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     key_start = tl.load(key_starts_ptr + row - first_row - piece_row)
-    key_stride = num_heads.to(tl.int64) * (NOPE + VALUE)
-    made_ptr += key_start * key_stride + tl.program_id(1) * (NOPE + VALUE)
+    key_stride = heads.to(tl.int64) * (NOPE + VALUE)
+    made_ptr += key_start * key_stride + head * (NOPE + VALUE)
     first = tl.load(contexts_ptr + row) - count + tile * ROWS  # the tile's first token's position, then its last one's
     last = first + tl.minimum(count - tile * ROWS, ROWS) - 1
     whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this: no mask
     for start in range(0, whole, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
-        cells = page_rows(table_ptr, seen, seen >= 0, page_stride, slot_stride, PAGE)
+        cells = page_rows(table_ptr, seen, seen >= 0, PAGE, PAGE_STRIDE, SLOT_STRIDE)
         made = seen * key_stride
         if BLOCK_ROPE == ROPE and BLOCK_NOPE == NOPE and BLOCK_VALUE == VALUE:
             rotated = tl.load(latents_ptr + cells[None, :] + rope[:, None])
@@ -242,7 +244,7 @@ def _expanded(
     for start in range(whole, last + 1, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen <= last
-        cells = page_rows(table_ptr, seen, inside, page_stride, slot_stride, PAGE)
+        cells = page_rows(table_ptr, seen, inside, PAGE, PAGE_STRIDE, SLOT_STRIDE)
         made = seen * key_stride
         mask = inside[None, :] & (rope < ROPE)[:, None]
         rotated = tl.load(latents_ptr + cells[None, :] + rope[:, None], mask=mask, other=0.0)
@@ -256,4 +258,4 @@ def _expanded(
         best, total, acc = weigh(scores, v, best, total, acc)
     out = acc / tl.maximum(total, 1.0)[:, None]
     mask = is_token[:, None] & (value < VALUE)[None, :]
-    tl.store(out_ptr + head[:, None] * VALUE + value[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + place[:, None] * VALUE + value[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 from penstock.executor.kernels.card import current_card
 
-MAX_SPLITS = 64  # of one row's context
-MIN_SPLIT = 128  # positions: below this, putting parts together costs more than it gains
-MIN_DEPTH = 1024  # of a product, likewise
+MIN_DEPTH = 1024  # of a product whose depth is cut: below this, putting parts together costs more than it gains
 
 
 class Tile(NamedTuple):
@@ -20,15 +18,18 @@ class Tile(NamedTuple):
     columns: int  # N of it
     num_warps: int
     num_stages: int
+    programs: int = 1  # that a processor holds at once, where as many are launched as the GPU holds
 
 
-def decode_tile(group: int, head_dim: int, itemsize: int, is_split: bool) -> Tile:
+def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
     """rows: the query heads that share a key-value head; columns: positions at a time."""
     rows = max(16, power_of_2(group))
     if itemsize == 4:
-        return Tile(rows, 16 if head_dim > 128 else 32, 4, 2)
-    # With three stages the kernel for whole contexts keeps one address in memory; there, many rows hide the waiting.
-    return Tile(rows, 32 if head_dim > 128 else 64, 4, 3 if is_split else 2)
+        return Tile(rows, 16 if head_dim > 128 else 32, 4, 2, 2)
+    columns, is_small = 32 if head_dim > 128 else 64, head_dim <= 128 and page_itemsize > 1
+    if not current_card().has_wide_products:
+        return Tile(rows, columns, 4, 2, 2)
+    return Tile(rows, columns, 4, 3, 3 if is_small else 2)
 
 
 def prefill_tile(head_dim: int, itemsize: int) -> Tile:
@@ -44,12 +45,14 @@ def prefill_tile(head_dim: int, itemsize: int) -> Tile:
 def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: int) -> Tile:
     """rows: pairs of a token and a head, of the one token where it stands alone; columns: positions at a time."""
     if itemsize == 4:
-        return Tile(16, 16, 8, 1)
-    if is_single and num_heads <= 16:
-        return Tile(16, 32, 4, 2)
-    # Eight bits pass through registers on their way to a product, and 64 rows leave none for them.
+        return Tile(16, 16, 8, 1, 2)
     is_wide, is_narrow = current_card().has_wide_products, page_itemsize == 1
-    return Tile(64 if is_wide and not is_narrow else 32, 32 if is_wide or not is_narrow else 16, 8, 2)
+    # Eight bits pass through registers on their way to a product, and many rows leave none for them.
+    if not is_single:
+        return Tile(64 if is_wide and not is_narrow else 32, 32 if is_wide or not is_narrow else 16, 8, 2)
+    if is_narrow:
+        return Tile(16, 32, 8, 2)
+    return Tile(16, 32, 4, 2, 2 if is_wide else 1) if num_heads <= 16 else Tile(32, 32, 8, 2)
 
 
 def expanded_tile(itemsize: int) -> Tile:
@@ -113,12 +116,6 @@ def few_rows_tile(rows: int, width: int, itemsize: int) -> Tile:
     if itemsize == 4:
         return Tile(num_rows, 16, 4, 2)
     return Tile(num_rows, 32, 4, 4) if width >= 64 * current_card().num_processors else Tile(num_rows, 16, 4, 5)
-
-
-def choose_splits(programs: int, max_context: int) -> int:
-    """Into how many parts each row's context is cut so that `programs` times as many fill the GPU a few times."""
-    wanted = -(-4 * current_card().num_processors // max(1, programs))
-    return power_of_2(min(wanted, -(-max_context // MIN_SPLIT), MAX_SPLITS))
 
 
 def row_warps(width: int) -> int:

@@ -59,12 +59,12 @@ class Absent:
 def main(group: str, *names: str) -> None:
     driver = Absent()
     triton.runtime.driver.set_active(driver)
-    compiled: dict[int, tuple[str, Any]] = {}  # those of one case, each once
+    compiled: dict[int, tuple[str, int, Any]] = {}  # those of one case, each once
 
     def launch(self: JITFunction, grid: Any) -> Any:
         def compile_only(*arguments: Any, **options: Any) -> None:
             kernel = self.run(*arguments, grid=grid, warmup=True, **options)
-            compiled[id(kernel)] = (self.__name__, kernel)
+            compiled[id(kernel)] = (self.__name__, grid[0], kernel)
 
         return compile_only
 
@@ -87,8 +87,8 @@ def main(group: str, *names: str) -> None:
                     call()
                 except Exception as error:
                     print(json.dumps(told | {"error": f"{type(error).__name__}: {error}"[:1000]}), flush=True)
-                for kernel, code in compiled.values():
-                    print(json.dumps(told | {"kernel": kernel} | describe(code)), flush=True)
+                for kernel, programs, code in compiled.values():
+                    print(json.dumps(told | {"kernel": kernel, "programs": programs} | describe(code)), flush=True)
 
 
 def describe(kernel: Any) -> dict[str, Any]:
@@ -107,6 +107,8 @@ def describe(kernel: Any) -> dict[str, Any]:
         "registers": registers,
         "stack": stack,
         "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "joins": kernel.asm["ptx"].count("atom.global.gpu.acq_rel.add"),
         "is_dependent": bool(kernel.metadata.launch_pdl),
         "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
         "launches": kernel.asm["ptx"].count("griddepcontrol.launch_dependents"),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from penstock.executor.kernels import card as cards
 from penstock.executor.kernels.card import A100, B200, H200, L40S, RTX_PRO, Card, card_of, current_card
-from penstock.executor.kernels.cuda import tiles
+from penstock.executor.kernels.cuda import work
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,7 @@ def test_the_card_is_that_of_the_current_device(monkeypatch: pytest.MonkeyPatch)
     card_of.cache_clear()
 
 
-def test_a_larger_gpu_is_filled_by_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {}
+def test_a_larger_gpu_is_filled_by_more_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     for card in (Card((8, 0), 56, 163 << 10), RTX_PRO):
         monkeypatch.setattr(cards, "_WITHOUT_GPU", card)
-        found[card.num_processors] = tiles.choose_splits(8, 2**17)
-    assert found == {56: 32, 188: 64}
+        assert work.num_processors(torch.device("cuda")) == card.num_processors

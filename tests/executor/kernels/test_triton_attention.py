@@ -2,12 +2,15 @@
 
 import copy
 import functools
+from random import Random
+from typing import Any
 
 import pytest
 import torch
+import triton
 
 from penstock.executor.kernels import torch_ops
-from penstock.executor.kernels.cuda import attention, expanded, tiles
+from penstock.executor.kernels.cuda import expanded, tiles, work
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.executor.kernels.cases import close, every_dtype
 from tests.executor.paged import Cache, attend, random
@@ -55,29 +58,109 @@ def test_a_batch_of_prefills_alone_and_one_of_decodes_alone(device: torch.device
     close(attend(OPS, cache.to(device), q.to(device), ROWS[:4]), expected[:4])
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8])
-def test_however_a_context_is_cut_the_answer_is_the_same(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, splits: int
+@pytest.mark.parametrize("window", [None, 2])
+def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.device, window: int | None) -> None:
+    cache = Cache([3, 0, 0], 1, 16, 4, torch.float32)
+    cache.tables[1:] = cache.tables.max() + 1  # a block of NaN
+    q = torch.ones(3, 3, 2, 16)
+    rows = [(0, 1, 3), (1, 1, 0), (2, 1, 0)]
+    batch, pages = cache.to(device).batch(rows), (cache.k_pages.to(device), cache.v_pages.to(device))
+    out = OPS.paged_attention(q[0].to(device), *pages, batch, 0.5, window)
+    assert out[0].isfinite().all() and out[0].all()
+    assert not out[1:].any()
+
+
+def random_rows(rng: Random, num_rows: int, longest: int) -> list[tuple[int, int, int]]:
+    """Mostly short rows, a few long ones anywhere, padding, and some rows with more tokens at the end."""
+    contexts = [rng.choice((0, rng.randint(1, 70), rng.randint(1, 200))) for _ in range(num_rows)]
+    contexts[rng.randrange(num_rows)] = rng.randint(1, longest)
+    several = [(rng.randint(2, 50), rng.randint(0, 100)) for _ in range(rng.choice((0, 0, 2)))]
+    rows = [(row, 1, context) for row, context in enumerate(contexts)]
+    return rows + [(num_rows + row, count, before + count) for row, (count, before) in enumerate(sorted(several))]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_the_batch_the_answer_is_the_twins(device: torch.device, seed: int) -> None:
+    rng = Random(seed)
+    dtype, page_dtype = rng.choice(
+        [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float8_e4m3fn)]
+    )
+    dim, group, kv_heads = rng.choice((64, 80, 128, 256)), rng.randint(1, 8), rng.randint(1, 2)
+    window = rng.choice((None, None, 1, rng.randint(2, 300)))
+    rows = random_rows(rng, rng.randint(1, 9), 5000 if seed == 0 else 1000)
+    cache = Cache([context for _, _, context in rows], kv_heads, dim, 16, dtype)
+    if page_dtype is not None:
+        cache.k_pages, cache.v_pages = cache.k_pages.to(page_dtype), cache.v_pages.to(page_dtype)
+    q = random(sum(count for _, count, _ in rows), group * kv_heads, dim, dtype=dtype, seed=seed)
+    wide = cache.k_pages.double(), cache.v_pages.double()
+    expected = torch_ops.paged_attention(q.double(), *wide, cache.batch(rows), dim**-0.5, window)
+    moved = cache.to(device)
+    batch = moved.batch(rows)
+    # The second layer of the same step finds the work shared out, and what is counted back at zero.
+    for _ in range(2):
+        out = OPS.paged_attention(q.to(device), moved.k_pages, moved.v_pages, batch, dim**-0.5, window)
+        close(out, expected)
+
+
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_the_bits_are_the_same_in_whatever_order_programs_run(monkeypatch: pytest.MonkeyPatch, is_latent: bool) -> None:
+    contexts = [30, 500, 0]
+    rows = [(row, 1, context) for row, context in enumerate(contexts)]
+    cache = Cache(contexts, 1, 48, 16, torch.float32)
+    q, batch = random(3, 20, 48, seed=2), cache.batch(rows)
+
+    def attend_once() -> torch.Tensor:
+        if is_latent:
+            return OPS.latent_attention(q, cache.k_pages, batch, 0.2, 16)
+        return OPS.paged_attention(q, cache.k_pages, cache.v_pages, batch, 0.2)
+
+    monkeypatch.setattr(work, "num_processors", lambda device: 3)
+    expected = attend_once()
+    builder = triton.runtime.interpreter.interpreter_builder
+    set_index, programs = builder.set_grid_idx, len(next(iter(batch.memo.values())).plan)
+    for seed in range(2):
+        order = Random(seed).sample(range(programs), programs)
+        monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z, order=order: set_index(order[x], y, z))
+        assert torch.equal(attend_once(), expected)
+    for shares in batch.memo.values():
+        assert not shares.arrivals.any()
+
+
+@pytest.mark.parametrize(("num_short", "context", "window"), [(80, 2**17, None), (0, 9000, None), (298, 9, 64)])
+def test_every_position_is_somebodys_and_nobody_has_much_more_than_others(
+    monkeypatch: pytest.MonkeyPatch, num_short: int, context: int, window: int | None
 ) -> None:
-    monkeypatch.setattr(attention, "choose_splits", lambda *_: splits)
-    cache, q = case(torch.float32, SHAPES[1])
-    for window in (None, 40):
-        actual = attend(OPS, cache.to(device), q.to(device), ROWS[:4], window)
-        close(actual, twins_answer(torch.float32, SHAPES[1], window)[:4])
+    monkeypatch.setattr(work, "num_processors", lambda device: 9)
+    contexts = [1024] * (num_short // 2) + [context, 0] + [1000] * (num_short // 2)
+    batch = Cache([0] * len(contexts), 1, 16, 16, torch.float32).batch([(row, 1, 0) for row in range(len(contexts))])
+    batch.context_lens.copy_(torch.tensor(contexts))
+    heads, tile = 8, tiles.decode_tile(2, 128, 2, 2)
+    plan = work.share_singles(batch, heads, window, tile, 2, 128).plan.tolist()
+    seen = [min(length, window or length) for length in contexts]
+    blocks = [max(1, -(-length // tile.columns)) for length in seen]
+    items = [(row, head, block) for row, count in enumerate(blocks) for head in range(heads) for block in range(count)]
+    taken = 0
+    for row, head, block, count, share, length, *_ in plan:
+        assert count == max(0, min(share, len(items) - taken))
+        if count:
+            assert (row, head, block) == items[taken] and length == contexts[row]
+        taken += count
+    assert taken == len(items)
+    mean = len(items) / len(plan)
+    assert max(count for _, _, _, count, *_ in plan) <= max(1.05 * mean, work.LEAST_SHARE / tile.columns)
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-def test_rows_that_only_pad_a_graph_get_zeros_and_read_nothing(device: torch.device, splits: int) -> None:
-    dim, page = 16, 4
-    q = torch.ones(2, 2, dim, device=device)
-    pages = torch.full((3, page, dim), float("nan"), device=device)
-    pages[1] = 1.0
-    tables = torch.tensor([[1], [2]], dtype=torch.int32, device=device)
-    contexts = torch.tensor([3, 0], dtype=torch.int32, device=device)
-    out = torch.full_like(q, float("nan"))
-    attention.decode(q, pages, pages, contexts, tables, splits * tiles.MIN_SPLIT, 0.5, None, out)
-    assert torch.equal(out[0], torch.ones_like(out[0]))
-    assert torch.equal(out[1], torch.zeros_like(out[1]))
+def test_tiles_that_see_most_begin_first(device: torch.device) -> None:
+    rows = [(0, 1, 9), (1, 40, 40), (2, 41, 3000), (3, 65, 700), (4, 300, 300), (5, 300, 640)]
+    batch = Cache([0] * 6, 1, 16, 16, torch.float32).to(device).batch([(row, count, 0) for row, count, _ in rows])
+    batch.context_lens.copy_(torch.tensor([context for _, _, context in rows]))
+    for first, end, per_token in ((1, 6, 1), (1, 6, 3), (2, 5, 8), (5, 6, 128)):
+        tile = tiles.Tile(64, 64, 8, 3)
+        order = work.order_tiles(batch, first, end, per_token, tile).tolist()
+        counts = {row: -(-rows[row][1] * per_token // tile.rows) for row in range(first, end)}
+        assert sorted(order) == [[row, number] for row, count in counts.items() for number in range(count)]
+        costs = [(rows[row][2] - rows[row][1]) * per_token + (number + 1) * tile.rows for row, number in order]
+        assert costs == sorted(costs, reverse=True)
 
 
 def test_eight_bit_pages_are_written_and_read(device: torch.device) -> None:
@@ -170,6 +253,24 @@ def test_the_twin_computes_what_the_absorbed_one_does(
     torch.testing.assert_close(actual, expected)
 
 
+def test_all_pointers_are_aligned_wherever_a_chunk_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads of 16 bytes need it, and where Triton looks at alignment each kind would be compiled for itself."""
+    launched = 0
+    plain = triton.runtime.interpreter.GridExecutor.__call__
+
+    def check(self: Any, *arguments: Any, **options: Any) -> None:
+        nonlocal launched
+        launched += 1
+        assert not any(argument.data_ptr() % 16 for argument in arguments if isinstance(argument, torch.Tensor))
+        plain(self, *arguments, **options)
+
+    monkeypatch.setattr(triton.runtime.interpreter.GridExecutor, "__call__", check)
+    cache, q, expand = expanded_case(torch.float32, SIZES[0])
+    assert cache.tables.stride(0) % 4
+    OPS.expanded_attention(q, cache.k_pages, expand, cache.batch(EXPANDED), 3, 0.2, SIZES[0][1])
+    assert launched
+
+
 def test_pieces_are_of_bounded_size_and_leave_nothing_out() -> None:
     assert list(expanded.pieces([10, 20, 30, 100, 5], 4, 8, 2000)) == [
         (0, 3, 0, 4, 60),
@@ -180,10 +281,3 @@ def test_pieces_are_of_bounded_size_and_leave_nothing_out() -> None:
     assert list(expanded.pieces([10, 10], 2, 8, 1)) == [
         (row, row + 1, head, head + 1, 10) for row in (0, 1) for head in (0, 1)
     ]
-
-
-def test_splits_fill_the_gpu_and_never_become_tiny() -> None:
-    assert tiles.choose_splits(8, 1024) == 8  # one row of a 1024-token context: parts of 128 positions
-    assert tiles.choose_splits(8, 2**17) == 64
-    assert tiles.choose_splits(256 * 8, 4096) == 1
-    assert tiles.choose_splits(8, 1) == 1

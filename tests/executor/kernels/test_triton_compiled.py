@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.executor.kernels import card as cards
+from penstock.executor.kernels.cuda.work import num_processors
 
 HERE = Path(__file__).parent
 # Two processes, each with what it compiles.
@@ -123,7 +125,7 @@ def test_other_cards_have_tensor_cores_too(everywhere: Found) -> None:
 @pytest.mark.timeout(1800)
 def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: Found) -> None:
     early = [kernel for kernel in compiled if kernel["is_dependent"]]
-    assert {"_decode", "_combine", "_rope_and_store", "_norm", "_gate_rows", "_gated_linear"} <= {
+    assert {"_decode", "_share", "_rope_and_store", "_norm", "_gate_rows", "_gated_linear"} <= {
         kernel["kernel"] for kernel in early
     }
     for kernel in compiled:
@@ -137,3 +139,15 @@ def test_pages_are_copied_asynchronously(everywhere: Found) -> None:
     for kernel in everywhere:
         if kernel["kernel"] in ("_decode", "_prefill") and "float32" not in kernel["case"]:
             assert kernel["LDGSTS"] > 0, kernel
+
+
+@pytest.mark.timeout(1800)
+def test_programs_that_share_all_work_run_at_once_and_release_what_they_stored(everywhere: Found) -> None:
+    sharing = [kernel for kernel in everywhere if kernel["kernel"] in ("_decode", "_latent_singles")]
+    assert sharing
+    for kernel in sharing:
+        assert kernel["joins"] == 1, kernel
+        registers = -(-kernel["registers"] // 8) * 8 * 32 * kernel["warps"]
+        at_once = min((1 << 16) // registers, (limit(kernel["card"]) + 1024) // (kernel["shared"] + 1024))
+        # A program beyond these would wait until all others are done.
+        assert kernel["programs"] <= at_once * num_processors(torch.device("cpu")), kernel

@@ -4,7 +4,7 @@ what it can show is that all of them take their turn; that they touch nothing be
 import pytest
 import torch
 
-from penstock.executor.kernels.cuda import attention, dependent
+from penstock.executor.kernels.cuda import dependent
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.executor.paged import Cache, latent_step, random
 
@@ -48,7 +48,6 @@ def layer(device: torch.device) -> list[torch.Tensor]:
 
 
 def test_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(attention, "choose_splits", lambda *_: 2)
     expected = layer(device)
     turns: list[str] = []
     if device.type == "cpu":  # the interpreter knows no such instructions

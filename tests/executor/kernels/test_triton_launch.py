@@ -113,7 +113,6 @@ def test_an_unknown_launcher_is_told_of_once_and_left_to_triton(launched: dict[s
 
 # Still launched as triton.jit declares them.
 LEFT = {
-    *("_decode", "_combine", "_prefill", "_latent", "_gather_latents", "_expanded"),
     *("_norm", "_gate_rows", "_rope_and_store", "_align", "_place", "_multiply"),
     *("_quantize_rows", "_gate_quantize", "_norm_quantize", "_block_linear"),
     *("_choose", "_penalize", "_mask", "_apply_runs", "_prepare"),
