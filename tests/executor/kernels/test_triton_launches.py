@@ -17,7 +17,7 @@ from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.kernels.launch_counts import launches
 
-MOST = {"qwen3-0.6b": 9, "qwen3-30b-a3b": 23, "deepseek-v2-lite": 25}
+MOST = {"qwen3-0.6b": 8, "qwen3-30b-a3b": 13, "deepseek-v2-lite": 15}
 ROWS, BLOCK_SIZE, LONGEST = 2, 16, 512
 
 
