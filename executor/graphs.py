@@ -5,7 +5,9 @@ has fixed shapes, so the rows are filled up to one of a few *buckets* with rows 
 that nobody reads. What changes from step to step the graph reads from memory that `DeviceInputs` fills before it.
 
 Nothing is captured at the start. The first step of a bucket runs as any other, which compiles whatever is not compiled
-yet; the second is captured. All graphs share one pool of memory: only one runs at a time.
+yet; the second is captured. Only one graph runs at a time, so those of a kind share a pool of memory: what one gives
+back while it is captured, the next one takes. Forward passes and draws have a pool each, because a draw's results are
+still on their way to the host while the next forward pass runs.
 
 Several ranks replay theirs together. What is run, captured or replayed follows from the steps so far and from what their
 requests asked for, and every rank gets the same steps in the same order: so all capture at the same step, and the
@@ -53,6 +55,8 @@ class GraphApi(Protocol):
 
 
 class CudaGraphs:
+    """Those of one pool: any of them may overwrite what another one made."""
+
     def __init__(self) -> None:
         self._pool: Any = None
 
@@ -79,12 +83,13 @@ class DecodeGraphs:
         tokens: Tensor,
         max_context: int,
         buckets: Sequence[int],
-        api: GraphApi,
+        open_pool: Callable[[], GraphApi],
         group: Group,
     ) -> None:
         """tokens: the table, flat, where sampled ones go. `max_context` settles for all steps how attention is cut."""
         self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
-        self._tokens, self._max_context, self._api, self._group = tokens, max_context, api, group
+        self._tokens, self._max_context, self._group = tokens, max_context, group
+        self._forward_pool, self._draw_pool = open_pool(), open_pool()
         self._buckets = np.array(buckets)
         self._forwards: dict[int, _Act] = {}
         self._samples: dict[int, _Act] = {}
@@ -105,7 +110,7 @@ class DecodeGraphs:
         self._bucket = bucket = int(self._buckets[np.searchsorted(self._buckets, rows)])
         self._inputs.send_singles(layout, bucket)
         if bucket not in self._forwards:
-            self._forwards[bucket] = _Act(lambda: self._compute(bucket), self._api)
+            self._forwards[bucket] = _Act(lambda: self._compute(bucket), self._forward_pool)
         self._made = hidden, made = self._forwards[bucket]()
         return hidden[:rows], made
 
@@ -113,9 +118,9 @@ class DecodeGraphs:
         """For the last `forward`, as each request asks: tokens [R], which are in the table then, and on the first rank
         largest logits [R].
 
-        For requests that ask for no more than a draw. The next call overwrites both."""
+        For requests that ask for no more than a draw. The next call overwrites both; the next `forward` does not."""
         if self._bucket not in self._samples:
-            self._samples[self._bucket] = _Act(self._draw, self._api)
+            self._samples[self._bucket] = _Act(self._draw, self._draw_pool)
         tokens, largest = self._samples[self._bucket]()
         return tokens[:rows], largest[:rows]
 
@@ -145,8 +150,8 @@ class _Act:
     It is captured after the act whose results it reads, so these have their final place.
     """
 
-    def __init__(self, call: Callable[[], Any], api: GraphApi) -> None:
-        self._call, self._api = call, api
+    def __init__(self, call: Callable[[], Any], pool: GraphApi) -> None:
+        self._call, self._pool = call, pool
         self._has_run = False
         self._graph: Graph | None = None
         self._made: Any = None
@@ -156,6 +161,6 @@ class _Act:
             self._has_run = True
             return self._call()
         if self._graph is None:
-            self._graph, self._made = self._api.capture(self._call)
+            self._graph, self._made = self._pool.capture(self._call)
         self._graph.replay()
         return self._made

@@ -127,7 +127,7 @@ def _graphs(
         return None
     buckets = choose_buckets(config.max_num_seqs)
     tokens, longest = slots.tokens.view(-1), slots.width - 1
-    return DecodeGraphs(inputs, loaded.model, pages, sampling, tokens, longest, buckets, CudaGraphs(), group)
+    return DecodeGraphs(inputs, loaded.model, pages, sampling, tokens, longest, buckets, CudaGraphs, group)
 
 
 def _rebalancer(config: ExecutorConfig, loaded: LoadedModel, group: Group) -> Rebalancer | None:

@@ -75,7 +75,7 @@ class Threads:
         self.ranks[r] = Rank(config, group, torch.device("cpu"), lambda _: None)
         graphs = self.ranks[r].runner._graphs
         if graphs is not None:
-            graphs._api = recorder
+            graphs._forward_pool = graphs._draw_pool = recorder
 
     def _run(self, r: int) -> None:
         while (job := self._jobs[r].get()) is not None:
