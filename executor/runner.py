@@ -5,6 +5,7 @@ nothing that an earlier step has still to bring to the host, `finish` waits.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,6 +65,12 @@ class ModelRunner:
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
         self._graphs = graphs
         self._pooler, self._outbox = Pooler(), Outbox(device)
+
+    def capture_graphs(self, progress: Callable[[str], None]) -> bool:
+        """Before the first step. False if there are none to capture."""
+        if self._graphs is not None:
+            self._graphs.capture(progress)
+        return self._graphs is not None
 
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
