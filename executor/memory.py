@@ -25,10 +25,11 @@ class KvPlan:
 
 @contextmanager
 def naming_options(what: str, options: str) -> Iterator[None]:
-    """A device's memory that does not suffice is an error that says for what, and what the user can do."""
+    """A device's memory that does not suffice is an error that says for what, and what the user can do. Of several
+    around each other the outermost knows best."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ExecutorError) as error:
         # While a graph is captured, ending the capture fails in its turn, and that is what is heard of.
         cause = error if isinstance(error, torch.OutOfMemoryError) else error.__context__
         if not isinstance(cause, torch.OutOfMemoryError):

@@ -101,7 +101,9 @@ def _warm_up(
     def run(runner: ModelRunner) -> None:
         warm_up(runner, config, loaded.num_positions, loaded.spec.vocab_size, progress)
 
-    use = measure(open_runner, run, meter, GRAPHS_BYTES if buckets else 0)
+    what = f"a step of {config.max_num_batched_tokens} tokens"
+    with naming_options(what, "lower max_num_batched_tokens or max_num_seqs"):
+        use = measure(open_runner, run, meter, GRAPHS_BYTES if buckets else 0)
     progress(f"Kernels compiled and run in {time.monotonic() - started_s:.1f} s")
     return use
 
