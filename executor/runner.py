@@ -21,7 +21,7 @@ from penstock.executor.models.registry import Model
 from penstock.executor.outbox import Outbox
 from penstock.executor.parallel import Group
 from penstock.executor.pooling import Pooler
-from penstock.executor.protocol import Admission, Step, StepResult, TokenLogprobs
+from penstock.executor.protocol import Step, StepResult, TokenLogprobs
 from penstock.executor.rebalance import Rebalancer
 from penstock.executor.sampler import Sampled, Sampler, prompt_logprobs
 from penstock.executor.slots import Slots
@@ -191,7 +191,11 @@ class ModelRunner:
         if admission.sampling.prompt_logprobs is not None:
             targets = layout.prompt_targets(row, admission.num_prompt)
             launched.prompt_logprobs[index] = self._prompt_logprobs(
-                admission, int(layout.starts[row]), hidden[first : first + targets], launched.errors, index
+                admission.slot,
+                int(layout.starts[row]),
+                hidden[first : first + targets],
+                admission.sampling.prompt_logprobs,
+                lambda why: launched.errors.setdefault(index, why),
             )
         if admission.pooling == "mean":
             try:
@@ -206,12 +210,10 @@ class ModelRunner:
             launched.embeddings[index] = self._pooler.last(hidden[last : last + 1])
 
     def _prompt_logprobs(
-        self, admission: Admission, start: int, hidden: torch.Tensor, errors: dict[int, str], index: int
+        self, slot: int, start: int, hidden: torch.Tensor, num: int, fail: Callable[[str], object]
     ) -> list[TokenLogprobs]:
         """hidden [n, hidden] of positions start … start + n - 1, which predict the prompt's next tokens."""
-        num = admission.sampling.prompt_logprobs
-        assert num is not None
-        chosen = self._slots.tokens[admission.slot, start + 1 : start + 1 + len(hidden)].long()
+        chosen = self._slots.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
         found: list[TokenLogprobs] = []
         for part, ids in zip(hidden.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True):
             logits = self._model.logits(part)
@@ -219,7 +221,7 @@ class ModelRunner:
                 try:
                     found += prompt_logprobs(logits, ids, num)
                 except ValueError as error:  # the other ranks go on with the next part, and so does this one
-                    errors[index] = str(error)
+                    fail(str(error))
         return found
 
     def _sample(self, layout: Layout, ends: Ends, hidden: torch.Tensor, launched: Launched) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.executor import rank
-from penstock.executor.kernels.cuda.tiles import block_linear_tile, choose_splits, expert_tile, sizes
+from penstock.executor.kernels.cuda.tiles import block_linear_tile, expert_tile, sizes
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from penstock.executor.warmup import plan_steps
@@ -44,7 +44,7 @@ def test_no_step_is_larger_than_one_that_may_come_and_some_are_as_large(limits: 
 
 @pytest.mark.parametrize("limit", [1, 2, 100, 1000, 8192])
 def test_sizes_meet_every_choice_that_is_made_by_a_number(limit: int) -> None:
-    """Of rows, for the experts of models that people serve, and of positions, for one row of 8 heads and fewer."""
+    """For eight-bit products, and for the experts of models that people serve."""
     assert sizes(limit) == sorted({limit, *(n for n in range(1, limit + 1) if n & (n - 1) == 0)}, reverse=True)
     choices = [
         block_linear_tile,
@@ -53,7 +53,6 @@ def test_sizes_meet_every_choice_that_is_made_by_a_number(limit: int) -> None:
             for top_k, slots in ((2, 8), (4, 60), (6, 64), (8, 128), (8, 256), (8, 32))
             for width in (1, 2)
         ),
-        *(lambda context, heads=heads: choose_splits(heads, context) for heads in (1, 4, 8)),
     ]
     for choice in choices:
         assert {choice(size) for size in sizes(limit)} == {choice(size) for size in range(1, limit + 1)}
