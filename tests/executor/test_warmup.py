@@ -1,6 +1,8 @@
 """The steps before the first request: what they are, and that nothing is left of them but what they were for."""
 
 import gc
+import inspect
+import itertools
 import weakref
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from penstock.executor import rank
-from penstock.executor.kernels.cuda.tiles import block_linear_tile, expert_tile, sizes
+from penstock.executor.kernels.cuda import tiles
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from penstock.executor.warmup import plan_steps
@@ -42,20 +44,34 @@ def test_no_step_is_larger_than_one_that_may_come_and_some_are_as_large(limits: 
     assert max(part.context for parts in planned for part in parts) == longest
 
 
+# What else than a size a choice of tiles may depend on, with values of models that people serve.
+VALUES: dict[str, tuple[int, ...]] = {
+    "num_slots": (8, 32, 60, 64, 128, 256),
+    "columns": (512, 768, 1408, 2048, 5632, 28672),
+    "width": (576, 1024, 4096, 28672),
+    "depth": (1024, 4096, 14336),
+    "max_context": (40960,),
+    "itemsize": (2, 4),
+    "weight_itemsize": (1, 2),
+}
+SIZES = ("rows", "tokens", "entries", "programs")
+
+
 @pytest.mark.parametrize("limit", [1, 2, 100, 1000, 8192])
-def test_sizes_meet_every_choice_that_is_made_by_a_number(limit: int) -> None:
-    """For eight-bit products, and for the experts of models that people serve."""
-    assert sizes(limit) == sorted({limit, *(n for n in range(1, limit + 1) if n & (n - 1) == 0)}, reverse=True)
-    choices = [
-        block_linear_tile,
-        *(
-            lambda rows, k=top_k, slots=slots, width=width: expert_tile(rows * k, slots, 2, width)
-            for top_k, slots in ((2, 8), (4, 60), (6, 64), (8, 128), (8, 256), (8, 32))
-            for width in (1, 2)
-        ),
-    ]
-    for choice in choices:
-        assert {choice(size) for size in sizes(limit)} == {choice(size) for size in range(1, limit + 1)}
+def test_sizes_meet_every_choice_of_tiles(limit: int) -> None:
+    """Experts have several entries for a token, and a product several programs for a row."""
+    assert tiles.sizes(limit) == sorted({limit, *(n for n in range(1, limit + 1) if n & (n - 1) == 0)}, reverse=True)
+    checked = []
+    for name, choice in vars(tiles).items():
+        parameters = list(inspect.signature(choice).parameters) if inspect.isfunction(choice) else []
+        if not parameters or parameters[0] not in SIZES:
+            continue
+        checked.append(name)
+        for rest in itertools.product(*(VALUES[other] for other in parameters[1:])):
+            for per_row in (1, 2, 4, 6, 8):
+                met = {choice(size * per_row, *rest) for size in tiles.sizes(limit)}
+                assert met == {choice(size * per_row, *rest) for size in range(1, limit + 1)}, (name, rest, per_row)
+    assert "expert_tile" in checked and "block_linear_tile" in checked
 
 
 def test_the_first_answers_are_those_of_a_run_that_was_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ give the numbers, so that there is time for steps of every size. What is noted i
 """
 
 import dataclasses
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.executor import rank
@@ -42,8 +44,16 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     seen: Noted = set()
 
     def note(self: InterpretedFunction, *arguments: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        kinds = [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in arguments]
-        seen.add((self.__name__, *kinds, *given.items()))
+        parameters = inspect.signature(self.fn).parameters
+
+        def kind(name: str, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.dtype
+            is_number = name in parameters and parameters[name].annotation is not tl.constexpr
+            return type(value) if is_number else value
+
+        passed = dict(zip(parameters, arguments, strict=False)) | given
+        seen.add((self.__name__, *((name, kind(name, value)) for name, value in passed.items())))
 
     monkeypatch.setattr(InterpretedFunction, "run", note)
     return seen
