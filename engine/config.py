@@ -2,14 +2,23 @@
 
 import os
 import re
+import warnings
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from penstock.cache.tiers.peer_address import SECRET_VARIABLE, read_address, read_secret
+from penstock.engine.vllm_options import sort_out
 from penstock.executor.protocol import ExecutorConfig
 
+DTYPES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+}  # by nicknames
 MAX_PEERS = 16  # each takes a handful of threads and connections
 
 
@@ -61,7 +70,16 @@ class ConfigError(ValueError):
 
 def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
     """Sort flat options (of `LLM(...)` or the command line) into the rooms' configs; None means the default."""
-    given = {name: value for name, value in options.items() if value is not None}
+    given, remarks, wrong = sort_out({n: value for n, value in options.items() if value is not None}, option_names())
+    if wrong is not None:
+        raise ConfigError(wrong)
+    for remark in remarks:
+        warnings.warn(remark, stacklevel=3)
+    if "kv_cache_memory_bytes" in given:
+        given["kv_cache_bytes"] = given.pop("kv_cache_memory_bytes")
+    given["dtype"] = DTYPES.get(given.get("dtype", "auto"), given.get("dtype", "auto"))
+    if "executor" in given:
+        given["kind"] = given.pop("executor")
     shared = ("max_num_seqs", "max_num_batched_tokens")
     for name, low in (
         *((name, 1) for name in shared),
@@ -93,13 +111,6 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         raise ConfigError(
             "max_num_seqs: 1 given; with speculative_config at least 2: drafts take rows that no request needs"
         )
-    known = {*ExecutorConfig.__struct_fields__, *SchedulerConfig.__struct_fields__} - {"model", "kind"}
-    if "executor" in given:
-        given["kind"] = given.pop("executor")
-        known.add("kind")
-    for name in given:
-        if name not in known:
-            raise ConfigError(f"{name}: there is no such option; known are {', '.join(sorted(known))}")
     executor = {k: v for k, v in given.items() if k in ExecutorConfig.__struct_fields__}
     scheduler = {k: v for k, v in given.items() if k in SchedulerConfig.__struct_fields__}
     try:
@@ -109,6 +120,12 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         )
     except msgspec.ValidationError as error:
         raise ConfigError(_in_our_words(str(error), given)) from None
+
+
+def option_names() -> set[str]:
+    """What `engine_config` takes."""
+    own = {*ExecutorConfig.__struct_fields__, *SchedulerConfig.__struct_fields__} - {"model", "kind"}
+    return own | {"executor", "kv_cache_memory_bytes"}
 
 
 def _in_our_words(error: str, given: dict[str, Any]) -> str:
@@ -134,7 +151,7 @@ def _check_peers(given: dict[str, Any]) -> None:
     is_list = isinstance(peers, list | tuple) and all(isinstance(peer, str) for peer in peers)
     if not is_list or len(set(peers)) < len(peers) or len(peers) > MAX_PEERS:
         raise ConfigError(f"kv_peers: {peers!r} given; a list of up to {MAX_PEERS} different HOST:PORT is expected")
-    if given.get("executor") == "ray":
+    if given.get("kind") == "ray":
         raise ConfigError(
             "executor: 'ray' given; peers find rank r at PORT + r of one host, so its ranks must share one"
         )
@@ -152,6 +169,14 @@ def _check_peers(given: dict[str, Any]) -> None:
             f"kv_peer_secret_file: needed for {far[0].host}:{far[0].port}, which is not this machine's loopback; the "
             f"secret may also be in {SECRET_VARIABLE}"
         )
+
+
+def count(text: str) -> int:
+    """`4096`, `4k` (thousands) or `4K` (of 1,024), as vLLM reads a number of tokens; ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of tokens; write it like 4096, 4k (4,000) or 4K (4,096)")
+    return int(float(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]])
 
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}

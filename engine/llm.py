@@ -4,6 +4,7 @@ No server, no sockets: `generate` drives the engine core itself, in the calling 
 """
 
 import contextlib
+import random
 import signal
 import threading
 import time
@@ -22,15 +23,29 @@ from penstock.engine.grammar.check import GrammarCheck
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.messages import Output, Submit
-from penstock.engine.model_files import resolve_model
-from penstock.engine.output import Choice, CompletionOutput, RequestMetrics, RequestOutput, TextStream, Update, joined
+from penstock.engine.model_files import recommended_sampling, resolve_model
+from penstock.engine.output import (
+    Choice,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+    TextStream,
+    Update,
+    candidates,
+    joined,
+    unit_length,
+)
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.text.familiar import FamiliarTokenizer
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.executor.protocol import ModelInfo, open_executor
 
-Prompt = str | list[int]
+Prompt = str | list[int] | dict[str, Any]  # a dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt"
 Messages = list[dict[str, Any]]
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
 class LLM:
@@ -45,6 +60,9 @@ class LLM:
         """
         files = resolve_model(model, need_weights=options.get("load_format") != "dummy")
         config = engine_config(str(files.path), options)
+        self._files = files
+        seed = options.get("seed")
+        self._seeds = None if seed is None else random.Random(seed)  # for requests without a seed of their own
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
         self.template: ChatTemplate | None = load_template(files) if self.tokenizer else None
         self._core: EngineCore | None = None
@@ -62,7 +80,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete the prompts, in their order. `sampling_params` is one for all, or one for each."""
+        """Complete the prompts, in their order. `sampling_params` is one for all, or one for each; without any, as the
+        model's authors recommend."""
         return self._generate(_as_list(prompts), sampling_params, use_tqdm, is_continuation=True)
 
     def chat(
@@ -70,25 +89,57 @@ class LLM:
         messages: Messages | list[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **template_options: Any,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, with the model's own chat template."""
-        if self.template is None or self.tokenizer is None:
+        """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
+        its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
+        template = self.template if chat_template is None else load_template(self._files, chat_template)
+        if template is None or self.tokenizer is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
         many: list[Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
-        texts = [self.template.render(conversation, **template_options) for conversation in many]
+        options = {
+            **(chat_template_kwargs or {}),
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "documents": documents,
+        }
+        texts = [template.render(conversation, **options) for conversation in many]
         # The template has written the special tokens itself.
         ids: list[Prompt] = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._generate(ids, sampling_params, use_tqdm, is_continuation=False)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last", use_tqdm: bool = True
-    ) -> list[RequestOutput]:
-        """One vector for each prompt: the hidden state of its last token, or the mean over all."""
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling = "last",
+        use_tqdm: bool = True,
+        *,
+        normalize: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """One vector for each prompt: the hidden state of its last token, or the mean over all; of unit length, unless
+        `normalize` is false."""
         if pooling not in ("last", "mean"):
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
-        return self._run([self._prepare(prompt, params, pooling) for prompt in _as_list(prompts)], use_tqdm)
+        jobs = self._run([self._prepare(prompt, params, pooling) for prompt in _as_list(prompts)], use_tqdm)
+        return [job.embedded(normalize) for job in jobs]
+
+    def get_tokenizer(self) -> FamiliarTokenizer:
+        """The model's tokenizer, with the names that transformers gives to what it does."""
+        if self.tokenizer is None:
+            raise ValueError("skip_tokenizer: there is no tokenizer, as it was left out")
+        return FamiliarTokenizer(self.tokenizer, self.template)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's authors recommend."""
+        return SamplingParams(**recommended_sampling(self._files))
 
     def get_metrics(self) -> dict[str, float]:
         """Gauges and counters of the engine core by name."""
@@ -139,6 +190,8 @@ class LLM:
         is_continuation: bool,
     ) -> list[RequestOutput]:
         jobs = []
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         for prompt, params in zip(prompts, _spread(sampling_params, len(prompts)), strict=True):
             stream = None
             if self.tokenizer is not None and params.detokenize:
@@ -146,7 +199,8 @@ class LLM:
                 # word of a text with a space that only the former wants.
                 stream = partial(self.tokenizer.stream, params.skip_special_tokens, is_continuation)
             jobs.append(self._prepare(prompt, params, stream=stream))
-        return self._run(jobs, use_tqdm)
+        text = None if self.tokenizer is None else self.tokenizer.token_text
+        return [job.result(text) for job in self._run(jobs, use_tqdm)]
 
     def _prepare(
         self,
@@ -156,7 +210,10 @@ class LLM:
         stream: Callable[[], TextStream] | None = None,
     ) -> "_Job":
         info = self._running().info
+        prompt, cache_salt = _plain(prompt)
         text = prompt if isinstance(prompt, str) else None
+        if params.seed is None and self._seeds is not None:
+            params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("prompt", "a text was given, but skip_tokenizer=True; give token ids")
@@ -170,7 +227,9 @@ class LLM:
         self._num_requests += 1
         request_id = str(self._num_requests)
         grammar = self._grammar(params)
-        messages = submissions(request_id, tokens, params, info, eos_ids, pooling=pooling, grammar=grammar)
+        messages = submissions(
+            request_id, tokens, params, info, eos_ids, cache_salt=cache_salt, pooling=pooling, grammar=grammar
+        )
         choices = [Choice(index, params, stream() if stream else None) for index in range(params.n)]
         return _Job(request_id, text, array("i", prompt), messages, choices)
 
@@ -181,7 +240,7 @@ class LLM:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
         return self._grammars.now(params.structured_outputs)
 
-    def _run(self, jobs: list["_Job"], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, jobs: list["_Job"], use_tqdm: bool) -> list["_Job"]:
         core = self._running()
         open_jobs = {message.request_id: (job, i) for job in jobs for i, message in enumerate(job.messages)}
         backlog: Iterator[Submit] = iter([message for job in jobs for message in job.messages])
@@ -208,7 +267,9 @@ class LLM:
         finally:
             if progress is not None:
                 progress.close()
-        return [job.result() for job in jobs]
+        for job in jobs:
+            job.check()
+        return jobs
 
     def _take(self, core: EngineCore, open_jobs: dict, output: Output, progress: "_Progress | None") -> None:
         job, index = open_jobs.get(output.request_id, (None, 0))
@@ -254,32 +315,50 @@ class _Job:
             self.metrics.finished_s = now_s
         return self.choices[index].must_abort
 
-    def result(self) -> RequestOutput:
-        whole = [joined(updates) for updates in self.updates]
-        errors = [update.error for update in whole if update.error]
+    def check(self) -> None:
+        """Raise what ended a choice, if anything went wrong."""
+        errors = [update.error for updates in self.updates for update in updates if update.error]
         if errors:
             raise RuntimeError(f"request {self.request_id} failed: {errors[0]}")
+
+    def result(self, text: Callable[[int], str] | None) -> RequestOutput:
+        """`text` says how a token reads."""
+        prompt_logprobs = None
+        if self.prompt_logprobs is not None:
+            prompt_logprobs = [None, *(candidates(entry, text) for entry in self.prompt_logprobs)]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.tokens.tolist(),
-            outputs=[_completion(update) for update in whole],
+            outputs=[_completion(joined(updates), text) for updates in self.updates],
             num_cached_tokens=self.num_cached_tokens,
-            prompt_logprobs=self.prompt_logprobs,
-            embedding=array("f", self.embedding).tolist() if self.embedding else None,
+            prompt_logprobs=prompt_logprobs,
+            metrics=self.metrics,
+        )
+
+    def embedded(self, normalize: bool) -> EmbeddingRequestOutput:
+        assert self.embedding is not None
+        vector = array("f", self.embedding)
+        return EmbeddingRequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.tokens.tolist(),
+            outputs=EmbeddingOutput((unit_length(vector) if normalize else vector).tolist()),
+            num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
         )
 
 
-def _completion(update: Update) -> CompletionOutput:
+def _completion(update: Update, text: Callable[[int], str] | None) -> CompletionOutput:
+    entries = update.logprobs
     return CompletionOutput(
         index=update.index,
         text=update.text,
         token_ids=update.token_ids,
         finish_reason=update.finish_reason,
         stop_reason=update.stop_reason,
-        logprobs=update.logprobs,
-        cumulative_logprob=None if update.logprobs is None else sum(entry.values[0] for entry in update.logprobs),
+        logprobs=None if entries is None else [candidates(entry, text) for entry in entries],
+        cumulative_logprob=None if entries is None else sum(entry.values[0] for entry in entries),
     )
 
 
@@ -337,14 +416,25 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str | dict) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _spread(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
+def _plain(prompt: Prompt) -> tuple[str | list[int], str | None]:
+    """The prompt and its cache salt."""
+    if not isinstance(prompt, dict):
+        return prompt, None
+    unknown = [name for name in prompt if name not in PROMPT_FIELDS and prompt[name] is not None]
+    if unknown:
+        raise InvalidRequest(f"prompt.{unknown[0]}", f"there is no such field; known are {', '.join(PROMPT_FIELDS)}")
+    given = [prompt[name] for name in PROMPT_FIELDS[:2] if prompt.get(name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest("prompt", f"{len(given)} of prompt and prompt_token_ids given; exactly one is expected")
+    return given[0], prompt.get("cache_salt")
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

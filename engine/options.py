@@ -9,6 +9,7 @@ from typing import Any, get_args
 from penstock.cache.tiers.peer_address import SECRET_VARIABLE
 from penstock.engine import config
 from penstock.engine.config import SchedulerConfig
+from penstock.engine.vllm_options import add_vllm_options
 from penstock.executor.protocol import Device, DType, ExecutorConfig, KvDType, LoadFormat
 
 
@@ -20,15 +21,28 @@ def size_bytes(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def count(text: str) -> int:
+    """A number of tokens, as `config.count` reads it."""
+    try:
+        return config.count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    add("--dtype", choices=get_args(DType), help="number format of weights and activations (default: the model's own)")
+    add(
+        "--dtype",
+        type=_dtype,
+        choices=get_args(DType),
+        help="number format of weights and activations (default: the model's own)",
+    )
     add("--device", choices=get_args(Device), help="default: cuda when there is one, else cpu")
     add("--load-format", choices=get_args(LoadFormat), help="dummy: seeded random weights, for benchmarks")
     add(
         "--max-model-len",
-        type=int,
+        type=count,
         metavar="N",
         help="tokens of prompt and answer (default: what model and memory allow)",
     )
@@ -44,16 +58,22 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--speculative-config",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help='compute tokens that followed the same text before ahead of sampling them, like {"method": "ngram", '
         '"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4} (default: off)',
     )
     add("--enforce-eager", action="store_true", default=None, help="no CUDA graphs; kernels are warmed up all the same")
-    add("--seed", type=int, metavar="N", help="for dummy weights (default: 0)")
-    add("--hf-overrides", type=_json_object, metavar="JSON", help="entries of the model's config.json to replace")
+    add(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="for requests without a seed of their own, and for dummy weights (default: none, and 0)",
+    )
+    add("--hf-overrides", type=json_object, metavar="JSON", help="entries of the model's config.json to replace")
     _add_memory_options(parser)
     _add_rank_options(parser)
+    add_vllm_options(parser)
 
 
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +132,7 @@ def _add_rank_options(parser: argparse.ArgumentParser) -> None:
     add("--enable-eplb", action="store_true", default=None, help="move experts between ranks as their load changes")
     add(
         "--eplb-config",
-        type=_json_object,
+        type=json_object,
         metavar="JSON",
         help='like {"window": 1000, "interval": 3000, "redundant_experts": 32}',
     )
@@ -138,7 +158,11 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _dtype(text: str) -> str:
+    return config.DTYPES.get(text, text)
+
+
+def json_object(text: str) -> dict[str, Any]:
     import json
 
     try:

@@ -4,7 +4,9 @@ A choice turns ids into text as they come, holds back what may still become a st
 first stop string found. It says when the core must be told to stop early.
 """
 
-from collections.abc import Sequence
+import math
+from array import array
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -58,6 +60,26 @@ def joined(updates: Sequence[Update]) -> Update:
     )
 
 
+class Logprob(msgspec.Struct, frozen=True):
+    """A token that was, or might have been, at one position. The names are those of vLLM."""
+
+    logprob: float
+    rank: int  # 1 is the most likely
+    decoded_token: str | None = None  # None without a tokenizer
+
+
+Candidates = dict[int, Logprob]  # by token id: the one that is there first, then the most likely ones in order
+
+
+def candidates(entry: TokenLogprobs, text: Callable[[int], str] | None) -> Candidates:
+    """`text` says how a token reads."""
+    ranks = (entry.rank, *range(1, len(entry.ids)))
+    found: Candidates = {}
+    for token_id, value, rank in zip(entry.ids, entry.values, ranks, strict=True):
+        found.setdefault(token_id, Logprob(value, rank, None if text is None else text(token_id)))
+    return found
+
+
 class CompletionOutput(msgspec.Struct):
     """One finished choice of a request."""
 
@@ -66,7 +88,7 @@ class CompletionOutput(msgspec.Struct):
     token_ids: list[int]
     finish_reason: FinishReason | None
     stop_reason: int | str | None = None
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[Candidates] | None = None
     cumulative_logprob: float | None = None
 
 
@@ -95,9 +117,33 @@ class RequestOutput(msgspec.Struct):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    embedding: list[float] | None = None
+    prompt_logprobs: list[Candidates | None] | None = None  # None for the first token, which nothing predicts
     metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
+
+
+def unit_length(vector: "array[float]") -> "array[float]":
+    """The same direction; a vector of zeros stays."""
+    length = math.sqrt(sum(value * value for value in vector)) or 1.0
+    return array("f", [value / length for value in vector])
+
+
+class EmbeddingOutput(msgspec.Struct):
+    embedding: list[float]
+
+
+class EmbeddingRequestOutput(msgspec.Struct):
+    """An embedded prompt, as `LLM.embed` returns it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
+
+    @property
+    def embedding(self) -> list[float]:
+        return self.outputs.embedding
 
 
 class Choice:

@@ -22,6 +22,8 @@ MAX_LOGIT_BIAS = 100.0
 MAX_GRAMMAR_CHARS = 256 * 1024  # of a schema, expression or grammar
 MAX_GRAMMAR_DEPTH = 64  # objects and lists within each other in a schema
 MAX_CHOICES = 1024
+# What a model's generation_config.json may set a default for.
+DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"})
 MAX_COUNT = 2**31 - 1  # of anything counted in tokens: the executor holds it in 32 bits
 
 
@@ -105,7 +107,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs | None = None  # or a dictionary of its fields
+
+    def __post_init__(self) -> None:
+        if isinstance(self.structured_outputs, dict):
+            try:
+                found = msgspec.convert(self.structured_outputs, StructuredOutputs)
+            except msgspec.ValidationError as error:
+                raise InvalidRequest("structured_outputs", str(error)) from None
+            msgspec.structs.force_setattr(self, "structured_outputs", found)
+
+    def clone(self) -> "SamplingParams":
+        return msgspec.structs.replace(self)
 
     @property
     def stop_strings(self) -> list[str]:

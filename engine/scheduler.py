@@ -368,7 +368,8 @@ class Scheduler:
                 outputs.append(self._finish(request, "error", error=error, is_refusal=error == NOTHING_LEFT))
                 continue
             if index in result.prompt_logprobs:
-                request.prompt_logprobs += result.prompt_logprobs[index]
+                # By position: a preempted request computes its prompt again, and reports what it had reported.
+                request.prompt_logprobs[row.start :] = result.prompt_logprobs[index]
             if index in result.embeddings:
                 outputs.append(self._finish(request, "stop", embedding=result.embeddings[index]))
             elif row.sample:
@@ -396,6 +397,8 @@ class Scheduler:
         if matcher is not None:
             if request.may_jump and not matcher.is_complete:
                 tokens += self._jump(request, matcher)
+                if matcher.error:
+                    return self._finish(request, "error", error=f"the grammar cannot go on: {matcher.error}")
             if matcher.is_complete:
                 end = token if token in matcher.vocabulary.eos_ids else None
                 return self._finish(request, "stop", tokens=tokens, logprobs=logprobs, stop_token=end)
@@ -425,11 +428,10 @@ class Scheduler:
             request.forced = forced[1:]
             self._num_forced += len(request.forced)
             return []
-        if forced:
-            self._num_forced += len(forced)
-            self._extend(request, forced)
-            is_taken = matcher.advance(forced)
-            assert is_taken, f"a grammar refuses what it forces: {matcher.error}"
+        if not forced or not matcher.advance(forced):
+            return []
+        self._num_forced += len(forced)
+        self._extend(request, forced)
         return forced
 
     def _finish(

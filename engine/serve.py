@@ -10,12 +10,14 @@ import sys
 import time
 from typing import Any
 
+import msgspec
+
 from penstock.engine.client import AsyncEngine
 from penstock.engine.config import ConfigError, EngineConfig, engine_config
-from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, read_json, resolve_model
-from penstock.engine.options import add_engine_options, engine_options, size_bytes
+from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
+from penstock.engine.options import add_engine_options, engine_options, json_object, size_bytes
 from penstock.engine.server.config import (
-    DEFAULTABLE,
+    API_KEY_VARIABLE,
     REASONING_PARSERS,
     TOOL_CALL_PARSERS,
     ServerConfig,
@@ -29,6 +31,7 @@ from penstock.executor.protocol import ModelInfo
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = ServerConfig()
     parser.add_argument("model", nargs="?", help=f"hub name, folder or .gguf file (default: {DEFAULT_NAME})")
+    parser.add_argument("--model", dest="model_option", help=argparse.SUPPRESS)  # as it is given to vLLM's module
     group = parser.add_argument_group("server")
     add = group.add_argument
     add("--host", default=defaults.host, help="address to listen on (default: %(default)s, this machine only)")
@@ -54,6 +57,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=defaults.reasoning_parser,
         help="the marks around the model's reasoning (default: %(default)s, as in its chat template)",
     )
+    add("--revision", metavar="REV", help="of a model from the hub: a branch, tag or commit")
+    add(
+        "--generation-config",
+        choices=("auto", "vllm"),
+        default="auto",
+        help="where a request says nothing, sample as the model's authors recommend, or as OpenAI does (vllm)",
+    )
+    add(
+        "--override-generation-config",
+        type=json_object,
+        metavar="JSON",
+        help='over that, like {"temperature": 0.5}',
+    )
+    add(
+        "--allowed-origins",
+        action="extend",
+        type=_origins,
+        default=[],
+        metavar="ORIGIN",
+        help="web pages from there may ask (CORS), like https://app.example, or * for all; repeat, or give a JSON list "
+        "(default: none)",
+    )
     add("--pooling", choices=("last", "mean"), default=defaults.pooling, help="of embeddings (default: %(default)s)")
     add("--max-logprobs", type=int, default=defaults.max_logprobs, metavar="N", help="limit (default: %(default)s)")
     add("--max-body-bytes", type=size_bytes, default=defaults.max_body_bytes, metavar="SIZE", help="limit of a body")
@@ -71,18 +96,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     options = engine_options(args)
-    files = resolve_model(args.model, need_weights=options.get("load_format") != "dummy")
+    need_weights = options.get("load_format") != "dummy"
+    files = resolve_model(args.model or args.model_option, revision=args.revision, need_weights=need_weights)
     engine = engine_config(str(files.path), options)
-    server = _server_config(args, files.name, _default_sampling(files))
+    recommended = recommended_sampling(files) if args.generation_config == "auto" else {}
+    server = _server_config(args, files.name, recommended | (args.override_generation_config or {}))
     import uvloop
 
-    return uvloop.run(_serve(files, engine, server, args.chat_template))
+    return uvloop.run(_serve(files, engine, server, args))
 
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what can be refused without the model's files."""
     engine_config(args.model or DEFAULT_NAME, engine_options(args))
-    _server_config(args, args.model or DEFAULT_NAME, {})
+    _server_config(args, args.model or DEFAULT_NAME, args.override_generation_config or {})
 
 
 def _server_config(args: argparse.Namespace, name: str, default_sampling: dict[str, Any]) -> ServerConfig:
@@ -92,6 +119,8 @@ def _server_config(args: argparse.Namespace, name: str, default_sampling: dict[s
         api_keys=tuple(args.api_key),
         served_model_names=tuple(args.served_model_name or (name,)),
         default_sampling=default_sampling,
+        seed=args.seed,
+        allowed_origins=tuple(args.allowed_origins),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         constrain_auto_tools=args.constrain_auto_tools,
@@ -107,17 +136,17 @@ def _server_config(args: argparse.Namespace, name: str, default_sampling: dict[s
         raise ConfigError(str(error)) from None
 
 
-def _default_sampling(files: ModelFiles) -> dict[str, Any]:
-    """What the model's authors recommend: used where a request says nothing."""
-    if files.kind == "gguf":
-        return {}
-    recommended = read_json(files.path / "generation_config.json")
-    if "max_new_tokens" in recommended:
-        recommended["max_tokens"] = recommended["max_new_tokens"]
-    return {name: value for name, value in recommended.items() if name in DEFAULTABLE and value is not None}
+def _origins(text: str) -> list[str]:
+    """One origin, or a JSON list of them."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.MsgspecError as error:
+        raise argparse.ArgumentTypeError(f"not a JSON list of texts: {error}") from None
 
 
-async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, chat_template: str | None) -> int:
+async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
     # starlette and uvicorn take a while to import: after the core process has been told to load.
     started_s = time.monotonic()
     from penstock.engine.http.listen import bind_socket
@@ -126,7 +155,8 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
         sock = bind_socket(server.host, server.port)  # a port in use shows before the model is loaded
     except OSError as error:
         raise ConfigError(f"port: {error.strerror or error}") from None
-    tokenizer, template = load_tokenizer(files), load_template(files, chat_template)
+    tokenizer, template = load_tokenizer(files), load_template(files, args.chat_template)
+    _cancel_on_signals()  # until the server takes over, which drains
     _say(f"Starting {files.name}")
     engine = AsyncEngine(
         config,
@@ -135,15 +165,16 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
         max_logprobs=server.max_logprobs,
         progress=_say,
     )
-    _cancel_on_signals()  # until the server takes over, which drains
     try:
         await engine.start()
         _say_memory(engine.info)
+        if engine.info.device == "cpu" and args.gpu_memory_utilization is not None:
+            _say("--gpu-memory-utilization: without effect: the model runs on the CPU; use --kv-cache-bytes")
         from penstock.engine.server.serve import serve
 
         def announce(url: str) -> None:
             _say(f"Ready after {time.monotonic() - started_s:.1f} s: {url}")
-            _say_curl(url, server)
+            _say_curl(url, server, has_template=template is not None)
 
         return await serve(engine, tokenizer, template, server, sock=sock, on_listening=announce)
     except asyncio.CancelledError:
@@ -177,9 +208,16 @@ def _say_memory(info: ModelInfo) -> None:
     )
 
 
-def _say_curl(url: str, server: ServerConfig) -> None:
-    message = {"role": "user", "content": "Say hello in French."}
-    # Small models ramble at OpenAI's default temperature of 1.
-    body = json.dumps({"model": server.served_model_names[0], "temperature": 0.2, "messages": [message]})
-    key = " -H 'Authorization: Bearer '$KEY" if server.api_keys else ""
-    _say(f"Try:\n  curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'")
+def _say_curl(url: str, server: ServerConfig, has_template: bool) -> None:
+    """Short enough for a small model on a CPU, and streamed, so that it is seen to work."""
+    body: dict[str, Any] = {"model": server.served_model_names[0], "max_tokens": 60, "stream": True}
+    if has_template:
+        path = "chat/completions"
+        body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
+    else:
+        path = "completions"
+        body["prompt"] = "The capital of France is"
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if server.api_keys else ""
+    _say(f"Try:\n  curl -N {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
+    if server.api_keys:
+        _say(f"  with the key in {API_KEY_VARIABLE}")

@@ -1,5 +1,6 @@
 """Where the memory goes: how many KV blocks fit, how long a request may be, and the allocation itself."""
 
+import errno
 import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,16 +26,28 @@ class KvPlan:
 
 @contextmanager
 def naming_options(what: str, options: str) -> Iterator[None]:
-    """A device's memory that does not suffice is an error that says for what, and what the user can do. Of several
-    around each other the outermost knows best."""
+    """Memory that does not suffice is an error that says for what, and what the user can do. Of several around each other
+    the outermost knows best."""
     try:
         yield
-    except (RuntimeError, ExecutorError) as error:
+    except (MemoryError, OSError, RuntimeError, ExecutorError) as error:
+        if _is_out_of_main_memory(error):
+            free = available_memory() / 2**30
+            raise ExecutorError(
+                f"the memory does not suffice for {what} ({free:.1f} GiB are free): {options}"
+            ) from error
         # While a graph is captured, ending the capture fails in its turn, and that is what is heard of.
         cause = error if isinstance(error, torch.OutOfMemoryError) else error.__context__
         if not isinstance(cause, torch.OutOfMemoryError):
             raise
         raise ExecutorError(f"the GPU's memory does not suffice for {what}: {options}. {cause}") from error
+
+
+def _is_out_of_main_memory(error: Exception) -> bool:
+    """Python's, the kernel's and torch's way to say it."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def plan_kv(
@@ -49,10 +62,6 @@ def plan_kv(
     `block_bytes`, `kv_cache_bytes` and `use`, of a GPU, are one rank's. The ranks agree on what the one with the least
     memory holds.
     """
-    if config.max_model_len is not None and config.max_model_len > max_positions:
-        raise ExecutorError(
-            f"max_model_len: {config.max_model_len} given; the model's positions end at {max_positions}"
-        )
     longest = config.max_model_len or max_positions
     per_request = -(-longest // config.block_size)
     if config.kv_cache_bytes is not None:
@@ -112,7 +121,9 @@ def allocate_kv(
         with naming_options("the KV cache", "lower kv_cache_bytes or gpu_memory_utilization"):
             return torch.zeros(shape, dtype=dtype, device=device)
     # Zero pages of the kernel's: the start costs nothing, and memory is taken as blocks are first written.
-    pages = mmap.mmap(-1, torch.Size(shape).numel() * dtype.itemsize)
+    size = torch.Size(shape).numel() * dtype.itemsize
+    with naming_options(f"a KV cache of {size / 2**30:.1f} GiB", "lower kv_cache_bytes"):
+        pages = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)

@@ -8,7 +8,10 @@ import pytest
 
 from penstock import __version__, cli
 from penstock.cli import main
+from penstock.engine import serve
+from penstock.engine.config import ConfigError, engine_config, option_names
 from penstock.engine.options import add_engine_options, engine_options, size_bytes
+from penstock.engine.vllm_options import FLAGS, REFUSED, TAKEN
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,6 +58,65 @@ def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str,
     assert main(arguments) == 2
     shown = capsys.readouterr().err
     assert message in shown and shown.startswith("penstock: ") and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--max-modellen", "5"], "--max-modellen: there is no such option; did you mean --max-model-len?"),
+        (["serve", "--enable-auto-tool-choise"], "did you mean --enable-auto-tool-choice?"),
+        (["serve", "--swap-space", "4"], "--swap-space: use --kv-host-bytes"),
+        (["serve", "-pp", "2"], "-pp: use --tensor-parallel-size"),
+        (["serve", "--quantization=awq"], "--quantization: leave it out"),
+        (["serve", "--max-model-len", "1x"], "'1x' is not a number of tokens"),
+        (["serve", "--allowed-origins", '["a"'], "not a JSON list of texts"),
+        (["route", "--backand", "http://127.0.0.1:1"], "--backand: there is no such option; did you mean --backend?"),
+    ],
+)
+def test_an_option_that_is_not_known_here_is_told_by_its_command_with_what_to_use(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    shown = capsys.readouterr().err
+    assert caught.value.code == 2 and message in shown and f"usage: penstock {arguments[0]}" in shown
+
+
+def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: pytest.CaptureFixture[str]):
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    flags = ["--enable-auto-tool-choice", "--trust-remote-code", "--uvicorn-log-level", "info", "--seed", "3"]
+    args = parser.parse_args([*flags, "--dtype", "half", "--max-model-len", "2k", "--kv-cache-memory-bytes", "1GiB"])
+    given = {"seed": 3, "dtype": "float16", "max_model_len": 2000, "kv_cache_bytes": 2**30}
+    assert engine_options(args) == given
+    shown = capsys.readouterr().err
+    assert shown.count("without effect") == 3 and "--trust-remote-code: without effect: no code" in shown
+
+
+def test_every_option_of_vllm_in_the_tables_is_answered_on_the_command_line_and_in_python(
+    capsys: pytest.CaptureFixture[str],
+):
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    serve.add_arguments(parser)
+    for name in (*TAKEN, *REFUSED):
+        flag = "--" + name.replace("_", "-")
+        words = [flag] if name in FLAGS else [flag, "1"]
+        if name in TAKEN:
+            parser.parse_args(words)
+            with pytest.warns(UserWarning, match=f"{name}: without effect"):
+                engine_config("model", {name: True})
+        else:
+            with pytest.raises(SystemExit):
+                parser.parse_args(words)
+            with pytest.raises(ConfigError, match=f"^{name}: "):
+                engine_config("model", {name: 1})
+        assert flag in capsys.readouterr().err
+    assert not {*TAKEN, *REFUSED} & option_names()
+
+
+def test_no_command_shows_the_help():
+    result = run()
+    assert result.returncode == 2 and "commands:" in result.stderr and "serve" in result.stderr
 
 
 def test_an_unknown_command_lists_the_known_ones():

@@ -60,6 +60,28 @@ def test_it_answers_a_question_in_its_chat_format(llm: LLM):
     assert "Paris" in result.outputs[0].text and result.outputs[0].finish_reason == "stop"
 
 
+def test_a_script_written_for_vllm_runs(llm: LLM):
+    tokenizer = llm.get_tokenizer()
+    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
+    params = llm.get_default_sampling_params()
+    assert params.temperature < 0.5  # the bundled model rambles at 1
+    (result,) = llm.generate({"prompt": prompt}, SamplingParams(temperature=0.0, logprobs=1), use_tqdm=False)
+    (choice,) = result.outputs
+    assert "Paris" in choice.text
+    for token, found in zip(choice.token_ids, choice.logprobs, strict=True):
+        assert found[token].rank == 1 and found[token].decoded_token == tokenizer.decode(token)
+    (named,) = llm.chat(
+        conversation,
+        SamplingParams(temperature=0.0, max_tokens=8),
+        use_tqdm=False,
+        chat_template="{% for m in messages %}{{ prefix }}{{ m.content }}{% endfor %}",
+        chat_template_kwargs={"prefix": "Q: "},
+    )
+    assert tokenizer.decode(named.prompt_token_ids) == "Q: What is the capital of France?"
+
+
 def test_a_batch_of_64_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]):
     assert llm.reset_prefix_cache()
     assert tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False))[:16] == alone

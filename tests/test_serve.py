@@ -102,8 +102,16 @@ def server(folder: Path) -> Iterator[Server]:
 
 def test_it_prints_its_memory_and_address_answers_and_leaves_nothing(server: Server, folder: Path):
     url = server.wait_for(r"Ready after .* s: (http://\S+)")[1]
-    server.wait_for(r"curl http")
+    server.wait_for(r"curl -N http.*\n")
     assert "KV cache" in server.output and "secret" not in server.output
+    # The byte tokenizer has no chat template: what is printed must be answered nevertheless.
+    assert "/v1/completions" in server.output and "/v1/chat/completions" not in server.output
+    printed = server.wait_for(r"(?s)Try:\n  (curl .*?)\n")[1]
+    command = ["bash", "-c", printed]
+    tried = subprocess.run(
+        command, env=os.environ | {"PENSTOCK_API_KEY": "secret"}, capture_output=True, text=True, timeout=60
+    )
+    assert tried.returncode == 0 and tried.stdout.rstrip().endswith("data: [DONE]"), tried
     body = {"prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": "Bearer secret"}, timeout=30)
     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 5

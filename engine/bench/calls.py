@@ -114,6 +114,8 @@ async def first_model(client: Client, headers: dict[str, str]) -> str:
         status, body = await client.fetch("GET", "/v1/models", headers=headers)
     except OSError as error:
         raise ConfigError(f"base_url: no server answers at {where} ({error})") from None
+    if status == 401:
+        raise ConfigError(f"base_url: {where} wants an API key, and OPENAI_API_KEY has not the right one")
     if status != 200:
         raise ConfigError(
             f"model: {where}/v1/models answers {status}: {body[:200].decode(errors='replace')}; give --model"

@@ -8,6 +8,7 @@ at a grammar that everybody has given up, another takes its place.
 
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,21 +16,25 @@ from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits
 
-from penstock.engine.grammar.matcher import Matcher, shortened
+from penstock.engine.grammar.matcher import Lexer, Matcher, shortened
 from penstock.engine.grammar.vocabulary import Vocabulary
 
 NUM_THREADS = 2  # so that one slow grammar does not hold up the others
 MAX_GIVEN_UP = 6  # threads beside them, at grammars that nobody waits for any more
 STACK_BYTES = 512 << 20  # 20,000 rules in a chain, as many as fit the limit of 256 KiB of text, take a third of it
+RECYCLE_TOKENS = (
+    16_384  # after so many a kept grammar makes room for a fresh one: 11 states of its lexer for each were seen
+)
 MAX_KEPT = 256
 MAX_KEPT_CHARS = 4 << 20  # of all kept sources together; a compiled grammar grows with its source
 LIMITS = LLParserLimits(
     # The work grows with the square of a chain of optional parts: with a million, the default, 256 KiB of them keep a
     # thread for some 12 minutes. An enumeration of 5,000 texts fits.
     initial_lexer_fuel=60_000,
-    max_lexer_states=50_000,  # at 1 to 2 KB each
-    step_max_items=20_000,  # a millisecond of one mask
-    step_lexer_fuel=100_000,  # 7 ms of one mask
+    # The library's own: a text of 20,000 characters in a schema takes 11 states of 650 bytes for each of its tokens.
+    max_lexer_states=250_000,
+    step_max_items=50_000,  # 3 ms of one mask
+    step_lexer_fuel=200_000,  # 14 ms of one mask
     verbose_errors=False,
 )
 
@@ -51,7 +56,7 @@ class Compiler:
         self._load = load
         self._vocabulary: Vocabulary | None = None
         self._loading = threading.Lock()
-        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()  # at their start; each use takes a copy
+        self._kept: OrderedDict[str, tuple[LLMatcher, Lexer]] = OrderedDict()  # at their start; each use takes a copy
         self._kept_chars = 0
         self._lock = threading.Lock()  # over what is kept and given up
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -61,11 +66,14 @@ class Compiler:
     def cached(self, source: str) -> Matcher | None:
         """A fresh matcher, if the grammar is known: 10 µs."""
         with self._lock:
-            known = self._kept.get(source)
-            if known is None or self._vocabulary is None:
+            if source not in self._kept or self._vocabulary is None:
+                return None
+            backend, lexer = self._kept[source]
+            if lexer.is_full or lexer.num_tokens >= RECYCLE_TOKENS:
+                self._drop(source)
                 return None
             self._kept.move_to_end(source)
-            return Matcher(known.deep_copy(), self._vocabulary)
+            return Matcher(backend.deep_copy(), self._vocabulary, lexer)
 
     def start(self, source: str) -> Job:
         """Have it compiled. The futures' callbacks run in the compiling thread."""
@@ -126,17 +134,26 @@ class Compiler:
 
     def _compile(self, source: str) -> Matcher:
         vocabulary = self._load_once()
-        backend = LLMatcher(vocabulary.backend, source, log_level=0, limits=LIMITS)
+
+        def compile() -> LLMatcher:
+            return LLMatcher(vocabulary.backend, source, log_level=0, limits=LIMITS)
+
+        began_s = time.monotonic()
+        backend = compile()
         if not backend.is_error():
             backend.compute_bitmask()  # most of the lexer's states are found here, and copies inherit them
         if backend.is_error():
             raise GrammarRefused(shortened(backend.get_error()))
+        lexer = Lexer(compile, time.monotonic() - began_s)
         fresh = backend.deep_copy()
         with self._lock:
             if source not in self._kept:
-                self._kept[source] = backend
+                self._kept[source] = backend, lexer
                 self._kept_chars += len(source)
             while len(self._kept) > MAX_KEPT or (self._kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1):
-                oldest, _ = self._kept.popitem(last=False)
-                self._kept_chars -= len(oldest)
-        return Matcher(fresh, vocabulary)
+                self._drop(next(iter(self._kept)))
+        return Matcher(fresh, vocabulary, lexer)
+
+    def _drop(self, source: str) -> None:
+        del self._kept[source]
+        self._kept_chars -= len(source)

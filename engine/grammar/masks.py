@@ -58,6 +58,8 @@ class MaskFiller:
         bits = buffer[: len(rows)]
         errors = {}
         for place, (row, matcher) in enumerate(rows):
+            if matcher.backend.is_error() and matcher.renew():
+                matcher.backend.unsafe_compute_mask_ptr(bits[place].ctypes.data, bits.strides[0])
             if matcher.backend.is_error():
                 errors[row] = matcher.error
                 bits[place] = -1

@@ -1,5 +1,8 @@
 """Where one sequence stands in its grammar. The scheduler moves it on; the masks are made of it (masks.py)."""
 
+from array import array
+from collections.abc import Callable
+
 from llguidance import LLMatcher
 
 from penstock.engine.grammar.vocabulary import Vocabulary
@@ -7,17 +10,52 @@ from penstock.engine.grammar.vocabulary import Vocabulary
 MAX_ERROR_CHARS = 500
 
 
+RENEW_LIMIT_S = 0.1  # a grammar that took longer to compile is not compiled anew while a step waits
+LEXER_IS_FULL = "too many states"  # what llguidance says then; its stop reason is that of any error
+
+
+class Lexer:
+    """What all copies of one compiled grammar share: its states are found as texts need them, and only grow in number.
+
+    So one long answer can use them up for everybody; `compile` makes a grammar with a lexer of its own."""
+
+    __slots__ = ("compile", "is_full", "num_tokens", "took_s")
+
+    def __init__(self, compile: Callable[[], LLMatcher], took_s: float) -> None:
+        self.compile, self.took_s = compile, took_s
+        self.num_tokens = 0  # taken in by all copies
+        self.is_full = False
+
+
 class Matcher:
     """Follows the tokens that the host knows, so a preemption does not concern it. Never used by two threads at once."""
 
-    __slots__ = ("backend", "vocabulary")
+    __slots__ = ("_lexer", "_taken", "backend", "vocabulary")
 
-    def __init__(self, backend: LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(self, backend: LLMatcher, vocabulary: Vocabulary, lexer: Lexer) -> None:
         self.backend, self.vocabulary = backend, vocabulary
+        self._lexer: Lexer | None = lexer  # shared; None: one of its own, which is not renewed again
+        self._taken = array("i")
 
     def advance(self, tokens: list[int]) -> bool:
         """Take in the sequence's next tokens; False if they cannot follow, or that costs more than is allowed."""
-        return self.backend.consume_tokens(tokens)
+        if not self.backend.consume_tokens(tokens) and not (self.renew() and self.backend.consume_tokens(tokens)):
+            return False
+        self._taken.extend(tokens)
+        if self._lexer is not None:
+            self._lexer.num_tokens += len(tokens)
+        return True
+
+    def renew(self) -> bool:
+        """Where others have filled the shared lexer, go on with one of its own. False if that is not what is wrong."""
+        lexer, self._lexer = self._lexer, None
+        if lexer is None or LEXER_IS_FULL not in self.backend.get_error():
+            return False
+        lexer.is_full = True
+        if lexer.took_s > RENEW_LIMIT_S:
+            return False
+        self.backend = lexer.compile()
+        return self.backend.consume_tokens(self._taken.tolist())
 
     def forced(self) -> list[int]:
         """The tokens that must follow, whatever the model would say: the grammar's only text, cut the way that the

@@ -44,16 +44,59 @@ class Vocabulary:
         for token_id in special:
             tokens[token_id] = (tokenizer.backend.id_to_token(token_id) or "").encode()
         tokens += [b""] * (size - num_known)
-        # How a forced text is cut into tokens. One that reads like a special token is text nevertheless; taken for
-        # the token it would end the answer in its middle.
-        plain = Backend.from_str(tokenizer.backend.to_str())
-        plain.encode_special_tokens = True
-        return cls(tokens, special, tokenizer.eos_ids, lambda text: plain.encode(text, add_special_tokens=False).ids)
+        return cls(tokens, special, tokenizer.eos_ids, ExactEncoder(tokenizer.backend, tokens, special))
 
 
 def load_vocabulary(config: ExecutorConfig, info: ModelInfo) -> Vocabulary:
     """That of the model which an executor runs, for a process that has no tokenizer of its own."""
     return Vocabulary.of(load_tokenizer(resolve_model(config.model, need_weights=False)), info.vocab_size)
+
+
+class ExactEncoder:
+    """How a forced text is cut into tokens: as the tokenizer cuts it where that gives the text's very bytes.
+
+    SentencePiece puts a blank before a text, makes its mark for blanks of them, and has several tokens that read alike;
+    what it cuts is compared with the bytes that the grammar will be told.
+    """
+
+    MARK = "\n"  # stands before a text, so that the tokenizer puts its blank there
+
+    def __init__(self, backend: Backend, tokens: Sequence[bytes], special_ids: Iterable[int]) -> None:
+        self._tokens = tokens
+        # What reads like a special token is text nevertheless; taken for the token it would end the answer in its middle.
+        self._backend = Backend.from_str(backend.to_str())
+        self._backend.encode_special_tokens = True
+        special = set(special_ids)
+        self._by_bytes = {piece: index for index, piece in enumerate(tokens) if piece and index not in special}
+        self._longest = max(map(len, self._by_bytes), default=0)
+
+    def __call__(self, text: str) -> list[int]:
+        wanted = text.encode()
+        ids = self._encode(text)
+        if self._bytes(ids) == wanted:
+            return ids
+        ids = self._encode(self.MARK + text)
+        for index in range(1, min(len(ids), 4)):  # a blank and the mark are no more than that
+            if self._bytes(ids[index:]) == wanted:
+                return ids[index:]
+        return self._longest_first(wanted)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def _bytes(self, ids: Sequence[int]) -> bytes:
+        return b"".join(self._tokens[token_id] if token_id < len(self._tokens) else b"" for token_id in ids)
+
+    def _longest_first(self, rest: bytes) -> list[int]:
+        """Up to where no token goes on: the model samples the rest itself."""
+        ids = []
+        while rest:
+            size = next((n for n in range(min(self._longest, len(rest)), 0, -1) if rest[:n] in self._by_bytes), 0)
+            if size == 0:
+                break
+            ids.append(self._by_bytes[rest[:size]])
+            rest = rest[size:]
+        return ids
 
 
 class _Wrapper:

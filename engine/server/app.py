@@ -6,13 +6,14 @@ anywhere below is answered in the one error format.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -67,7 +68,7 @@ POSTS = (
 class App:
     """The whole application. `service` is what the server's life and the tests need to see."""
 
-    def __init__(self, service: Service, keys: Keys) -> None:
+    def __init__(self, service: Service, keys: Keys, allowed_origins: Sequence[str] = ()) -> None:
         self.service = service
         routes = _routes(service)
         handlers = {error: _refuse for error in REFUSALS} | {
@@ -78,6 +79,14 @@ class App:
         starlette = Starlette(routes=routes, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
         self._inner: ASGIApp = Authentication(starlette, keys)
+        if allowed_origins:  # a browser asks beforehand, without the key
+            self._inner = CORSMiddleware(
+                self._inner,
+                allow_origins=allowed_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id",),
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -110,7 +119,7 @@ class App:
 
 def build_app(engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig) -> App:
     """The application over a started engine; `config` is a resolved one."""
-    return App(Service(engine, tokenizer, template, config), Keys(config.api_keys))
+    return App(Service(engine, tokenizer, template, config), Keys(config.api_keys), config.allowed_origins)
 
 
 def _routes(service: Service) -> list[Route]:

@@ -1,5 +1,6 @@
 """What the operator says about the HTTP server. `resolve` turns it into what runs."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,15 +9,12 @@ import msgspec
 from penstock.engine.front import Pooling
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
-from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.tools import formats, thinking
 
 TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES)
 REASONING_PARSERS = ("auto", "none", *thinking.NAMES)
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
-
-# Of a request's sampling parameters, those that a model's generation_config.json may set a default for.
-DEFAULTABLE = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens"})
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -25,6 +23,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     api_keys: tuple[str, ...] = ()
     served_model_names: tuple[str, ...] = ("default",)  # the first one stands in answers and metrics
     default_sampling: dict[str, Any] = {}  # from generation_config.json: used where a request says nothing
+    seed: int | None = None  # for requests without one of their own
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may ask
     pooling: Pooling = "last"  # of /v1/embeddings, unless the request says otherwise
     tool_call_parser: str = "auto"  # which format of calls the model writes; auto: as its chat template does
     reasoning_parser: str = "auto"
@@ -67,6 +67,9 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
         if getattr(config, name) not in known:
             raise ValueError(f"{name}: {getattr(config, name)!r} is not known; {', '.join(known)} are")
+    for origin in config.allowed_origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise ValueError(f"allowed_origins: {origin!r} is no origin; it is written like https://app.example, or *")
     unknown = config.default_sampling.keys() - DEFAULTABLE
     if unknown:
         raise ValueError(f"default_sampling: {sorted(unknown)[0]!r} cannot have a default")

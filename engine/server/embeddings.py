@@ -1,12 +1,12 @@
 """POST /v1/embeddings: one vector for each input."""
 
 import base64
-import math
 from array import array
 
 import msgspec
 
 from penstock.engine.http.errors import HttpError
+from penstock.engine.output import unit_length
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.answers import usage
 from penstock.engine.server.call import Answering, Call
@@ -72,6 +72,5 @@ async def _vector(answer: Answering) -> "array[float]":
 def _shown(vector: "array[float]", request: EmbeddingRequest) -> list[float] | str:
     """The vector at unit length unless asked otherwise, as numbers or as base64 of little-endian float32."""
     if request.normalize is not False:
-        length = math.sqrt(sum(value * value for value in vector)) or 1.0
-        vector = array("f", [value / length for value in vector])
+        vector = unit_length(vector)
     return base64.b64encode(vector.tobytes()).decode() if request.encoding_format == "base64" else vector.tolist()

@@ -75,7 +75,11 @@ def _stop_signals() -> Iterator[_Signals]:
 async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> None:
     """Let the requests under way finish; when the time is over, let them end with what they have."""
     service.is_draining = True
-    log.info("shutting down: waiting up to %g s for %d requests", timeout_s, service.num_open_requests)
+    log.info(
+        "shutting down: waiting up to %g s for %d requests; a second signal (Ctrl-C) ends them at once",
+        timeout_s,
+        service.num_open_requests,
+    )
     await _wait(lambda: service.num_open_requests == 0, stop, timeout_s)
     if service.num_open_requests and not stop.is_set():
         log.warning("%d requests did not finish in %g s and are ended", service.num_open_requests, timeout_s)

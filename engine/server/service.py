@@ -6,6 +6,7 @@ tokenized count as if they were in the queue already.
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,6 +47,7 @@ class Service:
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
         compiler = Compiler(lambda: Vocabulary.of(tokenizer, engine.info.vocab_size))
         self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
+        self._seeds = None if config.seed is None else random.Random(config.seed)
         self._num_preparing = 0  # sequences admitted but not yet with the engine
         self._answering: set[Answering] = set()
 
@@ -104,9 +106,11 @@ class Service:
         """
         for ids in prompts:
             fitting = params
+            if params.seed is None and self._seeds is not None:
+                fitting = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
             if params.max_tokens is not None and not is_length_asked:
                 room = self.info.max_model_len - len(ids)
-                fitting = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, room))
+                fitting = msgspec.structs.replace(fitting, max_tokens=min(params.max_tokens, room))
             generation = self.engine.generate(ids, fitting, **options)
             answering = Answering(self.engine, generation, self.metrics.begin(generation, params.n))
             call.answers.append(answering)

@@ -80,7 +80,9 @@ class Detokenizer:
         piece = self._all[token_id]
         if isinstance(piece, int):
             return bytes((piece,))
-        return piece.encode() if isinstance(piece, str) else piece or b""
+        if isinstance(piece, str):
+            return (piece.replace(self._plan.mark, " ") if self._plan.mark else piece).encode()
+        return piece or b""
 
 
 class _Pieces(dict[int, Any]):

@@ -11,8 +11,10 @@ import os
 import shutil
 import signal
 import sys
+import termios
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 import msgspec
@@ -23,7 +25,7 @@ from penstock.engine.top.figures import History, Look
 from penstock.engine.top.screen import Line, Piece, clean, router_lines, server_lines
 
 TIMEOUT_S = 5.0
-KEY = "PENSTOCK_API_KEY"
+KEYS = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # a screen of our own, without a cursor
 HOME, TO_LINE_END, TO_SCREEN_END = "\x1b[H", "\x1b[K", "\x1b[J"
 STYLES = {"soft": "\x1b[2m", "strong": "\x1b[1m", "accent": "\x1b[36m", "alarm": "\x1b[31m"}
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of a server or router (%(default)s)")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
     parser.add_argument("--once", action="store_true", help="print one view, as to anything but a terminal")
-    parser.epilog = f"The API key is read from {KEY}. NO_COLOR is respected. Ctrl-C ends it."
+    parser.epilog = f"The API key is read from {' or '.join(KEYS)}. NO_COLOR is respected. q or Ctrl-C ends it."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,7 +48,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"url: {error}") from None
     server = Watched(args.url, target, os.environ)
     if args.once or not sys.stdout.isatty():
-        asyncio.run(_once(server, args.interval, sys.stdout))
+        try:
+            asyncio.run(_once(server, args.interval, sys.stdout))
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever reads has seen enough; what is left must not be written at the end either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     with _own_screen(sys.stdout):
         asyncio.run(_watch(server, args.interval, sys.stdout))
@@ -61,7 +67,7 @@ class Watched:
         self.history = History()
         self.replicas: Sequence[Mapping[str, Any]] | None = None  # of a router
         self._client = Client(target)
-        key = environment.get(KEY)
+        key = next((environment[name] for name in KEYS if environment.get(name)), None)
         self._headers = {} if not key else {"Authorization": f"Bearer {key}"}
 
     async def look(self) -> None:
@@ -96,7 +102,7 @@ class Watched:
         except OSError as error:
             raise ConfigError(f"url: {self.url} is not reachable: {error}") from None
         if status == 401:
-            raise ConfigError(f"url: {self.url} wants an API key, and {KEY} has not the right one")
+            raise ConfigError(f"url: {self.url} wants an API key, and {' or '.join(KEYS)} has not the right one")
         if status != 200:
             raise ConfigError(f"url: {self.url}{path} answered {status}")
         return body
@@ -125,7 +131,7 @@ async def _watch(server: Watched, interval_s: float, out: TextIO) -> None:
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
+    with contextlib.suppress(asyncio.CancelledError), _keys(lambda key: task.cancel() if key in "qQ" else None):
         await server.look()
         trouble = ""
         while True:
@@ -141,6 +147,23 @@ async def _watch(server: Watched, interval_s: float, out: TextIO) -> None:
             except ConfigError as error:
                 trouble = clean(error)
     server.close()
+
+
+@contextlib.contextmanager
+def _keys(pressed: Callable[[str], object]) -> Iterator[None]:
+    """Keys as they are pressed, without a line's end and without showing them; nothing where the input is no terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    number, loop = sys.stdin.fileno(), asyncio.get_running_loop()
+    before = termios.tcgetattr(number)
+    tty.setcbreak(number)
+    loop.add_reader(number, lambda: pressed(os.read(number, 1).decode(errors="replace")))
+    try:
+        yield
+    finally:
+        loop.remove_reader(number)
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
 
 
 def frame(lines: Sequence[Line], width: int, height: int, *, has_colour: bool) -> str:

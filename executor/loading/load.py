@@ -48,7 +48,11 @@ def load_model(
     ops = select_ops(device, dtype, spec.head_dim)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
     has_blocks = "quantization_config" in fields
-    num_positions = min(config.max_model_len or spec.max_positions, spec.max_positions)
+    if config.max_model_len is not None and config.max_model_len > spec.max_positions:
+        raise ExecutorError(
+            f"max_model_len: {config.max_model_len} given; the model's positions end at {spec.max_positions}"
+        )
+    num_positions = config.max_model_len or spec.max_positions
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     reader: CheckpointReader | None = None
     placement = first_placement(config, spec, group.world)

@@ -6,22 +6,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
     from penstock.engine.output import RequestOutput
-    from penstock.engine.sampling_params import SamplingParams
+    from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
+    from penstock.engine.sampling_params import StructuredOutputs as StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
-    "LLM": "penstock.engine.llm",
-    "RequestOutput": "penstock.engine.output",
-    "SamplingParams": "penstock.engine.sampling_params",
+    "LLM": ("penstock.engine.llm", "LLM"),
+    "RequestOutput": ("penstock.engine.output", "RequestOutput"),
+    "SamplingParams": ("penstock.engine.sampling_params", "SamplingParams"),
+    "StructuredOutputs": ("penstock.engine.sampling_params", "StructuredOutputs"),
+    "StructuredOutputsParams": ("penstock.engine.sampling_params", "StructuredOutputs"),  # vLLM's name for it
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    module, attribute = _HOMES[name]
+    value = getattr(import_module(module), attribute)
     globals()[name] = value  # the next use finds it without coming here
     return value
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
+from penstock.engine.vllm_options import nearest
 
 Command = tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="penstock", description="A compact inference-serving engine.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
-    commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     for name, (summary, load) in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         # Only the command that is asked for is imported, and so only it has options to show.
@@ -37,8 +38,20 @@ def _run(arguments: list[str]) -> int:
             add_arguments, run = load()
             add_arguments(command)
             command.set_defaults(run=run)
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    if unknown:
+        _refuse(commands.choices[args.command], unknown)
     return args.run(args)
+
+
+def _refuse(command: argparse.ArgumentParser, unknown: list[str]) -> None:
+    """What the command does not know, with the flag that may have been meant."""
+    known = [flag for action in command._actions for flag in action.option_strings]
+    word = next((word for word in unknown if word.startswith("-")), unknown[0])
+    command.error(f"{word}: there is no such option{nearest(word.partition('=')[0], known)}")
 
 
 def _user_errors() -> tuple[type[BaseException], ...]:

@@ -14,7 +14,7 @@ from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.messages import Output, Submit
 from penstock.engine.scheduler import Scheduler
 from penstock.executor.oracle import OracleExecutor
-from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling, Step
+from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling, Step, TokenLogprobs
 from penstock.executor.transfers import ALIGNMENT
 from tests.cache.flaky_store import FlakyStore
 
@@ -117,7 +117,9 @@ class World:
         """Every request has ended with what it gets alone, or with the beginning of it if it was aborted."""
         for name, message in messages.items():
             last, tokens = self.last(name), self.tokens(name)
-            expected, embedding = alone(message, self.vocab_size, self.max_model_len)
+            expected, embedding, prompt_logprobs = alone(message, self.vocab_size, self.max_model_len)
+            if tokens:
+                assert self.outputs[name][0].prompt_logprobs == prompt_logprobs, f"{where}, request {name}"
             if last.finish_reason == "abort":
                 counts["aborted"] += 1
                 assert tokens == expected[: len(tokens)], f"{where}, request {name}"
@@ -138,8 +140,11 @@ class World:
             seen.append(output)
 
 
-def alone(message: Submit, vocab_size: int = 50, max_model_len: int = 64) -> tuple[list[int], bytes | None]:
-    """The tokens and the embedding of a request that has an oracle for itself, with no scheduler at all."""
+def alone(
+    message: Submit, vocab_size: int = 50, max_model_len: int = 64
+) -> tuple[list[int], bytes | None, list[TokenLogprobs] | None]:
+    """Tokens, embedding and the prompt's log-probabilities of a request that has an oracle for itself, with no
+    scheduler at all."""
     config = ExecutorConfig(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_model_len,
@@ -159,18 +164,21 @@ def alone(message: Submit, vocab_size: int = 50, max_model_len: int = 64) -> tup
         adapter=message.adapter,
     )
     tokens: list[int] = []
+    prompt_logprobs: list[TokenLogprobs] | None = None
     row = Row(0, 0, num_prompt, message.pooling is None, 0, (1,))
     for step_id in range(1, max_model_len):
         executor.submit(Step(step_id, [admission] if step_id == 1 else [], [row]))
         result = executor.collect()
         if message.pooling is not None:
-            return [], result.embeddings[0]
+            return [], result.embeddings[0], None
+        if step_id == 1:
+            prompt_logprobs = result.prompt_logprobs.get(0) or None
         tokens += result.tokens
         length = num_prompt + len(tokens)
         if tokens[-1] in message.sampling.stop_ids or len(tokens) == message.max_tokens or length == max_model_len:
             break
         row = Row(0, length - 1, 1, True)
-    return tokens, None
+    return tokens, None, prompt_logprobs
 
 
 def random_drafts(rng: random.Random) -> SpeculativeConfig:
@@ -199,7 +207,12 @@ def random_request(
         f"r{number}",
         tokens,
         max_tokens=rng.randint(1, max_model_len - length - 1),
-        sampling=Sampling(temperature=0.0, stop_ids=stop_ids, allowed_ids=allowed),
+        sampling=Sampling(
+            temperature=0.0,
+            stop_ids=stop_ids,
+            allowed_ids=allowed,
+            prompt_logprobs=1 if random.Random(number).random() < 0.05 else None,
+        ),
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, "a", "b"]),
         adapter=rng.choice([None, None, None, "x"]),

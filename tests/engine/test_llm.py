@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock import StructuredOutputs, StructuredOutputsParams
 from penstock.engine.config import ConfigError, engine_config
 from penstock.engine.llm import LLM
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
@@ -72,16 +73,65 @@ def test_logprobs_come_with_their_tokens_and_add_up(llm: LLM):
     params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=2, prompt_logprobs=0)
     result = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]
     (choice,) = result.outputs
-    assert [entry.ids[0] for entry in choice.logprobs] == choice.token_ids
+    assert [next(iter(found)) for found in choice.logprobs] == choice.token_ids
+    assert all(found[token].logprob == -0.5 for found, token in zip(choice.logprobs, choice.token_ids, strict=True))
     assert choice.cumulative_logprob == pytest.approx(-0.5 * 5)
-    assert [entry.ids[0] for entry in result.prompt_logprobs] == [2, 3]
+    first, *rest = result.prompt_logprobs
+    assert first is None and [next(iter(found)) for found in rest] == [2, 3]
 
 
 def test_an_embedding_has_the_width_of_the_model(llm: LLM):
     first, second = llm.embed([[1, 2, 3], [1, 2, 4]], use_tqdm=False)
     assert len(first.embedding) == llm.info.hidden_size and first.embedding != second.embedding
+    assert sum(value * value for value in first.embedding) == pytest.approx(1.0)
+    assert first.outputs.embedding == first.embedding
+    (plain,) = llm.embed([1, 2, 3], use_tqdm=False, normalize=False)
+    assert sum(value * value for value in plain.embedding) != pytest.approx(1.0)
     with pytest.raises(InvalidRequest, match="pooling"):
         llm.embed([[1]], pooling="max")
+
+
+def test_prompts_may_come_as_vllm_writes_them(llm: LLM):
+    alone, listed, salted = (
+        llm.generate(prompts, GREEDY, use_tqdm=False)[0]
+        for prompts in (
+            {"prompt_token_ids": [1, 2, 3]},
+            [{"prompt_token_ids": [1, 2, 3]}],
+            [{"prompt_token_ids": [1, 2, 3] * 8, "cache_salt": "a"}],
+        )
+    )
+    assert alone.outputs[0].token_ids == listed.outputs[0].token_ids
+    assert alone.prompt_token_ids == [1, 2, 3] and salted.num_cached_tokens == 0
+    again = llm.generate([{"prompt_token_ids": [1, 2, 3] * 8, "cache_salt": "b"}], GREEDY, use_tqdm=False)[0]
+    assert again.num_cached_tokens == 0
+    with pytest.raises(InvalidRequest, match="prompt.multi_modal_data: there is no such field"):
+        llm.generate({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}, GREEDY)
+    with pytest.raises(InvalidRequest, match="exactly one is expected"):
+        llm.generate({"prompt": "a", "prompt_token_ids": [1]}, GREEDY)
+
+
+def test_a_seed_of_the_engine_repeats_requests_that_have_none(folder: Path):
+    def sample(**options: object) -> list[list[int]]:
+        with oracle(folder, **options) as llm:
+            results = llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=8), use_tqdm=False)
+            return [result.outputs[0].token_ids for result in results]
+
+    assert sample(seed=5) == sample(seed=5) != sample(seed=6)
+    assert len(set(map(tuple, sample(seed=5)))) == 4
+    assert sample() != sample()
+
+
+def test_sampling_parameters_take_structured_outputs_as_a_dictionary_and_are_cloned():
+    params = SamplingParams(structured_outputs={"regex": "[0-9]+"})
+    assert params.structured_outputs == StructuredOutputs(regex="[0-9]+") == StructuredOutputsParams(regex="[0-9]+")
+    assert params.clone() == params and params.clone() is not params
+    with pytest.raises(InvalidRequest, match="structured_outputs: .*regexp"):
+        SamplingParams(structured_outputs={"regexp": "[0-9]+"})
+
+
+def test_no_keyword_of_a_chat_is_ignored_in_silence(llm: LLM):
+    with pytest.raises(TypeError, match="misspelt"):
+        llm.chat([{"role": "user", "content": "hi"}], GREEDY, misspelt=1)
 
 
 @pytest.mark.parametrize(

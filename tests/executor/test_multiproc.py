@@ -231,3 +231,19 @@ def test_masks_say_what_two_ranks_may_sample() -> None:
         executor.submit(step)
         executor.set_masks(1, np.array([0], dtype=np.int32), allowed)
         assert executor.collect().tokens == [37, greedy("llama", prompt, 1)[0][0]]
+
+
+@pytest.mark.usefixtures("forked_ranks")
+def test_masks_for_no_row_let_two_ranks_go_on() -> None:
+    """The requests of all masked rows have ended meanwhile."""
+    import numpy as np
+
+    prompt = prompts(1, seed=9)[0]
+    with running(config_of("llama", 2)) as executor:
+        driver = Driver(executor)
+        gone, free = driver.admit(prompt), driver.admit(prompt)
+        rows = [driver.row(gone), driver.row(free)]
+        executor.submit(Step(1, driver._admissions, [replace(rows[0], masked=True), rows[1]]))
+        executor.set_masks(1, np.empty(0, np.int32), np.empty((0, 0), np.int32))
+        expected = greedy("llama", prompt, 1)[0][0]
+        assert executor.collect().tokens == [expected, expected]

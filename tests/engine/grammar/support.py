@@ -58,6 +58,7 @@ class Core:
     num_blocks: int = 400
     max_in_flight: int = 2
     max_num_seqs: int = 8
+    vocab_size: int = VOCAB_SIZE
     compiler: Compiler | None = field(default_factory=lambda: COMPILER)
     outputs: dict[str, list[Output]] = field(default_factory=dict)
 
@@ -69,7 +70,7 @@ class Core:
             kv_cache_bytes=self.num_blocks * BLOCK_SIZE * 8,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=16,
-            hf_overrides={"vocab_size": VOCAB_SIZE},
+            hf_overrides={"vocab_size": self.vocab_size},
         )
         scheduler = SchedulerConfig(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=16)
         oracle = OracleExecutor(executor, self.max_in_flight)

@@ -6,6 +6,7 @@ import threading
 
 import msgspec
 import pytest
+from llguidance import LLParserLimits
 
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.sampling_params import StructuredOutputs
@@ -219,6 +220,29 @@ def test_a_stop_token_of_the_user_ends_an_answer_in_the_middle_of_what_is_forced
     world.run()
     assert text_of(world.tokens("a")).endswith(", with=") and world.last("a").stop_token == ord("=")
     assert world.core.stats().forced_tokens > 0
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_an_answer_that_uses_up_a_grammar_hurts_nobody_else(
+    monkeypatch: pytest.MonkeyPatch, max_in_flight: int
+) -> None:
+    """All copies share the states of a lexer, of which a long text takes many."""
+    limits = LLParserLimits(max_lexer_states=400, verbose_errors=False)
+    monkeypatch.setattr("penstock.engine.grammar.compiler.LIMITS", limits)
+    compiler = Compiler(vocabulary)
+    world = Core(max_in_flight=max_in_flight, compiler=compiler)
+    text = StructuredOutputs(json={"type": "string", "maxLength": 5000})
+    for number in range(4):  # each takes some of the states, all together more than there are
+        sampling = Sampling(temperature=1.0, seed=number)
+        world.submit(submit(f"r{number}", [40 + number], text, 60, sampling=sampling))
+    world.submit(submit("long", [41], text, 120, sampling=Sampling(temperature=1.0, seed=9)))
+    world.run()
+    world.submit(submit("after", [42], text, 60, sampling=Sampling(temperature=1.0, seed=8)))
+    world.run()
+    for name in ("r0", "r1", "r2", "r3", "after"):
+        assert world.last(name).finish_reason in ("length", "stop"), world.last(name)
+    compiler.check()
+    compiler.close()
 
 
 def test_log_probabilities_come_with_every_token() -> None:

@@ -81,6 +81,7 @@ def test_control_characters_of_a_server_do_not_reach_the_terminal():
 def test_the_key_comes_from_the_environment():
     with running(api_keys=("sk-right",)) as server:
         assert "running" in shown(top(server.url, PENSTOCK_API_KEY="sk-right"))
+        assert "running" in shown(top(server.url, OPENAI_API_KEY="sk-right"))
         refused = top(server.url, PENSTOCK_API_KEY="sk-wrong")
     assert refused.returncode == 2 and "wants an API key" in refused.stderr and "sk-wrong" not in refused.stderr
 
@@ -120,6 +121,32 @@ def test_a_terminal_is_drawn_again_and_again_and_gets_its_screen_back(number, co
     assert output.startswith(ENTER) and output.endswith(LEAVE)
     styles = set(re.findall(r"\x1b\[\d*m", output))
     assert (len(styles) >= 4) if colour else (styles == set())
+
+
+def test_q_ends_it():
+    ours, theirs = pty.openpty()
+    with running() as server:
+        process = subprocess.Popen([*COMMAND, "--interval", "60", server.url], stdin=theirs, stdout=theirs)
+        os.close(theirs)
+        read_until(ours, lambda text: "\x1b[H" in text)
+        os.write(ours, b"q")
+        read_until(ours, lambda text: LEAVE in text)
+        assert process.wait(30) == 0
+    os.close(ours)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    with running() as server:
+        process = subprocess.Popen(
+            [*COMMAND, "--interval", "0.1", "--once", server.url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.wait(30) == 0 and process.stderr.read() == ""
+        process.stderr.close()
 
 
 def read_until(descriptor: int, enough) -> str:

@@ -1,0 +1,55 @@
+"""A model's tokenizer under the names that users of transformers know: what `LLM.get_tokenizer()` returns."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.text.conversation import Message
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
+
+
+class FamiliarTokenizer:
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer, self._template = tokenizer, template
+        self.vocab_size = tokenizer.vocab_size
+        self.bos_token_id, self.pad_token_id = tokenizer.bos_id, tokenizer.pad_id
+        self.eos_token_id = min(tokenizer.eos_ids, default=None)
+        self.bos_token, self.eos_token = (tokenizer.special_tokens.get(name) for name in ("bos_token", "eos_token"))
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        ids = self.encode(text, add_special_tokens)
+        return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int] | int, skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode([token_ids] if isinstance(token_ids, int) else token_ids, skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        conversation: list[Message],
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **template_kwargs: Any,
+    ) -> str | list[int]:
+        """The conversation as the model was trained to see it: its text, or the text's token ids."""
+        if self._template is None:
+            raise InvalidRequest("conversation", "this model has no chat template")
+        text = self._template.render(
+            conversation,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **template_kwargs,
+        )
+        return self.encode(text, add_special_tokens=False) if tokenize else text

@@ -1,0 +1,91 @@
+"""Constrained answers over tokenizers of every kind: what a grammar forces is cut into tokens of exactly its bytes."""
+
+from collections.abc import Callable
+
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from penstock.engine.core import EngineCore
+from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.vocabulary import ExactEncoder, Vocabulary
+from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.executor.protocol import Sampling
+from tests.engine.grammar.support import Core, submit
+from tests.engine.text import samples
+
+FAMILIES: dict[str, Callable[[], Backend]] = {
+    "byte level": samples.byte_level,
+    "SentencePiece": samples.sentencepiece,
+    "SentencePiece without a prefix": lambda: samples.sentencepiece(prefix=False),
+    "Metaspace": samples.metaspace,
+    "Metaspace at the first": lambda: samples.metaspace("first"),
+    "Metaspace without a prefix": lambda: samples.metaspace("never"),
+}
+CHOICES = [
+    ["yes", "no", "maybe so"],
+    [" begins with a blank", " begins with two"],
+    ["  two blanks", "\ta tab", "\na line"],
+    ["▁the mark itself", "▁▁"],
+    ["é😀 and 北京", "</s> is text here", "<0x41>"],
+]
+
+
+@pytest.fixture(params=FAMILIES)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return Tokenizer(FAMILIES[request.param]())
+
+
+def test_a_forced_text_is_cut_into_tokens_of_its_very_bytes(tokenizer: Tokenizer) -> None:
+    tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+    encode = ExactEncoder(tokenizer.backend, tokens, tokenizer.special_ids)
+    for text in [*samples.texts(200), *(text for texts in CHOICES for text in texts)]:
+        ids = encode(text)
+        found = b"".join(tokens[token_id] for token_id in ids)
+        assert found == text.encode() or (not writes_anything(tokenizer) and text.encode().startswith(found)), text
+        assert not {*ids} & {*tokenizer.special_ids}
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_choice_is_answered_and_nobody_else_is_hurt(
+    tokenizer: Tokenizer, choice: list[str], max_in_flight: int
+) -> None:
+    world = Core(max_in_flight=max_in_flight, compiler=compiler_of(tokenizer), vocab_size=tokenizer.vocab_size)
+    for number in range(6):
+        sampling = Sampling(temperature=1.0, seed=number)
+        world.submit(submit(f"r{number}", [40, 41], StructuredOutputs(choice=choice), 60, sampling=sampling))
+    world.submit(submit("free", [40, 41], None, 8, sampling=Sampling(temperature=0.0)))
+    world.run()
+    for number in range(6):
+        text = b"".join(tokenizer.token_bytes(token) for token in world.tokens(f"r{number}")).decode()
+        if world.last(f"r{number}").finish_reason != "stop":  # what the vocabulary cannot write
+            assert not writes_anything(tokenizer) and not set("".join(choice)).isdisjoint("▁é😀北京")
+            continue
+        assert text in choice
+    assert len(world.tokens("free")) == 8
+
+
+def test_a_grammar_that_refuses_what_it_forces_ends_its_own_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An encoder that is wrong about its own tokens: the library forces what it will not take."""
+    tokenizer = Tokenizer(samples.byte_level())
+    monkeypatch.setattr(ExactEncoder, "__call__", lambda self, text: self._encode(" " + text))
+    world = Core(compiler=compiler_of(tokenizer), vocab_size=tokenizer.vocab_size)
+    world.submit(submit("wrong", [40], StructuredOutputs(choice=["yes", "maybe so"]), 60))
+    world.submit(submit("free", [40], None, 8, sampling=Sampling(temperature=0.0)))
+    world.run()
+    assert world.last("wrong").finish_reason == "error"
+    assert "the grammar cannot go on" in (world.last("wrong").error or "")
+    assert len(world.tokens("free")) == 8 and isinstance(world.core, EngineCore)
+
+
+def writes_anything(tokenizer: Tokenizer) -> bool:
+    """Byte by byte, where there is no token for a character."""
+    return {bytes((byte,)) for byte in range(256)} <= set(map(tokenizer.token_bytes, range(tokenizer.vocab_size)))
+
+
+def compiler_of(tokenizer: Tokenizer) -> Compiler:
+    compiler = Compiler(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
+    compiler.start(grammar_source(StructuredOutputs(choice=["warm"]))).result.result(10)
+    return compiler
