@@ -7,6 +7,7 @@ give the numbers, so that there is time for steps of every size. What is noted i
 import dataclasses
 import inspect
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.executor import rank
 from penstock.executor.inputs import DeviceInputs
-from penstock.executor.kernels import InputOps, torch_fp8, torch_inputs, torch_ops, torch_sampling
+from penstock.executor.kernels import torch_fp8, torch_ops, torch_sampling
 from penstock.executor.kernels.cuda.launch import variants
 from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
+from penstock.executor.kernels.torch_inputs import INPUT_OPS as TWIN_INPUTS
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling
 from penstock.executor.slots import Slots, slot_sizes
@@ -78,22 +80,22 @@ def beside(ours: Any, twins: Any) -> Any:
     return type(ours)(*(both(field.name) for field in dataclasses.fields(ours)))
 
 
-def open_on_kernels(monkeypatch: pytest.MonkeyPatch, folder: Any, recorder: Recorder, **options: Any) -> Driver:
+def open_on_kernels(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, recorder: Recorder, given: tuple[Any, Any, Any], **options: Any
+) -> Driver:
+    ops, sampling, inputs = given
+
     def slots_and_inputs(config: ExecutorConfig, longest: int, device: torch.device) -> tuple[Slots, DeviceInputs]:
         state = DeviceState(config.max_num_seqs, *slot_sizes(longest, config.block_size), config.block_size, device)
         slots = Slots(config.max_num_seqs, longest, config.block_size, state)
-        ops: InputOps = beside(INPUT_OPS, torch_inputs.INPUT_OPS)
-        return slots, DeviceInputs(state, ops, config.max_num_seqs, config.max_num_batched_tokens)
+        return slots, DeviceInputs(state, inputs, config.max_num_seqs, config.max_num_batched_tokens)
 
-    ops, sampling = beside(OPS, TWINS), beside(SAMPLING_OPS, torch_sampling.SAMPLING_OPS)
     pretend_a_gpu(monkeypatch, lambda: recorder)
     monkeypatch.setattr(rank, "_slots_and_inputs", slots_and_inputs)
     monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling)
     monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: ops)
     monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
-    given = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
-    config = ExecutorConfig(model=str(folder), kv_cache_bytes=2**22, block_size=4, **(given | options))
-    return Driver(UniprocExecutor(config))
+    return Driver(UniprocExecutor(ExecutorConfig(model=str(folder), kv_cache_bytes=2**22, block_size=4, **options)))
 
 
 def any_sampling(rng: np.random.Generator) -> Sampling:
@@ -166,7 +168,10 @@ def check_nothing_is_new(
     folder, name, options = CASES[case]
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 20)
     recorder = Recorder()
-    driver = open_on_kernels(monkeypatch, folder(name), recorder, enforce_eager=enforce_eager, **options)
+    noting = (beside(OPS, TWINS), beside(SAMPLING_OPS, torch_sampling.SAMPLING_OPS), beside(INPUT_OPS, TWIN_INPUTS))
+    limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
+    options = limits | options | {"enforce_eager": enforce_eager}
+    driver = open_on_kernels(monkeypatch, folder(name), recorder, noting, **options)
     warm, num_graphs, num_variants = noted.copy(), len(recorder.graphs), len(variants())
     assert warm and (num_graphs == 0) == enforce_eager
     for length in lengths:  # a prompt, then one more token
@@ -193,3 +198,21 @@ def test_no_request_of_any_length_compiles_or_captures_anything(
     monkeypatch: pytest.MonkeyPatch, noted: Noted, case: str, enforce_eager: bool
 ) -> None:
     check_nothing_is_new(monkeypatch, noted, case, enforce_eager, range(1, TOKENS), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite"])
+def test_interpreted_a_model_warms_up_and_then_gives_the_tokens_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """With the kernels' own numbers, in few sizes."""
+    prompts = [[5, 17, 3, 99], [7, 7, 21]]
+    limits = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 4, "max_model_len": 8}
+    driver = open_on_kernels(
+        monkeypatch, small_models.folder(case), Recorder(), (OPS, SAMPLING_OPS, INPUT_OPS), **limits
+    )
+    num_warm = len(variants())
+    got = driver.generate(*[driver.admit(prompt) for prompt in prompts], count=3, chunk=2)
+    assert got == [small_models.greedy(case, prompt, 3)[0] for prompt in prompts]
+    assert len(variants()) == num_warm
