@@ -1,11 +1,12 @@
 # The words of the README: serve test check bench gpu fmt. Whichever comes first makes .venv, which takes minutes.
+# For a machine with a GPU that is bare: gpu-wheels here, then gpu-first there.
 #
 #   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench ARGS=--full
-#   make bench BENCH=benchmarks/bench_ring.py          make gpu SUITE='--parts kernels,decode'
+#   make bench BENCH=benchmarks/bench_ring.py          make gpu-first OUTPUT=results/today
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
-.PHONY: serve test check bench gpu fmt
+.PHONY: serve test check bench gpu gpu-first gpu-wheels fmt
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -16,8 +17,7 @@ TRITON := .venv/triton/.installed
 # One that dies is not replaced: the plugin would wait for ever in the end.
 SPREAD := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 EXTENSION := src/penstock/_csrc.abi3.so
-# Not all of tests: what the server needs to be imported is not on a bare machine.
-GPU_TESTS := tests/executor/kernels tests/executor/test_graphs.py tests/executor/test_on_a_gpu.py
+OUTPUT ?= benchmarks/results/gpu
 
 serve: $(EXTENSION) $(MODEL)
 	$(BIN)/penstock serve $(ARGS)
@@ -40,15 +40,17 @@ bench: $(EXTENSION) $(MODEL)
 	@[ -n "$(BENCH)" ] || exec $(BIN)/python -m benchmarks.published $(ARGS)
 	for script in $(BENCH); do echo "== $$script"; $(BIN)/python $$script $(ARGS); done
 
-# On a GPU machine, with its own python and torch: nothing is installed. Archives may drop symlinks, so they are redrawn.
+# On a GPU machine, with its own python and torch: nothing is installed. First what fits into ten minutes, then the rest;
+# a line for each rung goes to OUTPUT/ladder.jsonl (docs/benchmarks.md).
+gpu-first:
+	@$(PYTHON) -m benchmarks.gpu.ladder --rungs 1-7 --output $(OUTPUT) $(ARGS)
+
 gpu:
-	@for room in engine cache executor router eplb; do
-	    [ -e src/penstock/$$room ] || ln -sfn ../../$$room src/penstock/$$room
-	done
-	$(PYTHON) csrc/build.py
-	export PYTHONPATH=src:.:$${PYTHONPATH:-}
-	[ -z "$(GPU_TESTS)" ] || $(PYTHON) -m pytest -m gpu -W default $(ARGS) $(GPU_TESTS)
-	[ "$(SUITE)" = none ] || $(PYTHON) -m benchmarks.gpu_suite $(SUITE)
+	@$(PYTHON) -m benchmarks.gpu.ladder --rungs 8-9 --output $(OUTPUT) --suite="$(SUITE)" $(ARGS)
+
+# What such a machine may lack, into .whl/, to be carried there with the sources: it may have no network.
+gpu-wheels: $(EXTENSION)
+	@$(BIN)/python -m benchmarks.gpu.machine
 
 fmt: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -5,6 +5,9 @@ the tokens' way back. Replaying a graph does nothing, and the runtime's own call
 not in it. CPU time of the one thread that does it all: a step is hidden where that is less than the device takes.
 
     python benchmarks/bench_host_step.py [--batches 1 8 32 256] [--steps 2000] [--runs 5] [--profile 256]
+
+A step with prompts is not replayed from a graph: the host launches every kernel of every layer. How long it takes for that
+is bench_host_layers.py's subject.
 """
 
 import argparse

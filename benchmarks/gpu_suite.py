@@ -5,14 +5,13 @@
     python -m benchmarks.gpu_suite --page RESULT.json       (its decoding steps as the table of docs/performance.md)
 
 Every model has a process and a share of the time; what one leaves over the next may use. A process that is late is
-killed: what it had said stands, what it had not is listed as skipped. A JSON and a plot go to benchmarks/results.
+killed: what it had said stands, what it had not is listed as skipped. A JSON, written again after every process, and a
+plot go to benchmarks/results.
 """
 
 import argparse
 import importlib.metadata
 import json
-import os
-import selectors
 import subprocess
 import sys
 import time
@@ -22,15 +21,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import pairs
-from benchmarks.gpu import MARK, roofline
+from benchmarks.gpu import roofline
+from benchmarks.gpu.processes import run_shares
 from benchmarks.gpu.shapes import MODELS, SHARES
 from benchmarks.published.report import Report, Row, plot
 
-ROOT = Path(__file__).parents[1]
-PARTS = ("kernels", "startup", "decode", "prefill", "throughput", "peer")
-MODEL_PARTS = PARTS[1:5]
-PEERS = ("qwen3-0.6b", "llama-3.1-8b")  # transformers needs as long as all the rest: two suffice
-KERNELS_SHARE, PEER_SHARE = 60, 45
+PARTS = ("twins", "kernels", "startup", "decode", "profile", "prefill", "throughput", "dependent", "peer")
+MODEL_PARTS = PARTS[2:7]
+FIRST = ("qwen3-0.6b", "llama-3.1-8b")  # what takes as long as all the rest again is measured for these two
+TWINS_SHARE, KERNELS_SHARE, DEPENDENT_SHARE, PEER_SHARE = 45, 60, 30, 45
+TWIN_PROCESSES = 8  # compiling takes longest
 BOUNDS = {"gb_per_s": ("copy", "GB/s"), "tflop_per_s": ("matrix product", "TFLOP/s")}
 
 
@@ -40,6 +40,7 @@ class Job(NamedTuple):
     share: float
     argument: dict[str, Any]
     parts: tuple[str, ...]
+    processes: int = 1
 
 
 def main() -> int:
@@ -47,7 +48,9 @@ def main() -> int:
     if args.page is not None:
         roofline.write_page(args.page)
         return 0
-    started_s = time.monotonic()
+    started_s, now = time.monotonic(), datetime.now(UTC)
+    path = args.output / f"gpu-{now:%Y%m%d-%H%M%S}.json"
+    args.output.mkdir(parents=True, exist_ok=True)
     jobs = list(plan(args))
     whole = sum(job.share for job in jobs)
     figures: dict[str, dict[str, Any]] = {}
@@ -57,13 +60,20 @@ def main() -> int:
         passed += job.share
         limit_s = started_s + args.budget_s * passed / whole - time.monotonic()
         print(f"== {job.name}: {', '.join(job.parts)}; at most {limit_s:.0f} s", flush=True)
-        found, problem = run(job, limit_s)
+        found, problem = run_shares(job.module, job.argument, job.processes, limit_s)
         figures[job.name] = found
         skipped += missing(job, found, problem)
+        result = result_of(args, now, figures, skipped, time.monotonic() - started_s)
+        fresh = path.with_suffix(".part")
+        fresh.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        fresh.replace(path)  # the time may be over at any moment
     for line in skipped:
         print(f"skipped: {line}")
-    write(args, figures, skipped, time.monotonic() - started_s)
-    return 0 if any(figures.values()) else 1
+    for line in result["wrong"]:
+        print(f"wrong: {line}")
+    print(f"{path}, {result['elapsed_s']:.0f} s in all")
+    show(result, path)
+    return 0 if any(figures.values()) and not result["wrong"] else 1
 
 
 def read_arguments() -> argparse.Namespace:
@@ -94,74 +104,28 @@ def read_arguments() -> argparse.Namespace:
 
 def plan(args: argparse.Namespace) -> Iterator[Job]:
     common = {"device": args.device, "tiny": args.tiny, "eager": args.eager, "dependent": args.dependent_launch}
+    if "twins" in args.parts:
+        processes = TWIN_PROCESSES if args.device == "cuda" else 1
+        yield Job("twins", "twin_part", TWINS_SHARE, common, ("twins",), processes)
     if "kernels" in args.parts:
         yield Job("kernels", "kernel_part", KERNELS_SHARE, common, ("kernels",))
     parts = tuple(part for part in MODEL_PARTS if part in args.parts)
-    for model in SHARES:
-        if model not in args.models:
-            continue
+    for model in (model for model in SHARES if model in args.models):
+        argument = common | {"model": model}
         if parts:
-            argument = common | {"model": model, "parts": parts}
-            yield Job(model, "model_part", SHARES[model], argument, parts)
-        if "peer" in args.parts and model in PEERS:
-            yield Job(f"{model} in transformers", "peer_part", PEER_SHARE, common | {"model": model}, ("throughput",))
-
-
-def run(job: Job, limit_s: float) -> tuple[dict[str, Any], str | None]:
-    """What the job's process said until it ended or its time was over, and why there is not more."""
-    ends_s = time.monotonic() + limit_s
-    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    argument = json.dumps(job.argument | {"started_s": time.time()})
-    process = subprocess.Popen(
-        [sys.executable, "-m", f"benchmarks.gpu.{job.module}", argument],
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    found: dict[str, Any] = {}
-    last = ""
-    try:
-        for line in lines(process, ends_s):
-            if not line.startswith(MARK):
-                last = line.strip() or last
-                print(f"   {line}", flush=True)
-                continue
-            figure = json.loads(line.removeprefix(MARK))
-            found[figure.pop("name")] = figure
-            print(f"   {line.removeprefix(MARK)}", flush=True)
-        code = process.poll()
-    finally:
-        process.kill()
-        process.communicate()
-    if code is None:
-        return found, f"its {limit_s:.0f} s were over"
-    return found, None if code == 0 else last or f"it ended with {code}"
-
-
-def lines(process: subprocess.Popen[bytes], ends_s: float) -> Iterator[str]:
-    """What the process prints, line by line, until it closes its output or the time is over."""
-    assert process.stdout is not None
-    pending = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while (left_s := ends_s - time.monotonic()) > 0:
-            if not selector.select(left_s):
-                continue
-            data = os.read(process.stdout.fileno(), 1 << 16)
-            if not data:
-                process.wait()
-                break
-            *whole, pending = (pending + data).split(b"\n")
-            yield from (line.decode(errors="replace") for line in whole)
-    if pending:
-        yield pending.decode(errors="replace")
+            yield Job(model, "model_part", SHARES[model], argument | {"parts": parts}, parts)
+        if "dependent" in args.parts and model in FIRST and args.device == "cuda" and not args.dependent_launch:
+            argument |= {"dependent": True, "parts": ("decode",)}
+            yield Job(f"{model}, dependent launch", "model_part", DEPENDENT_SHARE, argument, ("decode",))
+    for model in (model for model in FIRST if model in args.models and "peer" in args.parts):
+        argument = common | {"model": model}
+        yield Job(f"{model} in transformers", "peer_part", PEER_SHARE, argument, ("throughput",))
 
 
 def missing(job: Job, found: dict[str, Any], problem: str | None) -> list[str]:
     """The job's parts of which nothing was heard, and single figures that it passed over itself."""
     reasons = [f"{job.name}: {name}: {figure['skipped']}" for name, figure in found.items() if "skipped" in figure]
-    heard = {"kernels"} if job.parts == ("kernels",) and found else {name.split()[0] for name in found}
+    heard = set(job.parts) if found and job.module in ("kernel_part", "twin_part") else {n.split()[0] for n in found}
     unheard = [part for part in job.parts if part not in heard]
     if unheard or problem:
         what = ", ".join(unheard) or "the rest of its figures"
@@ -169,9 +133,10 @@ def missing(job: Job, found: dict[str, Any], problem: str | None) -> list[str]:
     return reasons
 
 
-def write(args: argparse.Namespace, figures: dict[str, Any], skipped: list[str], elapsed_s: float) -> None:
-    now = datetime.now(UTC)
-    result = {
+def result_of(
+    args: argparse.Namespace, now: datetime, figures: dict[str, Any], skipped: list[str], elapsed_s: float
+) -> dict[str, Any]:
+    return {
         "bench": "gpu_suite",
         "date": now.isoformat(timespec="seconds"),
         "commit": pairs.commit(),
@@ -184,15 +149,17 @@ def write(args: argparse.Namespace, figures: dict[str, Any], skipped: list[str],
         "elapsed_s": round(elapsed_s, 1),
         "figures": figures,
         "skipped": skipped,
+        "wrong": [
+            f"{job}: {name}" for job, found in figures.items() for name, one in found.items() if one.get("ok") is False
+        ],
     }
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / f"gpu-{now:%Y%m%d-%H%M%S}.json"
-    path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-    print(f"{path}, {elapsed_s:.0f} s in all")
+
+
+def show(result: dict[str, Any], path: Path) -> None:
     print("\n".join(roofline.table(result)))
-    rows = bars(figures)
+    rows = bars(result["figures"])
     if rows:
-        title = f"{result['device']}: " + ("tiny shapes, no measurement" if args.tiny else "made-up weights")
+        title = f"{result['device']}: " + ("tiny shapes, no measurement" if result["tiny"] else "made-up weights")
         report = Report("gpu", title, "the device's copy or product; transformers", "Penstock", "", rows)
         path.with_suffix(".svg").write_text(plot(report))
 

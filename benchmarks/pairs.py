@@ -125,5 +125,8 @@ def _command() -> str:
 def commit() -> str:
     """The commit that was measured, with a + when the tree had changes."""
     asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
-    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    try:
+        answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git here
+        return "unknown"
     return answer.stdout.strip() or "unknown"

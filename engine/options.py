@@ -81,7 +81,7 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-cache-dtype",
         choices=get_args(KvDType),
-        help="fp8 (or fp8_e4m3): keys and values in eight bits, on GPUs of compute capability 9.0 and later "
+        help="fp8 (or fp8_e4m3): keys and values in eight bits, on GPUs of compute capability 8.9 and later "
         "(default: auto, the model's own)",
     )
     add(

@@ -12,17 +12,24 @@ from benchmarks.gpu import MARK
 FLUSH_BYTES = 256 << 20  # written between two calls, so that none finds its input in the cache
 
 
-def tell(name: str, **figures: Any) -> None:
-    """One figure of the part: the suite collects these lines, whatever else is printed."""
-    print(f"{MARK}{json.dumps({'name': name, **figures})}", flush=True)
+def tell(name: str, prefix: str = "", **figures: Any) -> None:
+    """One figure of the part: who started it collects these lines, whatever else is printed."""
+    print(f"{MARK}{json.dumps({'name': prefix + name, **figures}, ensure_ascii=False)}", flush=True)
+
+
+def open_device(job: dict[str, Any]) -> torch.device:
+    """The job's; a machine without it ends the part with a word on why."""
+    if job["device"] == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"torch {torch.__version__} sees no GPU")
+    return torch.device(job["device"])
 
 
 def set_launch(job: dict[str, Any]) -> None:
-    """Whether kernels may start early, for this process: before the first is launched."""
-    if job["dependent"]:
+    """Whether kernels may start early: what is launched, and captured, from now on."""
+    if job["device"] == "cuda":
         from penstock.executor.kernels.cuda import dependent
 
-        dependent.ENABLED = True
+        dependent.ENABLED = job["dependent"]
 
 
 class Timer:
@@ -62,3 +69,13 @@ class Timer:
             spans.append((begin, end))
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in spans) / 1e3
+
+
+def ceilings(timer: Timer, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> tuple[float, float]:
+    """Bytes per second of a copy, read and written ones; operations per second of a product of square matrices."""
+    source = torch.randint(0, 255, (1 << 16 if is_tiny else 2 << 30,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / timer.seconds(lambda: target.copy_(source))
+    side = 64 if is_tiny else 8192
+    a, b = torch.randn(2, side, side, dtype=dtype, device=device)
+    return copy, 2 * side**3 / timer.seconds(lambda: a @ b)

@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
-from benchmarks.gpu.figures import Timer, set_launch, tell
+from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_blocks, pages_of
+from benchmarks.gpu.figures import Timer, ceilings, open_device, set_launch, tell
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops, select_ops, select_sampling_ops, torch_ops, torch_sampling
 
-PAGE = 16
 Case = tuple[str, Callable[[], object], float, float]  # name, call, bytes, operations
 
 
 def main(job: dict) -> None:
-    device, is_tiny = torch.device(job["device"]), job["tiny"]
+    device, is_tiny = open_device(job), job["tiny"]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.manual_seed(0)
     set_launch(job)
@@ -31,78 +31,75 @@ def main(job: dict) -> None:
     tell("copy", gb_per_s=copy / 1e9)
     tell("matrix product", tflop_per_s=product / 1e12)
     ops = select_ops(device, dtype, 128)
-    for make in (attention_cases, linear_cases, row_cases, expert_cases, sampling_cases):
+    for make in (attention_cases, latent_cases, linear_cases, row_cases, expert_cases, sampling_cases):
         for name, call, num_bytes, operations in make(ops, device, dtype, is_tiny):
-            seconds = timer.seconds(call)
+            try:
+                seconds = timer.seconds(call)
+            except Exception as error:  # one that this device or this torch refuses must not hide the others
+                tell(name, skipped=f"{type(error).__name__}: {str(error)[:300]}")
+                continue
             rates = {"gb_per_s": num_bytes / seconds / 1e9, "tflop_per_s": operations / seconds / 1e12}
             shares = {"gb_per_s": rates["gb_per_s"] * 1e9 / copy, "tflop_per_s": rates["tflop_per_s"] * 1e12 / product}
             bound = max(shares, key=lambda unit: shares[unit])  # the nearer of the two ceilings is the one that counts
             tell(name, us=seconds * 1e6, **rates, bound=bound, of_ceiling=shares[bound])
 
 
-def ceilings(timer: Timer, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> tuple[float, float]:
-    """Bytes per second of a copy, read and written ones; operations per second of a product of square matrices."""
-    source = torch.randint(0, 255, (1 << 16 if is_tiny else 2 << 30,), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy = 2 * source.numel() / timer.seconds(lambda: target.copy_(source))
-    side = 64 if is_tiny else 8192
-    a, b = torch.randn(2, side, side, dtype=dtype, device=device)
-    return copy, 2 * side**3 / timer.seconds(lambda: a @ b)
-
-
-def make_batch(rows: int, count: int, context: int, device: torch.device) -> ForwardBatch:
-    """`rows` rows of `count` tokens that end at `context`, each with pages of its own in a random order."""
-    blocks = -(-context // PAGE)
-    tables = (1 + torch.randperm(rows * blocks, device=device)).int().view(rows, blocks)
-    positions = torch.arange(context - count, context, device=device)
-    slots = tables[:, positions // PAGE].long() * PAGE + positions % PAGE
-    singles = rows if count == 1 else 0
-    return ForwardBatch(
-        tokens=torch.zeros(rows * count, dtype=torch.int32, device=device),
-        positions=positions.int().repeat(rows),
-        kv_slots=slots.flatten(),
-        query_starts=torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=device),
-        context_lens=torch.full((rows,), context, dtype=torch.int32, device=device),
-        block_tables=tables,
-        wanted=None,
-        num_single_rows=singles,
-        query_lens=() if singles else (count,) * rows,
-        query_contexts=() if singles else (context,) * rows,
-        max_context_len=context,
-        max_single_context=context if singles else 0,
-    )
-
-
 def attention_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> Iterator[Case]:
-    heads, kv_heads, dim = (4, 2, 16) if is_tiny else (16, 8, 128)
-    latent = 24 if is_tiny else 576
-    contexts = (48,) if is_tiny else (1024, 8192)
-    item = dtype.itemsize
-    shapes = [(rows, 1, context) for rows in ((1, 3) if is_tiny else (1, 32, 256)) for context in contexts]
-    shapes += [(2, 24, 24)] if is_tiny else [(1, 8192, 8192), (4, 2048, 2048), (1, 2048, 32_768)]
-    for rows, count, context in shapes:
-        batch = make_batch(rows, count, context, device)
-        pages = torch.randn(2, int(batch.block_tables.max()) + 1, PAGE, kv_heads * dim, dtype=dtype, device=device)
+    """Llama-3.1-8B's, on a cache that lies as its engine's would and takes half of the memory at most, with contexts cut
+    as its graphs cut them. What that cache cannot hold, no engine could."""
+    heads, kv_heads, dim, layers, longest = (4, 2, 16, 2, 64) if is_tiny else (32, 8, 128, 32, 8192)
+    decodes = [
+        (rows, context) for context in ((48,) if is_tiny else (1024, 8192)) for rows in (1, 3 if is_tiny else 32)
+    ]
+    decodes += [] if is_tiny else [(256, 1024)]
+    prompts = [(2, 24, 24)] if is_tiny else [(1, 8192, 8192), (4, 2048, 2048), (1, 2048, 32_768)]
+    shapes = [(rows, 1, context) for rows, context in decodes] + prompts
+    block_bytes = layers * 2 * PAGE * kv_heads * dim * dtype.itemsize
+    room = 1 << 24 if is_tiny else torch.cuda.get_device_properties(device).total_memory // 2
+    fitting = [shape for shape in shapes if num_blocks(rows_of(*shape)) * block_bytes <= room]
+    kv = make_cache(max(num_blocks(rows_of(*shape)) for shape in fitting), layers, 2, kv_heads * dim, dtype, device)
+    for rows, count, context in fitting:
+        batch = make_batch(rows_of(rows, count, context), device, longest if count == 1 else 0)
         q = torch.randn(rows * count, heads, dim, dtype=dtype, device=device)
         pairs = rows * (count * context - count * (count - 1) // 2)  # of a query and a position that it sees
-        num_bytes = item * (2 * rows * context * kv_heads * dim + 2 * q.numel())
-
-        def attend(q=q, pages=pages, batch=batch) -> object:
-            return ops.paged_attention(q, pages[0], pages[1], batch, dim**-0.5)
-
+        num_bytes = dtype.itemsize * (2 * rows * context * kv_heads * dim + 2 * q.numel())
+        call = functools.partial(ops.paged_attention, q, *pages_of(kv, layers // 2), batch, dim**-0.5)
         what = "decode" if count == 1 else "prefill"
-        yield f"{what} {rows} × {count} at {context}", attend, num_bytes, 4 * pairs * heads * dim
-        del pages
-        if context != contexts[0] or count > 1:
-            continue
-        latents = torch.randn(int(batch.block_tables.max()) + 1, PAGE, latent, dtype=dtype, device=device)
-        wide = torch.randn(rows, heads, latent, dtype=dtype, device=device)
+        yield f"{what} {rows} × {count} at {context}", call, num_bytes, 4 * pairs * heads * dim
+        if count == context:
+            yield from peers_of(q.view(rows, count, heads, dim), kv_heads, num_bytes, 4 * pairs * heads * dim)
 
-        def attend_latent(wide=wide, latents=latents, batch=batch) -> object:
-            return ops.latent_attention(wide, latents, batch, 0.1, latent // 9)
 
-        num_bytes = item * (rows * context * latent + 2 * wide.numel())
-        yield f"latent decode {rows} at {context}", attend_latent, num_bytes, 4 * pairs * heads * latent
+def rows_of(rows: int, count: int, context: int) -> Rows:
+    return [(count, context)] * rows
+
+
+def peers_of(q: torch.Tensor, kv_heads: int, num_bytes: float, operations: float) -> Iterator[Case]:
+    """Whole prompts through torch's attention, keys and values side by side: by cuDNN, and by FlashAttention 2."""
+    rows, count, _, dim = q.shape
+    k, v = torch.randn(2, rows, kv_heads, count, dim, dtype=q.dtype, device=q.device)
+    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION) if q.is_cuda else (SDPBackend.MATH,):
+
+        def attend(backend: SDPBackend = backend) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q.transpose(1, 2), k, v, is_causal=True, enable_gqa=True)
+
+        name = backend.name.removesuffix("_ATTENTION").lower()
+        yield f"torch's prefill by {name}, {rows} × {count}", attend, num_bytes, operations
+
+
+def latent_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> Iterator[Case]:
+    """DeepSeek-V2-Lite's, likewise."""
+    heads, rope, rank, layers, longest = (4, 16, 64, 2, 64) if is_tiny else (16, 64, 512, 27, 8192)
+    shapes = [(1, 48), (3, 48)] if is_tiny else [(1, 1024), (32, 1024), (256, 1024), (32, 8192)]
+    blocks = max(num_blocks(rows_of(rows, 1, context)) for rows, context in shapes)
+    kv = make_cache(blocks, layers, 1, rope + rank, dtype, device)
+    for rows, context in shapes:
+        batch = make_batch(rows_of(rows, 1, context), device, longest)
+        q = torch.randn(rows, heads, rope + rank, dtype=dtype, device=device)
+        num_bytes = dtype.itemsize * (rows * context * (rope + rank) + 2 * q.numel())
+        call = functools.partial(ops.latent_attention, q, pages_of(kv, layers // 2)[0], batch, 0.1, rope)
+        yield f"latent decode {rows} at {context}", call, num_bytes, 4 * rows * context * heads * (rope + rank)
 
 
 def linear_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> Iterator[Case]:
@@ -128,13 +125,12 @@ def row_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool)
     q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
     cos, sin = torch.randn(2, rows, dim // 2, device=device)
     positions = torch.arange(rows, dtype=torch.int32, device=device)
-    pages = torch.zeros(2, rows // PAGE + 2, PAGE, kv_heads * dim, dtype=dtype, device=device)
-    norm = torch.ones(dim, device=device)
+    layers = 2 if is_tiny else 32
+    pages = pages_of(make_cache(rows // PAGE + 2, layers, 2, kv_heads * dim, dtype, device), layers // 2)
+    kv_slots, norm = positions.long() + PAGE, torch.ones(dim, device=device)
     yield (
         "rotate and store",
-        lambda: ops.rope_and_store(
-            q, k, v, cos, sin, positions, pages[0], pages[1], positions.long() + PAGE, norm, norm, 1e-6
-        ),
+        lambda: ops.rope_and_store(q, k, v, cos, sin, positions, *pages, kv_slots, norm, norm, 1e-6),
         2 * merged.nbytes + 2 * cos.nbytes,
         0,
     )

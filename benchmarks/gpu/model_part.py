@@ -11,22 +11,29 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.gpu.figures import set_launch, tell
+from benchmarks.gpu.batches import fill
+from benchmarks.gpu.figures import open_device, set_launch, tell
 from benchmarks.gpu.shapes import config_of, decode_bytes
+from torch import profiler
+from torch.profiler import ProfilerActivity
 
 from penstock.executor.protocol import Admission, Executor, ExecutorConfig, Row, Sampling, Step, open_executor
 
 GREEDY = Sampling(temperature=0.0)
+NUM_KERNELS = 15  # of a profile, those that take longest
 
 
 def main(job: dict[str, Any]) -> None:
     config, is_tiny = config_of(job["model"], job["tiny"]), job["tiny"]
+    open_device(job)
     set_launch(job)
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -64,30 +71,25 @@ def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tupl
         return None, open_executor(ExecutorConfig(model=folder, **options))
 
 
-def fill(kv: torch.Tensor) -> None:
-    """With random numbers: zeros are read faster than anything else. Those of eight bits are made as wider ones."""
-    if kv.dtype is not torch.float8_e4m3fn:
-        kv.normal_()
-        return
-    for blocks in kv.split(256):
-        blocks.copy_(torch.randn(blocks.shape, dtype=torch.bfloat16, device=kv.device))
-
-
 class Bench:
     """Steps made by hand: every request has its slot and blocks, and nothing is ever freed."""
 
     def __init__(self, executor: Executor, config: dict[str, Any], job: dict[str, Any]) -> None:
         self._executor, self._config, self._job = executor, config, job
         self._info, self._rng, self._step_id = executor.info, random.Random(0), -1
+        self._tell = partial(tell, prefix=job.get("prefix", ""))
 
     def run(self) -> None:
         is_tiny = self._job["tiny"]
+        rank = self._executor._rank  # type: ignore[attr-defined]
+        with torch.inference_mode():
+            fill(rank.kv)
         if "decode" in self._job["parts"]:
-            rank = self._executor._rank  # type: ignore[attr-defined]
-            with torch.inference_mode():
-                fill(rank.kv)
             for batch in (1, 3) if is_tiny else (1, 32, 256):
                 self.decode(batch, 24 if is_tiny else 1024, 6 if is_tiny else 60)
+        if "profile" in self._job["parts"]:
+            for batch in (3,) if is_tiny else (1, 32, 256):
+                self.profile(batch, 24 if is_tiny else 1024, 10)
         if "prefill" in self._job["parts"]:
             longest = min(8192, self._info.max_model_len)
             shapes = [(2, 16)] if is_tiny else sorted({(1, 512), (4, 2048), (1, longest)} - {(1, 2048)})
@@ -100,27 +102,17 @@ class Bench:
         name, warm = f"decode {batch} at {context}", max(4, num_steps // 4)
         blocks = self._blocks(batch, context + num_steps + warm)
         if blocks is None:
-            tell(name, skipped=f"the cache has only {self._info.num_blocks} blocks of {self._info.block_bytes} bytes")
+            self._tell(
+                name, skipped=f"the cache has only {self._info.num_blocks} blocks of {self._info.block_bytes} bytes"
+            )
             return
-        ends = []
-        submitted = 0
-        while len(ends) < warm + num_steps:
-            while submitted < warm + num_steps and submitted - len(ends) < self._info.max_in_flight:
-                start = context - 1 + submitted
-                rows = [
-                    Row(slot, start, 1, True, blocks=tuple(blocks[slot]) if not submitted else ())
-                    for slot in range(batch)
-                ]
-                self._submit([] if submitted else self._admissions(batch, context), rows)
-                submitted += 1
-            self._collect()
-            ends.append(time.perf_counter())
+        ends = list(self._steps(blocks, context, warm + num_steps))
         step_s = (ends[-1] - ends[warm - 1]) / num_steps
         longest_s = max(after - before for before, after in zip(ends[warm - 1 :], ends[warm:], strict=False))
         kv = batch * (context + warm + num_steps // 2) * self._info.block_bytes // self._info.block_size
         itemsize = getattr(torch, self._info.dtype).itemsize
         read = decode_bytes(self._config, self._info.memory["weights"], itemsize, batch) + kv
-        tell(
+        self._tell(
             name,
             step_ms=step_s * 1e3,
             longest_ms=longest_s * 1e3,
@@ -129,11 +121,58 @@ class Bench:
             gb_per_s=read / step_s / 1e9,
         )
 
+    def profile(self, batch: int, context: int, num_steps: int) -> None:
+        """What one step's kernels take, the longest first."""
+        name, warm = f"profile {batch} at {context}", 4
+        blocks = self._blocks(batch, context + num_steps + warm)
+        if blocks is None:
+            self._tell(
+                name, skipped=f"the cache has only {self._info.num_blocks} blocks of {self._info.block_bytes} bytes"
+            )
+            return
+        steps = self._steps(blocks, context, warm + num_steps)
+        for _ in range(warm):
+            next(steps)
+        is_cuda = self._job["device"] == "cuda"
+        with profiler.profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as found:
+            for _ in steps:
+                pass
+        spans = [
+            (event.self_device_time_total if is_cuda else event.self_cpu_time_total, event.count, event.key[:80])
+            for event in found.key_averages()
+        ]
+        spans.sort(reverse=True)
+        kernels = [
+            {"kernel": key, "us": us / num_steps, "calls": count / num_steps} for us, count, key in spans[:NUM_KERNELS]
+        ]
+        self._tell(
+            name,
+            busy_us=sum(us for us, _, _ in spans) / num_steps,
+            launches=sum(count for _, count, _ in spans) / num_steps,
+            kernels=kernels,
+        )
+
+    def _steps(self, blocks: np.ndarray, context: int, count: int) -> Iterator[float]:
+        """Steps of one token for each row, as many under way as may be; when each of them was collected."""
+        submitted = 0
+        for collected in range(count):
+            while submitted < count and submitted - collected < self._info.max_in_flight:
+                rows = [
+                    Row(slot, context - 1 + submitted, 1, True, blocks=tuple(own) if not submitted else ())
+                    for slot, own in enumerate(blocks.tolist())
+                ]
+                self._submit([] if submitted else self._admissions(len(blocks), context), rows)
+                submitted += 1
+            self._collect()
+            yield time.perf_counter()
+
     def prefill(self, rows: int, count: int) -> None:
         name, num_steps = f"prefill {rows} × {count}", 5
         blocks = self._blocks(rows, count)
         if blocks is None:
-            tell(name, skipped=f"the cache has only {self._info.num_blocks} blocks of {self._info.block_bytes} bytes")
+            self._tell(
+                name, skipped=f"the cache has only {self._info.num_blocks} blocks of {self._info.block_bytes} bytes"
+            )
             return
         found = []
         for _ in range(num_steps + 1):
@@ -143,7 +182,7 @@ class Bench:
             self._collect()
             found.append(time.perf_counter() - began_s)
         seconds = statistics.median(found[1:])
-        tell(name, step_ms=seconds * 1e3, tokens_per_s=rows * count / seconds)
+        self._tell(name, step_ms=seconds * 1e3, tokens_per_s=rows * count / seconds)
 
     def _blocks(self, rows: int, length: int) -> np.ndarray | None:
         """[rows, blocks of a request], in a random order as after a while of serving; None if the cache is too small."""

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from penstock.executor.kernels.card import Card, card_of
+
 
 @dataclass(frozen=True, slots=True)
 class BlockOps:
@@ -22,8 +24,7 @@ class BlockOps:
     add_rms_norm_quantize: Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]
     # (quantized x, weight [N, K], its scales, dtype) -> [T, N]
     block_linear: Callable[..., torch.Tensor]
-    # As `Ops.fused_experts`, with the scales [S, …] after each weight; the tokens are not quantized. None: expert
-    # after expert.
+    # As `Ops.fused_experts`, with the scales [S, …] after each weight. None: expert after expert.
     fused_experts: Callable[..., torch.Tensor] | None = None
 
 
@@ -47,8 +48,10 @@ class Ops:
     # (gate_up [T, 2 I]) -> activation(gate) * up [T, I]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
     gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
-    # (hidden [T, H], slots [T, k], shares [T, k], gate_up [S, 2 I, H], down [S, H, I], first slot, activation) -> [T, H];
-    # None: expert after expert
+    # (logits [T, experts] float32, bias [experts] or None, MoeSpec, num_shared=0) -> experts [T, k] int32, shares [T, k]
+    choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    # (hidden [T, H], slots [T, k], shares [T, k], gate_up [S, 2 I, H], down [S, H, I], first slot, activation,
+    #  added [T, H] = None) -> [T, H]; None: expert after expert
     fused_experts: Callable[..., torch.Tensor] | None = None
     # Weights and pages of eight bits; None: such weights become numbers of the model's dtype when they are loaded.
     blocks: BlockOps | None = None
@@ -107,9 +110,9 @@ def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
 
         return make_ops(dtype, head_dim)
     if _has_triton_kernels(device):
-        from penstock.executor.kernels.cuda.ops import OPS
+        from penstock.executor.kernels.cuda.ops import choose_ops
 
-        return OPS
+        return choose_ops(_card(device))
     from penstock.executor.kernels import torch_ops
 
     return torch_ops.OPS
@@ -135,5 +138,8 @@ def select_input_ops(device: torch.device) -> InputOps:
 
 
 def _has_triton_kernels(device: torch.device) -> bool:
-    """Older GPUs have less shared memory than the tiles ask for, and other tensor cores."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return device.type == "cuda" and _card(device).has_kernels
+
+
+def _card(device: torch.device) -> Card:
+    return card_of(torch.cuda.current_device() if device.index is None else device.index)

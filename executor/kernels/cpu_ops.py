@@ -34,6 +34,7 @@ def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, 
         kernels.latent_attention,
         kernels.silu_mul,
         kernels.gelu_tanh_mul,
+        torch_ops.choose_experts,
     )
 
 

@@ -14,15 +14,41 @@ BLOCK = 128
 FP8_MAX = 448.0  # the largest finite float8_e4m3fn
 TINY = 1e-10  # a block of zeros has this largest magnitude
 
-Quantized = tuple[torch.Tensor, torch.Tensor]  # [T, K] float8_e4m3fn, [T, K / 128] float32 with stride (1, T)
+FEW_ENTRIES = 16  # of an expert
+ROW_MULTIPLE = 4  # of rows, for cuBLAS to take their scales
+
+# [T, K] float8_e4m3fn, [T, K / 128] float32 by columns, both with room behind them for T to be a multiple of four
+Quantized = tuple[torch.Tensor, torch.Tensor]
+
+
+def make_quantized(rows: int, width: int, device: torch.device) -> Quantized:
+    assert width % BLOCK == 0
+    padded = _padded(rows)
+    values = torch.empty((padded, width), dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty((width // BLOCK, padded), dtype=torch.float32, device=device).t()
+    return values[:rows], scales[:rows]
+
+
+def pad_rows(x: Quantized) -> Quantized:
+    """With the room behind the rows: what stands there nobody wrote, and of the products nobody reads its rows."""
+    (values, scales), rows = x, _padded(len(x[0]))
+    assert values.is_contiguous() and scales.stride() == (1, rows), "rows that `make_quantized` has not made"
+    return values.as_strided((rows, values.shape[1]), values.stride()), scales.as_strided(
+        (rows, scales.shape[1]), scales.stride()
+    )
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def quantize(x: torch.Tensor) -> Quantized:
     """x [T, K], K a multiple of 128."""
+    values, scales = make_quantized(len(x), x.shape[1], x.device)
     blocks = x.float().unflatten(1, (-1, BLOCK))
-    scales = blocks.abs().amax(-1).clamp(min=TINY) / FP8_MAX
-    values = (blocks / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).flatten(1)
-    return values, scales.t().contiguous().t()
+    scales.copy_(blocks.abs().amax(-1).clamp(min=TINY) / FP8_MAX)
+    values.copy_((blocks / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).flatten(1))
+    return values, scales
 
 
 def add_rms_norm_quantize(
@@ -38,9 +64,13 @@ def silu_mul_quantize(gate_up: torch.Tensor) -> Quantized:
 
 def block_linear(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[T, K] by weight [N, K] with scales [N / 128 rounded up, at least K / 128] -> [T, N]"""
+    return F.linear(widen_rows(x), _widen(weight, weight_scales)).to(dtype)
+
+
+def widen_rows(x: Quantized) -> torch.Tensor:
+    """[T, K] float32"""
     values, scales = x
-    left = (values.float().unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
-    return F.linear(left, _widen(weight, weight_scales)).to(dtype)
+    return (values.float().unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
 
 
 def fused_block_experts(
@@ -53,13 +83,29 @@ def fused_block_experts(
     down_scales: torch.Tensor,
     first: int,
     activation: str,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`torch_ops.fused_experts` with gate_up [S, 2 I, H] and down [S, H, I] of eight bits; tokens are not quantized."""
-    gate_up, down = (
-        torch.stack([_widen(*block) for block in zip(*weight, strict=True)]).to(hidden.dtype)
+    """`torch_ops.fused_experts` with gate_up [S, 2 I, H] and down [S, H, I] of eight bits. What goes into the products is
+    quantized if experts have many entries."""
+    dtype = hidden.dtype
+    up, narrow = (
+        torch.stack([_widen(*block) for block in zip(*weight, strict=True)])
         for weight in ((gate_up, gate_up_scales), (down, down_scales))
     )
-    return torch_ops.fused_experts(hidden, slots, shares, gate_up, down, first, activation)
+    if not are_quantized(slots.numel(), len(down)):
+        return torch_ops.fused_experts(hidden, slots, shares, up.to(dtype), narrow.to(dtype), first, activation, added)
+
+    def through(rows: torch.Tensor) -> torch.Tensor:
+        return widen_rows(quantize(rows.to(dtype)))
+
+    # In float32 but for what is rounded on its way into eight bits.
+    wide = hidden.float()
+    return torch_ops.fused_experts(wide, slots, shares, up, narrow, first, activation, added, through).to(dtype)
+
+
+def are_quantized(entries: int, num_slots: int) -> bool:
+    """Whether experts multiply in eight bits: with few entries each they only wait for their weights."""
+    return entries > FEW_ENTRIES * num_slots
 
 
 def _widen(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,17 @@
 Arithmetic is float32 inside each operation and rounded once at its end, whatever the tensors' dtype.
 """
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops
+
+if TYPE_CHECKING:
+    from penstock.executor.models.spec import MoeSpec
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23
@@ -206,6 +212,37 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+def choose_experts(
+    logits: torch.Tensor, bias: torch.Tensor | None, moe: "MoeSpec", num_shared: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [T, experts] float32 -> the experts of each token [T, k] int32, and their shares [T, k] float32.
+
+    Where shared experts have a gate, its logit stands behind the others. `num_shared`: behind a token's choice come so
+    many more numbers, from `num_experts` on, which have the gate's share, or all of it.
+    """
+    scores = logits[:, : moe.num_experts]
+    scores = scores.softmax(-1) if moe.scoring == "softmax" else scores.sigmoid()
+    wanted = scores if bias is None else scores + bias  # the bias steers the choice, never the share
+    if moe.num_groups > 1:
+        grouped = wanted.unflatten(-1, (moe.num_groups, -1))
+        # A group is as good as its best expert, or (with a bias) its best two together.
+        best = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
+        chosen = best.topk(moe.top_groups, dim=-1).indices
+        outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
+        wanted = grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)
+    ids = wanted.topk(moe.top_k, dim=-1).indices
+    shares = scores.gather(1, ids)
+    if moe.renormalize:
+        shares = shares / (shares.sum(-1, keepdim=True) + moe.renormalize_eps)
+    shares = shares * moe.scale
+    if num_shared:
+        always = moe.num_experts + torch.arange(num_shared, device=ids.device)
+        share = logits[:, moe.num_experts :].sigmoid() if moe.has_shared_gate else shares.new_ones(1, 1)
+        ids = torch.cat((ids, always.expand(len(ids), -1)), dim=1)
+        shares = torch.cat((shares, share.expand(len(ids), num_shared)), dim=1)
+    return ids.int(), shares
+
+
 def fused_experts(
     hidden: torch.Tensor,
     slots: torch.Tensor,
@@ -214,14 +251,19 @@ def fused_experts(
     down: torch.Tensor,
     first: int,
     activation: str,
+    added: torch.Tensor | None = None,
+    through: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
 ) -> torch.Tensor:
-    """What the experts in slots first … first + S - 1 add up to, each by its share; as `Experts` with all in one."""
+    """What the experts in slots first … first + S - 1 add up to, each by its share, and `added` [T, H]; as `Experts`
+    with all in one. `through`: what rows go through on their way into a product."""
     activate = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[activation]
     out = torch.zeros((*slots.shape, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
     for index in range(len(down)):
         token, choice = (slots == first + index).nonzero(as_tuple=True)
-        out[token, choice] = F.linear(activate(F.linear(hidden[token], gate_up[index])), down[index])
-    return (out * shares[..., None]).sum(1).to(hidden.dtype)
+        inside = activate(F.linear(through(hidden[token]), gate_up[index]))
+        out[token, choice] = F.linear(through(inside), down[index])
+    total = (out * shares[..., None]).sum(1)
+    return (total if added is None else total + added).to(hidden.dtype)
 
 
 OPS = Ops(
@@ -232,5 +274,6 @@ OPS = Ops(
     latent_attention,
     silu_mul,
     gelu_tanh_mul,
+    choose_experts,
     expanded_attention=expanded_attention,
 )

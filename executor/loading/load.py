@@ -119,7 +119,7 @@ def choose_kv_dtype(asked: KvDType, dtype: torch.dtype, ops: Ops, device: torch.
         return dtype
     if ops.blocks is None:
         raise ExecutorError(
-            f"kv_cache_dtype: {asked!r} given; pages of eight bits need a GPU of compute capability 9.0 or later, "
+            f"kv_cache_dtype: {asked!r} given; pages of eight bits need a GPU of compute capability 8.9 or later, "
             f"and the model is on {_describe(device)}"
         )
     return torch.float8_e4m3fn

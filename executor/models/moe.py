@@ -5,7 +5,7 @@ experts (`--enable-expert-parallel`): every rank has some experts whole, and com
 Either way every rank sees all tokens, and the layer's one sum over ranks puts the parts together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from penstock.eplb import Plan
 from penstock.eplb.choice import EXPERT_STEP, TOKEN_STEP
 from penstock.eplb.maps import WHOLE
 from penstock.executor.kernels import Ops
+from penstock.executor.kernels.torch_fp8 import BLOCK, pad_scales
 from penstock.executor.linear import make_linear
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.mlp import Mlp, projections
@@ -29,59 +30,51 @@ class MoeMlp:
         prefix = f"model.layers.{index}.{moe.block}."
         self._moe = moe
         # The choice of experts is made in float32: a near tie decided by rounding would change the layer's output.
-        self._gate = make_linear(weights.float32(f"{prefix}gate.weight", (moe.num_experts, spec.hidden_size)))
+        router = weights.float32(f"{prefix}gate.weight", (moe.num_experts, spec.hidden_size))
+        if moe.has_shared_gate:
+            gate = weights.float32(f"{prefix}shared_expert_gate.weight", (1, spec.hidden_size))
+            router = torch.cat((router, gate))
+        self._router = make_linear(router)
         self._bias = None
         if moe.has_bias:
             self._bias = weights.float32(f"{prefix}gate.e_score_correction_bias", (moe.num_experts,))
-        layer = sum(before.moe is not None for before in spec.layers[:index])
-        self.experts = Experts(spec, moe, prefix, layer, weights, ops)
-        self._shared = self._shared_gate = None
+        self._choose = ops.choose_experts
+        shared = None
         if moe.shared_size:
-            names = projections(f"{prefix}{moe.shared_name}.")
-            self._shared = Mlp(spec, moe.shared_size, names, weights, ops)
-        if moe.has_shared_gate:
-            self._shared_gate = make_linear(
-                weights.float32(f"{prefix}shared_expert_gate.weight", (1, spec.hidden_size))
-            )
+            shared = Mlp(spec, moe.shared_size, projections(f"{prefix}{moe.shared_name}."), weights, ops)
+        layer = sum(before.moe is not None for before in spec.layers[:index])
+        self.experts = Experts(spec, moe, prefix, layer, weights, ops, shared)
+        self._shared = None if self.experts.num_shared else shared
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; a rank's part of the sum."""
-        wide = hidden.float()
-        ids, shares = choose_experts(self._gate(wide), self._bias, self._moe)
-        out = self.experts(hidden, ids, shares)
+        logits = self._router(hidden.float())
+        ids, shares = self._choose(logits, self._bias, self._moe, self.experts.num_shared)
         if self._shared is None:
-            return out
+            return self.experts(hidden, ids, shares)
         shared = self._shared(hidden)
-        if self._shared_gate is not None:
-            shared = (self._shared_gate(wide).sigmoid() * shared).to(hidden.dtype)
-        return out + shared
-
-
-def choose_experts(logits: torch.Tensor, bias: torch.Tensor | None, moe: MoeSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [T, experts] float32 -> the experts of each token [T, k], and their shares [T, k] float32."""
-    scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
-    wanted = scores if bias is None else scores + bias  # the bias steers the choice, never the share
-    if moe.num_groups > 1:
-        grouped = wanted.unflatten(-1, (moe.num_groups, -1))
-        # A group is as good as its best expert, or (with a bias) its best two together.
-        best = grouped.amax(-1) if bias is None else grouped.topk(2, dim=-1).values.sum(-1)
-        chosen = best.topk(moe.top_groups, dim=-1).indices
-        outside = torch.ones_like(best, dtype=torch.bool).scatter_(1, chosen, False)
-        wanted = grouped.masked_fill(outside[..., None], -torch.inf).flatten(1)
-    ids = wanted.topk(moe.top_k, dim=-1).indices
-    shares = scores.gather(1, ids)
-    if moe.renormalize:
-        shares = shares / (shares.sum(-1, keepdim=True) + moe.renormalize_eps)
-    return ids, shares * moe.scale
+        if self._moe.has_shared_gate:
+            shared = (logits[:, self._moe.num_experts :].sigmoid() * shared).to(hidden.dtype)
+        return self.experts(hidden, ids, shares, shared)
 
 
 class Experts:
     """The rank's experts. Tokens are sorted by expert, so that each one's weights are read once for all its tokens.
 
     With a plan, experts lie in slots, some in several, and a rank holds a run of slots; otherwise a slot is an expert.
+    What every token goes through is cut into as many more experts as it is wide, where all are computed in one call.
     """
 
-    def __init__(self, spec: DecoderSpec, moe: MoeSpec, prefix: str, layer: int, weights: Weights, ops: Ops) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        moe: MoeSpec,
+        prefix: str,
+        layer: int,
+        weights: Weights,
+        ops: Ops,
+        shared: Mlp | None = None,
+    ) -> None:
         """`layer` counts the layers with experts; a plan knows no others."""
         self.num_experts = moe.num_experts
         self.counts: torch.Tensor | None = None  # [experts] int64: how often each was chosen, if anybody asks
@@ -96,7 +89,8 @@ class Experts:
             self.replace(weights.placement, layer)
         self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
         self._activation = spec.activation
-        self._fused, self._stacks = _fuse(self.slots, ops)
+        always = None if weights.placement is not None else shared  # another rank's plan could not place it
+        self._fused, self._stacks, self.num_shared = _fuse(self.slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # Another rank's, but part of the model that the fingerprint names.
             shape = (moe.intermediate_size, spec.hidden_size)
@@ -117,14 +111,16 @@ class Experts:
         """Go by another plan from the next token on; its experts are in the slots already."""
         self._table = SlotTable(plan, layer)
 
-    def __call__(self, hidden: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: what this rank's experts add up to."""
+    def __call__(
+        self, hidden: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, added: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: what this rank's experts and `added` add up to."""
         num_tokens, top_k = ids.shape
         if self.counts is not None:
             self.counts += torch.bincount(ids.flatten(), minlength=self.num_experts)
         slots = ids if self._table is None else self._table.slots(ids)
         if self._fused is not None:
-            return self._fused(hidden, slots, shares, *self._stacks, self._first, self._activation)
+            return self._fused(hidden, slots, shares, *self._stacks, self._first, self._activation, added)
         order = slots.flatten().argsort(stable=True)  # [T * k] by slot
         counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
         out = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
@@ -136,29 +132,54 @@ class Experts:
             places = order[before : before + sum(ours)]
             out.index_copy_(0, places, Mlp.each(experts, ours, hidden.index_select(0, places // top_k)))
         # A token's experts are added in the order of its choice, so the sum does not depend on the batch.
-        return (out.view(num_tokens, top_k, hidden.shape[1]) * shares[..., None]).sum(1).to(hidden.dtype)
+        total = (out.view(num_tokens, top_k, hidden.shape[1]) * shares[..., None]).sum(1).to(hidden.dtype)
+        return total if added is None else total + added
 
 
-def _fuse(slots: list[Mlp], ops: Ops) -> tuple[Callable[..., torch.Tensor] | None, list[torch.Tensor]]:
-    """What computes all slots at once, and their weights as one tensor each, which the slots go on with.
+def _fuse(
+    slots: list[Mlp], shared: Mlp | None, ops: Ops
+) -> tuple[Callable[..., torch.Tensor] | None, list[torch.Tensor], int]:
+    """What computes all slots at once, and their weights as one tensor each, which the slots go on with; behind them
+    those of `shared`, in as many slots as come last.
 
     None where nothing does, or where there are biases.
     """
     stacks: list[torch.Tensor] = []
     weights = [slot.tensors() for slot in slots]
     if not weights:
-        return None, stacks
+        return None, stacks, 0
     if slots[0].has_blocks:
         fused, expected = None if ops.blocks is None else ops.blocks.fused_experts, 4
     else:
         fused, expected = ops.fused_experts, 2
     if fused is None or len(weights[0]) != expected:
-        return None, stacks
-    for ours in zip(*weights, strict=True):
+        return None, stacks, 0
+    pieces = [] if shared is None else _cut(shared, slots[0])
+    for ours in zip(*weights, *pieces, strict=True):
         stacks.append(torch.stack(ours))
         for weight, part in zip(ours, stacks[-1], strict=True):
             weight.data = part
-    return fused, stacks
+    return fused, stacks, len(pieces)
+
+
+def _cut(shared: Mlp, expert: Mlp) -> list[list[torch.Tensor]]:
+    """The weights of experts as wide as `expert` that add up to `shared`; none where its width does not allow it."""
+    weights, like, per_layer = shared.tensors(), expert.tensors(), 2 if shared.has_blocks else 1
+    if shared.has_blocks != expert.has_blocks or not len(weights) == len(like) == 2 * per_layer:
+        return []
+    num, rest = divmod(weights[per_layer].shape[1], like[per_layer].shape[1])
+    return [] if rest else [list(_piece(weights, index, num)) for index in range(num)]
+
+
+def _piece(weights: list[torch.Tensor], index: int, num: int) -> Iterator[torch.Tensor]:
+    """One of `num` parts of the rows of gate and up, and of the columns of down; of their scales, if any, likewise."""
+    half = len(weights) // 2
+    for gate_up in weights[:half]:
+        yield gate_up.unflatten(0, (2, num, -1))[:, index].flatten(0, 1)
+    size = weights[half].shape[1] // num
+    yield weights[half].narrow(1, index * size, size)
+    for scales in weights[half + 1 :]:
+        yield pad_scales(scales.narrow(1, index * size // BLOCK, size // BLOCK))
 
 
 class SlotTable:
@@ -173,6 +194,7 @@ class SlotTable:
 
     def slots(self, ids: torch.Tensor) -> torch.Tensor:
         """[T, k] experts of token 0, 1, … -> [T, k] slots"""
+        ids = ids.long()
         if self._cdf.device != ids.device:
             self._cdf, self._slots = self._cdf.to(ids.device), self._slots.to(ids.device)
         token = torch.arange(len(ids), device=ids.device)[:, None]

@@ -109,10 +109,13 @@ def _deepseek_moe(fields: Fields, is_grouped: bool) -> MoeSpec:
         raise fields.error("n_group", num_groups, f"a divisor of n_routed_experts ({num_experts})")
     if not 1 <= top_groups <= num_groups:
         raise fields.error("topk_group", top_groups, f"a number from 1 to n_group ({num_groups})")
+    top_k, within = fields.integer("num_experts_per_tok"), num_experts // num_groups * top_groups
+    if top_k > within:
+        raise fields.error("num_experts_per_tok", top_k, f"at most the experts of topk_group groups ({within})")
     size = fields.integer("moe_intermediate_size")
     return MoeSpec(
         num_experts=num_experts,
-        top_k=fields.integer("num_experts_per_tok"),
+        top_k=top_k,
         intermediate_size=size,
         renormalize=False,
         scale=fields.number("routed_scaling_factor", 1.0),

@@ -10,7 +10,8 @@ import pytest
 import torch
 from benchmarks import gpu_suite
 from benchmarks.gpu import roofline
-from benchmarks.gpu.model_part import fill
+from benchmarks.gpu.batches import fill
+from benchmarks.gpu.processes import run_part
 from benchmarks.gpu.shapes import MODELS, SHARES, config_of, decode_bytes
 
 from penstock.executor.models.fields import Fields
@@ -102,7 +103,7 @@ def test_a_part_that_fails_leaves_what_it_had_said_and_its_last_words(tmp_path: 
         "parts": ["decode", "nothing"],
     }
     job = gpu_suite.Job("opt-125m", "model_part", 1, argument | {"model": "absent"}, ("decode",))
-    found, problem = gpu_suite.run(job, 60)
+    found, problem = run_part(job.module, job.argument, 600)
     assert found == {} and problem == "KeyError: 'absent'"
     assert gpu_suite.missing(job, found, problem) == ["opt-125m: decode: KeyError: 'absent'"]
     partly = {"decode 1 at 24": {"step_ms": 1.0}, "decode 3 at 24": {"skipped": "the cache is full"}}

@@ -174,6 +174,13 @@ def test_a_config_that_cannot_run_is_refused_by_field(model: Path, changes: dict
     assert complaint in refusal(model)
 
 
+def test_a_token_takes_no_more_experts_than_its_groups_have(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(folder("deepseek-v3"), tmp_path / "model"))
+    edit_config(path, num_experts_per_tok=5)  # of 2 groups of 2
+    complaint = "num_experts_per_tok: 5 found; at most the experts of topk_group groups (4) is expected"
+    assert refusal(path) == f"{path / 'config.json'}: {complaint}"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a":' * 100_000, "\xff"])
 def test_a_config_that_is_not_a_json_object_is_refused(model: Path, text: str) -> None:
     (model / "config.json").write_text(text, encoding="latin-1")

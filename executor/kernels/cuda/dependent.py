@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from penstock.executor.kernels.card import current_card
+
 ENABLED = (
     False  # no GPU has shown what it gains: benchmarks/gpu_suite.py --dependent-launch turns it on to measure that
 )
@@ -17,7 +19,8 @@ ENABLED = (
 
 def launching() -> dict[str, bool]:
     """For the launch of a kernel that begins with `take_turn(DEPENDENT)`."""
-    return {"DEPENDENT": ENABLED, "launch_pdl": ENABLED}
+    is_dependent = ENABLED and current_card().has_dependent_launch
+    return {"DEPENDENT": is_dependent, "launch_pdl": is_dependent}
 
 
 @triton.jit

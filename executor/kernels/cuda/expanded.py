@@ -236,7 +236,8 @@ def _expanded(
             k = tl.load(made_ptr + made[None, :] + nope[:, None], mask=(nope < NOPE)[:, None], other=0.0)
             v = tl.load(made_ptr + NOPE + made[:, None] + value[None, :], mask=(value < VALUE)[None, :], other=0.0)
         scores = tl.dot(q_nope, k, input_precision="ieee")
-        scores = tl.dot(q_rope, rotated.to(q_rope.dtype), scores, input_precision="ieee") * scale
+        # By way of float32: from eight bits to bfloat16 at once is what Triton cannot compile for 8.9.
+        scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
         best, total, acc = weigh(scores, v, best, total, acc)
     for start in range(whole, last + 1, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
@@ -250,7 +251,7 @@ def _expanded(
         mask = inside[:, None] & (value < VALUE)[None, :]
         v = tl.load(made_ptr + NOPE + made[:, None] + value[None, :], mask=mask, other=0.0)
         scores = tl.dot(q_nope, k, input_precision="ieee")
-        scores = tl.dot(q_rope, rotated.to(q_rope.dtype), scores, input_precision="ieee") * scale
+        scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
         scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
         best, total, acc = weigh(scores, v, best, total, acc)
     out = acc / tl.maximum(total, 1.0)[:, None]

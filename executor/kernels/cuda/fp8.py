@@ -1,7 +1,8 @@
 """Matrix products in eight bits with a scale per block, and the kernels before them that quantize as they write.
 
 For few tokens the product is ours, for many it is cuBLAS's behind `torch.nn.functional.scaled_mm`: on a relative of
-this GPU the one was faster up to 256 tokens, the other beyond 1,000 (facts of vLLM's issue 49932, on an H20).
+this GPU the one was faster up to 256 tokens, the other beyond 1,000 (facts of vLLM's issue 49932, on an H20). Where a
+card does not have that all products are ours.
 """
 
 import torch
@@ -9,26 +10,44 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from penstock.executor.kernels.card import current_card
+from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.rows import SILU, activate, normalize
-from penstock.executor.kernels.cuda.tiles import block_linear_tile, power_of_2, row_warps
-from penstock.executor.kernels.torch_fp8 import BLOCK, FP8_MAX, TINY, Quantized
+from penstock.executor.kernels.cuda.tiles import block_linear_tile, depth_splits, power_of_2, row_warps
+from penstock.executor.kernels.torch_fp8 import BLOCK, FP8_MAX, TINY, Quantized, make_quantized, pad_rows
 
 MAX_OWN_TOKENS = 256
 LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BLOCK)
+GATE = tl.constexpr(SILU)
+GROUPS_AT_ONCE = 8  # of 128 numbers: sixteen bytes for each thread of four warps
+JOIN_BLOCK = 1024
 
 
 def quantize(x: torch.Tensor) -> Quantized:
     """x [T, K], K a multiple of 128; as the twins in `torch_fp8`."""
-    values, scales = _make_quantized(x, x.shape[1])
-    _quantize_rows[_grid(x, x.shape[1])](x, values, scales, x.stride(0), x.shape[1], len(x), num_warps=1)
-    return values, scales
+    return _quantize(x, x.shape[1], is_gated=False)
 
 
 def silu_mul_quantize(gate_up: torch.Tensor) -> Quantized:
-    width = gate_up.shape[1] // 2
-    values, scales = _make_quantized(gate_up, width)
-    _gate_quantize[_grid(gate_up, width)](
-        gate_up, values, scales, gate_up.stride(0), width, len(gate_up), ACTIVATION=SILU, num_warps=1
+    return _quantize(gate_up, gate_up.shape[1] // 2, is_gated=True)
+
+
+def _quantize(x: torch.Tensor, width: int, is_gated: bool) -> Quantized:
+    assert x.stride(1) == 1
+    values, scales = make_quantized(len(x), width, x.device)
+    grid = (len(x), triton.cdiv(width // BLOCK, GROUPS_AT_ONCE))
+    _quantize_rows[grid](
+        x,
+        values,
+        scales,
+        scales.stride(1),
+        STRIDE=x.stride(0),
+        WIDTH=width,
+        GROUPS=GROUPS_AT_ONCE,
+        GATED=is_gated,
+        num_warps=4,
+        **launching(),
     )
     return values, scales
 
@@ -37,7 +56,8 @@ def add_rms_norm_quantize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[Quantized, torch.Tensor]:
     rows, width = x.shape
-    values, scales = _make_quantized(x, width)
+    assert x.stride(1) == residual.stride(1) == 1 and x.dtype is residual.dtype and weight.is_contiguous()
+    values, scales = make_quantized(rows, width, x.device)
     total = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = power_of_2(width)
     _norm_quantize[(rows,)](
@@ -47,13 +67,14 @@ def add_rms_norm_quantize(
         values,
         scales,
         total,
-        x.stride(0),
-        residual.stride(0),
-        rows,
+        scales.stride(1),
         eps,
+        X_STRIDE=x.stride(0),
+        RESIDUAL_STRIDE=residual.stride(0),
         WIDTH=width,
         BLOCK=block,
         num_warps=row_warps(block),
+        **launching(),
     )
     return (values, scales), total
 
@@ -61,41 +82,50 @@ def add_rms_norm_quantize(
 def block_linear(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values, scales = x
     if values.is_cuda and is_cublas(len(values), len(weight)):
-        return _scaled_mm(values, scales, weight, weight_scales, dtype)
-    rows, width = len(values), len(weight)
-    out = torch.empty((rows, width), dtype=dtype, device=values.device)
-    tile = block_linear_tile(rows)
+        return scaled_mm(x, weight, weight_scales, dtype)
+    rows, depth = values.shape
+    width = len(weight)
+    assert values.is_contiguous() and weight.is_contiguous() and weight_scales.is_contiguous() and scales.stride(0) == 1
+    tile = block_linear_tile(rows, width)
     grid = (triton.cdiv(width, tile.columns), triton.cdiv(rows, tile.rows))
-    _block_linear[grid](
+    splits = depth_splits(grid[0] * grid[1], depth)
+    out = torch.empty((rows, width), dtype=dtype, device=values.device)
+    parts = out if splits == 1 else out.new_empty((splits, rows, width), dtype=torch.float32)
+    _block_linear[(*grid, splits)](
         values,
         scales,
         weight,
         weight_scales,
-        out,
+        parts,
         rows,
-        width,
-        values.shape[1],
         scales.stride(1),
-        weight_scales.stride(0),
+        WIDTH=width,
+        DEPTH=depth,
+        SCALES_STRIDE=weight_scales.stride(0),
         ROWS=tile.rows,
         COLUMNS=tile.columns,
+        SPLITS=splits,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        **launching(),
     )
+    if splits > 1:
+        blocks = (triton.cdiv(rows * width, JOIN_BLOCK),)
+        _join[blocks](parts, out, rows * width, SPLITS=splits, BLOCK=JOIN_BLOCK, num_warps=4, **launching())
     return out
 
 
 def is_cublas(rows: int, width: int) -> bool:
     """Whether cuBLAS computes the product: of many rows, and only where every block of the weight is whole. DeepSeek's
     projection to its latent, 576 wide, has a block of half as many rows as the others."""
-    return rows > MAX_OWN_TOKENS and width % BLOCK == 0
+    return rows > MAX_OWN_TOKENS and width % BLOCK == 0 and current_card().has_scaled_mm
 
 
-def _scaled_mm(
-    values: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """The second factor by columns, its scales [depth, width] too: a checkpoint's rows, transposed."""
-    return F.scaled_mm(
+def scaled_mm(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The second factor by columns, its scales [depth, width] too: a checkpoint's rows, transposed. The scales of the
+    first have a column for every 128 of the depth, which has to begin at a multiple of 16 bytes: of four rows."""
+    values, scales = pad_rows(x)
+    product = F.scaled_mm(
         values,
         weight.t(),
         scales,
@@ -104,49 +134,45 @@ def _scaled_mm(
         F.ScalingType.BlockWise128x128,
         output_dtype=dtype,
     )
-
-
-def _make_quantized(x: torch.Tensor, width: int) -> Quantized:
-    assert x.stride(1) == 1 and width % BLOCK == 0
-    values = torch.empty((len(x), width), dtype=torch.float8_e4m3fn, device=x.device)
-    return values, torch.empty((width // BLOCK, len(x)), dtype=torch.float32, device=x.device).t()
-
-
-def _grid(x: torch.Tensor, width: int) -> tuple[int, int]:
-    return len(x), width // BLOCK
+    return product[: len(x[0])]
 
 
 @triton.jit
-def _store_quantized(x, values_ptr, scale_ptr):
-    """One block of 128 numbers, float32."""
-    scale = tl.maximum(tl.max(tl.abs(x), 0), LEAST) / LIMIT
-    tl.store(values_ptr + tl.arange(0, GROUP), _to_fp8(x / scale))
-    tl.store(scale_ptr, scale)
+def quantize_groups(x):
+    """[R, 128] float32 -> eight bits, and a scale for each row"""
+    scales = tl.maximum(tl.max(tl.abs(x), 1), LEAST) / LIMIT
+    return tl.minimum(tl.maximum(x / scales[:, None], -LIMIT), LIMIT).to(tl.float8e4nv), scales
 
 
-@triton.jit
-def _to_fp8(x):
-    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT).to(tl.float8e4nv)
+@kernel
+def _quantize_rows(
+    x_ptr,
+    values_ptr,
+    scales_ptr,
+    scales_stride,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Some groups of a row; gated: of the row's first half, through SiLU, times its second."""
+    take_turn(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    is_group = group < WIDTH // GROUP
+    column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + row * STRIDE + column, mask=is_group[:, None], other=0.0)
+    y = x.to(tl.float32)
+    if GATED:
+        up = tl.load(x_ptr + row * STRIDE + WIDTH + column, mask=is_group[:, None], other=0.0).to(tl.float32)
+        y = (activate(y, GATE) * up).to(x.dtype).to(tl.float32)  # rounded, as in the twin
+    values, scales = quantize_groups(y)
+    tl.store(values_ptr + row * WIDTH + column, values, mask=is_group[:, None])
+    tl.store(scales_ptr + group.to(tl.int64) * scales_stride + row, scales, mask=is_group)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _quantize_rows(x_ptr, values_ptr, scales_ptr, stride, width, rows):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    x = tl.load(x_ptr + row * stride + group * GROUP + tl.arange(0, GROUP)).to(tl.float32)
-    _store_quantized(x, values_ptr + row * width + group * GROUP, scales_ptr + group.to(tl.int64) * rows + row)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _gate_quantize(gate_up_ptr, values_ptr, scales_ptr, stride, width, rows, ACTIVATION: tl.constexpr):
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pointers = gate_up_ptr + row * stride + group * GROUP + tl.arange(0, GROUP)
-    gate = tl.load(pointers)
-    up = tl.load(pointers + width).to(tl.float32)
-    y = (activate(gate.to(tl.float32), ACTIVATION) * up).to(gate.dtype).to(tl.float32)  # rounded, as in the twin
-    _store_quantized(y, values_ptr + row * width + group * GROUP, scales_ptr + group.to(tl.int64) * rows + row)
-
-
-@triton.jit(do_not_specialize=["rows"])
+@kernel
 def _norm_quantize(
     x_ptr,
     residual_ptr,
@@ -154,60 +180,79 @@ def _norm_quantize(
     values_ptr,
     scales_ptr,
     total_ptr,
-    x_stride,
-    residual_stride,
-    rows,
+    scales_stride,
     eps,
+    X_STRIDE: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    take_turn(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * X_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(residual_ptr + row * RESIDUAL_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
     total = x.to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + row * WIDTH + column, total, mask=inside)
     y = normalize(total.to(tl.float32), tl.load(weight_ptr + column, mask=inside, other=0.0), eps, WIDTH)
     y = y.to(total.dtype).to(tl.float32)
-    blocks = tl.reshape(y, [BLOCK // GROUP, GROUP])
-    scales = tl.maximum(tl.max(tl.abs(blocks), 1), LEAST) / LIMIT
-    values = tl.reshape(_to_fp8(blocks / scales[:, None]), [BLOCK])
-    tl.store(values_ptr + row * WIDTH + column, values, mask=inside)
+    values, scales = quantize_groups(tl.reshape(y, [BLOCK // GROUP, GROUP]))
+    tl.store(values_ptr + row * WIDTH + column, tl.reshape(values, [BLOCK]), mask=inside)
     group = tl.arange(0, BLOCK // GROUP)
-    tl.store(scales_ptr + group.to(tl.int64) * rows + row, scales, mask=group < WIDTH // GROUP)
+    tl.store(scales_ptr + group.to(tl.int64) * scales_stride + row, scales, mask=group < WIDTH // GROUP)
 
 
-@triton.jit(do_not_specialize=["rows", "scales_stride"])
+@kernel
 def _block_linear(
     x_ptr,
     scales_ptr,
     weight_ptr,
     weight_scales_ptr,
-    out_ptr,
+    parts_ptr,
     rows,
-    width,
-    depth,
     scales_stride,
-    weight_scales_stride,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """A step of the depth is one block of scales: its product is scaled once, in float32."""
+    """A part of the depth. A step of it is one block of scales: its product is scaled once, in float32."""
+    take_turn(DEPENDENT)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    is_row, is_column = row < rows, column < width
-    k = tl.arange(0, GROUP)
-    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * depth + k[None, :]
-    weight_ptrs = weight_ptr + column.to(tl.int64)[None, :] * depth + k[:, None]
+    is_row, is_column = row < rows, column < WIDTH
+    groups: tl.constexpr = DEPTH // GROUP
+    each: tl.constexpr = (groups + SPLITS - 1) // SPLITS
+    first = tl.program_id(2) * each
+    k = first * GROUP + tl.arange(0, GROUP)
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * DEPTH + k[None, :]
+    weight_ptrs = weight_ptr + column.to(tl.int64)[None, :] * DEPTH + k[:, None]
+    weight_scales_ptr += tl.program_id(0) * COLUMNS // GROUP * SCALES_STRIDE
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for group in range(0, depth // GROUP):
+    for group in range(first, tl.minimum(first + each, groups)):
         x = tl.load(x_ptrs, mask=is_row[:, None], other=0.0)
         weight = tl.load(weight_ptrs, mask=is_column[None, :], other=0.0)
         x_scale = tl.load(scales_ptr + group * scales_stride + row, mask=is_row, other=0.0)
-        weight_scale = tl.load(weight_scales_ptr + tl.program_id(0) * COLUMNS // GROUP * weight_scales_stride + group)
-        acc += tl.dot(x, weight) * (x_scale * weight_scale)[:, None]
+        acc += tl.dot(x, weight) * (x_scale * tl.load(weight_scales_ptr + group))[:, None]
         x_ptrs += GROUP
         weight_ptrs += GROUP
-    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * width + column[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    out_row = tl.program_id(2).to(tl.int64) * rows + row
+    out_ptrs = parts_ptr + out_row[:, None] * WIDTH + column[None, :]
+    tl.store(out_ptrs, acc.to(parts_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@kernel
+def _join(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    """The parts of a product, added in the order of its depth."""
+    take_turn(DEPENDENT)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < size
+    total = tl.zeros([BLOCK], tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(parts_ptr + index + split * size.to(tl.int64), mask=inside, other=0.0)
+    tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=inside)

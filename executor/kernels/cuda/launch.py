@@ -98,7 +98,7 @@ class Kernel:
             is_fine = isinstance(number, float) or (type(number) is int and -(2**31) <= number < 2**31)
             assert is_fine, f"{self.name}: {name} is {number}, no float and no integer of 32 bits"
         started_s = time.monotonic()
-        compiled = self._jit[grid](*arguments, **given)
+        compiled = self._jit[grid](**dict(zip(self._pointers + self._numbers, arguments, strict=True)), **given)
         if key in self._known:
             return
         seconds = time.monotonic() - started_s

@@ -1,23 +1,27 @@
-"""The experts of a layer in four kernels, whatever their number: align, place, up with activation, down with shares.
+"""The experts of a layer in few kernels, whatever their number: sort, up with the activation, down, the weighted sum.
 
-A token's choice of an expert is an *entry*; entries are sorted by expert and padded to whole tiles, so that a tile's
-rows all read one expert's weights. No entry is copied there: the sorted list of their numbers is, and the products
-gather their rows by it. Nothing comes back to the host, so the layer can be part of a graph.
+Rows are gathered by the sorted entries of `routing`. Nothing comes back to the host, so the layer can be part of a graph.
+An entry's numbers do not depend on the tile that it lies in.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from penstock.executor.kernels.cuda import fp8
 from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.fp8 import quantize_groups
+from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
 from penstock.executor.kernels.cuda.rows import GELU_TANH, SILU, activate
-from penstock.executor.kernels.cuda.tiles import Tile, expert_tile, power_of_2
-from penstock.executor.kernels.torch_fp8 import BLOCK
+from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
+from penstock.executor.kernels.torch_fp8 import BLOCK, are_quantized, make_quantized
 
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
-Weight = tuple[torch.Tensor, torch.Tensor | None]  # [S, N, K], and where it has eight bits a scale per block
+# [R, K] or [S, N, K], and where it has eight bits its scales
+Scaled = tuple[torch.Tensor, torch.Tensor | None]
 GROUP = tl.constexpr(BLOCK)
-ALIGN_CHUNK, PLACE_BLOCK, TILE_BLOCK = 1024, 256, 64
+SUM_BLOCK = 512
 
 
 def fused_experts(
@@ -28,9 +32,10 @@ def fused_experts(
     down: torch.Tensor,
     first: int,
     activation: str,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the twin in `torch_ops`. An entry of another rank's slot adds nothing."""
-    return _experts(hidden, slots, shares, (gate_up, None), (down, None), first, activation)
+    return _experts(hidden, slots, shares, (gate_up, None), (down, None), first, activation, added)
 
 
 def fused_block_experts(
@@ -43,105 +48,74 @@ def fused_block_experts(
     down_scales: torch.Tensor,
     first: int,
     activation: str,
+    added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the twin in `torch_fp8`. Weights widen as they arrive: half the bytes are read, and tokens stay exact."""
-    return _experts(hidden, slots, shares, (gate_up, gate_up_scales), (down, down_scales), first, activation)
+    """As the twin in `torch_fp8`. For few entries weights widen as they arrive: half the bytes are read, and tokens stay
+    exact. For many the products are of eight bits."""
+    weights = (gate_up, gate_up_scales), (down, down_scales)
+    return _experts(hidden, slots, shares, *weights, first, activation, added)
 
 
 def _experts(
     hidden: torch.Tensor,
     slots: torch.Tensor,
     shares: torch.Tensor,
-    gate_up: Weight,
-    down: Weight,
+    gate_up: Scaled,
+    down: Scaled,
     first: int,
     activation: str,
+    added: torch.Tensor | None,
 ) -> torch.Tensor:
-    tokens, top_k = slots.shape
     num_slots, width, inner = down[0].shape
-    entries = tokens * top_k
-    tile = expert_tile(entries, num_slots, hidden.element_size(), gate_up[0].element_size())
-    # Every slot may leave a tile unfilled, and no slot has a tile without an entry.
-    num_tiles = entries // tile.rows + min(entries, num_slots)
-    ids, tile_slots = _sort(slots, num_slots, first, num_tiles, tile.rows)
-    inside = torch.empty((entries, inner), dtype=hidden.dtype, device=hidden.device)
-    out = torch.zeros((entries, width), dtype=hidden.dtype, device=hidden.device)
-    shares = shares.float().contiguous()
-    given = {"ACTIVATION": ACTIVATIONS[activation]}
-    _launch(num_tiles, tile, hidden, gate_up, inside, ids, tile_slots, shares, entries, top_k, GATED=True, **given)
-    _launch(num_tiles, tile, inside, down, out, ids, tile_slots, shares, entries, 1, GATED=False, **given)
-    return out.view(tokens, top_k, width).sum(1)
-
-
-def _sort(
-    slots: torch.Tensor, num_slots: int, first: int, num_tiles: int, rows: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The entries [num_tiles * rows] by slot, what pads them being no entry's number; each tile's slot, -1 for none."""
-    entries = slots.numel()
-    slots = slots.contiguous()
-    ids = torch.full((num_tiles * rows,), entries, dtype=torch.int32, device=slots.device)
-    tile_slots = torch.empty(num_tiles, dtype=torch.int32, device=slots.device)
-    bins = max(16, power_of_2(num_slots))
-    cursors = torch.empty(bins, dtype=torch.int32, device=slots.device)
-    _align[(1,)](
-        slots,
-        cursors,
-        tile_slots,
-        entries,
-        num_slots,
-        first,
-        num_tiles,
-        BINS=bins,
-        ROWS=rows,
-        CHUNK=ALIGN_CHUNK,
-        TILES=TILE_BLOCK,
-        num_warps=8,
-        **launching(),
-    )
-    grid = (triton.cdiv(entries, PLACE_BLOCK),)
-    _place[grid](slots, cursors, ids, entries, num_slots, first, BLOCK=PLACE_BLOCK, **launching())
-    return ids, tile_slots
+    entries, given = slots.numel(), {"ACTIVATION": ACTIVATIONS[activation]}
+    x: Scaled = hidden, None
+    if down[1] is not None and are_quantized(entries, num_slots):
+        x = fp8.quantize(hidden)
+        inside: Scaled = make_quantized(entries, inner, hidden.device)
+    else:
+        inside = torch.empty((entries, inner), dtype=hidden.dtype, device=hidden.device), None
+    sizes = x[0].element_size(), gate_up[0].element_size()
+    up_tile, down_tile = (expert_tile(entries, num_slots, columns, *sizes) for columns in (inner, width))
+    order = sort_entries(slots, num_slots, first, up_tile.rows)
+    parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
+    _launch(order, up_tile, x, gate_up, inside, slots.shape[1], hidden, GATED=True, **given)
+    _launch(order, down_tile, inside, down, (parts, None), 1, hidden, GATED=False, **given)
+    return _sum(parts, slots, shares, num_slots, first, added)
 
 
 def _launch(
-    num_tiles: int,
-    tile: Tile,
-    x: torch.Tensor,
-    scaled_weight: Weight,
-    y: torch.Tensor,
-    ids: torch.Tensor,
-    tile_slots: torch.Tensor,
-    shares: torch.Tensor,
-    entries: int,
-    top_k: int,
-    **given: int,
+    order: Sorted, tile: Tile, x: Scaled, weight: Scaled, y: Scaled, shared_by: int, like: torch.Tensor, **given: int
 ) -> None:
-    """`top_k`: how many entries share a row of x."""
-    depth, columns = x.shape[1], y.shape[1]
-    weight, scales = scaled_weight
-    assert x.stride(1) == 1 and weight.is_contiguous()
-    block_depth = 32 if x.element_size() == 4 else 64
-    _multiply[(triton.cdiv(columns, tile.columns), num_tiles)](
-        x,
-        weight,
-        weight if scales is None else scales,
-        y,
-        ids,
-        tile_slots,
-        shares,
-        entries,
-        x.stride(0),
-        weight.stride(0),
-        0 if scales is None else scales.stride(0),
-        0 if scales is None else scales.stride(1),
-        columns,
-        depth,
-        TOP_K=top_k,
+    """`shared_by`: how many entries share a row of x; `like`: of the dtype that is computed in."""
+    (rows, x_scales), (values, scales), (out, y_scales) = x, weight, y
+    width, depth = out.shape[1], values.shape[2]
+    assert rows.stride(1) == 1 and values.is_contiguous() and out.is_contiguous()
+    assert rows.shape[1] == depth and values.shape[1] == width * (2 if given["GATED"] else 1)
+    assert x_scales is not None or rows.dtype is like.dtype
+    assert scales is None or (scales.is_contiguous() and width % BLOCK == depth % BLOCK == 0)
+    _multiply[(triton.cdiv(width, tile.columns), len(order.tiles))](
+        rows,
+        rows if x_scales is None else x_scales,
+        values,
+        values if scales is None else scales,
+        out,
+        out if y_scales is None else y_scales,
+        order.ids,
+        order.tiles,
+        like,
+        0 if x_scales is None else x_scales.stride(1),
+        0 if y_scales is None else y_scales.stride(1),
+        STRIDE=rows.stride(0),
+        WIDTH=width,
+        DEPTH=depth,
+        SCALES_STRIDE=0 if scales is None else scales.stride(1),
+        SHARED_BY=shared_by,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        DEPTH=block_depth,
-        EVEN=depth % block_depth == 0 and columns % tile.columns == 0,
+        STEP=expert_step(rows.element_size()),
         SCALED=scales is not None,
+        QUANTIZED=x_scales is not None,
+        QUANTIZES=y_scales is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **given,
@@ -149,123 +123,158 @@ def _launch(
     )
 
 
-@triton.jit(do_not_specialize=["entries", "first", "num_tiles"])
-def _align(
-    slots_ptr,
-    cursors_ptr,
-    tile_slots_ptr,
-    entries,
-    num_slots,
-    first,
-    num_tiles,
-    BINS: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    TILES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """One program: where each slot's entries begin, in whole tiles, and which slot each tile has."""
-    take_turn(DEPENDENT)
-    counts = tl.zeros([BINS], tl.int32)
-    for start in range(0, entries, CHUNK):
-        entry = start + tl.arange(0, CHUNK)
-        slot = tl.load(slots_ptr + entry, mask=entry < entries, other=-1).to(tl.int32) - first
-        ours = (entry < entries) & (slot >= 0) & (slot < num_slots)
-        counts += tl.histogram(tl.where(ours, slot, 0), BINS, mask=ours)
-    bins = tl.arange(0, BINS)
-    tiles = (counts + ROWS - 1) // ROWS
-    ends = tl.cumsum(tiles, 0)
-    tl.store(cursors_ptr + bins, (ends - tiles) * ROWS)
-    total = tl.sum(tiles, 0)
-    for start in range(0, num_tiles, TILES):
-        tile = start + tl.arange(0, TILES)
-        slot = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
-        tl.store(tile_slots_ptr + tile, tl.where(tile < total, slot, -1), mask=tile < num_tiles)
+def _sum(
+    parts: torch.Tensor,
+    slots: torch.Tensor,
+    shares: torch.Tensor,
+    num_slots: int,
+    first: int,
+    added: torch.Tensor | None,
+) -> torch.Tensor:
+    (tokens, top_k), width = slots.shape, parts.shape[1]
+    assert shares.shape == slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
+    assert added is None or (added.is_contiguous() and added.shape == (tokens, width))
+    out = torch.empty((tokens, width), dtype=parts.dtype, device=parts.device)
+    _add_shares[(tokens, triton.cdiv(width, SUM_BLOCK))](
+        parts,
+        slots,
+        shares,
+        parts if added is None else added,
+        out,
+        slots.numel(),
+        first,
+        WIDTH=width,
+        TOP_K=top_k,
+        NUM_SLOTS=num_slots,
+        ADDS=added is not None,
+        BLOCK=SUM_BLOCK,
+        num_warps=4,
+        **launching(),
+    )
+    return out
 
 
-@triton.jit(do_not_specialize=["entries", "first"])
-def _place(slots_ptr, cursors_ptr, ids_ptr, entries, num_slots, first, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
-    """Each entry takes the next place of its slot. Which one does not matter: a row's products know no other row."""
-    take_turn(DEPENDENT)
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots_ptr + entry, mask=entry < entries, other=-1).to(tl.int32) - first
-    ours = (entry < entries) & (slot >= 0) & (slot < num_slots)
-    place = tl.atomic_add(cursors_ptr + tl.where(ours, slot, 0), 1, mask=ours)
-    tl.store(ids_ptr + place, entry, mask=ours)
-
-
-@triton.jit(do_not_specialize=["entries"])
+@kernel
 def _multiply(
     x_ptr,
+    x_scales_ptr,
     weight_ptr,
     scales_ptr,
     y_ptr,
+    y_scales_ptr,
     ids_ptr,
-    tile_slots_ptr,
-    shares_ptr,
-    entries,
-    x_stride,
-    slot_stride,
-    scales_slot_stride,
-    scales_stride,
-    columns,
-    depth,
-    TOP_K: tl.constexpr,
+    tiles_ptr,
+    like_ptr,
+    x_scales_stride,
+    y_scales_stride,
+    STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SCALES_STRIDE: tl.constexpr,
+    SHARED_BY: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    EVEN: tl.constexpr,
+    STEP: tl.constexpr,
     SCALED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+    QUANTIZES: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Rows of x times their expert's weight [columns, depth]; gated: a gate's columns, then as many of up."""
+    """A tile's rows of x times their expert's weight [WIDTH, DEPTH]; gated: a gate's rows, then as many of up."""
     take_turn(DEPENDENT)
-    slot = tl.load(tile_slots_ptr + tl.program_id(1))
-    if slot < 0:
+    tile = tl.program_id(1)
+    num_rows = tl.load(tiles_ptr + 2 * tile + 1)
+    if num_rows == 0:
         return
-    entry = tl.load(ids_ptr + tl.program_id(1) * ROWS + tl.arange(0, ROWS))
-    is_entry = entry < entries
+    slot = tl.load(tiles_ptr + 2 * tile).to(tl.int64)
+    is_entry = tl.arange(0, ROWS) < num_rows
+    entry = tl.load(ids_ptr + tile * ROWS + tl.arange(0, ROWS), mask=is_entry, other=0)
+    row = entry // SHARED_BY
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    k = tl.arange(0, DEPTH)
-    x_ptrs = x_ptr + (entry // TOP_K).to(tl.int64)[:, None] * x_stride + k[None, :]
-    weight_ptrs = weight_ptr + slot.to(tl.int64) * slot_stride + column[None, :] * depth + k[:, None]
-    scales_ptr += slot.to(tl.int64) * scales_slot_stride
-    gate_scales = scales_ptr + tl.program_id(0) * COLUMNS // GROUP * scales_stride
-    up_scales = scales_ptr + (columns + tl.program_id(0) * COLUMNS) // GROUP * scales_stride
+    k = tl.arange(0, STEP)
+    factor: tl.constexpr = 2 if GATED else 1
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * STRIDE + k[None, :]
+    weight_ptrs = weight_ptr + slot * (factor * WIDTH * DEPTH) + column[None, :] * DEPTH + k[:, None]
+    gate_scales = scales_ptr + (slot * (factor * WIDTH // GROUP) + tl.program_id(0) * COLUMNS // GROUP) * SCALES_STRIDE
+    up_scales = gate_scales + WIDTH // GROUP * SCALES_STRIDE
+    whole: tl.constexpr = DEPTH % STEP == 0 and WIDTH % COLUMNS == 0
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, depth, DEPTH):
+    for start in range(0, DEPTH, STEP):
         group = start // GROUP
-        if EVEN:
+        x_scale = tl.full([ROWS], 1.0, tl.float32)
+        if QUANTIZED:
+            x_scale = tl.load(x_scales_ptr + group * x_scales_stride + row, mask=is_entry, other=0.0)
+        if whole:
             x = tl.load(x_ptrs, mask=is_entry[:, None], other=0.0)
-            acc = _add_product(acc, x, tl.load(weight_ptrs), gate_scales + group, SCALED)
+            acc = _add_product(acc, x, x_scale, tl.load(weight_ptrs), gate_scales + group, SCALED, QUANTIZED)
             if GATED:
-                up = _add_product(up, x, tl.load(weight_ptrs + columns * depth), up_scales + group, SCALED)
+                weight = tl.load(weight_ptrs + WIDTH * DEPTH)
+                up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
         else:
-            is_deep = start + k < depth
-            is_weight = is_deep[:, None] & (column < columns)[None, :]
+            is_deep = start + k < DEPTH
+            is_weight = is_deep[:, None] & (column < WIDTH)[None, :]
             x = tl.load(x_ptrs, mask=is_entry[:, None] & is_deep[None, :], other=0.0)
-            w = tl.load(weight_ptrs, mask=is_weight, other=0.0)
-            acc = _add_product(acc, x, w, gate_scales + group, SCALED)
+            weight = tl.load(weight_ptrs, mask=is_weight, other=0.0)
+            acc = _add_product(acc, x, x_scale, weight, gate_scales + group, SCALED, QUANTIZED)
             if GATED:
-                w = tl.load(weight_ptrs + columns * depth, mask=is_weight, other=0.0)
-                up = _add_product(up, x, w, up_scales + group, SCALED)
-        x_ptrs += DEPTH
-        weight_ptrs += DEPTH
+                weight = tl.load(weight_ptrs + WIDTH * DEPTH, mask=is_weight, other=0.0)
+                up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
+        x_ptrs += STEP
+        weight_ptrs += STEP
     if GATED:
         acc = activate(acc, ACTIVATION) * up
+    y_ptrs = y_ptr + entry.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    if QUANTIZES:  # a tile's columns are one block of scales
+        values, scales = quantize_groups(acc.to(like_ptr.dtype.element_ty).to(tl.float32))
+        tl.store(y_ptrs, values, mask=is_entry[:, None])
+        tl.store(y_scales_ptr + tl.program_id(0) * y_scales_stride + entry, scales, mask=is_entry)
     else:
-        acc *= tl.load(shares_ptr + entry, mask=is_entry, other=0.0)[:, None]
-    y_ptrs = y_ptr + entry.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=is_entry[:, None] & (column < columns)[None, :])
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=is_entry[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
-def _add_product(acc, x, weight, scale_ptr, SCALED: tl.constexpr):
+def _add_product(acc, x, x_scale, weight, scale_ptr, SCALED: tl.constexpr, QUANTIZED: tl.constexpr):
     """A step of the depth lies within one block of scales, as do a tile's columns."""
-    if SCALED:
-        return acc + tl.dot(x, weight.to(x.dtype), input_precision="ieee") * tl.load(scale_ptr)
+    if QUANTIZED:
+        return acc + tl.dot(x, weight) * (x_scale * tl.load(scale_ptr))[:, None]
+    elif SCALED:  # by way of float32: before 9.0 there is no shorter one
+        weight = weight.to(tl.float32).to(x.dtype)
+        return acc + tl.dot(x, weight, input_precision="ieee") * tl.load(scale_ptr)
     else:
         return tl.dot(x, weight, acc, input_precision="ieee")
+
+
+@kernel
+def _add_shares(
+    parts_ptr,
+    slots_ptr,
+    shares_ptr,
+    added_ptr,
+    out_ptr,
+    entries,
+    first,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """What a token's entries on this rank add up to, in the order of its choice."""
+    take_turn(DEPENDENT)
+    token = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        entry = token * TOP_K + choice
+        _, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)
+        part = tl.load(parts_ptr + entry.to(tl.int64) * WIDTH + column, mask=inside & ours, other=0.0).to(tl.float32)
+        total += part * tl.load(shares_ptr + entry)
+    row = token.to(tl.int64) * WIDTH + column
+    if ADDS:
+        total += tl.load(added_ptr + row, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, total.to(out_ptr.dtype.element_ty), mask=inside)

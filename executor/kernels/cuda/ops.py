@@ -1,7 +1,10 @@
 """The Triton kernels as `Ops`, `SamplingOps` and `InputOps`, for a model on a GPU."""
 
+import dataclasses
+
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
-from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, moe, rope, rows, sampling
+from penstock.executor.kernels.card import Card
+from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, moe, rope, routing, rows, sampling
 
 OPS = Ops(
     rows.rms_norm,
@@ -11,6 +14,7 @@ OPS = Ops(
     latent.latent_attention,
     rows.silu_mul,
     rows.gelu_tanh_mul,
+    routing.choose_experts,
     moe.fused_experts,
     BlockOps(fp8.quantize, fp8.silu_mul_quantize, fp8.add_rms_norm_quantize, fp8.block_linear, moe.fused_block_experts),
     expanded.expanded_attention,
@@ -18,3 +22,8 @@ OPS = Ops(
 
 INPUT_OPS = InputOps(inputs.apply_runs, inputs.prepare)
 SAMPLING_OPS = SamplingOps(sampling.choose, sampling.penalize, sampling.mask)
+
+
+def choose_ops(card: Card) -> Ops:
+    """`OPS`, but for what the card does not have."""
+    return OPS if card.has_eight_bits else dataclasses.replace(OPS, blocks=None)

@@ -1,18 +1,21 @@
-"""Which tile sizes, warps and pipeline stages a kernel is launched with: plain functions of shapes, decided at launch.
+"""Which tile sizes, warps and pipeline stages a kernel is launched with: plain functions of shapes and of the card that it
+is launched on, decided at launch.
 
 Nothing is decided while requests wait: a choice that depends on how many rows, tokens or positions a step has lasts
 until that number has doubled at least, so that `sizes` names all there can be, and the start runs them.
 
 The numbers come from compiling for compute capability 9.0 (no spills, within 227 KiB of shared memory, tensor-core
-instructions of the wide kind) and from published measurements; none has been tuned on a GPU yet. tests/executor/kernels
-compiles every one of them.
+instructions of the wide kind) and from published measurements; none has been tuned on a GPU yet. Cards whose products
+read registers, or with 99 KiB of shared memory, take smaller tiles. tests/executor/kernels compiles every one of them.
 """
 
 from typing import NamedTuple
 
-NUM_PROCESSORS = 132  # of an H100 or H200
+from penstock.executor.kernels.card import current_card
+
 MAX_SPLITS = 64  # of one row's context
 MIN_SPLIT = 128  # positions: below this, putting parts together costs more than it gains
+MIN_DEPTH = 1024  # of a product, likewise
 
 
 class Tile(NamedTuple):
@@ -35,7 +38,10 @@ def prefill_tile(head_dim: int, itemsize: int) -> Tile:
     """rows: pairs of a token and one of its heads; 64 or more of them make a warpgroup's product (wgmma)."""
     if itemsize == 4:
         return Tile(32, 16 if head_dim > 128 else 32, 4, 1)
-    return Tile(128, 32, 8, 2) if head_dim > 128 else Tile(128, 64, 8, 3)
+    is_wide = current_card().has_wide_products
+    if head_dim > 128:
+        return Tile(128 if is_wide else 64, 32, 8, 2)
+    return Tile(128, 64 if is_wide else 32, 8, 3)
 
 
 def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: int) -> Tile:
@@ -45,33 +51,55 @@ def latent_tile(num_heads: int, is_single: bool, itemsize: int, page_itemsize: i
     if is_single and num_heads <= 16:
         return Tile(16, 32, 4, 2)
     # Eight bits pass through registers on their way to a product, and 64 rows leave none for them.
-    return Tile(32 if page_itemsize == 1 else 64, 32, 8, 2)
+    is_wide, is_narrow = current_card().has_wide_products, page_itemsize == 1
+    return Tile(64 if is_wide and not is_narrow else 32, 32 if is_wide or not is_narrow else 16, 8, 2)
 
 
 def expanded_tile(itemsize: int) -> Tile:
     """rows: tokens; columns: positions. Keys of 192, as in all models with latents that people serve."""
-    return Tile(32, 16, 8, 1) if itemsize == 4 else Tile(128, 64, 8, 2)
+    if itemsize == 4:
+        return Tile(32, 16, 8, 1)
+    return Tile(128 if current_card().has_wide_products else 64, 64, 8, 2)
 
 
-def expert_tile(entries: int, num_slots: int, itemsize: int, weight_itemsize: int) -> Tile:
-    """By the entries that an expert has on average: few of them are bound by reading weights, whatever the tile."""
+def expert_tile(entries: int, num_slots: int, columns: int, itemsize: int, weight_itemsize: int) -> Tile:
+    """By the entries that an expert has on average: few of them are bound by reading weights, whatever the tile, and all
+    processors are to read. Its rows do not depend on `columns`, how many the product has."""
     if itemsize == 4:
         return Tile(16, 32, 4, 2)
+    if itemsize == 1:  # 128 columns: a block of the scales that up writes
+        return Tile(64, 128, 8, 3 if current_card().has_wide_products else 2)
     if entries <= 16 * num_slots:
-        return Tile(16, 128, 4, 3) if weight_itemsize == 1 else Tile(16, 64, 4, 4)
+        width, programs = 128 if weight_itemsize == 1 else 64, min(entries, num_slots) * columns
+        while width > 32 and programs < width * current_card().num_processors:
+            width //= 2
+        return Tile(16, width, 4, 3 if width == 128 else 4 if width == 64 else 6)
     return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
 
 
-def block_linear_tile(rows: int) -> Tile:
-    """columns: at most the 128 that share a scale."""
+def expert_step(itemsize: int) -> int:
+    """Of an expert's depth. Eight bits on both sides: a block of scales."""
+    return 128 if itemsize == 1 else 32 if itemsize == 4 else 64
+
+
+def block_linear_tile(rows: int, width: int) -> Tile:
+    """columns: at most the 128 that share a scale. For few rows all processors are to read weights."""
     if rows <= 16:
-        return Tile(16, 64, 4, 4)
+        return Tile(16, 64, 4, 4) if width >= 64 * current_card().num_processors else Tile(16, 32, 4, 6)
     return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 128, 8, 3)
+
+
+def depth_splits(programs: int, depth: int) -> int:
+    """Into how many parts a product's depth is cut: as long as all of them run at once, and have a part worth joining."""
+    splits = 1
+    while 2 * splits * programs <= current_card().num_processors and 2 * splits * MIN_DEPTH <= depth:
+        splits *= 2
+    return splits
 
 
 def choose_splits(programs: int, max_context: int) -> int:
     """Into how many parts each row's context is cut so that `programs` times as many fill the GPU a few times."""
-    wanted = -(-4 * NUM_PROCESSORS // max(1, programs))
+    wanted = -(-4 * current_card().num_processors // max(1, programs))
     return power_of_2(min(wanted, -(-max_context // MIN_SPLIT), MAX_SPLITS))
 
 

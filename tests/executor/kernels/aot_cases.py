@@ -1,17 +1,21 @@
 """Calls of the launchers with the shapes of models people serve, by group; `aot.py` compiles what they launch.
 
-`quick` is compiled with every run of the suite, `all` with `-m slow`.
+`quick` is compiled for an H200 with every run of the suite, and `few` for the other cards; `all` with `-m slow` for all of
+them. A case's name says what is special about it: "eight-bit", "dependent", "float32", "prompts", "a batch".
 """
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import torch
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda import fp8, moe
 from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
+from penstock.executor.models.spec import MoeSpec
 from penstock.executor.state import Places
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -106,9 +110,18 @@ def rows(width: int, inner: int) -> Callable[[], None]:
     return call
 
 
+def router(experts: int, top_k: int, num_shared: int, **given: Any) -> Callable[[], None]:
+    def call() -> None:
+        moe = MoeSpec(num_experts=experts, top_k=top_k, intermediate_size=1, renormalize=True, **given)
+        bias = torch.zeros(experts) if moe.has_bias else None
+        OPS.choose_experts(torch.zeros(8, experts + moe.has_shared_gate), bias, moe, num_shared)
+
+    return call
+
+
 def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
     def call() -> None:
-        slots = torch.zeros(tokens, top_k, dtype=torch.int64)
+        slots = torch.zeros(tokens, top_k, dtype=torch.int32)
         gate_up = torch.empty(num, 2 * inner, width, dtype=dtype)
         down = torch.empty(num, width, inner, dtype=dtype)
         hidden = torch.zeros(tokens, width, dtype=dtype)
@@ -119,7 +132,7 @@ def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: to
 
 def block_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> Callable[[], None]:
     def call() -> None:
-        slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int64), torch.zeros(tokens, width, dtype=BF16)
+        slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, width, dtype=BF16)
         weights = []
         for shape in ((num, 2 * inner, width), (num, width, inner)):
             weights += [torch.empty(shape, dtype=FP8), torch.empty(num, shape[1] // 128, -(-shape[2] // 512) * 4)]
@@ -198,21 +211,32 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "SmolLM2-135M: rope": rope(64, 9, 3, False),
     "Gemma-3-4B: attention": attention(4, 1, 256, 8, 4),
     "Gemma-3-4B: windowed attention": attention(4, 1, 256, 8, 4, window=1024),
+    "Qwen3-30B-A3B: router": router(128, 8, 0),
+    "Qwen2-57B-A14B: router": router(64, 8, 8, has_shared_gate=True),
+    "DeepSeek-V2: router": router(160, 6, 2, num_groups=8, top_groups=3),
+    "DeepSeek-V3: router": router(256, 8, 1, scoring="sigmoid", num_groups=8, top_groups=4, has_bias=True),
     "Qwen3-30B-A3B: experts, one row": experts(1, 128, 8, 2048, 768),
     "Qwen3-30B-A3B: experts, a batch": experts(512, 128, 8, 2048, 768),
     "Qwen3-30B-A3B: experts, prompts": experts(4096, 128, 8, 2048, 768),
-    "DeepSeek-V2-Lite: experts, prompts": experts(4096, 64, 6, 2048, 1408),
+    "DeepSeek-V2-Lite: experts and shared ones, one row": experts(1, 66, 8, 2048, 1408),
+    "DeepSeek-V2-Lite: experts and shared ones, prompts": experts(4096, 66, 8, 2048, 1408),
     "Mixtral-8x7B: experts": experts(64, 8, 2, 4096, 14336),
     "SmallMoE: float32 experts": experts(64, 8, 2, 64, 96, F32),
     "Qwen3-30B-A3B: eight-bit experts, one row": block_experts(1, 128, 8, 2048, 768),
     "Qwen3-30B-A3B: eight-bit experts, a batch": block_experts(512, 128, 8, 2048, 768),
     "Qwen3-30B-A3B: eight-bit experts, prompts": block_experts(4096, 128, 8, 2048, 768),
+    "DeepSeek-V3: eight-bit experts and a shared one, one row": block_experts(1, 33, 9, 7168, 2048),
+    "DeepSeek-V3: eight-bit experts and a shared one, prompts": block_experts(1024, 33, 9, 7168, 2048),
     "Qwen3-8B: eight bits, one row": eight_bits(1, 6144, 4096),
     "Qwen3-8B: eight bits, a batch": eight_bits(64, 6144, 4096),
     "Qwen3-8B: eight bits, prompts": eight_bits(256, 6144, 4096),
+    "Qwen3-8B: eight bits, one row, dependent": dependent(eight_bits(1, 4096, 12288)),
+    "Qwen3-8B: eight bits over ranks, one row": eight_bits(1, 1024, 4096),
     "DeepSeek-V2-Lite: attention": latent(4, 1, 16),
     "DeepSeek-V2-Lite: attention, dependent": dependent(latent(4, 1, 16)),
+    "Qwen3-30B-A3B: router, dependent": dependent(router(128, 8, 0)),
     "Qwen3-30B-A3B: experts, one row, dependent": dependent(experts(1, 128, 8, 2048, 768)),
+    "Qwen3-30B-A3B: experts, a batch, dependent": dependent(experts(512, 128, 8, 2048, 768)),
     "DeepSeek-V2-Lite: full batch": latent(1024, 0, 16),
     "DeepSeek-V2-Lite: float32": latent(4, 1, 16, F32),
     "DeepSeek-V2-Lite: prompts": expanded(2, 16),
@@ -224,4 +248,15 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Phi: attention": attention(4, 1, 96, 32, 32),
 }
 
-GROUPS = {"quick": QUICK, "all": ALL}
+FEW = {name: QUICK[name] for name in ("Qwen3-0.6B: one row", "Qwen3-0.6B: prompts", "Qwen3-0.6B: rows")}
+
+GROUPS = {"few": FEW, "quick": QUICK, "all": ALL}
+
+
+def lack(case: str, card: Card) -> str | None:
+    """What the card would need for it."""
+    if "eight" in case and not card.has_eight_bits:
+        return "numbers of eight bits"
+    if "dependent" in case and not card.has_dependent_launch:
+        return "launches before the last kernel's end"
+    return None

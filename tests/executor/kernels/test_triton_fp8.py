@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from penstock.executor.kernels import card as cards
 from penstock.executor.kernels import torch_fp8
-from penstock.executor.kernels.cuda import fp8
+from penstock.executor.kernels.cuda import fp8, tiles
 from tests.executor.kernels.cases import close, every_dtype
 from tests.executor.paged import random
 
@@ -31,7 +32,7 @@ def test_what_quantizes_equals_the_twin(device: torch.device, dtype: torch.dtype
     gate_up = random(3, 512, dtype=dtype, seed=4).to(device)
     pairs.append((fp8.silu_mul_quantize(gate_up), torch_fp8.silu_mul_quantize(gate_up)))
     for (values, scales), (twin_values, twin_scales) in pairs:
-        assert scales.stride() == twin_scales.stride() == (1, 3)
+        assert scales.stride() == twin_scales.stride() == (1, 4)
         torch.testing.assert_close(scales, twin_scales, rtol=2e-2 if dtype is torch.bfloat16 else 2e-3, atol=0)
         # Where a quotient lies between two numbers of eight bits, the next one may be taken.
         torch.testing.assert_close(values.float(), twin_values.float(), rtol=0.13, atol=2**-9)
@@ -39,12 +40,28 @@ def test_what_quantizes_equals_the_twin(device: torch.device, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("rows", [1, 20, 70])
-def test_the_product_equals_the_twin(device: torch.device, rows: int) -> None:
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_product_equals_the_twin(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, splits: int
+) -> None:
+    """Three blocks of the depth: of four parts the last has none."""
+    monkeypatch.setattr(fp8, "depth_splits", lambda *_: splits)
     _, weight, weight_scales = quantized_weight(200, 384)
-    values, scales = torch_fp8.quantize(random(rows, 384))
-    x = values.to(device), scales.t().contiguous().to(device).t()
-    actual = fp8.block_linear(x, weight.to(device), weight_scales.to(device), torch.float32)
-    close(actual, torch_fp8.block_linear((values, scales), weight, weight_scales, torch.float32))
+    x = torch_fp8.quantize(random(rows, 384))
+    actual = fp8.block_linear(moved(x, device), weight.to(device), weight_scales.to(device), torch.float32)
+    close(actual, torch_fp8.block_linear(x, weight, weight_scales, torch.float32))
+
+
+def moved(x: torch_fp8.Quantized, device: torch.device) -> torch_fp8.Quantized:
+    made = torch_fp8.make_quantized(*x[0].shape, device)
+    for tensor, given in zip(made, x, strict=True):
+        tensor.copy_(given)
+    return made
+
+
+def test_the_depth_is_cut_where_few_programs_have_much_of_it() -> None:
+    cases = {(64, 4096): 2, (128, 12288): 1, (64, 1536): 1, (8, 16384): 16, (8, 512): 1}
+    assert {case: tiles.depth_splits(*case) for case in cases} == cases
 
 
 def test_the_twin_comes_near_the_product_in_full() -> None:
@@ -60,10 +77,51 @@ def test_cublas_gets_many_tokens_and_whole_blocks() -> None:
     assert {case: fp8.is_cublas(*case) for case in cases} == cases
 
 
-@pytest.mark.gpu
-def test_many_tokens_go_through_cublas() -> None:
-    _, weight, weight_scales = quantized_weight(256, 512)
-    x = torch_fp8.quantize(random(512, 512, dtype=torch.bfloat16))
-    moved = x[0].cuda(), x[1].t().contiguous().cuda().t()
-    actual = fp8.block_linear(moved, weight.cuda(), weight_scales.cuda(), torch.bfloat16)
+@pytest.mark.parametrize(("rows", "depth"), [(257, 128), (509, 384), (510, 640), (512, 512), (1001, 384)])
+def test_many_tokens_go_through_cublas(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int, depth: int
+) -> None:
+    product = fp8.block_linear
+    if device.type == "cpu":
+        monkeypatch.setattr(F, "scaled_mm", strict_scaled_mm, raising=False)
+        product = fp8.scaled_mm
+    assert fp8.is_cublas(rows, 256)
+    _, weight, weight_scales = quantized_weight(256, depth)
+    x = torch_fp8.quantize(random(rows, depth, dtype=torch.bfloat16))
+    actual = product(moved(x, device), weight.to(device), weight_scales.to(device), torch.bfloat16)
+    assert actual.shape == (rows, 256)
     close(actual, torch_fp8.block_linear(x, weight, weight_scales, torch.float32), torch.bfloat16)
+
+
+def strict_scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    a_recipe: F.ScalingType,
+    b_scales: torch.Tensor,
+    b_recipe: F.ScalingType,
+    output_dtype: torch.dtype,
+) -> torch.Tensor:
+    """What torch checks and cuBLASLt documents of these scales, and the product as it reads them, by their strides."""
+    assert (a_recipe, b_recipe) == (F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128)
+    (rows, depth), (_, width) = a.shape, b.shape
+    groups, padded = -(-depth // 128), -(-depth // 512) * 4
+    assert a.stride() == (depth, 1) and b.stride() == (1, depth) and depth % 16 == width % 16 == 0
+    assert a_scales.shape == (rows, groups) and b_scales.shape == (padded, -(-width // 128))
+    assert a_scales.stride(0) == b_scales.stride(0) == 1
+    assert a_scales.stride(1) == rows and b_scales.stride(1) == padded
+    assert rows % 4 == 0, "a column of scales begins at 16 bytes"
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in (a, b, a_scales, b_scales))
+    wide = a.float().unflatten(1, (-1, 128)) * a_scales[..., None]
+    by_column = b_scales[:groups].repeat_interleave(128, 1)[:, :width]  # [groups, width]
+    products = torch.einsum("tgk,gkn->tgn", wide, b.float().unflatten(0, (-1, 128)))
+    return (products * by_column).sum(1).to(output_dtype)
+
+
+def test_without_scaled_mm_or_on_other_cards_every_product_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for card, is_cublas in ((cards.H200, True), (cards.L40S, False), (cards.B200, False), (cards.RTX_PRO, False)):
+        monkeypatch.setattr(fp8, "current_card", lambda given=card: given)
+        assert fp8.is_cublas(512, 512) is is_cublas
+    monkeypatch.setattr(fp8, "current_card", lambda: cards.H200)
+    monkeypatch.delattr(F, "scaled_mm")
+    assert not fp8.is_cublas(512, 512)

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from penstock.executor.kernels import select_ops, torch_fp8, torch_ops
+from penstock.executor.kernels import card, select_ops, torch_fp8, torch_ops
+from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig
@@ -98,8 +99,15 @@ def test_a_model_of_eight_bits_is_near_its_twin(
     assert (actual - expected).norm() < 0.05 * expected.norm()
 
 
-def test_a_gpu_of_this_generation_or_later_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda", 0)
-    for capability, expected in (((9, 0), OPS), ((10, 0), OPS), ((8, 9), torch_ops.OPS)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, capability=capability: capability)
-        assert select_ops(cuda, torch.bfloat16, 128) is expected
+@pytest.mark.parametrize("card", [card.A100, card.L40S, card.H200, card.B200, card.RTX_PRO])
+def test_what_a_gpu_lacks_is_left_out_and_the_rest_is_kernels(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
+    monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: card)
+    ops = select_ops(torch.device("cuda", 0), torch.bfloat16, 128)
+    assert dataclasses.replace(ops, blocks=OPS.blocks) == OPS
+    assert ops.blocks is (OPS.blocks if card.capability >= (8, 9) else None)
+
+
+def test_a_gpu_before_all_of_these_computes_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    turing = Card((7, 5), 40, 64 << 10)
+    monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: turing)
+    assert select_ops(torch.device("cuda", 0), torch.float16, 128) is torch_ops.OPS

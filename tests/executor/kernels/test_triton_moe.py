@@ -1,12 +1,17 @@
 """The experts in Triton against their twin, and both against the loop over experts that a CPU runs."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from penstock.executor.kernels import torch_fp8, torch_ops
 from penstock.executor.kernels.cuda import moe, tiles
+from penstock.executor.kernels.cuda.launch import Kernel
+from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.models.spec import MoeSpec
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.driver import Driver
@@ -56,6 +61,23 @@ def test_experts_of_eight_bits_equal_the_twin(device: torch.device, dtype: torch
     assert (exact - unscaled).norm() < 0.06 * unscaled.norm()
 
 
+@pytest.mark.parametrize("tokens", [25, 70])
+@pytest.mark.parametrize("first", [0, 1])
+def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, tokens: int, first: int) -> None:
+    """Where a number lies between two of eight bits, kernel and twin may take different ones."""
+    hidden, slots, shares, gate_up, down = case(tokens, 3, 2, 384, 128, torch.bfloat16, torch.device("cpu"))
+    weights = (*in_blocks(gate_up[first:]), *in_blocks(down[first:]))
+    added = random(tokens, 384, dtype=torch.bfloat16, seed=8)
+    assert torch_fp8.are_quantized(slots.numel(), 3 - first)
+    given = [tensor.to(device) for tensor in (hidden, slots, shares, *weights)]
+    actual = moe.fused_block_experts(*given, first, "silu", added.to(device)).double().cpu()
+    expected = torch_fp8.fused_block_experts(hidden, slots, shares, *weights, first, "silu", added).double()
+    assert (actual - expected).norm() < 5e-3 * expected.norm()
+    exact = (hidden.double(), slots, shares, gate_up[first:].double(), down[first:].double(), first, "silu")
+    full = torch_ops.fused_experts(*exact, added.double())
+    assert 0.01 * full.norm() < (actual - full).norm() < 0.06 * full.norm()
+
+
 def in_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[S, N, K] in eight bits, and the scales as the kernels take them."""
     pairs = [quantize(weight.float()) for weight in weights]
@@ -73,15 +95,97 @@ def test_a_rank_adds_only_what_its_own_experts_make(device: torch.device) -> Non
     close(parts[0] + parts[1], whole)
 
 
+def test_what_others_made_is_added(device: torch.device) -> None:
+    given = case(9, 5, 2, 64, 64, torch.bfloat16, device)
+    added = random(9, 64, dtype=torch.bfloat16, seed=8).to(device)
+    close(moe.fused_experts(*given, 0, "silu", added), torch_ops.fused_experts(*given, 0, "silu", added))
+
+
+def test_no_tokens_are_no_work(device: torch.device) -> None:
+    assert moe.fused_experts(*case(0, 5, 2, 64, 64, torch.float32, device), 0, "silu").shape == (0, 64)
+
+
+@pytest.mark.gpu
+def test_an_entry_has_the_same_bits_in_whatever_company() -> None:
+    """Which the interpreter's products do not have, numpy's."""
+    device = torch.device("cuda")
+    hidden, slots, shares, gate_up, down = case(40, 3, 2, 64, 32, torch.bfloat16, device)
+    together = moe.fused_experts(hidden, slots, shares, gate_up, down, 0, "silu")
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(5)).to(device)
+    shuffled = moe.fused_experts(hidden[order], slots[order], shares[order], gate_up, down, 0, "silu")
+    assert torch.equal(shuffled, together[order])
+
+
 @pytest.mark.parametrize("kind", ["the twin", pytest.param("triton", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case_name", ["mixtral", "deepseek-v2-lite"])
-def test_a_model_gives_the_tokens_of_transformers(monkeypatch: pytest.MonkeyPatch, case_name: str, kind: str) -> None:
-    """Through the models' seam: the experts' weights in one tensor, on a CPU whose linear layers are plain."""
-    fused = torch_ops.fused_experts if kind == "the twin" else moe.fused_experts
-    ops = dataclasses.replace(torch_ops.OPS, fused_experts=fused)
-    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: ops)
-    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
-    config = ExecutorConfig(model=str(folder(case_name)), device="cpu", dtype="float32", kv_cache_bytes=2**20)
-    driver = Driver(UniprocExecutor(config))
+@pytest.mark.parametrize(("case_name", "num_shared"), [("mixtral", 0), ("deepseek-v2-lite", 2), ("qwen2-moe", 0)])
+def test_a_model_gives_the_tokens_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, case_name: str, num_shared: int, kind: str
+) -> None:
+    """Through the models' seam: the experts' weights in one tensor, the shared ones too where their width allows it."""
+    driver = driver_of(monkeypatch, OPS if kind == "triton" else torch_ops, str(folder(case_name)))
+    assert {experts.num_shared for experts in driver.executor._rank.runner._model.experts} == {num_shared}
     prompt = [5, 17, 3, 99, 42, 8, 71, 150]
     assert driver.generate(driver.admit(prompt), count=4) == [greedy(case_name, prompt, 4)[0]]
+
+
+@pytest.mark.parametrize("width", [64, 96])
+def test_a_shared_expert_with_a_gate_is_cut_into_experts(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    overrides = {"shared_expert_intermediate_size": width}
+    given = {"hf_overrides": overrides, "load_format": "dummy"}
+    drivers = [driver_of(monkeypatch, fused, str(folder("qwen2-moe")), **given) for fused in (None, torch_ops)]
+    counts = [{experts.num_shared for experts in driver.executor._rank.runner._model.experts} for driver in drivers]
+    assert counts == [{0}, {width // 32}]
+    first, second = (driver.generate(driver.admit([5, 17, 3, 99, 42, 8]), count=8) for driver in drivers)
+    assert first == second
+
+
+def driver_of(monkeypatch: pytest.MonkeyPatch, kernels: Any, model: str, **given: Any) -> Driver:
+    """On a CPU whose linear layers are plain. `kernels`: where the experts' come from, if from anywhere."""
+    changes = {"fused_experts": None if kernels is None else kernels.fused_experts}
+    if kernels is OPS:
+        changes["choose_experts"] = OPS.choose_experts
+    ops = dataclasses.replace(torch_ops.OPS, **changes)
+    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: ops)
+    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    return Driver(
+        UniprocExecutor(ExecutorConfig(model=model, device="cpu", dtype="float32", kv_cache_bytes=2**20, **given))
+    )
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 5), (40, 6)])
+def test_a_layer_of_experts_is_few_launches(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, tokens: int, expected: int
+) -> None:
+    """Behind the router's product: the choice, one or two to sort, up, down and the sum; no copies, no fills."""
+    spec = MoeSpec(num_experts=30, top_k=14, intermediate_size=32, renormalize=True, scale=2.0)
+    launches: list[str] = []
+    plain_launch = Kernel._launch
+
+    def counted(self: Kernel, *given: Any, **options: Any) -> Any:
+        launches.append(self.name)
+        with _disable_current_modes():
+            return plain_launch(self, *given, **options)
+
+    monkeypatch.setattr(Kernel, "_launch", counted)
+    hidden, _, _, gate_up, down = case(tokens, 32, 2, 64, 32, torch.bfloat16, device)
+    logits = random(tokens, 30).to(device)
+    with Recorded(launches):
+        ids, shares = OPS.choose_experts(logits, None, spec, 2)
+        assert OPS.fused_experts is not None
+        OPS.fused_experts(hidden, ids, shares, gate_up, down, 0, "silu")
+    assert len(launches) == expected, launches
+
+
+class Recorded(TorchDispatchMode):
+    """Notes each operation of torch that would be a launch."""
+
+    FREE = ("empty", "view", "t", "transpose", "slice", "as_strided", "detach")
+
+    def __init__(self, launches: list[str]) -> None:
+        super().__init__()
+        self._launches = launches
+
+    def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), options: Any = None) -> Any:
+        if function.overloadpacket.__name__ not in self.FREE:
+            self._launches.append(str(function))
+        return function(*given, **(options or {}))

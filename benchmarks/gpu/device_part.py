@@ -1,0 +1,61 @@
+"""What this machine is: the device, the versions, tools, what a copy and a matrix product reach. The first rung."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+
+import torch
+from benchmarks.gpu.figures import Timer, ceilings, open_device, tell
+from benchmarks.gpu.machine import PACKAGES, is_installed
+from benchmarks.gpu.memcheck_part import find_sanitizer
+
+VERSIONS = ("torch", "triton", "transformers", "numpy", "pytest", *PACKAGES)
+
+
+def main(job: dict) -> None:
+    tell("machine", python=platform.python_version(), cores=os.cpu_count(), glibc=platform.libc_ver()[1])
+    tell("versions", **{name: importlib.metadata.version(name) for name in VERSIONS if is_installed(name)})
+    tell("lacking", packages=[name for name in VERSIONS if not is_installed(name)], extension=extension())
+    tools = ("nvcc", "ncu", "cc")
+    tell("tools", **{name: shutil.which(name) for name in tools}, sanitizer=find_sanitizer())
+    device = open_device(job)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        tell(
+            "device",
+            name=properties.name,
+            capability=list(torch.cuda.get_device_capability(device)),
+            processors=properties.multi_processor_count,
+            gib=properties.total_memory / 2**30,
+            cuda=torch.version.cuda,
+            driver=driver(),
+        )
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    copy, product = ceilings(Timer(device, 3 if job["tiny"] else 30), device, dtype, job["tiny"])
+    tell("copy", gb_per_s=copy / 1e9)
+    tell("matrix product", tflop_per_s=product / 1e12)
+
+
+def extension() -> str | None:
+    """Why our part in C cannot be imported, if it cannot."""
+    try:
+        import penstock._csrc  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def driver() -> str | None:
+    asked = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,150 @@
+"""A machine with a GPU as it is found: no network, few packages, perhaps no compiler. What it lacks is carried there.
+
+`make gpu-wheels` fills .whl/ where there is a network: wheels, and the C extension as it was built. `prepare` puts to use
+what a machine lacks of it. Nothing here needs more than Python's own library.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("engine", "cache", "executor", "router", "eplb")
+EXTENSION = ROOT / "src/penstock/_csrc.abi3.so"
+CARRIED = ROOT / ".whl"
+MAX_BYTES = 64 << 20  # what is carried in all
+
+# Beside torch, triton, numpy, transformers and pytest: what is imported on the way to `LLM`, and for tests on many cores.
+# The last line is what these need themselves.
+PACKAGES = (
+    *("msgspec", "cffi", "xxhash", "llguidance", "tokenizers", "safetensors", "gguf"),
+    *("pyzmq", "httptools", "starlette", "uvicorn", "uvloop", "prometheus_client"),
+    *("pytest-timeout", "pytest-xdist"),
+    *("pycparser", "execnet", "anyio", "idna", "sniffio", "h11", "click", "Jinja2", "MarkupSafe", "tqdm"),
+    "typing_extensions",
+)
+PYTHON = "3.12"
+GLIBC = (39, 35, 34, 31, 28, 27, 24, 17)  # pip takes each to the letter
+OLD_NAMES = ("manylinux2014_x86_64", "manylinux1_x86_64")
+
+
+def environment(carried: Path = CARRIED) -> dict[str, str]:
+    """For whatever is run from here: our sources first, then what was carried."""
+    paths = [str(ROOT / "src"), str(ROOT), str(carried / "site"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def prepare(carried: Path = CARRIED) -> list[str]:
+    """Links, packages, the extension. What could not be done is said, and is no reason to stop."""
+    for room in ROOMS:
+        link = ROOT / "src/penstock" / room
+        if not link.exists():  # archives may drop symlinks
+            link.symlink_to(f"../../{room}")
+    return [*unpack(carried), *extend(carried)]
+
+
+def unpack(carried: Path) -> list[str]:
+    """The wheels of packages that this Python lacks, into carried/site; no installer is needed for these."""
+    site, problems = carried / "site", []
+    shutil.rmtree(site, ignore_errors=True)
+    for wheel in sorted(carried.glob("*.whl")):
+        name, _, python, abi, _ = re.fullmatch(r"(.+?)-(.+?)-(?:\d[^-]*-)?([^-]+)-([^-]+)-([^-]+)\.whl", wheel.name).groups()  # type: ignore[union-attr]  # fmt: skip
+        if is_installed(name):
+            continue
+        if abi not in ("none", "abi3") and python != f"cp{sys.version_info[0]}{sys.version_info[1]}":
+            problems.append(f"{wheel.name} is not for Python {sys.version_info[0]}.{sys.version_info[1]}")
+            continue
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    return problems
+
+
+def is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def extend(carried: Path) -> list[str]:
+    """penstock._csrc: the one that is there, the one that was carried if it is of these sources, else a new one."""
+    ready = carried / carried_name()
+    if not _can_import(carried) and ready.exists():
+        shutil.copy(ready, EXTENSION)
+    if _can_import(carried):
+        return []
+    print("building penstock._csrc: half a minute, which the one of .whl/ saves", flush=True)
+    command = [sys.executable, str(ROOT / "csrc/build.py")]
+    built = subprocess.run(command, env=environment(carried), capture_output=True, text=True)
+    if built.returncode == 0 and _can_import(carried):
+        return []
+    return [
+        f"penstock._csrc cannot be had here: {(built.stderr or 'it was built and cannot be imported').strip()[-400:]}"
+    ]
+
+
+def _can_import(carried: Path) -> bool:
+    """It is newer than its sources, and Python takes it."""
+    if not EXTENSION.exists() or EXTENSION.stat().st_mtime < max(path.stat().st_mtime for path in _sources()):
+        return False
+    command = [sys.executable, "-c", "import penstock._csrc"]
+    return subprocess.run(command, env=environment(carried), capture_output=True).returncode == 0
+
+
+def _sources() -> list[Path]:
+    return sorted(path for path in (ROOT / "csrc").iterdir() if path.suffix in (".c", ".h", ".py"))
+
+
+def carried_name() -> str:
+    """Of the extension among the wheels. It is of the stable ABI, so one serves every Python."""
+    digest = hashlib.sha256()
+    for path in _sources():
+        digest.update(path.name.encode() + path.read_bytes())
+    return f"_csrc-{digest.hexdigest()[:16]}.abi3.so"
+
+
+def download(carried: Path = CARRIED) -> None:
+    """What `make gpu-wheels` does: the packages in constraints.txt's versions, for the machines' Python."""
+    shutil.rmtree(carried, ignore_errors=True)
+    carried.mkdir()
+    platforms = [*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC), *OLD_NAMES]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(carried),
+    ]
+    command += ["--python-version", PYTHON, "--implementation", "cp", *(f"--platform={each}" for each in platforms)]
+    subprocess.run([*command, *pinned(PACKAGES)], check=True)
+    shutil.copy(EXTENSION, carried / carried_name())
+    size = sum(path.stat().st_size for path in carried.iterdir())
+    print(f"{carried.name}: {len(PACKAGES)} wheels and the extension, {size / 2**20:.1f} of {MAX_BYTES >> 20} MiB")
+    if size > MAX_BYTES:
+        raise SystemExit(f"{carried.name}: {size} bytes; at most {MAX_BYTES} can be carried")
+
+
+def pinned(names: tuple[str, ...]) -> list[str]:
+    """name==version of each, as constraints.txt has it."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    versions = {line.partition("==")[0].lower(): line for line in lines if "==" in line}
+    return [versions[name.lower()] for name in names]
+
+
+if __name__ == "__main__":
+    download()

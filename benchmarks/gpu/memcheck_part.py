@@ -1,0 +1,69 @@
+"""Every kernel under compute-sanitizer's memcheck, at tiny shapes: reads and writes beyond the end, which neither the
+interpreter nor a comparison of results sees.
+
+The allocator's cache is off: each tensor is an allocation, so that its end is one.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.gpu.figures import open_device, tell
+from benchmarks.gpu.processes import lines
+
+NAME = "compute-sanitizer"
+NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+MAX_LINES = 60  # of what the tool says
+MARGIN_S = 4.0  # of the part's time, to say what there was until then
+
+
+def main(job: dict) -> None:
+    started_s, tool = time.monotonic(), find_sanitizer()
+    name = f"memcheck {job['share'][0]}"
+    if tool is None:
+        tell("memcheck", skipped=f"no {NAME}: not on the PATH, with the CUDA toolkit or in a package of nvidia's")
+        return
+    open_device(job)
+    part = [sys.executable, "-m", "benchmarks.gpu.twin_part", json.dumps(job | {"tiny": True})]
+    command = [tool, "--tool", "memcheck", "--target-processes", "application-only", "--error-exitcode", "99"]
+    command += ["--print-limit", "20", *part]
+    said: list[str] = []
+    with subprocess.Popen(
+        command, env=os.environ | NO_CACHE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        for line in lines(process, started_s + job["limit_s"] - MARGIN_S):
+            print(line, flush=True)  # its figures pass through
+            if line.startswith("=========") and len(said) < MAX_LINES:
+                said.append(line.strip("= "))
+        code = process.poll()
+        process.kill()
+    errors = sum("Invalid" in line or line.startswith("Program hit") for line in said)
+    figures = {} if code is not None else {"skipped": "its time was over before the end"}
+    tell(name, ok=not errors and code in (0, None), errors=errors, exit_code=code, said=said, **figures)
+
+
+def find_sanitizer() -> str | None:
+    """On the PATH, where the toolkit is installed, or in the wheels that torch and triton bring."""
+    if found := shutil.which(NAME):
+        return found
+    roots = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
+    places = [Path(root) / "bin" for root in roots if root]
+    places += sorted(Path("/usr/local").glob("cuda*/bin"), reverse=True)
+    places += sorted(Path("/opt/nvidia").glob("**/compute-sanitizer"))
+    if (spec := importlib.util.find_spec("triton")) is not None and spec.origin is not None:
+        site = Path(spec.origin).parents[1]
+        places += [site / "triton/backends/nvidia/bin", *site.glob("nvidia/**/bin")]
+    for place in places:
+        for path in (place / NAME, place.parent / NAME / NAME):
+            if path.is_file() and os.access(path, os.X_OK):
+                return str(path)
+    return None
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

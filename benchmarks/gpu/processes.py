@@ -1,0 +1,85 @@
+"""A part in a process of its own: it says its figures line by line, and is ended when its time is over."""
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks.gpu import MARK
+from benchmarks.gpu.machine import ROOT, environment
+
+Figures = dict[str, dict[str, Any]]
+
+
+def run_part(
+    module: str, argument: dict[str, Any], limit_s: float, hear: Callable[[str], None] = print
+) -> tuple[Figures, str | None]:
+    """What benchmarks.gpu.<module> said until it ended or its time was over, and why there is not more."""
+    ends_s = time.monotonic() + limit_s
+    argument = argument | {"started_s": time.time(), "limit_s": limit_s}
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"benchmarks.gpu.{module}", json.dumps(argument)],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        process_group=0,  # it may have started others, which end with it
+    )
+    found: Figures = {}
+    last = ""
+    try:
+        for line in lines(process, ends_s):
+            if not line.startswith(MARK):
+                last = line.strip() or last
+                hear(f"   {line}")
+                continue
+            figure = json.loads(line.removeprefix(MARK))
+            found[figure.pop("name")] = figure
+            hear(f"   {line.removeprefix(MARK)}")
+        code = process.poll()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    if code is None:
+        return found, f"its {limit_s:.0f} s were over"
+    return found, None if code == 0 else last or f"it ended with {code}"
+
+
+def run_shares(
+    module: str, argument: dict[str, Any], count: int, limit_s: float, hear: Callable[[str], None] = print
+) -> tuple[Figures, str | None]:
+    """As `run_part`, in so many processes at once, each of which is told its share."""
+    shares = [argument | {"share": [index, count]} for index in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        parts = list(pool.map(lambda share: run_part(module, share, limit_s, hear), shares))
+    figures = {name: figure for said, _ in parts for name, figure in said.items()}
+    return figures, "; ".join(sorted({problem for _, problem in parts if problem is not None})) or None
+
+
+def lines(process: subprocess.Popen[bytes], ends_s: float) -> Iterator[str]:
+    """What the process prints, line by line, until it closes its output or the time is over."""
+    assert process.stdout is not None
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while (left_s := ends_s - time.monotonic()) > 0:
+            if not selector.select(left_s):
+                continue
+            data = os.read(process.stdout.fileno(), 1 << 16)
+            if not data:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(left_s)
+                break
+            *whole, pending = (pending + data).split(b"\n")
+            yield from (line.decode(errors="replace") for line in whole)
+    if pending:
+        yield pending.decode(errors="replace")

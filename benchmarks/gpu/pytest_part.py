@@ -1,0 +1,72 @@
+"""The tests that need a GPU, on many cores: one that hangs is ended with its process, one that fails is told at once.
+
+python -m benchmarks.gpu.pytest_part '{"device": "cuda", "paths": ["tests/executor/kernels"], "marks": "gpu"}'
+"""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from benchmarks.gpu.figures import open_device, tell
+from benchmarks.gpu.machine import ROOT
+from benchmarks.gpu.processes import lines
+
+TEST_LIMIT_S = 90
+MAX_PROCESSES = 8  # each has a context on the device
+MARGIN_S = 4.0  # of the part's time, to say what there was until then
+REHEARSAL = {"paths": ["tests/executor/kernels/test_environment.py"], "marks": "not gpu"}
+OUTCOME = re.compile(
+    r"(PASSED|FAILED|ERROR|SKIPPED)\s+(tests/\S+)|(tests/\S+(?: \S+)*?)\s+(PASSED|FAILED|ERROR|SKIPPED)"
+)
+
+
+def main(job: dict[str, Any]) -> None:
+    started_s = time.monotonic()
+    open_device(job)
+    if job["tiny"]:
+        job = job | REHEARSAL
+    # In the way of a bare machine: settings that only a plugin knows, and other versions' deprecations.
+    command = [sys.executable, "-m", "pytest", "-v", "-rN", "--tb=short", "-W", "default", "-m", job["marks"]]
+    command += ["-p", "no:cacheprovider", *([] if job["tiny"] else plugins()), *job["paths"]]
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes()))}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | threads, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    counts: Counter[str] = Counter()
+    failed: list[str] = []
+    for line in lines(process, started_s + job["limit_s"] - MARGIN_S):
+        print(line, flush=True)
+        # The summary repeats what failed, in words that are not these.
+        if (found := OUTCOME.search(line)) is not None and not line.startswith(("FAILED", "ERROR", "SKIPPED")):
+            outcome, test = found[1] or found[4], found[2] or found[3]
+            counts[outcome.lower()] += 1
+            if outcome in ("FAILED", "ERROR"):
+                failed.append(test)
+                tell(test, ok=False)
+    code = process.poll()
+    process.kill()
+    tell("tests", ok=code == 0, **counts, exit_code=code, was_ended=code is None, failures=failed)
+
+
+def num_processes() -> int:
+    return min(MAX_PROCESSES, os.cpu_count() or 1)
+
+
+def plugins() -> list[str]:
+    """As far as they are there; the thread is the way to end a test that waits for the device for ever."""
+    options = []
+    if importlib.util.find_spec("xdist"):
+        options += ["-n", str(num_processes()), "--dist", "load", "--max-worker-restart", str(MAX_PROCESSES)]
+    if importlib.util.find_spec("pytest_timeout"):
+        options += ["--timeout", str(TEST_LIMIT_S), "--timeout-method", "thread"]
+    return options
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,26 @@
+"""A GPU stood in for on a CPU, so that what runs there for the first time has run somewhere before: the tests' made-up
+graphs, and an outbox whose copies are made when they are asked for, as a stream would make them at the earliest."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.executor.outbox import Mail, Outbox
+
+
+@contextmanager
+def pretend_a_gpu(is_eager: bool) -> Iterator[None]:
+    """Whatever is opened inside goes the ways that it would there; eager: without graphs."""
+    from tests.executor import test_graphs
+
+    with pytest.MonkeyPatch.context() as patch:
+        test_graphs.pretend_a_gpu(patch, None if is_eager else test_graphs.Recorder())
+        patch.setattr(Outbox, "send", copy_now)
+        yield
+
+
+def copy_now(self: Any, tensors: Sequence[torch.Tensor]) -> Mail:
+    return Mail((), [tensor.clone() for tensor in tensors], None)

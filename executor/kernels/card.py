@@ -1,0 +1,66 @@
+"""What a GPU is and can do: the one place that knows which of our kernels need what.
+
+A feature that a card lacks falls back by itself: a kernel takes a smaller tile, a twin takes a kernel's place, and the rest
+of the model keeps its kernels.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    capability: tuple[int, int]
+    num_processors: int
+    shared_bytes: int  # of shared memory, that one block of threads may have
+
+    @property
+    def has_kernels(self) -> bool:
+        """Products and copies as Triton makes them of bfloat16; before, plain torch computes."""
+        return self.capability >= (8, 0)
+
+    @property
+    def has_eight_bits(self) -> bool:
+        """float8_e4m3fn in registers: weights and pages of eight bits."""
+        return self.capability >= (8, 9)
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        return self.capability >= (9, 0)
+
+    @property
+    def has_wide_products(self) -> bool:
+        """Out of shared memory (9.0) and into a memory of their own (10.0). Elsewhere the factors of a product pass through
+        registers, and a tile may have half as many rows before these run out."""
+        return self.capability[0] in (9, 10)
+
+    @property
+    def has_scaled_mm(self) -> bool:
+        """cuBLAS's product of eight bits with a scale per block: refused on other cards, absent in some torches."""
+        return self.capability[0] == 9 and hasattr(F, "scaled_mm")
+
+
+# One of each kind that kernels are compiled for in the tests.
+A100 = Card((8, 0), 108, 163 << 10)
+L40S = Card((8, 9), 142, 99 << 10)
+H200 = Card((9, 0), 132, 227 << 10)
+B200 = Card((10, 0), 148, 227 << 10)
+RTX_PRO = Card((12, 0), 188, 99 << 10)
+
+_WITHOUT_GPU = H200
+
+
+@cache
+def card_of(index: int) -> Card:
+    properties = torch.cuda.get_device_properties(index)
+    shared_bytes = properties.shared_memory_per_block_optin
+    return Card((properties.major, properties.minor), properties.multi_processor_count, shared_bytes)
+
+
+def current_card() -> Card:
+    """Of the device that kernels are launched on. Where there is none they are interpreted, or compiled for another
+    machine: as for an H200, or the card that a test names."""
+    return card_of(torch.cuda.current_device()) if torch.cuda.is_initialized() else _WITHOUT_GPU

@@ -1,0 +1,282 @@
+"""From a router's logits to sorted entries: each token's choice of experts, and the order in which products take it up.
+
+A token's choice of a slot is an *entry*. Entries are sorted by slot and padded to whole tiles, so that a tile's rows all
+read one expert's weights. No row is copied for that: the sorted list of entries is, by which the products gather their
+rows. An entry's place follows from the choices alone, not from which program came first.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.tiles import power_of_2
+
+if TYPE_CHECKING:
+    from penstock.executor.models.spec import MoeSpec
+
+TOKENS = 4  # a program's, in `_choose`: one for each warp
+CHUNK = 512  # entries of a program
+CHUNKS_AT_ONCE = 8
+PAIRS = 8192  # of an entry and a slot that a program compares at once
+
+
+class Sorted(NamedTuple):
+    ids: torch.Tensor  # [tiles * rows] int32: entries by slot; what pads them is anything
+    tiles: torch.Tensor  # [tiles, 2] int32: each tile's slot, and how many entries it has, 0 at the end
+
+
+def choose_experts(
+    logits: torch.Tensor, bias: torch.Tensor | None, moe: "MoeSpec", num_shared: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the twin in `torch_ops`; of equal experts the first."""
+    tokens, choices = len(logits), moe.top_k + num_shared
+    assert logits.dtype is torch.float32 and logits.stride(1) == 1
+    assert logits.shape[1] == moe.num_experts + moe.has_shared_gate
+    assert bias is None or (bias.dtype is torch.float32 and bias.is_contiguous())
+    ids = torch.empty((tokens, choices), dtype=torch.int32, device=logits.device)
+    shares = torch.empty((tokens, choices), dtype=torch.float32, device=logits.device)
+    _choose[(triton.cdiv(tokens, TOKENS),)](
+        logits,
+        logits if bias is None else bias,
+        ids,
+        shares,
+        tokens,
+        moe.renormalize_eps,
+        float(moe.scale),
+        STRIDE=logits.stride(0),
+        EXPERTS=moe.num_experts,
+        TOP_K=moe.top_k,
+        NUM_SHARED=num_shared,
+        HAS_SHARED_GATE=moe.has_shared_gate,
+        GROUPS=moe.num_groups,
+        TOP_GROUPS=moe.top_groups,
+        SIGMOID=moe.scoring == "sigmoid",
+        BIASED=bias is not None,
+        RENORMALIZE=moe.renormalize,
+        TOKENS=TOKENS,
+        GROUP_BINS=power_of_2(moe.num_groups),
+        EXPERT_BINS=power_of_2(moe.num_experts // moe.num_groups),
+        CHOICES=power_of_2(choices),
+        num_warps=4,
+        **launching(),
+    )
+    return ids, shares
+
+
+def sort_entries(slots: torch.Tensor, num_slots: int, first: int, rows: int) -> Sorted:
+    """slots [T, k] -> the entries of slots first … first + num_slots - 1, in tiles of `rows`."""
+    assert slots.is_contiguous()
+    entries = slots.numel()
+    # Every slot may leave a tile unfilled, and no slot has a tile without an entry.
+    num_tiles = entries // rows + min(entries, num_slots)
+    ids = torch.empty(num_tiles * rows, dtype=torch.int32, device=slots.device)
+    tiles = torch.empty((num_tiles, 2), dtype=torch.int32, device=slots.device)
+    bins = max(16, power_of_2(num_slots))
+    chunks = max(1, triton.cdiv(entries, CHUNK))
+    counts = tiles  # anything
+    given = {"NUM_SLOTS": num_slots, "BINS": bins, "CHUNK": CHUNK, **launching()}
+    if chunks > 1:
+        counts = torch.empty((chunks, bins), dtype=torch.int32, device=slots.device)
+        _count[(chunks,)](slots, counts, entries, first, num_warps=4, **given)
+    _place[(chunks,)](
+        slots,
+        counts,
+        ids,
+        tiles,
+        entries,
+        first,
+        num_tiles,
+        chunks,
+        ROWS=rows,
+        AT_ONCE=CHUNKS_AT_ONCE,
+        PART=max(16, PAIRS // bins),
+        IS_ALONE=chunks == 1,
+        num_warps=8,
+        **given,
+    )
+    return Sorted(ids, tiles)
+
+
+@kernel
+def _choose(
+    logits_ptr,
+    bias_ptr,
+    ids_ptr,
+    shares_ptr,
+    tokens,
+    eps,
+    scale,
+    STRIDE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_SHARED: tl.constexpr,
+    HAS_SHARED_GATE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BIASED: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUP_BINS: tl.constexpr,
+    EXPERT_BINS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Scores of some tokens, groups side by side and each padded, and as often as it takes the best that is left."""
+    take_turn(DEPENDENT)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    is_token = token < tokens
+    token = tl.minimum(token, tokens - 1).to(tl.int64)
+    each: tl.constexpr = EXPERTS // GROUPS
+    position = tl.arange(0, GROUP_BINS * EXPERT_BINS)
+    expert = position // EXPERT_BINS * each + position % EXPERT_BINS
+    is_expert = (position % EXPERT_BINS < each) & (position // EXPERT_BINS < GROUPS)
+    logits_ptrs = logits_ptr + token[:, None] * STRIDE
+    scores = tl.load(logits_ptrs + expert[None, :], mask=is_expert[None, :], other=-float("inf"))
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-scores))
+    else:
+        scores = tl.exp(scores - tl.max(scores, 1)[:, None])
+        scores /= tl.sum(scores, 1)[:, None]
+    wanted = tl.where(is_expert[None, :], scores, -float("inf"))
+    if BIASED:  # it steers the choice, never the share
+        wanted += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)[None, :]
+    if GROUPS > 1:
+        wanted = _best_groups(wanted, BIASED, TOP_GROUPS, TOKENS, GROUP_BINS, EXPERT_BINS)
+    choice = tl.arange(0, CHOICES)
+    ids = tl.zeros([TOKENS, CHOICES], tl.int32)
+    shares = tl.zeros([TOKENS, CHOICES], tl.float32)
+    for index in range(TOP_K):
+        best = tl.argmax(wanted, 1)
+        is_best = position[None, :] == best[:, None]
+        is_choice = (choice == index)[None, :]
+        shares = tl.where(is_choice, tl.sum(tl.where(is_best, scores, 0.0), 1)[:, None], shares)
+        best = best // EXPERT_BINS * each + best % EXPERT_BINS
+        ids = tl.where(is_choice, tl.minimum(best, EXPERTS - 1)[:, None], ids)  # whatever logits that are no numbers
+        wanted = tl.where(is_best, -float("inf"), wanted)
+    if RENORMALIZE:
+        shares /= tl.sum(shares, 1)[:, None] + eps
+    shares *= scale
+    if NUM_SHARED > 0:
+        is_shared = (choice >= TOP_K)[None, :]
+        share = tl.full([TOKENS], 1.0, tl.float32)
+        if HAS_SHARED_GATE:
+            share /= 1.0 + tl.exp(-tl.load(logits_ptr + token * STRIDE + EXPERTS))
+        shares = tl.where(is_shared, share[:, None], shares)
+        ids = tl.where(is_shared, EXPERTS - TOP_K + choice[None, :], ids)
+    out = token[:, None] * (TOP_K + NUM_SHARED) + choice[None, :]
+    inside = is_token[:, None] & (choice < TOP_K + NUM_SHARED)[None, :]
+    tl.store(ids_ptr + out, ids, mask=inside)
+    tl.store(shares_ptr + out, shares, mask=inside)
+
+
+@triton.jit
+def _best_groups(
+    wanted,
+    BIASED: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUP_BINS: tl.constexpr,
+    EXPERT_BINS: tl.constexpr,
+):
+    """What is wanted in the best groups. One is as good as its best expert, or (with a bias) its best two together."""
+    grouped = tl.reshape(wanted, [TOKENS, GROUP_BINS, EXPERT_BINS])
+    best = tl.max(grouped, 2)
+    if BIASED:
+        is_first = tl.arange(0, EXPERT_BINS)[None, None, :] == tl.argmax(grouped, 2)[:, :, None]
+        best += tl.max(tl.where(is_first, -float("inf"), grouped), 2)
+    group = tl.arange(0, GROUP_BINS)
+    chosen = tl.zeros([TOKENS, GROUP_BINS], tl.int1)
+    for _ in range(TOP_GROUPS):
+        is_best = group[None, :] == tl.argmax(best, 1)[:, None]
+        chosen = chosen | is_best
+        best = tl.where(is_best, -float("inf"), best)
+    grouped = tl.where(chosen[:, :, None], grouped, -float("inf"))
+    return tl.reshape(grouped, [TOKENS, GROUP_BINS * EXPERT_BINS])
+
+
+@triton.jit
+def load_slots(slots_ptr, entry, entries, first, NUM_SLOTS: tl.constexpr):
+    """Of this rank, from 0 on, and whether it is one at all; -1 where not."""
+    slot = tl.load(slots_ptr + entry, mask=entry < entries, other=-1).to(tl.int32) - first
+    ours = (entry < entries) & (slot >= 0) & (slot < NUM_SLOTS)
+    return tl.where(ours, slot, -1), ours
+
+
+@kernel
+def _count(
+    slots_ptr,
+    counts_ptr,
+    entries,
+    first,
+    NUM_SLOTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """How many entries of a chunk each slot has."""
+    take_turn(DEPENDENT)
+    entry = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    slot, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)
+    counts = tl.histogram(tl.maximum(slot, 0), BINS, mask=ours)
+    tl.store(counts_ptr + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
+
+
+@kernel
+def _place(
+    slots_ptr,
+    counts_ptr,
+    ids_ptr,
+    tiles_ptr,
+    entries,
+    first,
+    num_tiles,
+    num_chunks,
+    NUM_SLOTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PART: tl.constexpr,
+    IS_ALONE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """The entries of a chunk into their places, in their order, and some of the tiles. Every program knows from all
+    chunks' counts where each slot begins."""
+    take_turn(DEPENDENT)
+    chunk = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros([BINS], tl.int32)
+    before = tl.zeros([BINS], tl.int32)
+    if IS_ALONE:
+        slots, are_ours = load_slots(slots_ptr, tl.arange(0, CHUNK), entries, first, NUM_SLOTS)
+        total += tl.histogram(tl.maximum(slots, 0), BINS, mask=are_ours)
+    else:
+        for start in range(0, num_chunks, AT_ONCE):
+            index = start + tl.arange(0, AT_ONCE)
+            counts_ptrs = counts_ptr + index[:, None] * BINS + bins[None, :]
+            counts = tl.load(counts_ptrs, mask=(index < num_chunks)[:, None], other=0)
+            total += tl.sum(counts, 0)
+            before += tl.sum(tl.where((index < chunk)[:, None], counts, 0), 0)
+    tiles = (total + ROWS - 1) // ROWS
+    ends = tl.cumsum(tiles, 0)
+    place = (ends - tiles) * ROWS + before  # of each slot's next entry
+    for start in range(0, CHUNK, PART):
+        entry = chunk * CHUNK + start + tl.arange(0, PART)
+        slot, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)
+        is_slot = (slot[:, None] == bins[None, :]).to(tl.int32)
+        places = tl.sum(is_slot * (place[None, :] + tl.cumsum(is_slot, 0) - 1), 1)
+        tl.store(ids_ptr + places, entry, mask=ours)
+        place += tl.sum(is_slot, 0)
+    for start in range(chunk * PART, num_tiles, num_chunks * PART):
+        tile = start + tl.arange(0, PART)
+        slot = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), 1)
+        is_slot = (slot[:, None] == bins[None, :]).to(tl.int32)
+        passed = (tile - tl.sum(is_slot * (ends - tiles)[None, :], 1)) * ROWS
+        left = tl.sum(is_slot * total[None, :], 1) - passed
+        tl.store(tiles_ptr + 2 * tile, slot, mask=tile < num_tiles)
+        tl.store(tiles_ptr + 2 * tile + 1, tl.minimum(tl.maximum(left, 0), ROWS), mask=tile < num_tiles)

@@ -1,0 +1,285 @@
+"""The ladder of a first half hour on a GPU, rehearsed on a CPU: on a device that is stood in for, with no package that a
+bare machine lacks; and that it goes on, resumes and says so whatever happens on it."""
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.gpu import graph_part, ladder, machine, memcheck_part, pytest_part
+from benchmarks.gpu.traffic import LOOK_EVERY, Traffic
+
+from penstock.executor.protocol import ModelInfo
+
+CPU = torch.device("cpu")
+ON_THE_MACHINE = ("torch", "triton", "transformers", "numpy", "pytest", "setuptools", *machine.PACKAGES)
+HIDE = """
+import sys
+from importlib.machinery import PathFinder
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {hidden!r} else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
+"""
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+    monkeypatch.setattr(sys, "argv", ["ladder", "--output", str(folder), *options])
+    monkeypatch.setattr(machine, "prepare", lambda: [])
+    code = ladder.main()
+    return code, [json.loads(line) for line in (folder / "ladder.jsonl").read_text().splitlines()]
+
+
+def hidden_names() -> set[str]:
+    """Top-level modules of every distribution here that the machine need not have."""
+    found: set[str] = set()
+    waiting = [normal(name) for name in ON_THE_MACHINE]
+    while waiting:
+        name = waiting.pop()
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            needed = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        waiting += [normal(re.split(r"[\s;<>=!~\[(]", line)[0]) for line in needed if "extra ==" not in line]
+    modules = importlib.metadata.packages_distributions()
+    return {
+        name for name, owners in modules.items() if not {normal(owner) for owner in owners} & (found | {"penstock"})
+    }
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.timeout(900)
+def test_every_rung_runs_with_no_more_than_a_bare_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hidden = hidden_names()
+    assert {"ray", "httpx2", "openai", "jsonschema"} & hidden and not {"msgspec", "torch", "cffi"} & hidden
+    (tmp_path / "sitecustomize.py").write_text(HIDE.format(hidden=hidden))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code = "import ray"
+    absent = subprocess.run([sys.executable, "-c", code], env=machine.environment(), capture_output=True, text=True)
+    assert "No module named 'ray'" in absent.stderr
+    suite = ("--suite", "--parts kernels")
+    code_, lines = run(monkeypatch, tmp_path, "--device", "cpu", "--tiny", "--rungs", "1-9", *suite)
+    assert [(line["name"], line["ok"], line["problem"]) for line in lines] == [
+        (rung.name, True, None) for rung in ladder.RUNGS
+    ]
+    assert code_ == 0 and all(line["figures"] for line in lines)
+    figures = {line["name"]: line["figures"] for line in lines}
+    assert figures["device"]["copy"]["gb_per_s"] > 0 and figures["device"]["lacking"]["extension"] is None
+    assert len(figures["twins"]) > 25 or "twins" in figures["twins"]
+    assert figures["kernel tests"]["tests"]["exit_code"] == 0
+    assert figures["graphs"]["qwen3-0.6b: graphs beside copies"]["host_differs"] == 0
+    assert "torch's prefill by math, 2 × 24" in figures["ceilings"]
+    assert len(figures["decoding"]["llama-3.1-8b, usual launch: profile 3 at 24"]["kernels"]) == 15
+    assert list(tmp_path.glob("gpu-*.json"))
+
+
+@pytest.mark.parametrize("rung", ladder.RUNGS, ids=lambda rung: rung.name)
+def test_without_a_gpu_a_rung_says_so(monkeypatch: pytest.MonkeyPatch, rung: ladder.Rung) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(memcheck_part, "find_sanitizer", lambda: "/bin/false")
+    job = {"device": "cuda", "tiny": False, "dependent": False, "share": [0, 1], "output": ".", "suite": []}
+    part = importlib.import_module(f"benchmarks.gpu.{rung.module}")
+    with pytest.raises(SystemExit, match="sees no GPU"):
+        part.main(job | {"limit_s": 60.0} | rung.argument)
+
+
+def test_a_rung_that_fails_leaves_its_line_and_the_next_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, lines = run(monkeypatch, tmp_path, "--rungs", "5,1")
+    assert code == 1 and [line["rung"] for line in lines] == [5, 1]
+    for line in lines:
+        assert not line["ok"] and "sees no GPU" in line["problem"]
+    assert "versions" in lines[1]["figures"]  # what was said before
+    assert "1 device: FAILED" in (tmp_path / "ladder.log").read_text()
+
+
+def test_a_rung_that_has_its_line_is_not_run_again_unless_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[str] = []
+
+    def pretend(module: str, argument: dict[str, Any], count: int, limit_s: float, hear: Any) -> Any:
+        started.append(module)
+        return {"a figure": {"ok": module != "graph_part"}, "another": {"skipped": "no tool"}}, None
+
+    monkeypatch.setattr(ladder, "run_shares", pretend)
+    code, lines = run(monkeypatch, tmp_path, "--rungs", "1,5")
+    assert code == 1 and [line["ok"] for line in lines] == [True, False]
+    assert lines[1]["wrong"] == ["a figure"] and lines[1]["skipped"] == {"another": "no tool"}
+    with (tmp_path / "ladder.jsonl").open("a") as file:
+        file.write('{"rung": 2, "name"\n')  # the machine went here
+    monkeypatch.setattr(sys, "argv", ["ladder", "--output", str(tmp_path), "--rungs", "1-2,5"])
+    assert ladder.main() == 1 and started == ["device_part", "graph_part", "twin_part"]
+    monkeypatch.setattr(sys, "argv", ["ladder", "--output", str(tmp_path), "--rungs", "1", "--again"])
+    assert ladder.main() == 0 and started[3:] == ["device_part"]
+    rehearsal = ["ladder", "--output", str(tmp_path), "--rungs", "1", "--device", "cpu", "--tiny"]
+    monkeypatch.setattr(sys, "argv", rehearsal)
+    assert ladder.main() == 0 and len(started) == 5  # a rehearsal's line is none of the device's
+
+
+def test_rungs_are_named_by_number() -> None:
+    assert ladder.numbers("1-3,5") == [1, 2, 3, 5] and ladder.numbers("7") == [7]
+    for wrong in ("0", "10", "1-10", "a", "", "2-"):
+        with pytest.raises(argparse.ArgumentTypeError, match="given; "):
+            ladder.numbers(wrong)
+
+
+def test_each_of_the_two_commands_ends_within_ten_minutes() -> None:
+    limits = [rung.limit_s for rung in ladder.RUNGS]
+    assert sum(limits[:7]) <= 480 and sum(limits[7:]) <= 550
+
+
+class Info:
+    vocab_size, block_size, num_blocks = 100, 4, 200
+
+
+def test_made_up_traffic_is_what_a_scheduler_might_send() -> None:
+    """Slots and blocks have one owner; most steps are of single tokens; from one row to all there are."""
+    info: ModelInfo = Info()  # type: ignore[assignment]
+    traffic = Traffic(info, slots=8, first_reserved=180, longest=40)
+    owner: dict[int, int] = {}  # slot → request
+    blocks: dict[int, list[int]] = {}
+    computed: dict[int, int] = {}
+    sizes, single = set(), 0
+    for index, planned in enumerate(traffic.steps(2000, copies=10)):
+        step = planned.step
+        for admission in step.admissions:
+            assert admission.slot not in owner, "given away before the caller has looked"
+            owner[admission.slot], blocks[admission.slot], computed[admission.slot] = admission.request_id, [], 0
+        assert len({row.slot for row in step.rows}) == len(step.rows)
+        for row in step.rows:
+            assert row.start == computed[row.slot] and row.first_block == len(blocks[row.slot])
+            blocks[row.slot] += row.blocks
+            computed[row.slot] += row.count
+            assert computed[row.slot] <= 4 * len(blocks[row.slot]) and computed[row.slot] < 40
+            written = {blocks[row.slot][place // 4] for place in range(row.start, row.start + row.count)}
+            others = [set(blocks[other.slot]) for other in step.rows if other.slot != row.slot]
+            assert not written & set().union(*others) and max(blocks[row.slot]) < 180
+        assert planned.requests == [owner[row.slot] for row in step.rows if row.sample]
+        if all(row.count == 1 and row.sample for row in step.rows) and step.rows:
+            single += 1
+            sizes.add(len(step.rows))
+        assert step.transfers is not None
+        saved, restored = step.transfers.saves, step.transfers.restores
+        assert {block for block, _ in saved} | {block for _, block in restored} <= set(range(180, 200))
+        assert not {slot for _, slot in saved} & {slot for slot, _ in restored}
+        assert planned.look == (index % LOOK_EVERY == LOOK_EVERY - 1)
+        if planned.look:
+            live = {each.request_id for each in traffic._live}
+            owner = {slot: request for slot, request in owner.items() if request in live}
+    assert sizes == set(range(1, 9)) and single > 1400
+
+
+def test_tokens_that_the_host_was_told_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the next step writes where the last one's tokens are still being copied from."""
+    size = graph_part.TINY._replace(steps=60)
+    with graph_part.Opened("qwen3-0.6b", CPU, size, is_tiny=True, eager=False) as executor:
+        collect, calls = executor.collect, 0
+
+        def overtaken() -> Any:
+            nonlocal calls
+            result, calls = collect(), calls + 1
+            if calls == 33:
+                result.tokens[:] = [token if token < 0 else (token + 1) % 512 for token in result.tokens]
+            return result
+
+        monkeypatch.setattr(executor, "collect", overtaken)
+        traffic = Traffic(executor.info, size.slots, graph_part.reserved(executor, size), size.longest)
+        answers, wrong = graph_part.play(executor, traffic.steps(size.steps), traffic, 2)
+    assert wrong and all((held + 1) % 512 == told for _, _, told, held in wrong)
+    assert {request for request, *_ in wrong} <= answers.keys()
+    other = {request: told[:-1] + [told[-1] + 1] for request, told in answers.items()}
+    assert graph_part.diverged(answers, answers) == []
+    assert graph_part.diverged(other, answers) == [[request, len(told) - 1] for request, told in answers.items()]
+
+
+def test_what_compute_sanitizer_finds_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        "#!/bin/sh\n"
+        'case "$PYTORCH_NO_CUDA_MEMORY_CACHING$*" in 1*--tool*memcheck*twin_part*) ;; *) exit 3;; esac\n'
+        "echo ========= Invalid __global__ read of size 4 bytes\n"
+        "echo ========= ERROR SUMMARY: 2 errors\nexit 99\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert memcheck_part.find_sanitizer() == str(tool)
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(memcheck_part, "tell", lambda name, **figures: told.update({name: figures}))
+    job = {"device": "cpu", "tiny": False, "share": [3, 8], "limit_s": 60.0}
+    memcheck_part.main(job)
+    figure = told["memcheck 3"]
+    assert (figure["ok"], figure["errors"], figure["exit_code"]) == (False, 1, 99)
+    assert figure["said"][0] == "Invalid __global__ read of size 4 bytes"
+    tool.write_text("#!/bin/sh\necho ========= COMPUTE-SANITIZER\nexec sleep 60\n")
+    memcheck_part.main(job | {"limit_s": memcheck_part.MARGIN_S + 0.5})
+    figure = told["memcheck 3"]
+    assert figure["ok"] and figure["skipped"] == "its time was over before the end" and figure["said"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("[gw3] [ 25%] PASSED tests/a/test_b.py::test_c ", ("PASSED", "tests/a/test_b.py::test_c")),
+        ("tests/a/test_b.py::test_c[two words] FAILED      [ 50%]", ("FAILED", "tests/a/test_b.py::test_c[two words]")),
+        ("tests/a/test_b.py::test_c ", None),
+        ("E   AssertionError", None),
+    ],
+)
+def test_a_tests_outcome_is_read_with_and_without_xdist(line: str, expected: tuple[str, str] | None) -> None:
+    found = pytest_part.OUTCOME.search(line)
+    assert expected == (None if found is None else (found[1] or found[4], found[2] or found[3]))
+
+
+def test_only_what_a_machine_lacks_is_unpacked(tmp_path: Path) -> None:
+    here = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    wheels = {
+        f"lacking-1.0-{here}-{here}-manylinux_2_17_x86_64.whl": "lacking.py",
+        "lacking_too-1.0-cp39-abi3-manylinux_2_31_x86_64.whl": "lacking_too.py",
+        "other_python-1.0-cp27-cp27mu-manylinux1_x86_64.whl": "other_python.py",
+        "pytest-99.0-py3-none-any.whl": "pytest.py",
+    }
+    for name, module in wheels.items():
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr(module, "")
+    problems = machine.unpack(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "site").iterdir()) == ["lacking.py", "lacking_too.py"]
+    assert len(problems) == 1 and problems[0].startswith("other_python-1.0-cp27")
+
+
+def test_an_extension_that_cannot_be_built_is_said_and_nothing_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(machine, "EXTENSION", tmp_path / "_csrc.abi3.so")
+    monkeypatch.setattr(
+        machine, "environment", lambda _: os.environ | {"PATH": "", "CC": "no-compiler", "PYTHONPATH": ""}
+    )
+    (problem,) = machine.extend(tmp_path)
+    assert "penstock._csrc cannot be had here" in problem
+    (tmp_path / machine.carried_name()).write_text("carried")
+    machine.extend(tmp_path)
+    assert (tmp_path / "_csrc.abi3.so").read_text() == "carried"
+
+
+def test_what_is_carried_has_the_versions_that_are_tested() -> None:
+    pinned = machine.pinned(machine.PACKAGES)
+    assert len(pinned) == len(machine.PACKAGES) and all("==" in line for line in pinned)

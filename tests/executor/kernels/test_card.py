@@ -1,0 +1,52 @@
+"""What follows from which GPU it is. That the tiles fit, test_triton_compiled.py shows."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from penstock.executor.kernels import card as cards
+from penstock.executor.kernels.card import A100, B200, H200, L40S, RTX_PRO, Card, card_of, current_card
+from penstock.executor.kernels.cuda import tiles
+
+
+@pytest.mark.parametrize(
+    ("card", "features"),
+    [
+        (Card((7, 5), 40, 64 << 10), ()),
+        (A100, ("has_kernels",)),
+        (L40S, ("has_kernels", "has_eight_bits")),
+        (H200, ("has_kernels", "has_eight_bits", "has_dependent_launch", "has_wide_products", "has_scaled_mm")),
+        (B200, ("has_kernels", "has_eight_bits", "has_dependent_launch", "has_wide_products")),
+        (RTX_PRO, ("has_kernels", "has_eight_bits", "has_dependent_launch")),
+    ],
+)
+def test_each_card_has_its_features(card: Card, features: tuple[str, ...]) -> None:
+    assert tuple(name for name in dir(card) if name.startswith("has_") and getattr(card, name)) == tuple(
+        sorted(features)
+    )
+
+
+def test_a_torch_without_scaled_mm_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(F, "scaled_mm")
+    assert not H200.has_scaled_mm
+
+
+def test_the_card_is_that_of_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have several kinds."""
+    properties = mock.Mock(major=8, minor=9, multi_processor_count=142, shared_memory_per_block_optin=101376)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {3: properties}.__getitem__)
+    card_of.cache_clear()
+    assert current_card() == L40S
+    card_of.cache_clear()
+
+
+def test_a_larger_gpu_is_filled_by_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for card in (Card((8, 0), 56, 163 << 10), RTX_PRO):
+        monkeypatch.setattr(cards, "_WITHOUT_GPU", card)
+        found[card.num_processors] = tiles.choose_splits(8, 2**17)
+    assert found == {56: 32, 188: 64}

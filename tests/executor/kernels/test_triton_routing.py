@@ -1,0 +1,82 @@
+"""A router's choice of experts and the order of its entries, against their twin and a stable sort."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from penstock.executor.kernels import torch_ops
+from penstock.executor.kernels.cuda import routing
+from penstock.executor.models.spec import MoeSpec
+from tests.executor.kernels.cases import close
+from tests.executor.paged import random
+
+QWEN3 = MoeSpec(num_experts=128, top_k=8, intermediate_size=768, renormalize=True)
+V2 = MoeSpec(
+    num_experts=160, top_k=6, intermediate_size=1536, renormalize=False, scale=16.0, num_groups=8, top_groups=3
+)
+RULES = {
+    "Mixtral": (MoeSpec(num_experts=8, top_k=2, intermediate_size=14336, renormalize=True), 0),
+    "Qwen3": (QWEN3, 0),
+    "Qwen2": (replace(QWEN3, num_experts=60, top_k=4, renormalize=False, has_shared_gate=True), 4),
+    "Qwen2, its shared expert elsewhere": (replace(QWEN3, num_experts=60, top_k=4, has_shared_gate=True), 0),
+    "DeepSeek-V2-Lite": (MoeSpec(num_experts=64, top_k=6, intermediate_size=1408, renormalize=False), 2),
+    "DeepSeek-V2": (V2, 2),
+    "DeepSeek-V3": (
+        MoeSpec(256, 8, 2048, True, 1e-20, 2.5, "sigmoid", num_groups=8, top_groups=4, has_bias=True),
+        1,
+    ),
+    "all of them": (
+        MoeSpec(num_experts=6, top_k=6, intermediate_size=32, renormalize=True, num_groups=2, top_groups=2),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_the_choice_equals_the_twin(device: torch.device, rule: str, tokens: int) -> None:
+    moe, num_shared = RULES[rule]
+    logits = 3 * random(tokens, moe.num_experts + moe.has_shared_gate).to(device)
+    bias = random(moe.num_experts, seed=1).to(device) if moe.has_bias else None
+    ids, shares = routing.choose_experts(logits, bias, moe, num_shared)
+    expected_ids, expected = torch_ops.choose_experts(logits, bias, moe, num_shared)
+    assert ids.dtype is expected_ids.dtype is torch.int32
+    assert torch.equal(ids, expected_ids)
+    close(shares, expected)
+
+
+def test_of_equal_experts_the_first_is_chosen(device: torch.device) -> None:
+    ids, shares = routing.choose_experts(torch.zeros(2, 128, device=device), None, QWEN3)
+    assert ids.tolist() == [list(range(8))] * 2
+    close(shares, torch.full((2, 8), 1 / 8))
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_there_are(device: torch.device) -> None:
+    logits = torch.full((3, 160), torch.nan, device=device)
+    ids, _ = routing.choose_experts(logits, None, V2)
+    assert ((ids >= 0) & (ids < 160)).all()
+
+
+@pytest.mark.parametrize("entries", [0, 1, 32, 33, 200])
+@pytest.mark.parametrize(("first", "num_slots"), [(0, 20), (5, 7)])
+def test_entries_lie_by_slot_and_in_their_order(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, entries: int, first: int, num_slots: int
+) -> None:
+    """In one chunk of 32, and in several; in four parts of a chunk; in more tiles than a program compares at once."""
+    monkeypatch.setattr(routing, "CHUNK", 32)
+    monkeypatch.setattr(routing, "CHUNKS_AT_ONCE", 2)
+    monkeypatch.setattr(routing, "PAIRS", 8 * 32)
+    slots = torch.randint(20, (entries, 1), generator=torch.Generator().manual_seed(entries))
+    slots[: entries // 3] = 6  # a favourite
+    for dtype in (torch.int32, torch.int64):
+        sorted_by = routing.sort_entries(slots.to(device, dtype), num_slots, first, 16)
+        expected = [
+            (slot - first, part.tolist())
+            for slot in range(first, first + num_slots)
+            for part in (slots[:, 0] == slot).nonzero()[:, 0].split(16)
+            if len(part)
+        ]
+        ids, tiles = sorted_by.ids.view(-1, 16).tolist(), sorted_by.tiles.tolist()
+        assert [(slot, own[:rows]) for (slot, rows), own in zip(tiles, ids, strict=True) if rows] == expected
+        assert all(rows == 0 for _, rows in tiles[len(expected) :])
