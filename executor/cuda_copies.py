@@ -1,10 +1,13 @@
-"""Copies between a GPU's blocks and pinned host slots, on a stream of their own beside the computing one.
+"""Copies between a GPU's blocks and pinned host slots, on two streams beside the computing one.
 
     computing stream   ── rows N-1 ──┬── rows N ────────┬── rows N+1
-    copying stream                   └─ save, restore N ─┘
+    restoring stream                 ├── restores N ────┘
+    saving stream                    └── saves N ────────────────────
 
-A step's copies begin when the rows before it are done and must be over before the rows after it begin; the rows
-of the step itself touch none of these blocks, so both run at once.
+A step's copies begin when the rows before it are done; the rows of the step itself touch none of these blocks, so all run
+at once. The rows after it wait for what was restored. Nobody waits for a save but who would overwrite what it reads: rows
+that write to the block, a restore into it. The core hands out a block again only when the step that saved it is over, but
+it hears that from another rank, perhaps, which is ahead of this one. The same holds for host slots.
 """
 
 from collections import deque
@@ -26,39 +29,62 @@ class CudaCopier:
         status = torch.cuda.cudart().cudaHostRegister(arena.ctypes.data, arena.nbytes, 0)
         if int(status) != 0:
             raise ExecutorError(f"kv_host_bytes: the driver refuses to pin {arena.nbytes} bytes (error {int(status)})")
-        self._stream = torch.cuda.Stream(blocks.device)
-        self._under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._last_use: dict[int, torch.cuda.Event] = {}  # slot → end of the copies that use it
+        self._saving, self._restoring = torch.cuda.Stream(blocks.device), torch.cuda.Stream(blocks.device)
+        self._under_way: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = (
+            deque()
+        )  # beginning and end of a step's copies
+        self._saved: dict[int, torch.cuda.Event] = {}  # block → end of the copies that last read it
+        self._used: dict[int, torch.cuda.Event] = {}  # slot → end of the copies that last used it
         self._restored: torch.cuda.Event | None = None  # what the rows of the next step wait for
 
-    def begin_step(self) -> None:
+    def begin_step(self, written: Iterable[int]) -> None:
+        computing = torch.cuda.current_stream(self._blocks.device)
         if self._restored is not None:
-            torch.cuda.current_stream(self._blocks.device).wait_event(self._restored)
+            computing.wait_event(self._restored)
             self._restored = None
+        _wait(computing, self._saved, written)
 
     def start(self, saves: Pairs, restores: Pairs) -> None:
-        computing = torch.cuda.current_stream(self._blocks.device)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._stream.wait_stream(computing)
-        with torch.cuda.stream(self._stream):
-            begin.record()
-            for block, slot in saves:
-                self._slots[slot].copy_(self._blocks[block], non_blocking=True)
-            for slot, block in restores:
-                self._blocks[block].copy_(self._slots[slot], non_blocking=True)
-            end.record()
-        self._under_way.append((begin, end))
-        for slot in (*(slot for _, slot in saves), *(slot for slot, _ in restores)):
-            self._last_use[slot] = end
-        self._restored = end
+        """No block and no slot is in both."""
+        self._under_way.append([])
+        if restores:
+            _wait(self._restoring, self._saved, (block for _, block in restores))
+            copies = [(self._blocks[block], self._slots[slot]) for slot, block in restores]
+            self._restored = self._copy(self._restoring, copies, [slot for slot, _ in restores])
+        if saves:
+            copies = [(self._slots[slot], self._blocks[block]) for block, slot in saves]
+            end = self._copy(self._saving, copies, [slot for _, slot in saves])
+            self._saved |= dict.fromkeys((block for block, _ in saves), end)
 
     def finish(self) -> float:
-        begin, end = self._under_way.popleft()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1000
+        copies = self._under_way.popleft()
+        for _, end in copies:
+            end.synchronize()
+        return max(begin.elapsed_time(end) for begin, end in copies) / 1000
 
     def settle(self, slots: Iterable[int]) -> None:
         for slot in slots:
-            event = self._last_use.get(slot)
-            if event is not None:
-                event.synchronize()
+            if slot in self._used:
+                self._used.pop(slot).synchronize()
+
+    def _copy(
+        self, stream: torch.cuda.Stream, copies: list[tuple[torch.Tensor, torch.Tensor]], slots: list[int]
+    ) -> torch.cuda.Event:
+        """copies: (target, source) each. They begin when the rows so far are done, and what was at these slots is."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream.wait_stream(torch.cuda.current_stream(self._blocks.device))
+        _wait(stream, self._used, slots)
+        with torch.cuda.stream(stream):
+            begin.record()
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+            end.record()
+        self._under_way[-1].append((begin, end))
+        self._used |= dict.fromkeys(slots, end)
+        return end
+
+
+def _wait(stream: torch.cuda.Stream, ends: dict[int, torch.cuda.Event], numbers: Iterable[int]) -> None:
+    """For the copies that used these blocks or slots. What comes later on any stream waits for this one, or for them."""
+    for event in {ends.pop(number) for number in numbers if number in ends}:
+        stream.wait_event(event)

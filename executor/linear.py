@@ -53,23 +53,23 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
         from penstock.executor.kernels.cpu_linear import CpuLinear
 
         return CpuLinear(weight, bias)
-    return _Plain(weight, bias)
+    return Plain(weight, bias)
 
 
-class _Plain:
+class Plain:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return F.linear(x, self.weight, self.bias)
 
     @staticmethod
-    def each(linears: Sequence["_Plain"], counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+    def each(linears: Sequence["Plain"], counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
         parts = x.split(list(counts))
         return torch.cat([linear(part) for linear, part in zip(linears, parts, strict=True)])
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self._weight] if self._bias is None else [self._weight, self._bias]
+        return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
 class BlockLinear:

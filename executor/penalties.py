@@ -59,13 +59,11 @@ class Seen:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Those rows of some logits that have a penalty; the options are [P, 1]."""
+    """Those rows of some logits that have a penalty."""
 
-    rows: Tensor
-    slots: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
+    rows: Tensor  # [P]
+    slots: Tensor  # [P]
+    coefficients: Tensor  # [P, 3]: repetition, frequency, presence
 
     @classmethod
     def of(cls, slots: list[int], samplings: list[Sampling], device: torch.device) -> "Penalties | None":
@@ -73,18 +71,17 @@ class Penalties:
         if not rows:
             return None
         chosen = [samplings[row] for row in rows]
-        options = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in chosen]
+        coefficients = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in chosen]
         return cls(
             send_list(rows, torch.int64, device),
             send_list([slots[row] for row in rows], torch.int64, device),
-            *send_list(options, torch.float32, device)[..., None].unbind(1),
+            send_list(coefficients, torch.float32, device),
         )
 
     def apply(self, logits: Tensor, positions: np.ndarray, seen: Seen, ops: SamplingOps | None) -> None:
         """Penalize rows of logits [R, stride] in place; row i has positions[i] tokens so far."""
         if ops is not None:
-            options = (self.repetition[:, 0], self.frequency[:, 0], self.presence[:, 0])
-            ops.penalize(logits, self.rows, self.slots, seen.counts, _IN_PROMPT, *options)
+            ops.penalize(logits, self.rows, self.slots, seen.counts, _IN_PROMPT, self.coefficients)
             return
         lengths = self._lengths(positions, logits.device)
         longest = int(positions.max())
@@ -95,9 +92,10 @@ class Penalties:
         counts = seen.counts[self.slots[:, None], ids]
         sampled = (counts & (_IN_PROMPT - 1)).float()
         values = logits[self.rows[:, None], ids]
-        values = torch.where(values > 0, values / self.repetition, values * self.repetition)
-        values -= self.frequency * sampled
-        values -= self.presence * sampled.clamp(max=1)
+        repetition, frequency, presence = self.coefficients[..., None].unbind(1)  # [P, 1] each
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values -= frequency * sampled
+        values -= presence * sampled.clamp(max=1)
         logits[self.rows[:, None], ids] = values
 
     def count(self, tokens: Tensor, positions: np.ndarray, seen: Seen) -> None:

@@ -9,6 +9,7 @@ when a transfer fails: a plan is always whole, layer by layer.
 Every collective here is made at a boundary, where all ranks are at the same step.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -65,6 +66,9 @@ class Rebalancer:
         self._tracker = LoadTracker(len(layers), layers[0].num_experts, window=config.window)
         self._expert_bytes = sum(tensor.nbytes for tensor in layers[0].slots[0].tensors())
         self._first = group.rank * plan.slots_per_rank
+        # Beside the steps on a GPU, too. On the steps' own stream two ranks could wait for each other for ever: one's transfer
+        # behind a sum that the other, whose transfer is not over, has not begun.
+        self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
         self._num_steps = self._looked_at = 0
         self._planning: threading.Thread | None = None
         self._is_planning = False  # on all ranks: the first one is at it
@@ -193,13 +197,16 @@ class Rebalancer:
         assert self._target is not None
         layer = self._pending.pop(0)
         self._move = Move(layer, self._errands(layer))
+        if self._stream is not None:  # what was put in place so far may be what is sent
+            self._stream.wait_stream(torch.cuda.current_stream(self._group.device))
         threading.Thread(target=self._bring, args=(self._move,), daemon=True).start()
 
     def _bring(self, move: Move) -> None:
         """In a thread: fill the spare memory with what this rank's slots of the layer will hold."""
         try:
-            for expert, source, slots in move.errands:
-                self._run(move, expert, source, slots)
+            with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                for expert, source, slots in move.errands:
+                    self._run(move, expert, source, slots)
             move.state = ARRIVED
         except CollectiveError:
             move.state = FAILED
@@ -242,6 +249,8 @@ class Rebalancer:
             self._abort()
             return
         assert self._target is not None
+        if self._stream is not None:
+            torch.cuda.current_stream(self._group.device).wait_stream(self._stream)
         experts = self._layers[move.layer]
         for slot, arrived in move.arrivals.items():
             for tensor, new in zip(experts.slots[slot].tensors(), arrived, strict=True):

@@ -21,7 +21,7 @@ from penstock.executor.models.registry import Model
 from penstock.executor.outbox import Outbox
 from penstock.executor.parallel import Group
 from penstock.executor.pooling import Pooler
-from penstock.executor.protocol import Step, StepResult, TokenLogprobs
+from penstock.executor.protocol import Row, Step, StepResult, TokenLogprobs
 from penstock.executor.rebalance import Rebalancer
 from penstock.executor.sampler import Sampled, Sampler, prompt_logprobs
 from penstock.executor.slots import Slots
@@ -77,7 +77,7 @@ class ModelRunner:
     def launch(self, step: Step) -> Launched:
         launched = Launched(step, time.monotonic())
         if self._transfers is not None:
-            self._transfers.begin(step.transfers)
+            self._transfers.begin(step.transfers, written_blocks(step.rows, self._slots.block_size))
         for admission in step.admissions:
             assert admission.adapter is None, "adapters are refused before they come here"
             tokens = self._slots.admit(admission)
@@ -254,3 +254,13 @@ class ModelRunner:
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens
         self._slots.tokens.view(-1)[ends.targets] = self._group.broadcast(tokens).to(torch.int32)
+
+
+def written_blocks(rows: list[Row], block_size: int) -> list[int]:
+    """Of the blocks that these rows bring along, those that are written: by them, or by later ones of the request."""
+    blocks: list[int] = []
+    for row in rows:
+        if row.blocks:
+            first = max(row.start, row.write_from) // block_size
+            blocks += row.blocks[max(0, first - row.first_block) :]
+    return blocks

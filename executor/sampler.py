@@ -129,17 +129,20 @@ class Sampler:
             # The same requests decode step after step; what follows from their options alone is kept.
             self._plan = self._make_plan(key)
         plan = self._plan
-        raw = logits
+        raw, where = logits, np.asarray(positions)
         if masks is not None:
             raw = logits.clone() if plan.logprobs else logits
             masks.apply(logits, self._ops)
-        if plan.has_plain:
+        if plan.draw is not None:
+            if on_device is None:
+                on_device = send(where.astype(np.int64), self._device)
+            tokens, largest = plan.draw.choose(logits, on_device)
+        elif plan.has_plain:
             largest, tokens = logits.max(-1)
         else:  # several times faster without the index
             largest, tokens = logits.amax(-1), torch.zeros(len(slots), dtype=torch.int64, device=logits.device)
         largest = largest.float()
         edited = largest.clone()
-        where = np.asarray(positions)
         for part in plan.parts:
             chosen = self._sample_part(part, logits, largest, edited, where[part.rows], on_device)
             tokens.index_copy_(0, part.index, chosen)
@@ -161,8 +164,6 @@ class Sampler:
         on_device: Tensor | None,
     ) -> Tensor:
         """Tokens [R] of the part's rows; `edited` [S] receives their largest logits after edits."""
-        if part.draw is not None:
-            return self._draw_part(part, part.draw, logits, edited, positions, on_device)
         weights = self._weights[: len(part.rows)]
         values = weights[:, : self._vocab_size]
         rows = logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index]
@@ -170,7 +171,12 @@ class Sampler:
             top = largest[part.index]
         else:
             values.copy_(rows)
-            part.edits.apply(weights, positions, self._seen)
+            part.edits.apply(weights, positions, self._seen, self._ops)
+            if part.draw is not None:
+                assert on_device is not None
+                tokens, top = part.draw.choose(values, on_device.index_select(0, part.index))
+                edited.index_copy_(0, part.index, top)
+                return tokens
             if part.is_greedy:
                 top, tokens = values.max(-1)
                 edited.index_copy_(0, part.index, top)
@@ -185,36 +191,14 @@ class Sampler:
         filter_weights(weights, self._scratch[: len(weights)], part.min_p, part.top_k, part.top_p, part.max_top_k)
         return draw(weights, send(uniforms(part.seeds, positions)[:, None], self._device))
 
-    def _draw_part(
-        self,
-        part: "_Part",
-        options: tuple[Tensor, ...],
-        logits: Tensor,
-        edited: Tensor,
-        positions: np.ndarray,
-        on_device: Tensor | None,
-    ) -> Tensor:
-        assert self._ops is not None
-        rows = logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index]
-        if part.edits is not None:
-            weights = self._weights[: len(part.rows)]
-            rows = weights[:, : self._vocab_size].copy_(rows)
-            part.edits.apply(weights, positions, self._seen, self._ops)
-        if on_device is None:
-            where = send(positions.astype(np.int64), self._device)
-        else:
-            where = on_device.index_select(0, part.index)
-        tokens, top = self._ops.choose(rows, *options, where)
-        edited.index_copy_(0, part.index, top)
-        return tokens
-
     def _make_plan(self, slots: tuple[int, ...]) -> "_Plan":
         samplings = [self._samplings[slot] for slot in slots]
         drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
-        greedy = [row for row, sampling in enumerate(samplings) if sampling.temperature == 0 and is_edited(sampling)]
+        edited = [row for row, sampling in enumerate(samplings) if is_edited(sampling)]
+        greedy = [row for row in edited if samplings[row].temperature == 0]
         parts = [
             self._make_part(np.array(rows[first : first + self._part_rows]), slots)
-            for rows in (drawn, greedy)
+            for rows in ((drawn, greedy) if self._ops is None else (edited,))
             for first in range(0, len(rows), self._part_rows)
         ]
         logprobs = []
@@ -223,7 +207,9 @@ class Sampler:
             for first in range(0, len(rows), self._part_rows):
                 part = rows[first : first + self._part_rows]
                 logprobs.append((num, part, self._tensor(part, torch.int64)))
-        return _Plan(slots, parts, len(drawn) + len(greedy) < len(slots), logprobs)
+        # Rows that are drawn in a part are asked only for their largest logit here.
+        unedited = [Sampling(temperature=0.0) if is_edited(sampling) else sampling for sampling in samplings]
+        return _Plan(slots, parts, len(drawn) + len(greedy) < len(slots), logprobs, self._drawing(unedited))
 
     def _make_part(self, rows: np.ndarray, slots: tuple[int, ...]) -> "_Part":
         part_slots = [slots[row] for row in rows]
@@ -247,26 +233,38 @@ class Sampler:
             top_p=column([s.top_p for s in samplings], 1.0, torch.float64),
             max_top_k=max((k for k in top_ks if k < self._stride), default=0),
             edits=Edits(edited, self._stride, self._device) if any(map(is_edited, samplings)) else None,
-            draw=None if self._ops is None else self._draw_options(samplings),
+            draw=self._drawing(samplings),
         )
 
-    def _draw_options(self, samplings: list[Sampling]) -> tuple[Tensor, ...]:
-        """[R] each, as `SamplingOps.choose` takes them."""
+    def _drawing(self, samplings: list[Sampling]) -> "_Drawing | None":
+        if self._ops is None:
+            return None
         temperature, min_p, top_p = (
             self._tensor([getattr(s, name) for s in samplings], torch.float32)
             for name in ("temperature", "min_p", "top_p")
         )
         top_k = self._tensor([s.top_k for s in samplings], torch.int32)
         seeds = send(np.array([s.seed for s in samplings], dtype=np.uint64).view(np.int64), self._device)
-        return temperature, min_p, top_k, top_p, seeds
+        return _Drawing(self._ops, (temperature, min_p, top_k, top_p, seeds))
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return send_list(values, dtype, self._device)
 
 
 @dataclass(frozen=True)
+class _Drawing:
+    """What a drawing kernel, if there is one, is told of some rows."""
+
+    ops: SamplingOps
+    options: tuple[Tensor, ...]  # [R] each, as `SamplingOps.choose` takes them
+
+    def choose(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.ops.choose(logits, *self.options, positions)
+
+
+@dataclass(frozen=True)
 class _Part:
-    """Some rows of a batch that are worked on at once: all greedy with edits, or all drawn."""
+    """Some rows of a batch that are worked on at once: all greedy with edits, or all drawn; with a kernel, all edited."""
 
     rows: np.ndarray  # [R] rows of the batch, ascending
     index: Tensor  # the same, on the device
@@ -279,7 +277,7 @@ class _Part:
     top_p: Tensor | None
     max_top_k: int
     edits: Edits | None
-    draw: tuple[Tensor, ...] | None  # what the drawing kernel is told, if there is one
+    draw: _Drawing | None
 
 
 @dataclass(frozen=True)
@@ -290,3 +288,4 @@ class _Plan:
     parts: list[_Part]
     has_plain: bool  # rows that are in no part: the largest logit is their token
     logprobs: list[tuple[int, list[int], Tensor]]  # how many, and for which rows
+    draw: _Drawing | None  # with a kernel, which takes all rows that no part edits

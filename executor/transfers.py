@@ -30,10 +30,11 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class Copier(Protocol):
-    """Moves blocks. Copies of one `start` may overlap anything but the rows of later steps."""
+    """Moves blocks. Copies of one `start` come after the rows of earlier steps and run beside those of their own."""
 
-    def begin_step(self) -> None:
-        """The rows from here on come after all copies that were started so far."""
+    def begin_step(self, written: Iterable[int]) -> None:
+        """The rows from here on come after all restores that were started so far, and after all saves of the blocks that
+        are theirs to write from now on."""
         ...
 
     def start(self, saves: Pairs, restores: Pairs) -> None: ...
@@ -170,9 +171,10 @@ class RankTransfers:
         self._served = None if serve is None else Served(self._slots, stores, self._lock, self._poll)
         self._server = None if serve is None or self._served is None else serve(self._served)
 
-    def begin(self, transfers: Transfers | None) -> None:
-        """Start a step's transfers; called before its rows are launched."""
-        self._copier.begin_step()
+    def begin(self, transfers: Transfers | None, written: Iterable[int] = ()) -> None:
+        """Start a step's transfers; called before its rows are launched. written: the blocks that are new to the rows, as
+        far as they write them."""
+        self._copier.begin_step(written)
         if transfers is None:
             self._num_copied.append(0)
             self._saved.append([])
@@ -289,7 +291,7 @@ class NumpyCopier:
         self._slots = arena[:, : blocks.shape[1]]
         self._seconds: list[float] = []
 
-    def begin_step(self) -> None:
+    def begin_step(self, written: Iterable[int]) -> None:
         pass
 
     def start(self, saves: Pairs, restores: Pairs) -> None:

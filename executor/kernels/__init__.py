@@ -38,8 +38,12 @@ class Ops:
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     # (q [T, Hq, D], k [T, Hkv, D], v, cos [P, rot / 2] float32, sin, positions [T], k_pages, v_pages, kv_slots [T],
     #  q_weight=None, k_weight=None, eps=0.0) -> q [T, Hq, D]; k and v go into the pages. rot = 0: no rotation;
-    #  v = None: k is all there is to store. For models with `expanded_attention` q may be narrower than k.
+    #  v = None: k is all there is to store.
     rope_and_store: Callable[..., torch.Tensor]
+    # For tokens first … first + t - 1 of (q [T, H, nope + rope], down [T, rank + rope], as a checkpoint's projections
+    # make them): (goal [t, H, rope + …], q, down, weight [rank], eps, cos, sin, positions, latents, kv_slots, first,
+    # is_whole); rotated queries go to the beginnings of goal (whole ones: nope behind them), keys into the pages
+    latent_rope_and_store: Callable[..., None]
     # (q [T, Hq, D], k_pages [pages, PAGE, Hkv * D], v_pages, batch, scale, window=None) -> [T, Hq, D]
     paged_attention: Callable[..., torch.Tensor]
     # (q [T, H, rope + rank], latents [pages, PAGE, rope + rank], batch, scale, rope) -> [T, H, rank]: as with one
@@ -59,6 +63,8 @@ class Ops:
     # attention of the batch's rows from the first on, T tokens in all, over the keys and values that each head has of
     # the latents. None: there is only `latent_attention`.
     expanded_attention: Callable[..., torch.Tensor] | None = None
+    # (x [T, K], weight [2 I, K], activation) -> [T, I], as one product and `silu_mul` or `gelu_tanh_mul`; None: as these
+    gated_linear: Callable[..., torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class SamplingOps:
 
     # (logits [R, V], temperature [R], min_p, top_k, top_p, seeds, positions) -> tokens [R], largest logits [R]
     choose: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    # (logits, rows [P], slots [P], counts, in_prompt, repetition [P], frequency, presence), in place
+    # (logits, rows [P], slots [P], counts, in_prompt, coefficients [P, 3]), in place
     penalize: Callable[..., None]
     # (logits [S, V], rows [n], masks [n, words]), in place
     mask: Callable[..., None]

@@ -30,6 +30,7 @@ def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, 
         kernels.rms_norm,
         kernels.add_rms_norm,
         kernels.rope_and_store,
+        kernels.latent_rope_and_store,
         kernels.paged_attention,
         kernels.latent_attention,
         kernels.silu_mul,
@@ -146,6 +147,29 @@ class _Kernels:
             k_pages.shape[1],
         )
         return rotated
+
+    def latent_rope_and_store(
+        self,
+        goal: torch.Tensor,
+        q: torch.Tensor,
+        down: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        latents: torch.Tensor,
+        kv_slots: torch.Tensor,
+        first: int,
+        is_whole: bool,
+    ) -> None:
+        """As the twin in `torch_ops`; there is no attention here that asks for whole queries."""
+        rope_dim = 2 * cos.shape[1]
+        assert len(goal) == len(q) and first == 0 and not is_whole
+        rotating, key = torch_ops.latent_parts(self.rms_norm, q, down, weight, eps, rope_dim)
+        given = None, cos, sin, positions, latents, latents, kv_slots
+        self.rope_and_store(key[:, :0], key, *given)
+        goal[..., :rope_dim] = self.rope_and_store(rotating, rotating[:, :0], *given)
 
     def paged_attention(
         self,

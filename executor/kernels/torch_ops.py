@@ -61,6 +61,50 @@ def rope_and_store(
     return _rotate(q, cos, sin)
 
 
+def latent_rope_and_store(
+    goal: torch.Tensor,
+    q: torch.Tensor,
+    down: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    latents: torch.Tensor,
+    kv_slots: torch.Tensor,
+    first: int,
+    is_whole: bool,
+) -> None:
+    """Normalize the latents, rotate keys and queries, write keys into their pages and queries to goal [t, H, rope + …]."""
+    tokens, rope_dim = slice(first, first + len(goal)), 2 * cos.shape[1]
+    positions, kv_slots = positions[tokens], kv_slots[tokens]
+    rotating, key = latent_parts(rms_norm, q[tokens], down[tokens], weight, eps, rope_dim)
+    goal[..., :rope_dim] = rope_and_store(rotating, key, None, cos, sin, positions, latents, latents, kv_slots)
+    if is_whole:
+        goal[..., rope_dim:] = q[tokens, :, :-rope_dim]
+
+
+def latent_parts(
+    norm: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    down: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rope_dim: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What of the queries rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
+
+    The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike.
+    """
+    latent, rotating = down.split((len(weight), rope_dim), dim=-1)
+    key = torch.cat((_pairs_apart(rotating), norm(latent, weight, eps)), dim=-1)
+    return _pairs_apart(q[..., -rope_dim:]), key[:, None]
+
+
+def _pairs_apart(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
 def _narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Eight-bit pages take what they can hold, never infinity or NaN for it."""
     if dtype == x.dtype:
@@ -243,6 +287,13 @@ def choose_experts(
     return ids.int(), shares
 
 
+ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
+
+
+def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
+    return ACTIVATIONS[activation](F.linear(x, weight))
+
+
 def fused_experts(
     hidden: torch.Tensor,
     slots: torch.Tensor,
@@ -256,7 +307,7 @@ def fused_experts(
 ) -> torch.Tensor:
     """What the experts in slots first … first + S - 1 add up to, each by its share, and `added` [T, H]; as `Experts`
     with all in one. `through`: what rows go through on their way into a product."""
-    activate = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}[activation]
+    activate = ACTIVATIONS[activation]
     out = torch.zeros((*slots.shape, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
     for index in range(len(down)):
         token, choice = (slots == first + index).nonzero(as_tuple=True)
@@ -270,6 +321,7 @@ OPS = Ops(
     rms_norm,
     add_rms_norm,
     rope_and_store,
+    latent_rope_and_store,
     paged_attention,
     latent_attention,
     silu_mul,

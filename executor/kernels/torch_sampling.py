@@ -27,17 +27,17 @@ def choose(
     with the last token kept is kept. Where the largest logit is not finite the token is 0.
     """
     largest, tokens = logits.float().max(-1)
-    scores = (logits.float() - largest[:, None]) / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    weights = scores.exp()
-    kept = weights >= min_p[:, None]
-    down = weights.where(kept, 0.0).sort(descending=True).values  # [R, V]
     vocab_size = logits.shape[1]
+    inverse = torch.where(temperature > 0, 1 / temperature, 1.0).clamp(max=3e38)
+    scores = (logits.float() - largest[:, None]) * inverse[:, None]  # logarithms of weights; the largest is 0
+    kept = scores.isfinite() & (scores >= min_p.log()[:, None])
+    down = scores.where(kept, -torch.inf).sort(descending=True).values  # [R, V]
     last = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size).long()[:, None] - 1
-    kept &= weights >= down.gather(1, last)
-    down = weights.where(kept, 0.0).sort(descending=True).values
-    wanted = top_p[:, None] * down.sum(-1, keepdim=True)
-    last = (down.cumsum(-1) < wanted).sum(-1, keepdim=True).clamp(max=vocab_size - 1)
-    kept &= (weights >= down.gather(1, last)) | (top_p >= 1)[:, None]
+    kept &= scores >= down.gather(1, last)
+    down = scores.where(kept, -torch.inf).sort(descending=True).values
+    sums = down.double().exp().cumsum(-1)
+    last = (sums < top_p[:, None] * sums[:, -1:]).sum(-1, keepdim=True).clamp(max=vocab_size - 1)
+    kept &= (scores >= down.gather(1, last)) | (top_p >= 1)[:, None]
     noisy = (scores + gumbel(seeds, positions, vocab_size)).where(kept, -torch.inf)
     tokens = torch.where(temperature > 0, noisy.argmax(-1), tokens)
     return torch.where(largest.isfinite(), tokens, 0), largest
@@ -67,28 +67,20 @@ def _philox(seeds: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return torch.stack((c0, c1, c2, c3))
 
 
-def penalize(
-    logits: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    counts: Tensor,
-    in_prompt: int,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> None:
+def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor) -> None:
     """Penalize rows [P] of logits [R, at least V] in place, for what the requests in slots [P] have seen.
 
-    counts [slots, V] int32: how often a token was sampled, and the bit `in_prompt` if the prompt has it. The options
-    are [P] float32.
+    counts [slots, V] int32: how often a token was sampled, and the bit `in_prompt` if the prompt has it. The
+    coefficients [P, 3], float32, are those of repetition, frequency and presence.
     """
     vocab_size = counts.shape[1]
     seen = counts[slots.long()]
     sampled = (seen & (in_prompt - 1)).float()
     values = logits[rows.long(), :vocab_size]
     wide = values.float()
-    wide = torch.where(wide > 0, wide / repetition[:, None], wide * repetition[:, None])
-    wide = wide - frequency[:, None] * sampled - presence[:, None] * sampled.clamp(max=1)
+    repetition, frequency, presence = coefficients[..., None].unbind(1)
+    wide = torch.where(wide > 0, wide / repetition, wide * repetition)
+    wide = wide - frequency * sampled - presence * sampled.clamp(max=1)
     logits[rows.long(), :vocab_size] = torch.where(seen != 0, wide.to(logits.dtype), values)
 
 

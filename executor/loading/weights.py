@@ -113,28 +113,37 @@ class Weights:
         names: tuple[str, ...],
         rows: tuple[int, ...],
         columns: int,
-        bias: bool = False,
-        split: Split = None,
-        units: tuple[int, ...] | None = None,
+        bias: bool | tuple[bool, ...] = False,
+        split: Split | tuple[Split, ...] = None,
+        units: tuple[int | None, ...] | None = None,
     ) -> Linear:
         """One linear layer from one or several (their outputs side by side), by names without '.weight'.
 
-        `units` says into how many indivisible parts each one's split dimension falls, heads for instance; every row
-        or column is one by default.
+        `bias` and `split` are everyone's, or each one's own. `units` says into how many indivisible parts each one's
+        split dimension falls, heads for instance; every row or column is one by default.
         """
-        named = list(zip(names, rows, units or (None,) * len(rows), strict=True))
-        parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), split, unit) for name, size, unit in named]
-        biases = self._bias(named, split) if bias else None
+        biases = bias if isinstance(bias, tuple) else (bias,) * len(names)
+        splits = split if isinstance(split, tuple) else (split,) * len(names)
+        named = list(zip(names, rows, splits, units or (None,) * len(names), strict=True))
+        parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
+        added = self._bias(named, parts, biases) if any(biases) else None
         blocks = None if self._block_ops is None else whole_blocks(parts, self._device)
         if blocks is not None:
             assert self._block_ops is not None
-            return BlockLinear(self._count(blocks.values), self._count(blocks.scales), biases, self._block_ops)
-        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), biases)
+            return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
+        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
 
-    def _bias(self, named: list[tuple[str, int, int | None]], split: Split) -> torch.Tensor | None:
-        bias_split: Split = "rows" if split == "rows" else None
-        biases = [self.tensor(f"{name}.bias", (size,), bias_split, unit) for name, size, unit in named]
-        if split == "columns" and not self.group.is_first:
+    def _bias(
+        self, named: list[tuple[str, int, Split, int | None]], parts: list[Part], given: tuple[bool, ...]
+    ) -> torch.Tensor | None:
+        """The biases side by side, zero where one of several layers has none."""
+        biases = [
+            self.tensor(f"{name}.bias", (size,), "rows" if split == "rows" else None, units)
+            if is_given
+            else torch.zeros(len(part.values), dtype=self._dtype, device=self._device)
+            for (name, size, split, units), part, is_given in zip(named, parts, given, strict=True)
+        ]
+        if named[0][2] == "columns" and not self.group.is_first:
             return None  # the sum over ranks has the bias once
         return torch.cat(biases)
 

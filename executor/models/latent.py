@@ -14,7 +14,7 @@ import torch
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops
-from penstock.executor.linear import Narrow, multiply, take_narrow
+from penstock.executor.linear import Linear, Narrow, multiply, take_narrow
 from penstock.executor.loading.weights import Weights
 from penstock.executor.models.attention import Pages, heads_of
 from penstock.executor.models.rope import Tables
@@ -31,16 +31,18 @@ class LatentAttention:
         self._num_heads, _ = heads_of(spec, weights.group)
         sizes, hidden, heads = spec.latent, spec.hidden_size, spec.num_heads
         prefix = f"model.layers.{index}.self_attn."
-        q_width = heads * (sizes.nope_dim + sizes.rope_dim)
-        self._q_down = self._q_norm = None
-        q_name, q_columns = "q_proj", hidden
-        if sizes.q_rank is not None:
-            self._q_down = weights.linear((f"{prefix}q_a_proj",), (sizes.q_rank,), hidden, spec.qkv_bias)
+        q_width, kv_rows = heads * (sizes.nope_dim + sizes.rope_dim), sizes.kv_rank + sizes.rope_dim
+        names = (f"{prefix}q_proj", f"{prefix}kv_a_proj_with_mqa")
+        # One product for all that reads the layer's input: the latents, and the queries or what these are made of.
+        self._q: Linear | None = None
+        if sizes.q_rank is None:
+            biases = (False, spec.qkv_bias)
+            self._down = weights.linear(names, (q_width, kv_rows), hidden, biases, ("rows", None), (heads, None))
+        else:
+            names = (f"{prefix}q_a_proj", names[1])
+            self._down = weights.linear(names, (sizes.q_rank, kv_rows), hidden, spec.qkv_bias)
             self._q_norm = weights.norm(f"{prefix}q_a_layernorm.weight", sizes.q_rank)
-            q_name, q_columns = "q_b_proj", sizes.q_rank
-        self._q = weights.linear((f"{prefix}{q_name}",), (q_width,), q_columns, split="rows", units=(heads,))
-        kv_rows = sizes.kv_rank + sizes.rope_dim
-        self._kv_down = weights.linear((f"{prefix}kv_a_proj_with_mqa",), (kv_rows,), hidden, spec.qkv_bias)
+            self._q = weights.linear((f"{prefix}q_b_proj",), (q_width,), sizes.q_rank, split="rows", units=(heads,))
         self._kv_norm = weights.norm(f"{prefix}kv_a_layernorm.weight", sizes.kv_rank)
         expand_shape = (heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank)
         expand = weights.tensor(f"{prefix}kv_b_proj.weight", expand_shape, split="rows", units=heads)
@@ -56,36 +58,39 @@ class LatentAttention:
 
     @property
     def takes_narrow(self) -> bool:
-        return take_narrow(self._kv_down, self._q if self._q_down is None else self._q_down)
+        return take_narrow(self._down)
 
     def attend(self, hidden: torch.Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> torch.Tensor:
         """[T, hidden] -> [T, heads * value]; the new latents are in their pages before any is read."""
-        sizes = self._sizes
-        latent, rotating = multiply(self._kv_down, hidden).split((sizes.kv_rank, sizes.rope_dim), dim=-1)
-        latent = self._ops.rms_norm(latent.contiguous(), self._kv_norm, NORM_EPS)
-        key = torch.cat((_pairs_apart(rotating), latent), dim=-1)[:, None]  # [T, 1, rope + rank]
-        nope, rotating = self._queries(hidden).split((sizes.nope_dim, sizes.rope_dim), dim=-1)
-        rotating = _pairs_apart(rotating)
+        sizes, heads = self._sizes, self._num_heads
+        rope_dim, width = sizes.rope_dim, sizes.kv_rank + sizes.rope_dim
+        made = multiply(self._down, hidden)
+        q, down = made[:, :-width], made[:, -width:]
+        if self._q is not None:
+            q = self._q(self._ops.rms_norm(q, self._q_norm, NORM_EPS))
+        q = q.unflatten(1, (heads, -1))  # [T, heads, nope + rope]
         num_rows, end = self._absorbed(batch)
-        absorbed, expanded = slice(0, end), slice(end, len(key))
-        q_absorbed = q_expanded = None
+        q_absorbed, q_expanded = q.new_empty(end, heads, width), q.new_empty(len(q) - end, *q.shape[1:])
         if end:
-            to_latent = torch.bmm(nope[absorbed].transpose(0, 1), self._to_latent).transpose(0, 1)
-            q_absorbed = self._rotate_and_store(rotating[absorbed], to_latent, key, batch, pages, absorbed)
-        if end < len(key):
-            q_expanded = self._rotate_and_store(rotating[expanded], nope[expanded], key, batch, pages, expanded)
-        parts = []
-        if q_absorbed is not None:
-            first = batch if q_expanded is None else batch.first_rows(num_rows)
-            attended = self._ops.latent_attention(q_absorbed, pages[0], first, self._scale, sizes.rope_dim)
-            parts.append(torch.bmm(attended.transpose(0, 1), self._from_latent).transpose(0, 1).flatten(1))
-        if q_expanded is not None:
+            to_latent = q_absorbed[..., rope_dim:].transpose(0, 1)
+            torch.bmm(q[:end, :, : sizes.nope_dim].transpose(0, 1), self._to_latent, out=to_latent)
+            self._rotate_and_store(q_absorbed, q, down, batch, pages, 0, False)
+        if end < len(q):
+            self._rotate_and_store(q_expanded, q, down, batch, pages, end, True)
+        out = q.new_empty(len(q), heads, sizes.value_dim)
+        if end:
+            first = batch if end == len(q) else batch.first_rows(num_rows)
+            attended = self._ops.latent_attention(q_absorbed, pages[0], first, self._scale, rope_dim)
+            torch.bmm(attended.transpose(0, 1), self._from_latent, out=out[:end].transpose(0, 1))
+        if end < len(q):
             assert self._ops.expanded_attention is not None
             attended = self._ops.expanded_attention(
-                q_expanded, pages[0], self._expand, batch, num_rows, self._scale, sizes.rope_dim
+                q_expanded, pages[0], self._expand, batch, num_rows, self._scale, rope_dim
             )
-            parts.append(attended.flatten(1))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            if not end:
+                return attended.flatten(1)
+            out[end:] = attended
+        return out.flatten(1)
 
     def _absorbed(self, batch: ForwardBatch) -> tuple[int, int]:
         """How many rows, and tokens of theirs, stay with the latents: the first, as rows with more tokens come later."""
@@ -96,26 +101,26 @@ class LatentAttention:
 
     def _rotate_and_store(
         self,
-        rotating: torch.Tensor,
-        rest: torch.Tensor,
-        key: torch.Tensor,
+        goal: torch.Tensor,
+        q: torch.Tensor,
+        down: torch.Tensor,
         batch: ForwardBatch,
         pages: Pages,
-        tokens: slice,
-    ) -> torch.Tensor:
-        """The tokens' queries [T, heads, rope + rest], rotated; their keys are in the pages."""
-        q, positions, latents = torch.cat((rotating, rest), dim=-1), batch.positions[tokens], pages[0]
-        return self._ops.rope_and_store(
-            q, key[tokens], None, self._cos, self._sin, positions, latents, latents, batch.kv_slots[tokens]
+        first: int,
+        is_whole: bool,
+    ) -> None:
+        """Queries of the tokens from the first on go into `goal`, their keys into the pages."""
+        self._ops.latent_rope_and_store(
+            goal,
+            q,
+            down,
+            self._kv_norm,
+            NORM_EPS,
+            self._cos,
+            self._sin,
+            batch.positions,
+            pages[0],
+            batch.kv_slots,
+            first,
+            is_whole,
         )
-
-    def _queries(self, hidden: torch.Tensor | Narrow) -> torch.Tensor:
-        """[T, hidden] -> [T, heads, nope + rope], not yet rotated."""
-        if self._q_down is not None:
-            hidden = self._ops.rms_norm(multiply(self._q_down, hidden), self._q_norm, NORM_EPS)
-        return multiply(self._q, hidden).unflatten(1, (self._num_heads, -1))
-
-
-def _pairs_apart(x: torch.Tensor) -> torch.Tensor:
-    """The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

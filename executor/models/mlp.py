@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.executor.kernels import Ops
-from penstock.executor.linear import Narrow, multiply, take_narrow
+from penstock.executor.linear import Narrow, Plain, multiply, take_narrow
 from penstock.executor.loading.weights import Split, Weights
 from penstock.executor.models.spec import DecoderSpec
 
@@ -27,12 +27,16 @@ class Mlp:
         columns: Split = "columns" if is_split else None
         self._gate_up = weights.linear((gate, up), (size, size), spec.hidden_size, spec.mlp_bias, split=rows)
         self._down = weights.linear((down,), (spec.hidden_size,), size, spec.mlp_bias, split=columns)
+        self._activation, self._gated = spec.activation, ops.gated_linear
         self._activate = ops.silu_mul if spec.activation == "silu" else ops.gelu_tanh_mul
         self._quantize = None if ops.blocks is None or spec.activation != "silu" else ops.blocks.silu_mul_quantize
 
     def __call__(self, hidden: torch.Tensor | Narrow) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
-        gate_up = multiply(self._gate_up, hidden)
+        layer = self._gate_up
+        if self._gated is not None and isinstance(layer, Plain) and layer.bias is None:
+            return self._down(self._gated(hidden, layer.weight, self._activation))
+        gate_up = multiply(layer, hidden)
         if self._quantize is not None and take_narrow(self._down):
             return multiply(self._down, Narrow(self._quantize(gate_up), gate_up.dtype))
         return self._down(self._activate(gate_up))

@@ -1,10 +1,18 @@
 import subprocess
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
 import penstock.executor  # noqa: F401 - before torch: it sets how torch's threads wait
+from tests.executor.pretended_gpu import PretendedGpu
 from tests.nursery import Child, nursery
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendedGpu]:
+    with PretendedGpu() as gpu:
+        yield gpu
 
 
 @pytest.fixture

@@ -63,3 +63,22 @@ def attend(ops: Ops, cache: Cache, q: torch.Tensor, rows: list[tuple[int, int, i
     picked = torch.cat([q[row, context - count : context] for row, count, context in rows])
     batch = cache.batch(rows)
     return ops.paged_attention(picked, cache.k_pages, cache.v_pages, batch, q.shape[-1] ** -0.5, window)
+
+
+def latent_step(
+    ops: Ops, dtype: torch.dtype, device: torch.device, first: int, is_whole: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The queries from the first token on, and the pages, after `latent_rope_and_store`; the rest of both is as it was."""
+    tokens, heads, nope, rope, rank, page = 7, 18, 24, 16, 40, 4
+    merged = random(tokens, heads * (nope + rope) + rank + rope, dtype=dtype).to(device)
+    q, down = merged.split((heads * (nope + rope), rank + rope), dim=1)
+    goal = random(tokens - first, heads, rope + (nope if is_whole else rank), dtype=dtype, seed=1).to(device)
+    kv = random(5, 3, page, rope + rank, dtype=dtype, seed=2).to(device)
+    weight, angles = random(rank, seed=3).to(device), 6 * random(30, rope // 2, seed=4).to(device)
+    positions = torch.randint(30, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(5)).to(device)
+    slots = torch.randperm(5 * page, generator=torch.Generator().manual_seed(6))[:tokens].to(device)
+    tables = angles.cos(), angles.sin()
+    ops.latent_rope_and_store(
+        goal, q.unflatten(1, (heads, -1)), down, weight, 1e-6, *tables, positions, kv[:, 1], slots, first, is_whole
+    )
+    return goal, kv

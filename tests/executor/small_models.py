@@ -118,6 +118,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV2Config",
         {**DEEPSEEK_SIZES, "q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
     ),
+    "deepseek-v2-biases": (
+        "DeepseekV2Config",
+        {
+            **DEEPSEEK_SIZES,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "attention_bias": True,
+        },
+    ),
     "deepseek-v2-yarn": (
         "DeepseekV2Config",
         {**DEEPSEEK_SIZES, "topk_method": "group_limited_greedy", "rope_parameters": DEEPSEEK_ROPE},

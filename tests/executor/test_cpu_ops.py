@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.executor.kernels import cpu_ops, torch_ops
-from tests.executor.paged import Cache, attend, random
+from tests.executor.paged import Cache, attend, latent_step, random
 
 DTYPES = [torch.float32, torch.bfloat16]
 # bfloat16 keeps 8 bits: one rounding at the end, and in attention one of the weights.
@@ -87,6 +87,15 @@ def test_rope_writes_the_pages_like_the_twin(
         results.append((kernels.rope_and_store(q, k, v, *arguments), kv))
     close(results[0][0], results[1][0])
     close(results[0][1], results[1][1])
+
+
+@every_level
+@both_dtypes
+def test_latents_and_their_queries_equal_the_twin(level: str, dtype: torch.dtype) -> None:
+    kernels = (cpu_ops.make_ops(dtype, 56, 2, level), torch_ops.OPS)
+    results = [latent_step(ops, dtype, torch.device("cpu"), 0, False) for ops in kernels]
+    for actual, expected in zip(*results, strict=True):
+        close(actual, expected)
 
 
 ROWS = [(0, 1, 7), (1, 1, 300), (2, 1, 129), (3, 0, 40), (4, 7, 7), (5, 70, 333), (6, 128, 128), (7, 3, 260)]

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels import RowTensors
+from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.torch_inputs import ROWS_AT
 from penstock.executor.state import OPTIONS, Places
 
@@ -14,13 +15,19 @@ CHUNK = 256
 
 def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
     """As the twin in `torch_inputs`."""
-    _apply_runs[(num_runs, triton.cdiv(longest, CHUNK))](packed, state, first, CHUNK=CHUNK)
+    _assert_numbers(packed, state)
+    assert num_runs > 0 and longest > 0 and 0 <= first <= len(packed) - 3 * num_runs
+    _apply_runs[num_runs, triton.cdiv(longest, CHUNK)](packed, state, first, CHUNK=CHUNK)
 
 
 def prepare(
     packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
 ) -> RowTensors:
     """As the twin in `torch_inputs`, where the block is described."""
+    _assert_numbers(packed, state)
+    assert rows > 0 and ROWS_AT + 1 + 4 * rows <= len(packed)
+    assert 0 < longest <= tokens and 0 < table_width <= places.max_blocks
+    assert max(places.blocks_at, places.options_at, places.spare) < len(state)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=packed.device)
@@ -39,7 +46,7 @@ def prepare(
         top_k=empty(int32, rows),
         seeds=empty(int64, rows),
     )
-    _prepare[(rows, triton.cdiv(max(longest, table_width), CHUNK))](
+    _prepare[rows, triton.cdiv(max(longest, table_width), CHUNK)](
         packed,
         state,
         *made,
@@ -59,7 +66,13 @@ def prepare(
     return made
 
 
-@triton.jit(do_not_specialize=["first"])
+def _assert_numbers(packed: Tensor, state: Tensor) -> None:
+    """Both are flat rows of 32 bits, and short enough to be counted in 32."""
+    for numbers in (packed, state):
+        assert numbers.dtype == torch.int32 and numbers.dim() == 1 and numbers.is_contiguous() and len(numbers) < 2**31
+
+
+@kernel
 def _apply_runs(packed_ptr, state_ptr, first, CHUNK: tl.constexpr):
     run_ptr = packed_ptr + first + 3 * tl.program_id(0)
     to = tl.load(run_ptr)
@@ -70,7 +83,7 @@ def _apply_runs(packed_ptr, state_ptr, first, CHUNK: tl.constexpr):
     tl.store(state_ptr + to + place, numbers, mask=place < length)
 
 
-@triton.jit(do_not_specialize=["rows", "table_width", "width", "blocks_at", "max_blocks", "options_at", "spare"])
+@kernel
 def _prepare(
     packed_ptr,
     state_ptr,

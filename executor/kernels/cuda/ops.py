@@ -4,12 +4,27 @@ import dataclasses
 
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda import attention, expanded, fp8, inputs, latent, moe, rope, routing, rows, sampling
+from penstock.executor.kernels.cuda import (
+    attention,
+    expanded,
+    fp8,
+    inputs,
+    latent,
+    latent_rope,
+    linear,
+    logit_edits,
+    moe,
+    rope,
+    routing,
+    rows,
+    sampling,
+)
 
 OPS = Ops(
     rows.rms_norm,
     rows.add_rms_norm,
     rope.rope_and_store,
+    latent_rope.latent_rope_and_store,
     attention.paged_attention,
     latent.latent_attention,
     rows.silu_mul,
@@ -18,10 +33,11 @@ OPS = Ops(
     moe.fused_experts,
     BlockOps(fp8.quantize, fp8.silu_mul_quantize, fp8.add_rms_norm_quantize, fp8.block_linear, moe.fused_block_experts),
     expanded.expanded_attention,
+    linear.gated_linear,
 )
 
 INPUT_OPS = InputOps(inputs.apply_runs, inputs.prepare)
-SAMPLING_OPS = SamplingOps(sampling.choose, sampling.penalize, sampling.mask)
+SAMPLING_OPS = SamplingOps(sampling.choose, logit_edits.penalize, logit_edits.mask)
 
 
 def choose_ops(card: Card) -> Ops:

@@ -1,13 +1,17 @@
-"""Kernels that work row by row: RMSNorm, alone or with the residual's addition, and the gated activations."""
+"""Kernels that work row by row: RMSNorm, alone or with the residual's addition, and the gated activations.
+
+Rows narrower than a program's tile share it, so that four warps always have 16 bytes to read per thread.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from penstock.executor.kernels.cuda.dependent import launching, take_turn
-from penstock.executor.kernels.cuda.tiles import power_of_2, row_warps
+from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.tiles import gate_tile, power_of_2, row_warps
 
-GATE_BLOCK = 1024
+NORM_BLOCK = 1024  # the least that a program normalizes at once
 SILU, GELU_TANH = 0, 1
 
 
@@ -20,7 +24,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert x.dtype is residual.dtype
+    assert x.dtype is residual.dtype and x.shape == residual.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(y)
     _launch_norm(x, residual, weight, y, total, eps, adds=True)
@@ -29,95 +33,118 @@ def add_rms_norm(
 
 def _launch_norm(x, residual, weight, y, total, eps: float, adds: bool) -> None:
     rows, width = x.shape
-    assert x.stride(1) == residual.stride(1) == 1
+    assert x.stride(1) == residual.stride(1) == 1 and weight.is_contiguous()
+    assert weight.shape == (width,) and weight.dtype is torch.float32
     if not rows:
         return
     block = power_of_2(width)
-    _norm[(rows,)](
+    together = max(1, NORM_BLOCK // block)
+    _norm[(triton.cdiv(rows, together),)](
         x,
         residual,
         weight,
         y,
         total,
-        x.stride(0),
-        residual.stride(0),
+        rows,
         eps,
+        X_STRIDE=x.stride(0),
+        RESIDUAL_STRIDE=residual.stride(0),
         WIDTH=width,
         BLOCK=block,
+        ROWS=together,
         ADDS=adds,
-        num_warps=row_warps(block),
+        num_warps=row_warps(together * block),
         **launching(),
     )
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    return _gate(gate_up, SILU)
+    return gate(gate_up, SILU)
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    return _gate(gate_up, GELU_TANH)
+    return gate(gate_up, GELU_TANH)
 
 
-def _gate(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
+def gate(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    assert gate_up.stride(1) == 1
+    assert gate_up.is_contiguous()
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if rows:
-        grid = (rows, triton.cdiv(width, GATE_BLOCK))
-        _gate_rows[grid](
-            gate_up, out, gate_up.stride(0), width, ACTIVATION=activation, BLOCK=GATE_BLOCK, num_warps=4, **launching()
+        tile = gate_tile(width)
+        _gate_rows[(triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns))](
+            gate_up,
+            out,
+            rows,
+            WIDTH=width,
+            ACTIVATION=activation,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            num_warps=tile.num_warps,
+            **launching(),
         )
     return out
 
 
-@triton.jit
+@kernel
 def _norm(
     x_ptr,
     residual_ptr,
     weight_ptr,
     y_ptr,
     total_ptr,
-    x_stride,
-    residual_stride,
+    rows,
     eps,
+    X_STRIDE: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     ADDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program per row. The sum is rounded to the stream's dtype before it is normalized, as in the twin."""
+    """The sum is rounded to the stream's dtype before it is normalized, as in the twin."""
     take_turn(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < WIDTH)
+    x = tl.load(x_ptr + row * X_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(residual_ptr + row * RESIDUAL_STRIDE + column, mask=inside, other=0.0).to(tl.float32)
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * WIDTH + column, total, mask=inside)
         x = total.to(tl.float32)
-    y = normalize(x, tl.load(weight_ptr + column, mask=inside, other=0.0), eps, WIDTH)
+    y = normalize(x, tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0), eps, WIDTH)
     tl.store(y_ptr + row * WIDTH + column, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def normalize(x, weight, eps, WIDTH: tl.constexpr):
-    """x float32, zero beyond WIDTH."""
-    return x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / WIDTH + eps)) * weight
+    """Each row of x, or all of x if it is one row; float32, zero beyond WIDTH."""
+    square = tl.sum(x * x, len(x.shape) - 1, keep_dims=True)
+    return x * (1.0 / tl.sqrt(square / WIDTH + eps)) * weight
 
 
-@triton.jit
+@kernel
 def _gate_rows(
-    gate_up_ptr, out_ptr, stride, width, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+    gate_up_ptr,
+    out_ptr,
+    rows,
+    WIDTH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     take_turn(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * stride + width + column, mask=inside, other=0.0).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < WIDTH)
+    gate_ptrs = gate_up_ptr + row * (2 * WIDTH) + column
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + WIDTH, mask=inside, other=0.0).to(tl.float32)
     y = activate(gate, ACTIVATION) * up
-    tl.store(out_ptr + row * width + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * WIDTH + column, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -1,8 +1,12 @@
-"""From logits to tokens on a GPU: one kernel for every row, whatever its options, and two that edit logits in place.
+"""From logits to tokens on a GPU, whatever each row asks for, in two launches.
 
-No row is sorted. A filter's threshold is found by halving the interval between two logits that enclose it, each pass
-snapping both ends to logits that exist, so that it ends on the very one: about ten to fifteen passes over a row, which
-lies in the cache by then. A row without filters takes two passes, a greedy one a single pass.
+The first cuts rows into parts of 4,096 tokens, a program for each, which reads its part once: the largest logit, a draw
+where nothing is filtered, and where something is, a list of the part's largest few hundred logits. The second, a program
+for each row, joins the parts. A filter's threshold it finds in the lists, by halving the interval between two logits
+that enclose it and snapping both ends to logits that exist, so that it ends on the very one. A row so flat that its
+threshold lies below what some part has listed is searched itself, in ten to fifteen passes by the one program.
+
+A row is cut by its vocabulary alone and every sum has its order, so no other row changes a bit of it.
 """
 
 import torch
@@ -10,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.torch_sampling import LANES, OUTPUTS
 
-CHUNK = LANES * OUTPUTS
-EDIT_BLOCK = 2048
+PART = LANES * OUTPUTS
+LISTED = 256  # at most so many logits of a part, and more than half as many unless they tie
+OPTION_DTYPES = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int64, torch.int64)
 
 
 def choose(
@@ -22,65 +28,85 @@ def choose(
     """As the twin in `torch_sampling`, where the options are described."""
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    if rows:
-        _choose[(rows,)](
-            logits,
-            temperature,
-            min_p,
-            top_k,
-            top_p,
-            seeds,
-            positions,
-            tokens,
-            largest,
-            logits.stride(0),
-            vocab_size,
-            LANES=LANES,
-            CHUNK=CHUNK,
-            num_warps=16,
-        )
+    options = (temperature, min_p, top_k, top_p, seeds, positions)
+    for option, dtype in zip(options, OPTION_DTYPES, strict=True):
+        assert option.shape == (rows,) and option.is_contiguous() and option.dtype == dtype
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    tokens, largest = empty(torch.int64, rows), empty(torch.float32, rows)
+    if not rows:
+        return tokens, largest
+    parts = triton.cdiv(vocab_size, PART)
+    of_parts = (
+        *(empty(torch.float32, rows, parts) for _ in range(3)),
+        empty(torch.int32, rows, parts),
+        empty(logits.dtype, rows, parts, LISTED),
+        empty(torch.int32, rows, parts, LISTED),
+    )
+    sizes = {"STRIDE": logits.stride(0), "VOCAB": vocab_size, "PARTS": parts, "LANES": LANES, "LISTED": LISTED}
+    _scan[rows, parts](logits, *options, *of_parts, **sizes, PART=PART, num_warps=8)
+    block = max(16, triton.next_power_of_2(parts))
+    _choose[(rows,)](logits, *options, *of_parts, tokens, largest, **sizes, BLOCK=block, TILE=PART, num_warps=16)
     return tokens, largest
 
 
-def penalize(
-    logits: Tensor,
-    rows: Tensor,
-    slots: Tensor,
-    counts: Tensor,
-    in_prompt: int,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-) -> None:
-    assert logits.stride(1) == counts.stride(1) == 1
-    vocab_size = counts.shape[1]
-    grid = (len(rows), triton.cdiv(vocab_size, EDIT_BLOCK))
-    _penalize[grid](
-        logits,
-        rows,
-        slots,
-        counts,
-        repetition,
-        frequency,
-        presence,
-        logits.stride(0),
-        counts.stride(0),
-        vocab_size,
-        IN_PROMPT=in_prompt,
-        BLOCK=EDIT_BLOCK,
-    )
+@kernel
+def _scan(
+    logits_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    part_largest_ptr,
+    part_values_ptr,
+    part_cuts_ptr,
+    part_tokens_ptr,
+    listed_ptr,
+    listed_tokens_ptr,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    LISTED: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Of a part: its largest logit, and a token. That is the largest one's, or the one drawn; then the value says by how
+    much score and noise together exceed the largest score. With filters the value is the sum of the weights, beside the
+    largest, and the list has every logit above the cut."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    logits_ptr += row * STRIDE
+    token = part * PART + tl.arange(0, PART)
+    x = tl.load(logits_ptr + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
+    is_nan = x != x
+    x = tl.where(is_nan, -float("inf"), x)
+    largest = tl.max(x, 0)
+    chosen = first_of(x, token, largest)
+    value = 0.0
+    cut = -float("inf")
+    temperature = tl.load(temperature_ptr + row)
+    if temperature > 0:
+        inverse = _inverse(temperature)
+        if _is_filtered(min_p_ptr + row, top_k_ptr + row, top_p_ptr + row, VOCAB):
+            value = tl.sum(tl.where(x > -float("inf"), tl.exp((x - largest) * inverse), 0.0), 0)
+            place = (row * PARTS + part) * LISTED
+            cut = _cut(x, largest, LISTED)
+            _list(logits_ptr, part, cut, listed_ptr + place, listed_tokens_ptr + place, VOCAB, LANES, LISTED)
+        else:
+            seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row).to(tl.int32)
+            chosen, value = _draw_part(logits_ptr, part, largest, inverse, seed, position, VOCAB, LANES)
+    place = row * PARTS + part
+    tl.store(part_largest_ptr + place, tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), largest))
+    tl.store(part_values_ptr + place, value)
+    tl.store(part_cuts_ptr + place, cut)
+    tl.store(part_tokens_ptr + place, chosen)
 
 
-def mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    assert logits.stride(1) == masks.stride(1) == 1
-    vocab_size = logits.shape[1]
-    grid = (len(rows), triton.cdiv(vocab_size, EDIT_BLOCK))
-    _mask[grid](logits, rows, masks, logits.stride(0), masks.stride(0), vocab_size, BLOCK=EDIT_BLOCK)
-
-
-@triton.jit
+@kernel
 def _choose(
     logits_ptr,
     temperature_ptr,
@@ -89,50 +115,64 @@ def _choose(
     top_p_ptr,
     seeds_ptr,
     positions_ptr,
+    part_largest_ptr,
+    part_values_ptr,
+    part_cuts_ptr,
+    part_tokens_ptr,
+    listed_ptr,
+    listed_tokens_ptr,
     tokens_ptr,
     largest_ptr,
-    stride,
-    vocab_size,
+    STRIDE: tl.constexpr,
+    VOCAB: tl.constexpr,
+    PARTS: tl.constexpr,
     LANES: tl.constexpr,
-    CHUNK: tl.constexpr,
+    LISTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
+    """From a row's parts, whose places are BLOCK at once, to its token."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * stride
-    lane = tl.arange(0, CHUNK)
-    best = tl.full([CHUNK], -float("inf"), tl.float32)
-    best_token = tl.zeros([CHUNK], tl.int32)
-    least = tl.full([CHUNK], float("inf"), tl.float32)  # of those that may be sampled at all
-    broken = tl.zeros([CHUNK], tl.int32)
-    for start in range(0, vocab_size, CHUNK):
-        token = start + lane
-        x = tl.load(logits_ptr + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
-        is_larger = x > best
-        best = tl.where(is_larger, x, best)
-        best_token = tl.where(is_larger, token, best_token)
-        least = tl.minimum(least, tl.where(x > -float("inf"), x, float("inf")))
-        broken |= (x != x).to(tl.int32)
-    top = tl.max(best, 0)
-    token = first_of(best, best_token, top)
-    if tl.max(broken, 0) > 0:
+    part = tl.arange(0, BLOCK)
+    place = row * PARTS + part
+    largest = tl.load(part_largest_ptr + place, mask=part < PARTS, other=-float("inf"))
+    token = tl.load(part_tokens_ptr + place, mask=part < PARTS, other=0)
+    is_nan = largest != largest
+    top = tl.max(tl.where(is_nan, -float("inf"), largest), 0)
+    if tl.max(is_nan.to(tl.int32), 0) > 0:
         top = float("nan")
+    chosen = first_of(largest, token, top)
     temperature = tl.load(temperature_ptr + row)
     is_finite = tl.abs(top) < float("inf")
     if is_finite & (temperature > 0):
-        bound = (tl.min(least, 0) - top) / temperature
-        min_p = tl.load(min_p_ptr + row)
-        if min_p > 0:
-            bound = tl.maximum(bound, tl.log(min_p))
-        top_k = tl.load(top_k_ptr + row)
-        if (top_k > 0) & (top_k < vocab_size):
-            bound = _search(logits_ptr, vocab_size, top, temperature, bound, top_k.to(tl.float32), True, CHUNK)
-        top_p = tl.load(top_p_ptr + row)
-        if top_p < 1:
-            wanted = top_p * _sum(logits_ptr, vocab_size, top, temperature, bound, CHUNK)
-            bound = _search(logits_ptr, vocab_size, top, temperature, bound, wanted, False, CHUNK)
-        seed = tl.load(seeds_ptr + row)
-        position = tl.load(positions_ptr + row).to(tl.int32)
-        token = _draw(logits_ptr, vocab_size, top, temperature, bound, seed, position, LANES, CHUNK)
-    tl.store(tokens_ptr + row, tl.where(is_finite, token, 0).to(tl.int64))
+        inverse = _inverse(temperature)
+        score = (largest - top) * inverse
+        value = tl.load(part_values_ptr + place, mask=part < PARTS, other=0.0)
+        if _is_filtered(min_p_ptr + row, top_k_ptr + row, top_p_ptr + row, VOCAB):
+            whole = tl.sum(value * tl.exp(score), 0)
+            cut = tl.max(tl.load(part_cuts_ptr + place, mask=part < PARTS, other=-float("inf")), 0)
+            chosen = _draw_filtered(
+                logits_ptr + row * STRIDE,
+                listed_ptr + row * PARTS * LISTED,
+                listed_tokens_ptr + row * PARTS * LISTED,
+                top,
+                inverse,
+                whole,
+                (cut - top) * inverse,
+                tl.load(min_p_ptr + row),
+                tl.load(top_k_ptr + row),
+                tl.load(top_p_ptr + row),
+                tl.load(seeds_ptr + row),
+                tl.load(positions_ptr + row).to(tl.int32),
+                VOCAB,
+                PARTS * LISTED,
+                LANES,
+                TILE,
+            )
+        else:
+            value = tl.where(score > -float("inf"), score + value, -float("inf"))
+            chosen = first_of(value, token, tl.max(value, 0))
+    tl.store(tokens_ptr + row, tl.where(is_finite, chosen, 0).to(tl.int64))
     tl.store(largest_ptr + row, top)
 
 
@@ -143,33 +183,218 @@ def first_of(values, tokens, best):
 
 
 @triton.jit
-def _scores(logits_ptr, token, vocab_size, top, temperature):
-    x = tl.load(logits_ptr + token, mask=token < vocab_size, other=-float("inf")).to(tl.float32)
-    return (x - top) / temperature
+def _is_filtered(min_p_ptr, top_k_ptr, top_p_ptr, VOCAB: tl.constexpr):
+    top_k = tl.load(top_k_ptr)
+    return (tl.load(min_p_ptr) > 0) | ((top_k > 0) & (top_k < VOCAB)) | (tl.load(top_p_ptr) < 1)
 
 
 @triton.jit
-def _sum(logits_ptr, vocab_size, top, temperature, bound, CHUNK: tl.constexpr):
-    """Of the weights whose score reaches the bound. Chunk by chunk, so that no other row changes a bit of it."""
-    sums = tl.zeros([CHUNK], tl.float32)
-    for start in range(0, vocab_size, CHUNK):
-        score = _scores(logits_ptr, start + tl.arange(0, CHUNK), vocab_size, top, temperature)
-        sums += tl.where(score >= bound, tl.exp(score), 0.0)
-    return tl.sum(sums, 0)
+def _inverse(temperature):
+    """Finite, so that the largest logit's score is 0 whatever it is multiplied by."""
+    return tl.minimum(1.0 / temperature, 3.0e38)
 
 
 @triton.jit
-def _search(logits_ptr, vocab_size, top, temperature, low, wanted, COUNTS: tl.constexpr, CHUNK: tl.constexpr):
+def _cut(x, largest, LISTED: tl.constexpr):
+    """A logit above which a part has at most LISTED others, and more than half as many unless they tie."""
+    is_there = x > -float("inf")
+    cut = -float("inf")
+    if tl.sum(is_there.to(tl.int32), 0) > LISTED:
+        low = tl.min(tl.where(is_there, x, float("inf")), 0)
+        cut = largest
+        number = 0
+        steps = 0
+        while (2 * number <= LISTED) & (steps < 16):
+            middle = low + (cut - low) * 0.5
+            above = tl.sum((x > middle).to(tl.int32), 0)
+            is_few = above <= LISTED
+            low = tl.where(is_few, low, middle)
+            cut = tl.where(is_few, middle, cut)
+            number = tl.where(is_few, above, number)
+            steps += 1
+    return cut
+
+
+@triton.jit
+def _list(
+    logits_ptr,
+    part,
+    cut,
+    listed_ptr,
+    listed_tokens_ptr,
+    VOCAB: tl.constexpr,
+    LANES: tl.constexpr,
+    LISTED: tl.constexpr,
+):
+    """A part's logits above the cut, in their order, then minus infinity."""
+    number = 0
+    for chunk in range(4):  # registers do not suffice for all at once
+        token = (4 * part + chunk) * LANES + tl.arange(0, LANES)
+        x = tl.load(logits_ptr + token, mask=token < VOCAB, other=-float("inf"))
+        is_listed = x.to(tl.float32) > cut
+        place = number + tl.cumsum(is_listed.to(tl.int32), 0) - 1
+        tl.store(listed_ptr + place, x, mask=is_listed)
+        tl.store(listed_tokens_ptr + place, token, mask=is_listed)
+        number += tl.sum(is_listed.to(tl.int32), 0)
+    rest = tl.arange(0, LISTED)
+    nothing = tl.full([LISTED], -float("inf"), tl.float32).to(listed_ptr.dtype.element_ty)
+    tl.store(listed_ptr + rest, nothing, mask=rest >= number)
+
+
+@triton.jit
+def _draw_part(logits_ptr, part, largest, inverse, seed, position, VOCAB: tl.constexpr, LANES: tl.constexpr):
+    """The token with the largest sum of score and noise, and that sum, where the part's largest score is 0."""
+    lane = tl.arange(0, LANES)
+    best = tl.full([LANES], -float("inf"), tl.float32)
+    best_token = tl.zeros([LANES], tl.int32)
+    zero = tl.zeros([LANES], tl.int32)
+    r0, r1, r2, r3 = tl.philox(seed, part * LANES + lane, zero + position, zero, zero)
+    for output in tl.static_range(4):
+        if output == 0:
+            bits = r0
+        elif output == 1:
+            bits = r1
+        elif output == 2:
+            bits = r2
+        else:
+            bits = r3
+        token = (4 * part + output) * LANES + lane
+        x = tl.load(logits_ptr + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
+        noisy = tl.where(x > -float("inf"), (x - largest) * inverse + _noise(bits), -float("inf"))
+        is_larger = noisy > best
+        best = tl.where(is_larger, noisy, best)
+        best_token = tl.where(is_larger, token, best_token)
+    value = tl.max(best, 0)
+    return first_of(best, best_token, value), value
+
+
+@triton.jit
+def _noise(bits):
+    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    small = uniform * (1.0 + uniform * (0.5 + uniform / 3.0))
+    return -tl.log(tl.where(uniform < 1e-3, small, -tl.log(1.0 - uniform)))
+
+
+@triton.jit
+def _draw_filtered(
+    logits_ptr,
+    listed_ptr,
+    listed_tokens_ptr,
+    top,
+    inverse,
+    whole,
+    cut,
+    min_p,
+    top_k,
+    top_p,
+    seed,
+    position,
+    VOCAB: tl.constexpr,
+    ALL_LISTED: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """whole: the sum of all weights. The lists have every score above the cut, which is minus infinity if none is
+    missing."""
+    bound = -float("inf")
+    if min_p > 0:
+        bound = tl.minimum(tl.log(min_p), 0.0)  # what is near 1 keeps the largest, however its logarithm is rounded
+    has_top_k = (top_k > 0) & (top_k < VOCAB)
+    source_ptr = listed_ptr
+    size = ALL_LISTED
+    number, weight, low = _survey(source_ptr, size, top, inverse, bound, cut, TILE)
+    # A threshold is in the lists if they have all that is left of it, or reach what it wants above the cut.
+    is_complete = (cut < bound) | (cut == -float("inf"))
+    is_listed = is_complete
+    if has_top_k:
+        is_listed = is_complete | (number >= top_k)
+    elif min_p <= 0:
+        is_listed = is_complete | ((number > 0) & (weight >= top_p * whole))
+    if is_listed == 0:
+        source_ptr = logits_ptr
+        size = VOCAB
+        number, weight, low = _survey(source_ptr, size, top, inverse, bound, -float("inf"), TILE)
+    elif (is_complete | has_top_k) == 0:
+        weight = whole
+    if has_top_k & (number > top_k):
+        low = _search(source_ptr, size, top, inverse, low, top_k.to(tl.float32), True, TILE)
+        number, weight, low = _survey(source_ptr, size, top, inverse, low, -float("inf"), TILE)
+    if top_p < 1:
+        low = _search(source_ptr, size, top, inverse, low, top_p * weight, False, TILE)
+
+    return _draw_from(
+        source_ptr, listed_tokens_ptr, is_listed, size, top, inverse, low, seed, position, ALL_LISTED, LANES, TILE // 2
+    )
+
+
+@triton.jit
+def _draw_from(
+    source_ptr,
+    listed_tokens_ptr,
+    is_listed,
+    size,
+    top,
+    inverse,
+    bound,
+    seed,
+    position,
+    ALL_LISTED: tl.constexpr,
+    LANES: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The token with the largest sum of score and noise among those that reach the bound."""
+    lane = tl.arange(0, TILE)
+    best = tl.full([TILE], -float("inf"), tl.float32)
+    best_token = tl.zeros([TILE], tl.int32)
+    zero = tl.zeros([TILE], tl.int32)
+    for start in range(0, size, TILE):
+        place = start + lane
+        score = _scores(source_ptr, place, size, top, inverse)
+        token = tl.where(is_listed, tl.load(listed_tokens_ptr + place, mask=place < ALL_LISTED, other=0), place)
+        counter = token // (4 * LANES) * LANES + token % LANES
+        r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero)
+        output = token // LANES % 4
+        bits = tl.where(output < 2, tl.where(output == 0, r0, r1), tl.where(output == 2, r2, r3))
+        noisy = tl.where(score >= bound, score + _noise(bits), -float("inf"))
+        is_larger = noisy > best
+        best = tl.where(is_larger, noisy, best)
+        best_token = tl.where(is_larger, token, best_token)
+    return first_of(best, best_token, tl.max(best, 0))
+
+
+@triton.jit
+def _scores(source_ptr, place, size, top, inverse):
+    x = tl.load(source_ptr + place, mask=place < size, other=-float("inf")).to(tl.float32)
+    return (x - top) * inverse
+
+
+@triton.jit
+def _survey(source_ptr, size, top, inverse, bound, cut, TILE: tl.constexpr):
+    """Of the scores that reach the bound and are above the cut: their number, the sum of their weights, the least."""
+    numbers = tl.zeros([TILE], tl.int32)
+    weights = tl.zeros([TILE], tl.float32)
+    least = tl.full([TILE], float("inf"), tl.float32)
+    for start in range(0, size, TILE):
+        score = _scores(source_ptr, start + tl.arange(0, TILE), size, top, inverse)
+        is_kept = (score >= bound) & (score > cut)
+        numbers += is_kept.to(tl.int32)
+        weights += tl.where(is_kept, tl.exp(score), 0.0)
+        least = tl.minimum(least, tl.where(is_kept, score, float("inf")))
+    return tl.sum(numbers, 0), tl.sum(weights, 0), tl.min(least, 0)
+
+
+@triton.jit
+def _search(source_ptr, size, top, inverse, low, wanted, COUNTS: tl.constexpr, TILE: tl.constexpr):
     """The largest score at which the tokens from there on reach `wanted`, in number or in weight; at least `low`."""
     high = top - top  # the largest score. Always: at `low` enough is reached, and nothing above `high` reaches it
     while low < high:
         middle = low + (high - low) * 0.5
         middle = tl.where(middle > low, middle, high)
-        sums = tl.zeros([CHUNK], tl.float32)
-        above = tl.full([CHUNK], float("inf"), tl.float32)
-        below = tl.full([CHUNK], -float("inf"), tl.float32)
-        for start in range(0, vocab_size, CHUNK):
-            score = _scores(logits_ptr, start + tl.arange(0, CHUNK), vocab_size, top, temperature)
+        sums = tl.zeros([TILE], tl.float32)
+        above = tl.full([TILE], float("inf"), tl.float32)
+        below = tl.full([TILE], -float("inf"), tl.float32)
+        for start in range(0, size, TILE):
+            score = _scores(source_ptr, start + tl.arange(0, TILE), size, top, inverse)
             is_above = score >= middle
             if COUNTS:
                 sums += tl.where(is_above, 1.0, 0.0)
@@ -181,76 +406,3 @@ def _search(logits_ptr, vocab_size, top, temperature, low, wanted, COUNTS: tl.co
         low = tl.where(reached, tl.min(above, 0), low)
         high = tl.where(reached, high, tl.max(below, 0))
     return low
-
-
-@triton.jit
-def _draw(logits_ptr, vocab_size, top, temperature, bound, seed, position, LANES: tl.constexpr, CHUNK: tl.constexpr):
-    """The token with the largest sum of score and noise among those that reach the bound."""
-    lane = tl.arange(0, LANES)
-    best = tl.full([LANES], -float("inf"), tl.float32)
-    best_token = tl.zeros([LANES], tl.int32)
-    zero = tl.zeros([LANES], tl.int32)
-    for start in range(0, vocab_size, CHUNK):
-        counter = start // CHUNK * LANES + lane
-        r0, r1, r2, r3 = tl.philox(seed, counter, zero + position, zero, zero)
-        for output in tl.static_range(4):
-            if output == 0:
-                bits = r0
-            elif output == 1:
-                bits = r1
-            elif output == 2:
-                bits = r2
-            else:
-                bits = r3
-            token = start + output * LANES + lane
-            score = _scores(logits_ptr, token, vocab_size, top, temperature)
-            uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
-            small = uniform * (1.0 + uniform * (0.5 + uniform / 3.0))
-            waiting = tl.where(uniform < 1e-3, small, -tl.log(1.0 - uniform))
-            noisy = tl.where(score >= bound, score - tl.log(waiting), -float("inf"))
-            is_larger = noisy > best
-            best = tl.where(is_larger, noisy, best)
-            best_token = tl.where(is_larger, token, best_token)
-    return first_of(best, best_token, tl.max(best, 0))
-
-
-@triton.jit
-def _penalize(
-    logits_ptr,
-    rows_ptr,
-    slots_ptr,
-    counts_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
-    stride,
-    counts_stride,
-    vocab_size,
-    IN_PROMPT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    index = tl.program_id(0)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab_size
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    slot = tl.load(slots_ptr + index).to(tl.int64)
-    count = tl.load(counts_ptr + slot * counts_stride + token, mask=inside, other=0)
-    is_seen = count != 0
-    x = tl.load(logits_ptr + row * stride + token, mask=is_seen, other=0.0).to(tl.float32)
-    sampled = (count & (IN_PROMPT - 1)).to(tl.float32)
-    repetition = tl.load(repetition_ptr + index)
-    x = tl.where(x > 0, x / repetition, x * repetition)
-    x -= tl.load(frequency_ptr + index) * sampled
-    x -= tl.load(presence_ptr + index) * tl.minimum(sampled, 1.0)
-    tl.store(logits_ptr + row * stride + token, x.to(logits_ptr.dtype.element_ty), mask=is_seen)
-
-
-@triton.jit
-def _mask(logits_ptr, rows_ptr, masks_ptr, stride, masks_stride, vocab_size, BLOCK: tl.constexpr):
-    index = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab_size
-    row = tl.load(rows_ptr + index).to(tl.int64)
-    word = tl.load(masks_ptr + index * masks_stride + token // 32, mask=inside, other=-1)
-    is_banned = inside & (((word >> (token % 32)) & 1) == 0)
-    tl.store(logits_ptr + row * stride + token, tl.full([BLOCK], -float("inf"), tl.float32), mask=is_banned)

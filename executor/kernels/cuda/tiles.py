@@ -97,6 +97,27 @@ def depth_splits(programs: int, depth: int) -> int:
     return splits
 
 
+def rope_tile(kv_heads: int, width: int) -> Tile:
+    """rows: tokens; columns: heads, as many as there are key-value heads, since these and queries have programs apart."""
+    heads = min(power_of_2(kv_heads), max(1, 1024 // width))
+    return Tile(max(1, 1024 // (heads * width)), heads, 4, 1)
+
+
+def gate_tile(width: int) -> Tile:
+    """1,024 numbers: as many columns as divide the row, and so many rows as that leaves room for."""
+    columns = min(1024, max(64, width & -width))
+    return Tile(1024 // columns, columns, 4, 1)
+
+
+def few_rows_tile(rows: int, width: int, itemsize: int) -> Tile:
+    """rows: all there are, at most 32; columns: of the gate, and as many of up. Bound by reading the weight once: there
+    are two programs or more for each processor, and each has some 30 KB of the weight on their way."""
+    num_rows = 16 if rows <= 16 else 32
+    if itemsize == 4:
+        return Tile(num_rows, 16, 4, 2)
+    return Tile(num_rows, 32, 4, 4) if width >= 64 * current_card().num_processors else Tile(num_rows, 16, 4, 5)
+
+
 def choose_splits(programs: int, max_context: int) -> int:
     """Into how many parts each row's context is cut so that `programs` times as many fill the GPU a few times."""
     wanted = -(-4 * current_card().num_processors // max(1, programs))

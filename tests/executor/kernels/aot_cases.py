@@ -81,8 +81,26 @@ def expanded(
         given, latents = batch(4, prompts), pages(64 + 512, page_dtype or dtype)[0]
         q, expand = torch.zeros(64 * prompts, heads, 64 + 128, dtype=dtype), torch.zeros(heads, 256, 512, dtype=dtype)
         OPS.expanded_attention(q, latents, expand, given, 4, 0.1, 64)
-        key, tables, index = torch.zeros(8, 1, 64 + 512, dtype=dtype), torch.zeros(64, 32), torch.zeros(8).long()
-        OPS.rope_and_store(q[:8], key, None, tables, tables, index.int(), latents, latents, index)
+
+    return call
+
+
+def latent_rope(heads: int, is_whole: bool, page_dtype: torch.dtype = BF16) -> Callable[[], None]:
+    def call() -> None:
+        q, down = torch.zeros(8, heads * 192 + 576, dtype=BF16).split((heads * 192, 576), dim=1)
+        goal = torch.zeros(8, heads, 64 + (128 if is_whole else 512), dtype=BF16)
+        tables, index, latents = torch.zeros(64, 32), torch.zeros(8).long(), pages(576, page_dtype)[0]
+        given = torch.zeros(512), 1e-6, tables, tables, index.int(), latents, index
+        OPS.latent_rope_and_store(goal, q.unflatten(1, (heads, 192)), down, *given, 0, is_whole)
+
+    return call
+
+
+def gated(tokens: int, width: int, inner: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
+    def call() -> None:
+        assert OPS.gated_linear is not None
+        x, weight = torch.zeros(tokens, width, dtype=dtype), torch.empty(2 * inner, width, dtype=dtype)
+        OPS.gated_linear(x, weight, "silu")
 
     return call
 
@@ -166,10 +184,12 @@ def inputs(rows: int, tokens: int, max_blocks: int) -> Callable[[], None]:
 def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
     def call() -> None:
         logits = torch.zeros(2, vocab_size, dtype=dtype)
-        floats, ints, words = torch.zeros(2), torch.zeros(2, dtype=torch.int64), vocab_size // 32
-        SAMPLING_OPS.choose(logits, floats, floats, ints.int(), floats, ints, ints)
+        edited = torch.zeros(2, -(-vocab_size // 256) * 256)[:, :vocab_size]
+        floats, ints, words = torch.zeros(2), torch.zeros(2, dtype=torch.int64), -(-vocab_size // 32)
+        for rows in (logits, edited):
+            SAMPLING_OPS.choose(rows, floats, floats, ints.int(), floats, ints, ints)
         counts = torch.zeros(2, vocab_size, dtype=torch.int32)
-        SAMPLING_OPS.penalize(logits, ints, ints, counts, 1 << 30, floats, floats, floats)
+        SAMPLING_OPS.penalize(edited, ints, ints, counts, 1 << 30, torch.zeros(2, 3))
         SAMPLING_OPS.mask(logits, ints, torch.zeros(2, words, dtype=torch.int32))
 
     return call
@@ -190,9 +210,11 @@ QUICK: dict[str, Callable[[], None]] = {
     "Qwen3-0.6B: prompts": attention(0, 2, 128, 16, 8),
     "Qwen3-0.6B: rope": rope(128, 16, 8, True),
     "Qwen3-0.6B: rows": rows(1024, 3072),
+    "Qwen3-0.6B: gate and up, one row": gated(1, 1024, 3072),
     "Qwen3-0.6B: one row, dependent": dependent(attention(1, 0, 128, 16, 8)),
     "Qwen3-0.6B: rope, dependent": dependent(rope(128, 16, 8, True)),
     "Qwen3-0.6B: rows, dependent": dependent(rows(1024, 3072)),
+    "Qwen3-0.6B: gate and up, one row, dependent": dependent(gated(1, 1024, 3072)),
     "a step's inputs": inputs(7, 300, 2560),
 }
 
@@ -204,11 +226,20 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Llama-3.1-8B: attention": attention(4, 1, 128, 32, 8),
     "Llama-3.1-8B: float16": attention(4, 1, 128, 32, 8, dtype=F16),
     "Llama-3.1-8B: rows": rows(4096, 14336),
+    "Llama-3.1-8B: gate and up, one row": gated(1, 4096, 14336),
+    "Llama-3.1-8B: gate and up, 32 rows": gated(32, 4096, 14336),
     "Llama-3.1-70B: rows": rows(8192, 28672),
     "SmolLM2-135M: attention": attention(4, 1, 64, 9, 3),
     "SmolLM2-135M: sampling": sample(49152, F32),
+    "Gemma-3-4B: sampling": sample(262208, BF16),
+    "GPT-2: sampling, an odd vocabulary": sample(50257, F16),
     "SmolLM2-135M: float32": attention(4, 1, 64, 9, 3, dtype=F32),
     "SmolLM2-135M: rope": rope(64, 9, 3, False),
+    "SmolLM2-135M: rows": rows(576, 1536),
+    "SmolLM2-135M: gate and up": gated(4, 576, 1536),
+    "SmolLM2-135M: gate and up, float32": gated(4, 576, 1536, F32),
+    "Gemma-3-4B: rope": rope(256, 8, 4, True),
+    "Qwen3-30B-A3B: narrow rows": rows(512, 768),
     "Gemma-3-4B: attention": attention(4, 1, 256, 8, 4),
     "Gemma-3-4B: windowed attention": attention(4, 1, 256, 8, 4, window=1024),
     "Qwen3-30B-A3B: router": router(128, 8, 0),
@@ -239,6 +270,11 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Qwen3-30B-A3B: experts, a batch, dependent": dependent(experts(512, 128, 8, 2048, 768)),
     "DeepSeek-V2-Lite: full batch": latent(1024, 0, 16),
     "DeepSeek-V2-Lite: float32": latent(4, 1, 16, F32),
+    "DeepSeek-V2-Lite: rope": latent_rope(16, False),
+    "DeepSeek-V2-Lite: rope of prompts": latent_rope(16, True),
+    "DeepSeek-V2-Lite: rope into eight-bit pages": latent_rope(16, False, FP8),
+    "DeepSeek-V2-Lite: rope, dependent": dependent(latent_rope(16, False)),
+    "DeepSeek-V3: rope": latent_rope(128, False),
     "DeepSeek-V2-Lite: prompts": expanded(2, 16),
     "DeepSeek-V2-Lite: prompts, eight-bit pages": expanded(2, 16, page_dtype=FP8),
     "DeepSeek-V2-Lite: prompts, float32": expanded(2, 16, F32),

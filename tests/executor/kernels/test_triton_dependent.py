@@ -6,7 +6,7 @@ import torch
 
 from penstock.executor.kernels.cuda import attention, dependent
 from penstock.executor.kernels.cuda.ops import OPS
-from tests.executor.paged import Cache, random
+from tests.executor.paged import Cache, latent_step, random
 
 HEADS, KV_HEADS, DIM, PAGE, CONTEXT = 4, 2, 32, 16, 100
 
@@ -27,11 +27,24 @@ def layer(device: torch.device) -> list[torch.Tensor]:
     attended = OPS.paged_attention(rotated, *pages, batch, 0.2)
     latent = OPS.latent_attention(rotated, cache.k_pages[..., :DIM], batch, 0.2, 8)
     gated = OPS.silu_mul(normed)
+    stored = latent_step(OPS, torch.float32, device, 0, False)
     gate_up, down = (random(4, *shape, seed=6).to(device) for shape in ((64, HEADS * DIM), (HEADS * DIM, 32)))
     slots = torch.tensor([[0, 3], [2, 1]], device=device)
-    assert OPS.fused_experts is not None
+    assert OPS.fused_experts is not None and OPS.gated_linear is not None
+    product = OPS.gated_linear(normed, gate_up[0], "silu")
     experts = OPS.fused_experts(normed, slots, torch.full((2, 2), 0.5, device=device), gate_up, down, 0, "silu")
-    return [normed, total, rotated, attended, latent, gated, experts, cache.k_pages[cache.tables[0].long()]]
+    return [
+        normed,
+        total,
+        rotated,
+        attended,
+        latent,
+        gated,
+        *stored,
+        product,
+        experts,
+        cache.k_pages[cache.tables[0].long()],
+    ]
 
 
 def test_the_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:

@@ -5,7 +5,9 @@ import torch
 
 from penstock.executor.kernels import torch_inputs
 from penstock.executor.kernels.cuda import inputs
+from penstock.executor.kernels.cuda.ops import INPUT_OPS
 from penstock.executor.state import OPTIONS, Places
+from tests.executor import test_inputs
 
 SLOTS, LENGTH, PAGE = 5, 700, 2  # more blocks of a slot than a kernel takes at once
 PLACES = Places(LENGTH + 1, (SLOTS + 1) * (LENGTH + 1), LENGTH // PAGE, 0, SLOTS * (LENGTH + 1), PAGE)
@@ -49,3 +51,22 @@ def test_runs_go_where_their_twin_puts_them(device: torch.device) -> None:
     torch_inputs.apply_runs(block, expected, 4, len(runs), 300)
     inputs.apply_runs(block.to(device), got, 4, len(runs), 300)
     assert torch.equal(got.cpu(), expected) and not torch.equal(expected, state())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the host's tensors are a CPU's, where kernels are interpreted")
+@pytest.mark.parametrize("payload", [7, 1 << 10])
+def test_any_step_is_what_the_host_makes(payload: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.executor.test_inputs.INPUT_OPS", INPUT_OPS)
+    test_inputs.test_a_device_makes_of_any_step_what_the_host_makes(5, payload, monkeypatch)
+
+
+def test_what_a_kernel_takes_for_granted_is_checked(device: torch.device) -> None:
+    packed = torch.zeros(9, dtype=torch.int32, device=device)
+    numbers = state().to(device)
+    for wrong in (packed.long(), packed[:8:2], packed[:8]):  # the last is too short for one row
+        with pytest.raises(AssertionError):
+            inputs.prepare(wrong, numbers, PLACES, 1, 1, 1, 1)
+    with pytest.raises(AssertionError):
+        inputs.prepare(packed, numbers[: PLACES.options_at], PLACES, 1, 1, 1, 1)
+    with pytest.raises(AssertionError):
+        inputs.apply_runs(packed, numbers, 7, 1, 1)

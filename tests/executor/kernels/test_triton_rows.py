@@ -4,17 +4,18 @@ import pytest
 import torch
 
 from penstock.executor.kernels import torch_ops
+from penstock.executor.kernels.cuda.linear import FEW_ROWS
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.executor.kernels.cases import close, every_dtype
-from tests.executor.paged import random
+from tests.executor.paged import latent_step, random
 
 
 @every_dtype
-@pytest.mark.parametrize("width", [8, 100, 576])
+@pytest.mark.parametrize("width", [8, 100, 576, 1100])
 def test_norms_equal_the_twin(device: torch.device, dtype: torch.dtype, width: int) -> None:
     weight = random(width, seed=3).to(device)
-    for rows in (0, 1, 5):
-        x = random(rows, 2 * width, dtype=dtype).to(device)[:, width:]
+    for rows in (0, 1, 5, 9):
+        x = random(rows, width + 16, dtype=dtype).to(device)[:, 16:]  # the rows of a part of a wider product
         residual = random(rows, width, dtype=dtype, seed=1).to(device)
         close(OPS.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5))
         y, total = OPS.add_rms_norm(x, residual, weight, 1e-5)
@@ -26,9 +27,23 @@ def test_norms_equal_the_twin(device: torch.device, dtype: torch.dtype, width: i
 @every_dtype
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
 def test_gated_activations_equal_the_twin(device: torch.device, dtype: torch.dtype, name: str) -> None:
-    for rows, width in ((0, 64), (1, 2), (3, 172), (2, 1536)):
+    for rows, width in ((0, 64), (1, 2), (3, 172), (2, 1536), (9, 128)):
         gate_up = 4 * random(rows, 2 * width, dtype=dtype).to(device)
         close(getattr(OPS, name)(gate_up), getattr(torch_ops, name)(gate_up))
+
+
+@every_dtype
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_products_with_their_activation_equal_the_twin(
+    device: torch.device, dtype: torch.dtype, activation: str
+) -> None:
+    """Few rows and many, widths and depths that are whole tiles and that are not."""
+    assert OPS.gated_linear is not None
+    for rows, depth, width in ((0, 64, 32), (1, 128, 32), (5, 200, 20), (17, 256, 48), (FEW_ROWS + 1, 64, 32)):
+        x = random(rows, depth, dtype=dtype).to(device)
+        weight = random(2 * width, depth, dtype=dtype, seed=1).to(device) / depth**0.5
+        actual = OPS.gated_linear(x, weight, activation)
+        close(actual, torch_ops.gated_linear(x, weight, activation))
 
 
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
@@ -63,3 +78,12 @@ def test_rope_writes_the_pages_like_the_twin(
         results.append((kernels.rope_and_store(q, k, v if has_v else None, *arguments), kv))
     close(results[0][0], results[1][0])
     close(results[0][1], results[1][1])
+
+
+@every_dtype
+@pytest.mark.parametrize("is_whole", [False, True], ids=["absorbed", "whole"])
+def test_latents_and_their_queries_equal_the_twin(device: torch.device, dtype: torch.dtype, is_whole: bool) -> None:
+    """More heads and tokens than a program has, of which the first two are another call's; sizes of no power of two."""
+    results = [latent_step(ops, dtype, device, 2, is_whole) for ops in (OPS, torch_ops.OPS)]
+    for actual, expected in zip(*results, strict=True):
+        close(actual, expected)

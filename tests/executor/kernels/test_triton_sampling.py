@@ -1,17 +1,21 @@
 """Drawing, penalties and masks in Triton against their twins, and the twin's noise against its distribution."""
 
 import numpy as np
+import pytest
 import torch
 
 from penstock.executor.kernels import torch_sampling
-from penstock.executor.kernels.cuda import sampling
+from penstock.executor.kernels.cuda import logit_edits, sampling
 from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
 from penstock.executor.masking import RowMasks
 from penstock.executor.outbox import Outbox
+from penstock.executor.penalties import Penalties, Seen
 from penstock.executor.protocol import Sampling
 from penstock.executor.sampler import Sampler
 from tests.executor.kernels.cases import TOLERANCE, every_dtype
 from tests.executor.paged import random
+from tests.executor.test_sampler import SLOTS, random_sampling
+from tests.executor.test_sampler import VOCAB as OPTION_VOCAB
 
 VOCAB = 5000  # more than one chunk of 4096
 OFF = (1.0, 0.0, 0, 1.0)
@@ -84,12 +88,75 @@ def test_rows_that_are_not_finite_are_told(device: torch.device) -> None:
         assert largest[0].isnan() and largest[1] == torch.inf and largest[2] == -torch.inf and largest[3].isfinite()
 
 
+def any_row(vocab: int, rng: np.random.Generator) -> torch.Tensor:
+    """Logits [vocab]: peaked or flat, mostly tied or mostly banned, high or low."""
+    row = rng.normal(rng.choice([-50, 0, 20]), rng.choice([0.01, 1, 4]), vocab)
+    if rng.random() < 0.3:
+        row = row.round()
+    if rng.random() < 0.3:
+        row[rng.random(vocab) < rng.choice([0.5, 0.999])] = -np.inf
+        row[rng.integers(vocab)] = 30
+    if rng.random() < 0.3:  # what is likely is neighbours
+        row[: vocab // 9] += 8
+    return torch.from_numpy(row.astype(np.float32))
+
+
+def any_options(vocab: int, rng: np.random.Generator) -> tuple[float, float, int, float]:
+    return (
+        float(rng.choice([0.0, 1e-3, 0.7, 1.0, 2.0, 100.0])),
+        float(rng.choice([0.0, 0.0, 1e-3, 0.2, 1.0])),
+        int(rng.choice([0, 0, 1, 5, 40, 300, vocab - 1, vocab, vocab + 1])),
+        float(rng.choice([1.0, 1.0, 1e-6, 0.5, 0.9, 0.999])),
+    )
+
+
+MANY = [pytest.param(vocab, marks=pytest.mark.slow) for vocab in (32_000, 49_152, 50_257, 151_936)]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("vocab", [257, 8193, *MANY])
+def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: torch.device, vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    for rows in range(1, 6) if vocab < 10_000 else (1, 5):
+        dtype = torch.bfloat16 if rows % 2 else torch.float32
+        logits = torch.stack([any_row(vocab, rng) for _ in range(rows)]).to(dtype).to(device)
+        given = options([any_options(vocab, rng) for _ in range(rows)], device, int(rng.integers(10_000)))
+        tokens, largest = sampling.choose(logits, *given)
+        expected, expected_largest = torch_sampling.choose(logits, *given)
+        assert torch.equal(tokens, expected) and torch.equal(largest, expected_largest)
+        some = torch.from_numpy(rng.permutation(rows)[: rows // 2 + 1]).to(device)
+        again, _ = sampling.choose(*(tensor[some] for tensor in (logits, *given)))
+        assert torch.equal(again, tokens[some])
+
+
+def test_thresholds_below_what_the_parts_list_are_found_in_the_row(device: torch.device) -> None:
+    """Flat rows, whose nuclei are most of the vocabulary, and more equal logits than a list takes."""
+    rows, vocab = 2, 2 * sampling.PART
+    flat = 0.1 * random(rows, vocab)
+    tied = torch.where(flat > 0, 1.0, 0.0)
+    for logits in (flat.to(device), tied.to(device)):
+        for kept in ((1.0, 0.0, 0, 0.9), (1.0, 0.0, 0, 0.0), (1.0, 0.8, 2000, 0.7)):
+            given = options([kept] * rows, device)
+            tokens, _ = sampling.choose(logits, *given)
+            assert torch.equal(tokens, torch_sampling.choose(logits, *given)[0])
+
+
+def test_what_drawing_takes_for_granted_is_checked(device: torch.device) -> None:
+    logits, given = random(2, 64).to(device), options([OFF] * 2, device)
+    sampling.choose(logits, *given)
+    for index, wrong in ((0, given[0].double()), (2, given[2].long()), (1, given[1][:1]), (4, given[4].repeat(2)[::2])):
+        with pytest.raises(AssertionError):
+            sampling.choose(logits, *given[:index], wrong, *given[index + 1 :])
+    with pytest.raises(AssertionError):
+        sampling.choose(logits.T, *options([OFF] * 64, device))
+
+
 def test_a_draw_depends_on_seed_and_position_alone(device: torch.device) -> None:
     logits = random(1, 300).to(device).repeat(6, 1)
     given = options([OFF] * 6, device)
     together, _ = sampling.choose(logits, *given)
     for row in (0, 5):
-        alone, _ = sampling.choose(logits[row : row + 1], *(column[row : row + 1] for column in given))
+        alone, _ = sampling.choose(*(tensor[row : row + 1].clone() for tensor in (logits, *given)))
         assert alone[0] == together[row]
     assert len(set(together.tolist())) > 1
 
@@ -124,10 +191,10 @@ def test_penalties_equal_the_twin(device: torch.device, dtype: torch.dtype) -> N
     counts[:, ::7] = 2
     counts[:, ::5] |= in_prompt
     rows, slots = torch.tensor([3, 1], device=device), torch.tensor([0, 2], device=device)
-    given = [torch.tensor(pair, device=device) for pair in ((1.3, 1.0), (0.5, 0.0), (0.0, -0.7))]
+    given = torch.tensor([(1.3, 0.5, 0.0), (1.0, 0.0, -0.7)], device=device)
     expected = logits.clone()
-    torch_sampling.penalize(expected, rows, slots, counts, in_prompt, *given)
-    sampling.penalize(logits, rows, slots, counts, in_prompt, *given)
+    torch_sampling.penalize(expected, rows, slots, counts, in_prompt, given)
+    logit_edits.penalize(logits, rows, slots, counts, in_prompt, given)
     torch.testing.assert_close(logits, expected, **TOLERANCE[dtype])
     assert not torch.equal(logits[3], random(4, 2500, dtype=dtype).to(device)[3, :2304])
 
@@ -139,9 +206,56 @@ def test_masks_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
     masks = torch.randint(-(2**31), 2**31, (2, 66), dtype=torch.int32, generator=generator).to(device)
     rows, expected = torch.tensor([2, 0], device=device), logits.clone()
     torch_sampling.mask(expected, rows, masks)
-    sampling.mask(logits, rows, masks)
+    logit_edits.mask(logits, rows, masks)
     assert torch.equal(logits, expected)
     assert logits[2].isinf().any() and logits[2].isfinite().any() and logits[1].isfinite().all()
+
+
+def test_every_penalized_row_gets_its_own_penalties(device: torch.device) -> None:
+    vocab = 300
+    samplings = [
+        Sampling(repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=0.25),
+        Sampling(),
+        Sampling(repetition_penalty=2.0, frequency_penalty=1.0, presence_penalty=0.75),
+        Sampling(frequency_penalty=-1.5),
+    ]
+    edited = []
+    for ops, where in ((SAMPLING_OPS, device), (torch_sampling.SAMPLING_OPS, torch.device("cpu")), (None, device)):
+        seen, slots = Seen(len(samplings), vocab, where), [3, 0, 2, 1]
+        for slot in slots:
+            seen.admit(slot, np.array([slot, 5, 5, 7], np.int32), 2)
+        penalties = Penalties.of(slots, samplings, where)
+        assert penalties is not None
+        logits = random(len(samplings), vocab).to(where)
+        penalties.apply(logits, np.array([4] * len(samplings)), seen, ops)
+        edited.append(logits.cpu())
+    for others in edited[1:]:
+        torch.testing.assert_close(edited[0], others, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_batch_of_any_options_samples_what_the_twins_sample(device: torch.device, seed: int) -> None:
+    """Requests come and go in slots of a sampler whose rows are in any order."""
+    rng = np.random.default_rng(seed)
+    there = Sampler(OPTION_VOCAB, SLOTS, device, SAMPLING_OPS)
+    here = Sampler(OPTION_VOCAB, SLOTS, torch.device("cpu"), torch_sampling.SAMPLING_OPS)
+    lengths = [0] * SLOTS
+    for step in range(8):
+        for slot in range(SLOTS):
+            if not lengths[slot] or rng.random() < 0.2:
+                sampling_options = random_sampling(rng)
+                tokens = rng.integers(0, OPTION_VOCAB, rng.integers(1, 12)).astype(np.int32)
+                lengths[slot], num_prompt = len(tokens), int(rng.integers(1, len(tokens) + 1))
+                for sampler in (there, here):
+                    sampler.admit(slot, sampling_options, tokens, num_prompt)
+        slots = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)].tolist()
+        logits = 3 * random(len(slots), OPTION_VOCAB, seed=100 * seed + step)
+        positions = [lengths[slot] for slot in slots]
+        expected, _, errors = here.sample(logits, slots, positions)
+        got, _, told = there.sample(logits.to(device), slots, positions)
+        assert told == errors and got.tolist() == expected.tolist()
+        for slot in slots:
+            lengths[slot] += 1
 
 
 def test_the_sampler_draws_with_them(device: torch.device) -> None:

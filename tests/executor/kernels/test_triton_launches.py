@@ -1,0 +1,57 @@
+"""How many launches a layer of a decoding step is: at few rows they, not bytes, are what a step takes.
+
+Counted as what a third layer adds to two. A graph replays exactly these.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.gpu.shapes import config_of
+
+from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.cuda.ops import OPS
+from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor.kernels.launch_counts import launches
+
+MOST = {"qwen3-0.6b": 9, "qwen3-30b-a3b": 23, "deepseek-v2-lite": 25}
+ROWS, BLOCK_SIZE, LONGEST = 2, 16, 512
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_a_layer_of_a_decoding_step_has_few_launches(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: OPS)
+    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    counts = [count(tmp_path, config_of(name, True) | {"num_hidden_layers": layers}) for layers in (2, 3)]
+    layer = counts[1] - counts[0]
+    assert layer.total() <= MOST[name], layer
+
+
+def count(folder: Path, config: dict) -> Counter[str]:
+    """What one step launches whose rows, by what is known when a graph is captured, may have long contexts."""
+    (folder / "config.json").write_text(json.dumps(config))
+    runner = UniprocExecutor(
+        ExecutorConfig(model=str(folder), device="cpu", dtype="bfloat16", load_format="dummy", kv_cache_bytes=2**20)
+    )._rank.runner
+    batch = ForwardBatch(
+        tokens=torch.tensor([5, 7], dtype=torch.int32),
+        positions=torch.tensor([3, 20], dtype=torch.int32),
+        kv_slots=torch.tensor([BLOCK_SIZE + 3, 2 * BLOCK_SIZE + 4]),
+        query_starts=torch.arange(ROWS + 1, dtype=torch.int32),
+        context_lens=torch.tensor([4, 21], dtype=torch.int32),
+        block_tables=torch.ones(ROWS, LONGEST // BLOCK_SIZE, dtype=torch.int32),
+        wanted=None,
+        num_single_rows=ROWS,
+        query_lens=(),
+        query_contexts=(),
+        max_context_len=LONGEST,
+        max_single_context=LONGEST,
+    )
+    with torch.inference_mode(), launches() as names:
+        runner._model.forward(batch, runner._pages)
+    return Counter(names)

@@ -1,0 +1,145 @@
+"""Copies between a GPU's blocks and the host's slots: who waits for whom, and for whom nobody does."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.executor.cuda_copies import CudaCopier
+from penstock.executor.protocol import Row
+from penstock.executor.runner import written_blocks
+from tests.executor.pretended_gpu import GPU, PretendedGpu
+from tests.executor.races import Race
+
+BLOCKS, SLOTS, BYTES = 6, 5, 64
+
+
+class Rig:
+    def __init__(self, gpu: PretendedGpu) -> None:
+        self.gpu = gpu
+        self.blocks = torch.zeros(BLOCKS, BYTES, dtype=torch.uint8, device=GPU)
+        self.arena = np.zeros((SLOTS, 4096), np.uint8)
+        self.copier = CudaCopier(self.blocks, self.arena)
+        for block in range(BLOCKS):
+            self.blocks[block] = block
+
+    def step(
+        self,
+        saves: tuple[tuple[int, int], ...] = (),
+        restores: tuple[tuple[int, int], ...] = (),
+        writes: tuple[int, ...] = (),
+        reads: tuple[int, ...] = (),
+        told: tuple[int, ...] | None = None,
+    ) -> None:
+        """The copies and the rows of a step. told: what the copier hears of the writes, if it does not hear all."""
+        self.copier.begin_step(writes if told is None else told)
+        if saves or restores:
+            self.copier.start(saves, restores)
+        for block in writes:
+            self.blocks[block] = 100 + block
+        for block in reads:
+            self.blocks[block].sum()
+
+
+@pytest.fixture
+def rig(gpu: PretendedGpu) -> Rig:
+    return Rig(gpu)
+
+
+def test_rows_do_not_wait_for_saves(gpu: PretendedGpu, rig: Rig) -> None:
+    rig.step(saves=((1, 1), (2, 2)))
+    for _ in range(2):
+        rig.step(writes=(3,), reads=(1, 2, 4))
+        assert not gpu.has_waited(gpu.stream, rig.copier._saving)
+    rig.copier.finish()
+    assert rig.arena[1, 0] == 1 and rig.arena[2, BYTES - 1] == 2
+
+
+def test_a_restore_behind_saves_does_not_wait_for_them(gpu: PretendedGpu, rig: Rig) -> None:
+    rig.step(saves=((1, 1),), restores=((2, 3),))
+    rig.step(reads=(3,))
+    assert gpu.has_waited(gpu.stream, rig.copier._restoring)
+    assert not gpu.has_waited(gpu.stream, rig.copier._saving)
+
+
+def test_rows_wait_for_the_restores_of_steps_before_theirs(rig: Rig) -> None:
+    rig.arena[1] = 77
+    rig.step(restores=((1, 4),), reads=(1,))
+    rig.step(reads=(4,))
+    assert rig.blocks[4].tolist() == [77] * BYTES
+    rig.step(restores=((1, 5),))
+    with pytest.raises(Race, match="computing stream reads"):
+        rig.blocks[5].sum()
+
+
+def test_a_block_that_is_being_saved_is_written_by_rows_when_it_is_over(gpu: PretendedGpu, rig: Rig) -> None:
+    rig.step(saves=((1, 1),))
+    rig.step(writes=(1,))
+    assert gpu.has_waited(gpu.stream, rig.copier._saving)
+    rig.step(saves=((1, 2),))
+    with pytest.raises(Race, match=r"(?s)computing stream writes.*cuda_copies"):
+        rig.step(writes=(1,), told=())
+
+
+OVERWRITES: dict[str, list[Callable[[Rig], None]]] = {
+    "a block that is being saved, by a restore": [
+        lambda rig: rig.step(saves=((1, 1),)),
+        lambda rig: rig.step(restores=((2, 1),)),
+        lambda rig: rig.step(reads=(1,)),
+    ],
+    "a block that is being restored, by rows": [
+        lambda rig: rig.step(restores=((1, 1),)),
+        lambda rig: rig.step(writes=(1,)),
+    ],
+    "a slot that is being restored from, by a save": [
+        lambda rig: rig.step(restores=((1, 1),)),
+        lambda rig: rig.step(saves=((2, 1),)),
+    ],
+    "a slot that is being saved to, read by a restore": [
+        lambda rig: rig.step(saves=((1, 1),)),
+        lambda rig: rig.step(restores=((1, 2),)),
+    ],
+    "a slot that was saved to before a restore, by a save": [
+        lambda rig: rig.step(saves=((1, 1),)),
+        lambda rig: rig.step(restores=((1, 2),)),
+        lambda rig: rig.step(saves=((3, 1),)),
+        lambda rig: rig.step(restores=((1, 4),), writes=(2,)),
+    ],
+    "a block that was handed out twice while it was saved": [
+        lambda rig: rig.step(saves=((1, 1),)),
+        lambda rig: rig.step(writes=(1,)),
+        lambda rig: rig.step(restores=((2, 1),)),
+        lambda rig: rig.step(saves=((1, 3),)),
+        lambda rig: rig.step(writes=(1,)),
+    ],
+    "a slot that is being restored from, by the host": [
+        lambda rig: rig.step(restores=((1, 1),)),
+        lambda rig: rig.copier.settle([1]),
+        lambda rig: rig.gpu.touch_array(rig.arena[1], is_write=True),
+    ],
+}
+
+
+@pytest.mark.parametrize("what", OVERWRITES)
+def test_what_a_copy_uses_is_another_s_only_when_it_is_over(what: str, rig: Rig) -> None:
+    """Without any wait of the host's: the core may have heard the end of a step from another rank."""
+    for step in OVERWRITES[what]:
+        step(rig)
+
+
+def test_a_store_waits_for_the_copies_of_its_slots_alone(gpu: PretendedGpu, rig: Rig) -> None:
+    rig.step(saves=((1, 1),), restores=((2, 2),))
+    rig.copier.settle([1, 4])
+    gpu.touch_array(rig.arena[1], is_write=False)
+    with pytest.raises(Race, match="the host writes"):
+        gpu.touch_array(rig.arena[2], is_write=True)
+
+
+def test_blocks_that_rows_bring_along_are_written_from_where_they_begin_to_compute() -> None:
+    fresh = Row(0, 0, 9, True, blocks=(5, 6, 7))
+    hit = Row(1, 8, 2, True, blocks=(1, 2, 8))  # two full blocks of others
+    whole_hit = Row(2, 7, 1, True, blocks=(1, 2), write_from=8)
+    later = Row(3, 12, 1, True, first_block=3, blocks=(9, 10))
+    assert written_blocks([fresh, hit, whole_hit, later], 4) == [5, 6, 7, 8, 9, 10]
+    assert written_blocks([Row(3, 13, 1, True)], 4) == []

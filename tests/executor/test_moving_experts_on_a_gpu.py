@@ -1,0 +1,91 @@
+"""Experts on their way between two ranks' GPUs, beside steps that compute with those that are there.
+
+One rank of two, on a made-up device; the other one, and the threads, are made up as well.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.eplb import Plan
+from penstock.executor import rebalance
+from penstock.executor.protocol import EplbConfig
+from penstock.executor.rebalance import Rebalancer
+from tests.executor.pretended_gpu import GPU, PretendedGpu, Stream
+
+LAYERS, EXPERTS, SLOTS = 4, 4, 4  # of both ranks
+
+
+class Other:
+    """The group, and the links to the rank that agrees with us and has whatever we want."""
+
+    rank, world, is_first, device = 0, 2, True, GPU
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []  # on which something went over the links
+
+    def minimum(self, value: int) -> int:
+        return value
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def send(self, tensor: torch.Tensor, rank: int, timeout_s: float) -> None:
+        tensor.sum()
+        self._end()
+
+    def receive(self, tensor: torch.Tensor, rank: int, timeout_s: float) -> None:
+        tensor.fill_(7)
+        self._end()
+
+    def _end(self) -> None:
+        """As with NCCL the host waits, and knows then."""
+        self.streams.append(torch.cuda.current_stream(GPU))  # type: ignore[arg-type]
+        self.streams[-1].synchronize()
+
+
+class Expert:
+    def __init__(self) -> None:
+        self._weight = torch.zeros(300, device=GPU)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._weight]
+
+
+def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
+    gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Thread:
+        def __init__(self, target: Any, args: tuple[Any, ...], daemon: bool) -> None:
+            self._run = lambda: target(*args)
+
+        def start(self) -> None:
+            with gpu.thread("beside the steps"):
+                self._run()
+
+        def is_alive(self) -> bool:
+            return False
+
+    monkeypatch.setattr(rebalance, "threading", SimpleNamespace(Thread=Thread))
+    layers = [
+        SimpleNamespace(num_experts=EXPERTS, slots=[Expert(), Expert()], counts=None, replace=lambda *_: None)
+        for _ in range(LAYERS)
+    ]
+    other = Other()
+    config = EplbConfig(window=1, interval=1, target=1.0, min_gain_per_gib=0.0)
+    placed = Plan.of(np.tile(np.arange(SLOTS), (LAYERS, 1)), EXPERTS, 2)
+    rebalancer = Rebalancer(config, placed, layers, other, other)  # type: ignore[arg-type]
+    loads = [torch.tensor(load).to(GPU) for load in ([9, 9, 1, 1], [1, 9, 1, 9])]
+    moved = 0
+    for step in range(80):
+        rebalancer.boundary()
+        for experts in layers:
+            experts.counts += loads[step // 10 % 2]
+            for expert in experts.slots:
+                expert.tensors()[0] * 2
+        news = rebalancer.news()
+        moved = moved if news is None else news.num_moved
+    assert moved >= 2 * LAYERS and gpu.stream not in other.streams
