@@ -3,8 +3,7 @@
 Tensors of the device are torch's with another device's name on them; each operation runs on the CPU as soon as it is
 launched, so the numbers are always right. What is not done at once on a GPU is left to the clocks of
 tests/executor/races.py: streams, events, the host's waits, copies to and from pinned memory. Memory lies where torch's
-allocators would put it: the device's by stream, a graph's in the pool that it shares with others, where one graph's
-results may well lie on another's temporaries, pinned memory by powers of two.
+allocators would put it (tests/executor/pretended_memory.py).
 
 Operations are seen as torch's dispatcher does, those of kernels as those of their twins; of operations that pick by
 index, the rows they touch and no others. What a kernel of Triton's does by itself is not seen, and neither is a read of
@@ -23,10 +22,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.executor import kernels
+from tests.executor.pretended_memory import CPU, Block, PinnedPool, Pool
 from tests.executor.races import Clock, Place, Races, cells, here, runs
-
-GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
-SMALL, SEGMENT, LARGE_SEGMENT, ROUND = 1 << 20, 2 << 20, 20 << 20, 512  # of torch's allocator
 
 aten = torch.ops.aten
 
@@ -35,11 +33,11 @@ class Tracked(torch.Tensor):
     """A tensor in memory that is watched: the device's, or the host's where it is pinned. `inner` is plain."""
 
     inner: torch.Tensor
-    block: "Block"
+    block: Block
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, block: "Block") -> "Tracked":
+    def __new__(cls, inner: torch.Tensor, block: Block) -> "Tracked":
         with torch.inference_mode(False):  # some are made outside of it, and views are of the kind of what they show
             made = torch.Tensor._make_wrapper_subclass(
                 cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
@@ -102,116 +100,6 @@ class Watched(np.ndarray):
         if self.gpu is not None and isinstance(target, np.ndarray):
             self.gpu.touch_array(target, is_write=True)
         super().__setitem__(key, value)
-
-
-class Block:
-    """Memory of one tensor and its views; it goes back to its pool with the last of them."""
-
-    def __init__(self, pool: "Pool", segment: "Segment", start: int, size: int) -> None:
-        self.pool, self.segment, self.start, self.size = pool, segment, start, size
-        self.graph: Graph | None = None  # that was being captured
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        at = tensor.storage_offset() * tensor.element_size() - self.segment.first
-        return tensor.numel() == 0 or self.start <= at < self.start + self.size
-
-    def __del__(self) -> None:
-        self.pool.release(self)
-
-
-class Segment:
-    """What an allocator gets from the driver and gives out in blocks."""
-
-    def __init__(self, races: Races, name: str, size: int, order: int = 0) -> None:
-        self.order, self.is_small = order, size <= SEGMENT
-        self.bytes = torch.zeros(size + ROUND, dtype=torch.uint8)
-        self.first = -self.bytes.data_ptr() % ROUND
-        self.memory = races.watch(name, self.bytes.data_ptr() + self.first, size)
-
-    def place(self, start: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor of this shape at `start`."""
-        typed = self.bytes[self.first + start :][: like.untyped_storage().nbytes()].view(like.dtype)
-        return typed.as_strided(like.shape, like.stride(), typed.storage_offset() + like.storage_offset())
-
-
-class Free(NamedTuple):
-    size: int
-    order: int  # of the segment
-    start: int
-    segment: Segment
-    freed: Clock
-
-
-class Pool:
-    """Torch's caching allocator, for one stream or for the graphs that share a pool: the smallest free block that will do
-    is cut, and neighbours that are free become one."""
-
-    device = GPU
-
-    def __init__(self, gpu: "PretendedGpu", name: str) -> None:
-        self.gpu, self._name = gpu, name
-        self._free: list[Free] = []
-        self._num_segments = 0
-
-    def allocate(self, num_bytes: int) -> Block:
-        size = max(ROUND, -(-num_bytes // ROUND) * ROUND)
-        is_small = size <= SMALL
-        fitting = [free for free in self._free if free.size >= size and free.segment.is_small == is_small]
-        if fitting:
-            found = min(fitting, key=lambda free: free[:3])
-            self._free.remove(found)
-        else:
-            found = self._grow(size)
-        self.gpu.races.wait(self.gpu.host, found.freed)  # the allocator has a lock
-        rest = found.size - size
-        if rest < (ROUND if is_small else SMALL + 1):
-            return Block(self, found.segment, found.start, found.size)
-        self._free.append(found._replace(size=rest, start=found.start + size))
-        return Block(self, found.segment, found.start, size)
-
-    def _grow(self, size: int) -> Free:
-        whole = (
-            SEGMENT if size <= SMALL else LARGE_SEGMENT if size < LARGE_SEGMENT // 2 else -(-size // SEGMENT) * SEGMENT
-        )
-        self._num_segments += 1
-        segment = Segment(self.gpu.races, f"memory of {self._name}", whole, self._num_segments)
-        return Free(whole, segment.order, 0, segment, self.gpu.races.now(self.gpu.host))
-
-    def release(self, block: Block) -> None:
-        new = Free(block.size, block.segment.order, block.start, block.segment, self.gpu.races.now(self.gpu.host))
-        for free in list(self._free):
-            if free.segment is new.segment and (
-                free.start + free.size == new.start or new.start + new.size == free.start
-            ):
-                self._free.remove(free)
-                new = new._replace(
-                    size=new.size + free.size, start=min(new.start, free.start), freed=np.maximum(new.freed, free.freed)
-                )
-        self._free.append(new)
-
-
-class PinnedPool(Pool):
-    """Torch's allocator of pinned memory: by powers of two. A block comes back when the copies that used it are over; that
-    this has been found out is certain only where the host has waited for them."""
-
-    device = CPU
-
-    def __init__(self, gpu: "PretendedGpu") -> None:
-        super().__init__(gpu, "the host")
-        self._spare: dict[int, list[tuple[Segment, Clock]]] = {}
-
-    def allocate(self, num_bytes: int) -> Block:
-        size = 1 << max(num_bytes - 1, 1).bit_length()
-        now = self.gpu.races.now(self.gpu.host)
-        for spare in self._spare.setdefault(size, []):
-            if (spare[1] <= now).all():
-                self._spare[size].remove(spare)
-                return Block(self, spare[0], 0, size)
-        return Block(self, Segment(self.gpu.races, "pinned memory", size), 0, size)
-
-    def release(self, block: Block) -> None:
-        used = self.gpu.races.last_uses(block.segment.memory, self.gpu.streams)
-        self._spare[block.size].append((block.segment, np.maximum(used, self.gpu.races.now(self.gpu.host))))
 
 
 class Stream:
@@ -343,7 +231,6 @@ class PretendedGpu(TorchDispatchMode):
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
             "device_count": lambda: 1,
-            "get_device_capability": lambda *_: (8, 0),  # no kernels: their twins
             "Stream": lambda *_: self.new_stream(),
             "Event": lambda enable_timing=False: Event(self, enable_timing),
             "current_stream": lambda *_: self.stream,
@@ -355,6 +242,7 @@ class PretendedGpu(TorchDispatchMode):
             "cudart": lambda: SimpleNamespace(cudaHostRegister=self.register),
         }.items():
             self._patches.setattr(torch.cuda, name, value)
+        self._patches.setattr(kernels, "_has_triton_kernels", lambda _: False)  # but their twins
         tensor = torch.tensor
         self._patches.setattr(torch, "tensor", lambda data, device=CPU, **kwargs: tensor(data, **kwargs).to(device))
         self._patches.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))

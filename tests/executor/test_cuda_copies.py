@@ -9,7 +9,8 @@ import torch
 from penstock.executor.cuda_copies import CudaCopier
 from penstock.executor.protocol import Row
 from penstock.executor.runner import written_blocks
-from tests.executor.pretended_gpu import GPU, PretendedGpu
+from tests.executor.pretended_gpu import PretendedGpu
+from tests.executor.pretended_memory import GPU
 from tests.executor.races import Race
 
 BLOCKS, SLOTS, BYTES = 6, 5, 64

@@ -28,6 +28,7 @@ from tests.executor.test_multiproc import config_of
         ("qwen2-moe", 2, False),
         ("qwen3-moe", 4, True),
         ("deepseek-v2-yarn", 2, True),
+        ("deepseek-v2-biases", 2, False),
         ("deepseek-v3", 4, False),
     ],
 )

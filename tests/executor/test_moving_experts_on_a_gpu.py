@@ -14,7 +14,8 @@ from penstock.eplb import Plan
 from penstock.executor import rebalance
 from penstock.executor.protocol import EplbConfig
 from penstock.executor.rebalance import Rebalancer
-from tests.executor.pretended_gpu import GPU, PretendedGpu, Stream
+from tests.executor.pretended_gpu import PretendedGpu, Stream
+from tests.executor.pretended_memory import GPU
 
 LAYERS, EXPERTS, SLOTS = 4, 4, 4  # of both ranks
 

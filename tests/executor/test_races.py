@@ -16,7 +16,8 @@ from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.sampler import Sampled
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.pretended_gpu import GPU, PretendedGpu
+from tests.executor.pretended_gpu import PretendedGpu
+from tests.executor.pretended_memory import GPU
 from tests.executor.races import Race
 from tests.executor.small_models import folder, greedy
 from tests.executor.world import SAMPLINGS, World
