@@ -63,7 +63,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help='compute tokens that followed the same text before ahead of sampling them, like {"method": "ngram", '
         '"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4} (default: off)',
     )
-    add("--enforce-eager", action="store_true", default=None, help="no CUDA graphs")
+    add("--enforce-eager", action="store_true", default=None, help="no CUDA graphs; kernels are warmed up all the same")
     add(
         "--seed",
         type=int,

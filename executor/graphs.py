@@ -4,19 +4,19 @@ Launching a step's few hundred kernels one by one takes the host longer than sma
 has fixed shapes, so the rows are filled up to one of a few *buckets* with rows that see nothing and write to places
 that nobody reads. What changes from step to step the graph reads from memory that `DeviceInputs` fills before it.
 
-Nothing is captured at the start. The first step of a bucket runs as any other, which compiles whatever is not compiled
-yet; the second is captured. Only one graph runs at a time, so those of a kind share a pool of memory: what one gives
-back while it is captured, the next one takes. Forward passes and draws have a pool each, because a draw's results are
-still on their way to the host while the next forward pass runs.
+All are captured before the first step, the largest bucket first: what a smaller one needs finds room in the memory that
+it took. Only one graph runs at a time, so those of a kind share a pool of memory: what one gives back while it is
+captured, the next one takes. Forward passes and draws have a pool each, because a draw's results are still on their way
+to the host while the next forward pass runs.
 
-Several ranks replay theirs together. What is run, captured or replayed follows from the steps so far and from what their
-requests asked for, and every rank gets the same steps in the same order: so all capture at the same step, and the
-collectives in their graphs meet. By then each bucket has run every one of them once, in that size, so the communicator
-has made its connections.
+Several ranks capture and replay theirs together. What is captured follows from the configuration, what is replayed from
+the step and from what its requests asked for, and every rank gets the same steps in the same order: so the collectives
+in their graphs meet. Each bucket runs every one of them in that size before it is captured, so the communicator has
+made its connections.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from penstock.executor.layout import Layout
 from penstock.executor.memory import naming_options
 from penstock.executor.models.registry import Model
 from penstock.executor.parallel import Group
+from penstock.executor.progress import quarters
 
 # Up to 32 rows a step is bound by reading weights, and padding costs little; beyond it every row is paid for.
 SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
@@ -91,10 +92,15 @@ class DecodeGraphs:
         self._tokens, self._max_context, self._group = tokens, max_context, group
         self._forward_pool, self._draw_pool = open_pool(), open_pool()
         self._buckets = np.array(buckets)
-        self._forwards: dict[int, _Act] = {}
-        self._samples: dict[int, _Act] = {}
-        self._made: tuple[Tensor, RowTensors] | None = None  # by the last forward
-        self._bucket = 0  # of it
+        self._captured: dict[int, _Captured] = {}
+        self._last: _Captured | None = None  # whose forward pass was replayed last
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[str], None]) -> None:
+        """All there are. Nothing else may be in flight."""
+        largest_first = self._buckets[::-1].tolist()
+        for bucket in quarters(largest_first, len(largest_first), "Captured the graphs of {} of {} buckets", progress):
+            self._captured[bucket] = self._capture(bucket)
 
     def takes(self, layout: Layout) -> bool:
         """Whether the step is one of those: one token in every row, and every row samples."""
@@ -107,11 +113,11 @@ class DecodeGraphs:
     def forward(self, layout: Layout) -> tuple[Tensor, RowTensors]:
         """Hidden states [R, hidden] and what the rows are like, [R] each. The next call overwrites both."""
         rows = len(layout.slots)
-        self._bucket = bucket = int(self._buckets[np.searchsorted(self._buckets, rows)])
+        bucket = int(self._buckets[np.searchsorted(self._buckets, rows)])
         self._inputs.send_singles(layout, bucket)
-        if bucket not in self._forwards:
-            self._forwards[bucket] = _Act(lambda: self._compute(bucket), self._forward_pool)
-        self._made = hidden, made = self._forwards[bucket]()
+        self._last = self._captured[bucket]
+        self._last.forward.replay()
+        hidden, made = self._last.made
         return hidden[:rows], made
 
     def sample(self, rows: int) -> tuple[Tensor, Tensor]:
@@ -119,10 +125,20 @@ class DecodeGraphs:
         largest logits [R].
 
         For requests that ask for no more than a draw. The next call overwrites both; the next `forward` does not."""
-        if self._bucket not in self._samples:
-            self._samples[self._bucket] = _Act(self._draw, self._draw_pool)
-        tokens, largest = self._samples[self._bucket]()
+        assert self._last is not None
+        self._last.draw.replay()
+        tokens, largest = self._last.drawn
         return tokens[:rows], largest[:rows]
+
+    def _capture(self, bucket: int) -> "_Captured":
+        """Every row is padding, which reads nothing and writes where nobody reads."""
+        self._inputs.send_singles(Layout([]), bucket)
+        self._draw(*self._compute(bucket))  # what happens only at a first call is no part of a graph
+        forward, made = self._forward_pool.capture(lambda: self._compute(bucket))
+        forward.replay()  # the first replay brings a graph to the device; and the draw reads what it made
+        draw, drawn = self._draw_pool.capture(lambda: self._draw(*made))
+        draw.replay()
+        return _Captured(forward, made, draw, drawn)
 
     def _compute(self, bucket: int) -> tuple[Tensor, RowTensors]:
         batch, made = self._inputs.compute_singles(bucket, self._max_context)
@@ -131,9 +147,7 @@ class DecodeGraphs:
         kept = made._replace(tokens=nothing, positions=nothing, kv_slots=nothing, block_tables=nothing)
         return self._model.forward(batch, self._pages), kept
 
-    def _draw(self) -> tuple[Tensor, Tensor]:
-        assert self._made is not None
-        hidden, made = self._made
+    def _draw(self, hidden: Tensor, made: RowTensors) -> tuple[Tensor, Tensor]:
         logits = self._model.logits(hidden)
         if logits is None:  # the first rank draws for all
             tokens, largest = torch.empty_like(made.targets), hidden.new_empty(len(hidden))
@@ -144,23 +158,10 @@ class DecodeGraphs:
         return tokens, largest
 
 
-class _Act:
-    """Something that a bucket does: run the first time, captured the second, replayed from then on.
+class _Captured(NamedTuple):
+    """Of one bucket."""
 
-    It is captured after the act whose results it reads, so these have their final place.
-    """
-
-    def __init__(self, call: Callable[[], Any], pool: GraphApi) -> None:
-        self._call, self._pool = call, pool
-        self._has_run = False
-        self._graph: Graph | None = None
-        self._made: Any = None
-
-    def __call__(self) -> Any:
-        if not self._has_run:
-            self._has_run = True
-            return self._call()
-        if self._graph is None:
-            self._graph, self._made = self._pool.capture(self._call)
-        self._graph.replay()
-        return self._made
+    forward: Graph
+    made: tuple[Tensor, RowTensors]  # by `forward`, for `draw`
+    draw: Graph
+    drawn: tuple[Tensor, Tensor]

@@ -14,7 +14,9 @@ class Layout:
     """R rows of T tokens. Arrays go by the layout's order; `order[r]` is the row's index in the step."""
 
     def __init__(self, rows: list[Row]) -> None:
-        columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64)
+        columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64).reshape(
+            -1, 5
+        )
         self.order = np.argsort(columns[:, 2], kind="stable")
         self.slots, self.starts, self.counts, self.write_from, samples = columns[self.order].T
         self.samples = samples.astype(bool)

@@ -26,10 +26,11 @@ class KvPlan:
 
 @contextmanager
 def naming_options(what: str, options: str) -> Iterator[None]:
-    """Memory that does not suffice is an error that says for what, and what the user can do."""
+    """Memory that does not suffice is an error that says for what, and what the user can do. Of several around each other
+    the outermost knows best."""
     try:
         yield
-    except (MemoryError, OSError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError, ExecutorError) as error:
         if _is_out_of_main_memory(error):
             free = available_memory() / 2**30
             raise ExecutorError(

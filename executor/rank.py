@@ -5,18 +5,17 @@ With one rank this is the whole model, and `UniprocExecutor` drives it in place;
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from penstock.executor.batch import KvPages
 from penstock.executor.graphs import CudaGraphs, DecodeGraphs, choose_buckets
 from penstock.executor.inputs import DeviceInputs, HostInputs
 from penstock.executor.kernels import select_input_ops, select_sampling_ops
 from penstock.executor.loading.load import LoadedModel, load_model
 from penstock.executor.memory import allocate_kv, naming_options, plan_kv
 from penstock.executor.parallel import Group
-from penstock.executor.profile import CudaMeter, GpuUse, measure
+from penstock.executor.profile import GRAPHS_BYTES, CudaMeter, GpuUse, measure
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.rebalance import Rebalancer
 from penstock.executor.runner import ModelRunner
@@ -24,6 +23,8 @@ from penstock.executor.sampler import Sampler
 from penstock.executor.slots import Slots, slot_sizes
 from penstock.executor.state import DeviceState
 from penstock.executor.tiers import open_transfers
+from penstock.executor.transfers import RankTransfers
+from penstock.executor.warmup import KV_BLOCKS, warm_up
 
 
 class Rank:
@@ -35,30 +36,17 @@ class Rank:
             loaded = load_model(config, device, group, progress)
         model, spec = loaded.model, loaded.spec
         block_bytes = model.num_layers * model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize
-        sampler = None
-        if group.is_first:
-            sampler = Sampler(spec.vocab_size, config.max_num_seqs, device, select_sampling_ops(device))
-        use = _measure(config, loaded, device)
+        buckets = _buckets(config, loaded, device)
+        meter = CudaMeter(device) if _is_gpu(device) else None  # a CPU has nothing to compile
+        use = None if meter is None else _warm_up(config, loaded, buckets, device, group, meter, progress)
         plan = plan_kv(config, block_bytes, loaded.num_positions, group, use)
-        self.kv = allocate_kv(
-            plan.num_blocks,
-            model.num_layers,
-            model.kv_parts,
-            config.block_size,
-            model.kv_width,
-            loaded.kv_dtype,
-            device,
-        )
-        slots, inputs = _slots_and_inputs(config, plan.max_model_len, device)
-        pages = [(self.kv[:, layer, 0], self.kv[:, layer, -1]) for layer in range(model.num_layers)]
+        self.kv = _allocate(plan.num_blocks, config, loaded, device)
         self._tiers = open_transfers(config, self.kv, loaded.fingerprint, group.rank)
         rebalancer = _rebalancer(config, loaded, group)
-        graphs = None
-        if not config.enforce_eager:
-            graphs = _graphs(config, loaded, pages, slots, inputs, device, group)
-        self.runner = ModelRunner(
-            model, pages, sampler, slots, inputs, device, group, self._tiers.transfers, rebalancer, graphs
+        self.runner = _open_runner(
+            config, loaded, self.kv, plan.max_model_len, device, group, self._tiers.transfers, rebalancer, buckets
         )
+        graph_bytes = 0 if meter is None else _capture(self.runner, meter, progress)
         self.info = ModelInfo(
             architecture=loaded.architecture,
             dtype=str(loaded.dtype).removeprefix("torch."),
@@ -74,7 +62,7 @@ class Rank:
             memory={
                 **loaded.memory,
                 "KV cache": plan.num_blocks * plan.block_bytes,
-                **({} if use is None else use.table(sum(loaded.memory.values()))),
+                **({} if use is None else use.table(sum(loaded.memory.values()), graph_bytes)),
                 **self._tiers.memory,
             },
             host_slots=self._tiers.host_slots,
@@ -86,6 +74,85 @@ class Rank:
     def close(self) -> None:
         """Leave the tiers in order; call it after the last step."""
         self._tiers.close()
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type != "cpu"
+
+
+def _warm_up(
+    config: ExecutorConfig,
+    loaded: LoadedModel,
+    buckets: Sequence[int],
+    device: torch.device,
+    group: Group,
+    meter: CudaMeter,
+    progress: Callable[[str], None],
+) -> GpuUse:
+    """What steps need is compiled and run once, before there is a cache; and what memory they need is measured."""
+    started_s = time.monotonic()
+    progress("Warming up: what this machine has not compiled before is compiled now")
+
+    def open_runner() -> ModelRunner:
+        return _open_runner(
+            config, loaded, _allocate(KV_BLOCKS, config, loaded, device), loaded.num_positions, device, group
+        )
+
+    def run(runner: ModelRunner) -> None:
+        warm_up(runner, config, loaded.num_positions, loaded.spec.vocab_size, progress)
+
+    what = f"a step of {config.max_num_batched_tokens} tokens"
+    with naming_options(what, "lower max_num_batched_tokens or max_num_seqs"):
+        use = measure(open_runner, run, meter, GRAPHS_BYTES if buckets else 0)
+    progress(f"Kernels compiled and run in {time.monotonic() - started_s:.1f} s")
+    return use
+
+
+def _capture(runner: ModelRunner, meter: CudaMeter, progress: Callable[[str], None]) -> int:
+    """Bytes that the graphs take."""
+    started_s, before = time.monotonic(), meter.reserved()
+    if not runner.capture_graphs(progress):
+        return 0
+    taken = meter.reserved() - before
+    progress(f"Graphs captured in {time.monotonic() - started_s:.1f} s; they take {taken / 2**20:,.0f} MiB")
+    if taken > GRAPHS_BYTES:
+        progress(
+            f"That is more than the {GRAPHS_BYTES / 2**20:,.0f} MiB set aside for them: where memory runs short, "
+            "lower gpu_memory_utilization or max_num_seqs"
+        )
+    return taken
+
+
+def _open_runner(
+    config: ExecutorConfig,
+    loaded: LoadedModel,
+    kv: torch.Tensor,
+    max_model_len: int,
+    device: torch.device,
+    group: Group,
+    transfers: RankTransfers | None = None,
+    rebalancer: Rebalancer | None = None,
+    buckets: Sequence[int] = (),
+) -> ModelRunner:
+    """With slots and a sampler of its own, over the blocks of `kv`. `buckets`: of its graphs, to be captured."""
+    model, sampler = loaded.model, None
+    if group.is_first:
+        sampler = Sampler(loaded.spec.vocab_size, config.max_num_seqs, device, select_sampling_ops(device))
+    slots, inputs = _slots_and_inputs(config, max_model_len, device)
+    pages = [(kv[:, layer, 0], kv[:, layer, -1]) for layer in range(model.num_layers)]
+    graphs = None
+    if buckets:
+        sampling, tokens, longest = select_sampling_ops(device), slots.tokens.view(-1), slots.width - 1
+        assert sampling is not None and isinstance(inputs, DeviceInputs)
+        graphs = DecodeGraphs(inputs, model, pages, sampling, tokens, longest, buckets, CudaGraphs, group)
+    return ModelRunner(model, pages, sampler, slots, inputs, device, group, transfers, rebalancer, graphs)
+
+
+def _allocate(num_blocks: int, config: ExecutorConfig, loaded: LoadedModel, device: torch.device) -> torch.Tensor:
+    model = loaded.model
+    return allocate_kv(
+        num_blocks, model.num_layers, model.kv_parts, config.block_size, model.kv_width, loaded.kv_dtype, device
+    )
 
 
 def _slots_and_inputs(
@@ -100,34 +167,14 @@ def _slots_and_inputs(
     return slots, DeviceInputs(state, select_input_ops(device), num_slots, config.max_num_batched_tokens)
 
 
-def _measure(config: ExecutorConfig, loaded: LoadedModel, device: torch.device) -> GpuUse | None:
-    """None where the cache's size does not depend on it."""
-    if device.type == "cpu" or config.kv_cache_bytes is not None:
-        return None
-    what = f"a step of {config.max_num_batched_tokens} tokens"
-    with naming_options(what, "lower max_num_batched_tokens or max_num_seqs"):
-        return measure(loaded.model, config, loaded.kv_dtype, loaded.num_positions, CudaMeter(device), device)
-
-
-def _graphs(
-    config: ExecutorConfig,
-    loaded: LoadedModel,
-    pages: KvPages,
-    slots: Slots,
-    inputs: HostInputs | DeviceInputs,
-    device: torch.device,
-    group: Group,
-) -> DecodeGraphs | None:
-    """None where some operation waits for the device, which a graph cannot, or where experts move: a graph would go on
-    with the tables it was captured with, and counting what they are asked for waits."""
-    sampling = select_sampling_ops(device)
-    if sampling is None or not isinstance(inputs, DeviceInputs) or config.enable_eplb:
-        return None
+def _buckets(config: ExecutorConfig, loaded: LoadedModel, device: torch.device) -> tuple[int, ...]:
+    """Of graphs. None where some operation waits for the device, which a graph cannot, or where experts move: a graph
+    would go on with the tables it was captured with, and counting what they are asked for waits."""
+    if config.enforce_eager or config.enable_eplb or select_sampling_ops(device) is None:
+        return ()
     if not all(experts.is_fused for experts in loaded.model.experts):
-        return None
-    buckets = choose_buckets(config.max_num_seqs)
-    tokens, longest = slots.tokens.view(-1), slots.width - 1
-    return DecodeGraphs(inputs, loaded.model, pages, sampling, tokens, longest, buckets, CudaGraphs, group)
+        return ()
+    return choose_buckets(config.max_num_seqs)
 
 
 def _rebalancer(config: ExecutorConfig, loaded: LoadedModel, group: Group) -> Rebalancer | None:

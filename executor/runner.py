@@ -5,6 +5,7 @@ nothing that an earlier step has still to bring to the host, `finish` waits.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,6 +65,12 @@ class ModelRunner:
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
         self._graphs = graphs
         self._pooler, self._outbox = Pooler(), Outbox(device)
+
+    def capture_graphs(self, progress: Callable[[str], None]) -> bool:
+        """Before the first step. False if there are none to capture."""
+        if self._graphs is not None:
+            self._graphs.capture(progress)
+        return self._graphs is not None
 
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
@@ -188,6 +195,7 @@ class ModelRunner:
                 int(layout.starts[row]),
                 hidden[first : first + targets],
                 admission.sampling.prompt_logprobs,
+                lambda why: launched.errors.setdefault(index, why),
             )
         if admission.pooling == "mean":
             try:
@@ -201,14 +209,19 @@ class ModelRunner:
             last = int(np.searchsorted(wanted, layout.query_starts[row + 1] - 1))
             launched.embeddings[index] = self._pooler.last(hidden[last : last + 1])
 
-    def _prompt_logprobs(self, slot: int, start: int, hidden: torch.Tensor, num: int) -> list[TokenLogprobs]:
+    def _prompt_logprobs(
+        self, slot: int, start: int, hidden: torch.Tensor, num: int, fail: Callable[[str], object]
+    ) -> list[TokenLogprobs]:
         """hidden [n, hidden] of positions start … start + n - 1, which predict the prompt's next tokens."""
         chosen = self._slots.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
         found: list[TokenLogprobs] = []
         for part, ids in zip(hidden.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True):
             logits = self._model.logits(part)
             if logits is not None:
-                found += prompt_logprobs(logits, ids, num)
+                try:
+                    found += prompt_logprobs(logits, ids, num)
+                except ValueError as error:  # the other ranks go on with the next part, and so does this one
+                    fail(str(error))
         return found
 
     def _sample(self, layout: Layout, ends: Ends, hidden: torch.Tensor, launched: Launched) -> None:

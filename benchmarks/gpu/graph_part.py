@@ -117,7 +117,7 @@ class Opened:
         if self._device.type == "cpu":
             from benchmarks.gpu.rehearsal import pretend_a_gpu
 
-            self._stack.enter_context(pretend_a_gpu(self._config.enforce_eager))
+            self._stack.enter_context(pretend_a_gpu())
         self._executor = UniprocExecutor(self._config)
         if self._device.type == "cpu":
             import msgspec

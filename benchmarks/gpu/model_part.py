@@ -98,7 +98,7 @@ class Bench:
                     self.prefill(rows, count)
 
     def decode(self, batch: int, context: int, num_steps: int) -> None:
-        """Steps of `batch` rows; the first are not counted: kernels are compiled and graphs captured in them."""
+        """Steps of `batch` rows; the first are not counted."""
         name, warm = f"decode {batch} at {context}", max(4, num_steps // 4)
         blocks = self._blocks(batch, context + num_steps + warm)
         if blocks is None:

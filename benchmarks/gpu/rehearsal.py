@@ -12,12 +12,12 @@ from penstock.executor.outbox import Mail, Outbox
 
 
 @contextmanager
-def pretend_a_gpu(is_eager: bool) -> Iterator[None]:
-    """Whatever is opened inside goes the ways that it would there; eager: without graphs."""
+def pretend_a_gpu() -> Iterator[None]:
+    """Whatever is opened inside goes the ways that it would there."""
     from tests.executor import test_graphs
 
     with pytest.MonkeyPatch.context() as patch:
-        test_graphs.pretend_a_gpu(patch, None if is_eager else test_graphs.Recorder())
+        test_graphs.pretend_a_gpu(patch, test_graphs.Recorder)
         patch.setattr(Outbox, "send", copy_now)
         yield
 

@@ -20,6 +20,7 @@ from penstock.executor.linear import BlockLinear, Linear, is_repacked, make_line
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.parallel import Group
+from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
 
 Layer = TypeVar("Layer")
@@ -152,14 +153,10 @@ class Weights:
 
     def layers(self, num_layers: int, build: Callable[[int], Layer]) -> list[Layer]:
         """Build layers side by side, so that reading, hashing, converting and reordering overlap."""
-        built: list[Layer] = []
         threads = min(LOAD_THREADS, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
-            for layer in pool.map(build, range(num_layers)):
-                built.append(layer)
-                if len(built) * 4 // num_layers > (len(built) - 1) * 4 // num_layers:
-                    self._progress(f"Loaded {len(built)} of {num_layers} layers")
-        return built
+            built = pool.map(build, range(num_layers))
+            return list(quarters(built, num_layers, "Loaded {} of {} layers", self._progress))
 
     def fingerprint(self, *others: str) -> bytes:
         """A digest of every tensor as it was stored, and of what else changes the numbers."""

@@ -6,23 +6,26 @@ import torch
 from penstock.executor import profile, rank
 from penstock.executor.memory import allocate_kv, naming_options, plan_kv
 from penstock.executor.parallel import Group
-from penstock.executor.profile import GpuUse, measure
+from penstock.executor.profile import GpuUse
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step
+from penstock.executor.runner import ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.small_models import folder
+from tests.executor.test_graphs import Recorder, pretend_a_gpu
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
 
 
 class Meter:
-    """A device of 80 GiB on which a step takes 3 beside the 16 that are allocated; 50 are free."""
+    """A device of 80 GiB on which a step takes 2 beside the 16 that are allocated and the requests' 1; 50 are free."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self._allocated = iter((16 * GIB, 17 * GIB))
 
     def allocated(self) -> int:
-        return 16 * GIB
+        return next(self._allocated)
 
     def start_peak(self) -> None:
         self.said.append("start")
@@ -30,6 +33,9 @@ class Meter:
     def peak(self) -> int:
         self.said.append("peak")
         return 19 * GIB
+
+    def reserved(self) -> int:
+        return 20 * GIB
 
     def device(self) -> tuple[int, int]:
         return 50 * GIB, 80 * GIB
@@ -54,54 +60,82 @@ def test_what_others_take_is_a_limit_and_not_counted_as_ours() -> None:
 
 @pytest.mark.parametrize("case", ["qwen3", "deepseek-v2-lite", "opt"])
 @pytest.mark.parametrize("num_tokens", [1, 40, 2048])
-def test_the_largest_step_is_run_and_measured(case: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ExecutorConfig(
-        model=str(folder(case)), dtype="float32", kv_cache_bytes=2**18, max_num_batched_tokens=num_tokens
+def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the weights, before the cache, and with what the requests of all slots take left out."""
+    meter, forward = Meter(), ModelRunner.launch
+    seen: list[tuple[int, int]] = []
+
+    def watched(self, step):
+        if step.rows:
+            meter.said.append("step")
+            seen.append((sum(row.count for row in step.rows), max(row.start + row.count for row in step.rows)))
+        return forward(self, step)
+
+    pretend_a_gpu(monkeypatch, Recorder)
+    monkeypatch.setattr(rank, "CudaMeter", lambda _: meter)
+    monkeypatch.setattr(ModelRunner, "launch", watched)
+    monkeypatch.setattr(
+        rank, "plan_kv", lambda *given: pytest.fail("nothing was measured") if not seen else plan_kv(*given)
     )
-    model = UniprocExecutor(config)._runner._model
-    seen, meter, forward = [], Meter(), model.forward
+    config = ExecutorConfig(
+        model=str(folder(case)), dtype="float32", max_num_batched_tokens=num_tokens, max_num_seqs=3, block_size=4
+    )
+    info = UniprocExecutor(config).info
+    assert meter.said == ["start", *["step"] * len(seen), "peak"]
+    assert max(tokens for tokens, _ in seen) == min(num_tokens, 3 * 256)
+    # A long chunk expands latents, most of them at the end of the longest request.
+    assert (min(num_tokens, 256), 256) in seen
+    assert (info.memory["activations"], info.memory["requests"]) == (2 * GIB, GIB)
 
-    def watched(batch, pages):
-        meter.said.append(f"forward of {len(batch.tokens)}")
-        seen.append(forward(batch, pages))
-        return seen[-1]
 
-    monkeypatch.setattr(model, "forward", watched)
-    found = measure(model, config, torch.float32, 256, meter, CPU)
-    # Of latents, once for a chunk at the end of the longest request and once for many short ones.
-    forwards = 2 if case == "deepseek-v2-lite" and num_tokens > 1 else 1
-    assert meter.said == ["start", *[f"forward of {min(num_tokens, 256)}"] * forwards, "peak"]
-    assert seen[0].isfinite().all()
-    assert (found.allocated, found.activations) == (16 * GIB, 3 * GIB)
-    assert (found.free, found.total, found.graphs) == (50 * GIB, 80 * GIB, profile.GRAPHS_BYTES)
-    eager = ExecutorConfig(model=config.model, enforce_eager=True, max_num_batched_tokens=2)
-    assert measure(model, eager, torch.float32, 256, meter, CPU).graphs == 0
+def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch, Recorder)
+    asked: list[int] = []
+    monkeypatch.setattr(rank, "measure", lambda *given: asked.append(given[-1]) or use())
+    for enforce_eager in (False, True):
+        config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=1, enforce_eager=enforce_eager)
+        UniprocExecutor(config)
+    assert asked == [profile.GRAPHS_BYTES, 0]
+
+
+def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for taken, is_warned in ((GIB // 4, False), (2 * GIB, True)):
+        pretend_a_gpu(monkeypatch, Recorder)
+        reserved = iter((5 * GIB, 5 * GIB + taken))
+        meter = Meter()
+        meter.reserved = lambda reserved=reserved: next(reserved)  # type: ignore[method-assign]
+        monkeypatch.setattr(rank, "CudaMeter", lambda _, meter=meter: meter)
+        lines: list[str] = []
+        config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=2, kv_cache_bytes=2**18, dtype="float32")
+        info = UniprocExecutor(config, lines.append).info
+        assert info.memory["graphs"] == taken
+        assert any(f"they take {taken >> 20:,} MiB" in line for line in lines)
+        assert any("more than the 1,024 MiB set aside" in line for line in lines) == is_warned
 
 
 def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ExecutorConfig(model=str(folder("qwen3")), gpu_memory_utilization=0.9)
     assert plan_kv(config, GIB, 10**9, Group(), use()).num_blocks == 50
-    assert use().table(15 * GIB) == {
+    assert use().table(15 * GIB, 7) == {
         "tables": GIB,
         "requests": GIB,
         "activations": 3 * GIB,
-        "graphs (set aside)": GIB,
+        "graphs": 7,
         "context (set aside)": GIB,
     }
     with pytest.raises(ExecutorError, match=r"share for the KV cache \(0 bytes\) holds 0 blocks"):
         plan_kv(config, GIB, 1000, Group(), use(allocated=71))
     small = GpuUse(allocated=0, activations=0, requests=7, graphs=0, context=0, free=2**20, total=2**20)
-    monkeypatch.setattr(rank, "_measure", lambda *_: small)
+    pretend_a_gpu(monkeypatch, Recorder)
+    monkeypatch.setattr(rank, "measure", lambda *_: small)
     info = UniprocExecutor(config).info
     assert info.num_blocks * info.block_bytes <= 0.9 * 2**20
     assert list(info.memory)[:3] == ["weights", "KV cache", "tables"] and info.memory["requests"] == 7
 
 
-def test_bytes_that_were_given_are_taken_without_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "measure", lambda *_: pytest.fail("nobody asked"))
-    given = ExecutorConfig(kv_cache_bytes=2**20)
-    assert rank._measure(given, None, torch.device("cuda", 0)) is None
-    assert rank._measure(ExecutorConfig(), None, CPU) is None
+def test_bytes_that_were_given_are_taken_whatever_was_measured() -> None:
+    given = ExecutorConfig(kv_cache_bytes=2 * GIB)
+    assert plan_kv(given, GIB, 1000, Group(), use(allocated=71)).num_blocks == 2
 
 
 def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,9 @@
 """Which tile sizes, warps and pipeline stages a kernel is launched with: plain functions of shapes and of the card that it
 is launched on, decided at launch.
 
+Nothing is decided while requests wait: a choice that depends on how many rows, tokens or positions a step has lasts
+until that number has doubled at least, so that `sizes` names all there can be, and the start runs them.
+
 The numbers come from compiling for compute capability 9.0 (no spills, within 227 KiB of shared memory, tensor-core
 instructions of the wide kind) and from published measurements; none has been tuned on a GPU yet. Cards whose products
 read registers, or with 99 KiB of shared memory, take smaller tiles. tests/executor/kernels compiles every one of them.
@@ -121,6 +124,11 @@ def few_rows_tile(rows: int, width: int, itemsize: int) -> Tile:
 def row_warps(width: int) -> int:
     """For a kernel that keeps a row of `width` in registers."""
     return 1 if width <= 256 else 4 if width <= 4096 else 8 if width <= 8192 else 16
+
+
+def sizes(limit: int) -> list[int]:
+    """Those of 1 … limit, largest first, that between them meet every choice made by a number up to `limit`."""
+    return sorted({limit, *(1 << power for power in range(limit.bit_length()))}, reverse=True)
 
 
 def power_of_2(n: int) -> int:

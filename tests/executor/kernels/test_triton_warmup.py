@@ -1,0 +1,218 @@
+"""After the start no request compiles or captures anything: every variant of a kernel was launched by the warm-up.
+
+Whole small models with the launchers of the kernels. Nothing is interpreted: a launch is noted and left out, and the twins
+give the numbers, so that there is time for steps of every size. What is noted is what chooses a variant.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+from penstock.executor import rank
+from penstock.executor.inputs import DeviceInputs
+from penstock.executor.kernels import torch_fp8, torch_ops, torch_sampling
+from penstock.executor.kernels.cuda.launch import variants
+from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
+from penstock.executor.kernels.cuda.tiles import sizes
+from penstock.executor.kernels.torch_inputs import INPUT_OPS as TWIN_INPUTS
+from penstock.executor.models.spec import LatentSpec
+from penstock.executor.protocol import ExecutorConfig, Row, Sampling
+from penstock.executor.slots import Slots, slot_sizes
+from penstock.executor.state import DeviceState
+from penstock.executor.uniproc import UniprocExecutor
+from tests.executor import eight_bits, small_models
+from tests.executor.driver import Driver, Sequence
+from tests.executor.test_graphs import Recorder, pretend_a_gpu
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can"
+)
+TWINS = dataclasses.replace(torch_ops.OPS, blocks=torch_fp8.OPS, fused_experts=torch_ops.fused_experts)
+ROWS, TOKENS, LONGEST = 20, 256, 256
+Noted = set[tuple[Any, ...]]
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
+    """The variants that were asked for since."""
+    seen: Noted = set()
+
+    def note(self: InterpretedFunction, *arguments: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        parameters = inspect.signature(self.fn).parameters
+
+        def kind(name: str, value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.dtype
+            is_number = name in parameters and parameters[name].annotation is not tl.constexpr
+            return type(value) if is_number else value
+
+        passed = dict(zip(parameters, arguments, strict=False)) | given
+        seen.add((self.__name__, *((name, kind(name, value)) for name, value in passed.items())))
+
+    monkeypatch.setattr(InterpretedFunction, "run", note)
+    return seen
+
+
+def beside(ours: Any, twins: Any) -> Any:
+    """Operations that call ours, and answer with what the twins say."""
+
+    def both(name: str) -> Any:
+        launcher, twin = getattr(ours, name), getattr(twins, name)
+        if dataclasses.is_dataclass(launcher):
+            return beside(launcher, twin)
+        if launcher is None or twin is None:
+            return None
+
+        def call(*arguments: Any, **given: Any) -> Any:
+            launcher(*arguments, **given)
+            return twin(*arguments, **given)
+
+        return call
+
+    return type(ours)(*(both(field.name) for field in dataclasses.fields(ours)))
+
+
+def open_on_kernels(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, recorder: Recorder, given: tuple[Any, Any, Any], **options: Any
+) -> Driver:
+    ops, sampling, inputs = given
+
+    def slots_and_inputs(config: ExecutorConfig, longest: int, device: torch.device) -> tuple[Slots, DeviceInputs]:
+        state = DeviceState(config.max_num_seqs, *slot_sizes(longest, config.block_size), config.block_size, device)
+        slots = Slots(config.max_num_seqs, longest, config.block_size, state)
+        return slots, DeviceInputs(state, inputs, config.max_num_seqs, config.max_num_batched_tokens)
+
+    pretend_a_gpu(monkeypatch, lambda: recorder)
+    monkeypatch.setattr(rank, "_slots_and_inputs", slots_and_inputs)
+    monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling)
+    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: ops)
+    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    return Driver(UniprocExecutor(ExecutorConfig(model=str(folder), kv_cache_bytes=2**22, block_size=4, **options)))
+
+
+def any_sampling(rng: np.random.Generator) -> Sampling:
+    """Some of all there is to ask for, each with even odds."""
+    asked: dict[str, Any] = {
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+        "logit_bias": ((3, 2.0), (9, -5.0)),
+        "allowed_ids": tuple(range(100)),
+        "banned_ids": (4, 5),
+        "logprobs": int(rng.integers(-1, 4)),
+        "prompt_logprobs": int(rng.integers(0, 3)),
+    }
+    some = {name: value for name, value in asked.items() if rng.random() < 0.3}
+    stops = {"min_tokens": 3, "stop_ids": (7,)} if rng.random() < 0.2 else {}
+    return Sampling(temperature=float(rng.choice([0.0, 0.8])), seed=int(rng.integers(99)), **some, **stops)
+
+
+def traffic(driver: Driver, rng: np.random.Generator, num_steps: int) -> None:
+    """Requests of every kind come and go, alone and mixed, in chunks of any size, some behind a cached prefix."""
+    sequences: dict[int, Sequence] = {}
+    for _ in range(num_steps):
+        wanted = int(rng.choice([1, 2, 3, ROWS // 2, ROWS]))
+        for slot in range(wanted):
+            old = sequences.get(slot)
+            if old is None or (old.pooling and old.computed == old.num_prompt) or len(old.tokens) > LONGEST - 8:
+                if old is not None:
+                    driver.free = [*old.blocks, *driver.free]
+                pooling = rng.choice([None, None, None, None, "last", "mean"])
+                prompt = rng.integers(0, 160, int(rng.choice([1, 2, 5, 40, 180]))).tolist()
+                sequences[slot] = Sequence(slot, prompt, len(prompt), sampling=any_sampling(rng), pooling=pooling)
+                driver._announce(sequences[slot])
+        parts: list[tuple[Sequence, Row]] = []
+        room = int(rng.integers(1, TOKENS + 1))
+        for slot in rng.permutation(wanted).tolist():
+            sequence = sequences[slot]
+            left = min(room, len(sequence.tokens) - sequence.computed)
+            if left:
+                count = left if rng.random() < 0.7 else int(rng.integers(1, left + 1))
+                write_from = sequence.computed + count - 1 if rng.random() < 0.2 else 0
+                is_last = sequence.computed + count == len(sequence.tokens) and sequence.pooling is None
+                parts.append((sequence, driver.row(sequence, count, write_from, is_last and rng.random() < 0.1)))
+                room -= count
+        masks = {index: {3, 4, 8} for index, (_, row) in enumerate(parts) if row.masked}
+        driver.step(*parts, masks=masks or None)
+
+
+CASES = {
+    "qwen3": (small_models.folder, "qwen3", {}),
+    "gemma3": (small_models.folder, "gemma3", {}),
+    "qwen3-moe": (small_models.folder, "qwen3-moe", {}),
+    "deepseek-v2-lite": (small_models.folder, "deepseek-v2-lite", {}),
+    "qwen3 in eight bits": (lambda case: eight_bits.folders(case)[0], "qwen3", {"kv_cache_dtype": "fp8"}),
+    "deepseek-v3 in eight bits": (lambda case: eight_bits.folders(case)[0], "deepseek-v3", {"kv_cache_dtype": "fp8"}),
+}
+
+
+def check_nothing_is_new(
+    monkeypatch: pytest.MonkeyPatch,
+    noted: Noted,
+    case: str,
+    enforce_eager: bool,
+    lengths: Iterable[int],
+    num_steps: int,
+) -> None:
+    folder, name, options = CASES[case]
+    monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 20)
+    recorder = Recorder()
+    noting = (beside(OPS, TWINS), beside(SAMPLING_OPS, torch_sampling.SAMPLING_OPS), beside(INPUT_OPS, TWIN_INPUTS))
+    limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
+    options = limits | options | {"enforce_eager": enforce_eager}
+    driver = open_on_kernels(monkeypatch, folder(name), recorder, noting, **options)
+    warm, num_graphs, num_variants = noted.copy(), len(recorder.graphs), len(variants())
+    assert warm and (num_graphs == 0) == enforce_eager
+    for length in lengths:  # a prompt, then one more token
+        sequence = Sequence(0, [length % 160] * length, length)
+        driver._announce(sequence)
+        driver.advance(sequence)
+        driver.advance(sequence)
+        driver.free += sequence.blocks
+    traffic(driver, np.random.default_rng(0), num_steps)
+    assert noted - warm == set()
+    assert len(recorder.graphs) == num_graphs and len(variants()) == num_variants
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_request_compiles_or_captures_anything(monkeypatch: pytest.MonkeyPatch, noted: Noted, case: str) -> None:
+    lengths = [near for size in sizes(TOKENS - 2) for near in (size - 1, size, size + 1) if near]
+    check_nothing_is_new(monkeypatch, noted, case, case == "qwen3", lengths, 25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_no_request_of_any_length_compiles_or_captures_anything(
+    monkeypatch: pytest.MonkeyPatch, noted: Noted, case: str, enforce_eager: bool
+) -> None:
+    check_nothing_is_new(monkeypatch, noted, case, enforce_eager, range(1, TOKENS), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", ["qwen3", "gemma3", "qwen3-moe", "deepseek-v2-lite"])
+def test_interpreted_a_model_warms_up_and_then_gives_the_tokens_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """With the kernels' own numbers, in few sizes."""
+    prompts = [[5, 17, 3, 99], [7, 7, 21]]
+    limits = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 4, "max_model_len": 8}
+    driver = open_on_kernels(
+        monkeypatch, small_models.folder(case), Recorder(), (OPS, SAMPLING_OPS, INPUT_OPS), **limits
+    )
+    num_warm = len(variants())
+    got = driver.generate(*[driver.admit(prompt) for prompt in prompts], count=3, chunk=2)
+    assert got == [small_models.greedy(case, prompt, 3)[0] for prompt in prompts]
+    assert len(variants()) == num_warm

@@ -1,0 +1,161 @@
+"""The steps before the first request: what they are, and that nothing is left of them but what they were for."""
+
+import gc
+import inspect
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.executor import rank
+from penstock.executor.kernels.cuda import tiles
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.uniproc import UniprocExecutor
+from penstock.executor.warmup import plan_steps
+from tests.executor.driver import Driver
+from tests.executor.small_models import folder
+from tests.executor.test_graphs import PROMPTS, Recorder, pretend_a_gpu
+
+SAMPLINGS = [
+    Sampling(temperature=0.0, repetition_penalty=1.3, logprobs=2),
+    Sampling(temperature=0.9, seed=5, top_k=9, presence_penalty=0.3),
+    Sampling(temperature=0.8, seed=6, prompt_logprobs=1),
+]
+
+
+def open_warm(lines: list[str] | None = None, **options: Any) -> UniprocExecutor:
+    given = {"dtype": "float32", "kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 3}
+    config = ExecutorConfig(model=str(folder("qwen3")), **(given | options))
+    return UniprocExecutor(config, (lines if lines is not None else []).append)
+
+
+@pytest.mark.parametrize("limits", [(1, 1, 1), (1, 1, 50), (1, 64, 3), (5, 64, 3), (7, 3, 50), (256, 2048, 4096)])
+def test_no_step_is_larger_than_one_that_may_come_and_some_are_as_large(limits: tuple[int, int, int]) -> None:
+    max_rows, max_tokens, longest = limits
+    planned = plan_steps(*limits)
+    for parts in planned:
+        assert 1 <= len(parts) <= max_rows
+        assert sum(part.num_tokens for part in parts) <= max_tokens
+        assert all(1 <= part.num_tokens <= part.context <= longest for part in parts)
+    assert max(sum(part.num_tokens for part in parts) for parts in planned) == min(max_tokens, max_rows * longest)
+    assert max(len(parts) for parts in planned) == min(max_rows, max_tokens)
+    assert max(part.context for parts in planned for part in parts) == longest
+
+
+# What else than a size a choice of tiles may depend on, with values of models that people serve.
+VALUES: dict[str, tuple[int, ...]] = {
+    "num_slots": (8, 32, 60, 64, 128, 256),
+    "columns": (512, 768, 1408, 2048, 5632, 28672),
+    "width": (576, 1024, 4096, 28672),
+    "depth": (1024, 4096, 14336),
+    "max_context": (40960,),
+    "itemsize": (2, 4),
+    "weight_itemsize": (1, 2),
+}
+SIZES = ("rows", "tokens", "entries", "programs")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 100, 1000, 8192])
+def test_sizes_meet_every_choice_of_tiles(limit: int) -> None:
+    """Experts have several entries for a token, and a product several programs for a row."""
+    assert tiles.sizes(limit) == sorted({limit, *(n for n in range(1, limit + 1) if n & (n - 1) == 0)}, reverse=True)
+    checked = []
+    for name, choice in vars(tiles).items():
+        parameters = list(inspect.signature(choice).parameters) if inspect.isfunction(choice) else []
+        if not parameters or parameters[0] not in SIZES:
+            continue
+        checked.append(name)
+        for rest in itertools.product(*(VALUES[other] for other in parameters[1:])):
+            for per_row in (1, 2, 4, 6, 8):
+                met = {choice(size * per_row, *rest) for size in tiles.sizes(limit)}
+                assert met == {choice(size * per_row, *rest) for size in range(1, limit + 1)}, (name, rest, per_row)
+    assert "expert_tile" in checked and "block_linear_tile" in checked
+
+
+def test_the_first_answers_are_those_of_a_run_that_was_not_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch, Recorder)
+    found = []
+    for is_warm in (False, True):
+        with monkeypatch.context() as patch:
+            if not is_warm:
+                patch.setattr(rank, "warm_up", lambda *_: None)
+            driver = Driver(open_warm())
+        sequences = [driver.admit(prompt, s) for prompt, s in zip(PROMPTS, SAMPLINGS, strict=True)]
+        results = [driver.advance(*sequences, chunk=5) for _ in range(6)]
+        found.append([(r.tokens, r.logprobs, r.prompt_logprobs, r.errors) for r in results])
+    assert found[0] == found[1]
+
+
+def test_nothing_that_requests_will_use_was_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are captured with rows that are padding: these write to the spare place and to block 0."""
+    pretend_a_gpu(monkeypatch, Recorder)
+    opened, random = [], torch.get_rng_state()
+    open_runner = rank._open_runner
+    monkeypatch.setattr(rank, "_open_runner", lambda *given: opened.append(open_runner(*given)) or opened[-1])
+    executor = open_warm()
+    real, used = executor._runner, weakref.ref(opened[0])
+    assert opened == [used(), real]
+    assert torch.equal(torch.get_rng_state(), random)
+    state = real._inputs._state
+    spare = state.places.spare
+    assert not state.flat[:spare].any() and not state.flat[spare + 1 :].any() and not state.take()
+    assert not executor._rank.kv[1:].any()
+    sampler = real._sampler
+    assert not sampler._seen.counts.any() and sampler._seen.history.numel() == 0 and sampler._plan is None
+    assert real._slots.admissions == [None] * 3 and not real._pooler._sums
+    opened.clear()
+    gc.collect()
+    assert used() is None  # and its memory is the cache's
+
+
+def test_the_start_says_what_it_is_at_and_how_long_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch, Recorder)
+    lines: list[str] = []
+    open_warm(lines)
+    total = len(plan_steps(3, 2048, 256))
+    said = [line for line in lines if "Warm" in line or "raph" in line or "Kernels" in line]
+    assert said[0].startswith("Warming up")
+    assert said[1].startswith("Warmed up by ") and said[4] == f"Warmed up by {total} of {total} steps"
+    assert said[5].startswith("Kernels compiled and run in ") and said[5].endswith(" s")
+    assert said[-2] == "Captured the graphs of 3 of 3 buckets"
+    assert said[-1].startswith("Graphs captured in ") and said[-1].endswith("; they take 0 MiB")
+
+
+def test_without_graphs_kernels_are_warmed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_a_gpu(monkeypatch, lambda: pytest.fail("a graph that nobody asked for"))
+    lines: list[str] = []
+    open_warm(lines, enforce_eager=True)
+    assert any(line.startswith("Kernels compiled") for line in lines)
+
+
+def test_a_cpu_has_nothing_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank, "warm_up", lambda *_: pytest.fail("warmed up"))
+    lines: list[str] = []
+    assert "activations" not in open_warm(lines).info.memory
+    assert not [line for line in lines if "arm" in line or "raph" in line]
+
+
+def test_a_step_that_does_not_fit_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
+
+    pretend_a_gpu(monkeypatch, Recorder)
+    monkeypatch.setattr("penstock.executor.models.decoder.Decoder.forward", full)
+    with pytest.raises(ExecutorError, match="for a step of 2048 tokens: lower max_num_batched_tokens or max_num_seqs"):
+        open_warm()
+
+
+def test_a_model_whose_logits_are_not_finite_starts_and_says_so_to_those_who_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pretend_a_gpu(monkeypatch, Recorder)
+    monkeypatch.setattr(
+        "penstock.executor.models.decoder.Decoder.logits",
+        lambda self, hidden: torch.full((len(hidden), 160), torch.nan),
+    )
+    driver = Driver(open_warm())
+    sequence = driver.admit(PROMPTS[0], SAMPLINGS[2])
+    result = driver.step_unchecked((sequence, driver.row(sequence)))
+    assert result.tokens == [-1] and "not finite" in result.errors[0]
