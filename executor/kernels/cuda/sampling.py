@@ -19,6 +19,7 @@ from penstock.executor.kernels.torch_sampling import LANES, OUTPUTS
 
 PART = LANES * OUTPUTS
 LISTED = 256  # at most so many logits of a part, and more than half as many unless they tie
+TILE = 2048  # that the second kernel reads at once
 OPTION_DTYPES = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int64, torch.int64)
 
 
@@ -47,8 +48,9 @@ def choose(
     )
     sizes = {"STRIDE": logits.stride(0), "VOCAB": vocab_size, "PARTS": parts, "LANES": LANES, "LISTED": LISTED}
     _scan[rows, parts](logits, *options, *of_parts, **sizes, PART=PART, num_warps=8)
-    block = max(16, triton.next_power_of_2(parts))
-    _choose[(rows,)](logits, *options, *of_parts, tokens, largest, **sizes, BLOCK=block, TILE=PART, num_warps=16)
+    joined = {"BLOCK": max(16, triton.next_power_of_2(parts)), "TILE": TILE}
+    # Unless it is told how many registers there are, the assembler spills to have a few less than it needs.
+    _choose[(rows,)](logits, *options, *of_parts, tokens, largest, **sizes, **joined, num_warps=8, maxnreg=96)
     return tokens, largest
 
 
