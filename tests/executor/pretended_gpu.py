@@ -240,6 +240,10 @@ class PretendedGpu(TorchDispatchMode):
             "graph_pool_handle": lambda: Pool(self, "graphs"),
             "graph": self.capture,
             "cudart": lambda: SimpleNamespace(cudaHostRegister=self.register),
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda *_: None,
+            **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *_: 0),
+            "mem_get_info": lambda *_: (80 << 30, 80 << 30),
         }.items():
             self._patches.setattr(torch.cuda, name, value)
         self._patches.setattr(kernels, "_has_triton_kernels", lambda _: False)  # but their twins

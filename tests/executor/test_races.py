@@ -10,6 +10,7 @@ import torch
 
 from penstock.executor import inputs, outbox, rank
 from penstock.executor.cuda_copies import CudaCopier
+from penstock.executor.graphs import CudaGraphs
 from penstock.executor.kernels import torch_sampling
 from penstock.executor.loading.weights import Weights
 from penstock.executor.outbox import Mail, Outbox
@@ -30,6 +31,7 @@ def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: obje
     """On a GPU; the made-up one, if there is something to patch."""
     if monkeypatch is not None:
         monkeypatch.setattr(rank, "select_sampling_ops", lambda _: torch_sampling.SAMPLING_OPS)
+        monkeypatch.setattr(rank, "warm_up", lambda *_: None)  # takes as long as a test, and nothing is in flight yet
         monkeypatch.setattr(Weights, "layers", lambda _, num_layers, build: [build(i) for i in range(num_layers)])
     config = ExecutorConfig(
         model=str(folder(CASE)),
@@ -94,10 +96,9 @@ def test_one_pool_for_forward_passes_and_draws_would_be_a_race(monkeypatch: pyte
     """A forward pass would write where the last draw's tokens still wait to be copied."""
     folder(CASE)
     with PretendedGpu() as gpu:
+        pool = CudaGraphs()
+        monkeypatch.setattr(rank, "CudaGraphs", lambda: pool)
         executor = open_executor(monkeypatch)
-        graphs = executor._runner._graphs
-        assert graphs is not None
-        graphs._draw_pool = graphs._forward_pool
         world = World(executor, 1, SAMPLINGS[:2], False, lambda: gpu.thread("the finisher"))
         with pytest.raises(Race, match=r"(?s)outbox.py reads.*\n.*graphs.py:\d+ _compute.*\n.*outbox.py:\d+ send"):
             world.run(50)
