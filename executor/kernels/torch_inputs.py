@@ -43,7 +43,7 @@ def prepare(
     tables = torch.where(index < -(-contexts // block_size)[:, None], tables, 0)
     options = state[options_at + slot[:, None] * OPTIONS + torch.arange(OPTIONS, device=packed.device)]
     options = torch.where(is_real[:, None], options, 0)
-    floats = options[:, :3].T.contiguous().view(torch.float32)
+    floats = [options[:, place].clone().view(torch.float32) for place in range(3)]  # aligned, as the kernel's are
     return RowTensors(
         tokens=ids,
         positions=positions.int(),
@@ -54,8 +54,8 @@ def prepare(
         temperature=floats[0],
         min_p=floats[1],
         top_p=floats[2],
-        top_k=options[:, 3].contiguous(),
-        seeds=options[:, 4:6].contiguous().view(torch.int64)[:, 0],
+        top_k=options[:, 3].clone(),
+        seeds=options[:, 4:6].clone(memory_format=torch.contiguous_format).view(torch.int64)[:, 0],
     )
 
 
