@@ -29,10 +29,11 @@ def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) ->
     rows = max(16, power_of_2(group))
     if itemsize == 4:
         return Tile(rows, 16 if head_dim > 128 else 32, 4, 2, 2)
-    columns, is_small = 32 if head_dim > 128 else 64, head_dim <= 128 and page_itemsize > 1
     if not current_card().has_wide_products:
-        return Tile(rows, columns, 4, 2, 2)
-    return Tile(rows, columns, 4, 3, 3 if is_small else 2)
+        return Tile(rows, 32, 4, 2, 3) if head_dim <= 128 else Tile(rows, 16, 8, 2, 2)
+    if head_dim > 128:
+        return Tile(rows, 32, 4, 3, 2)
+    return Tile(rows, 64, 4, 3, 2 if page_itemsize == 1 else 3)
 
 
 def prefill_tile(head_dim: int, itemsize: int) -> Tile:
