@@ -14,7 +14,7 @@ class Pooler:
         self._sums.pop(admission.slot, None)
 
     def last(self, hidden: torch.Tensor) -> bytes:
-        """hidden [1, hidden]"""
+        """hidden [1, hidden]. Raises ValueError if it is not finite, as does `mean`."""
         return _as_bytes(hidden[0].float())
 
     def mean(self, admission: Admission, hidden: torch.Tensor, end: int) -> bytes | None:
@@ -33,4 +33,7 @@ class Pooler:
 
 
 def _as_bytes(embedding: torch.Tensor) -> bytes:
-    return embedding.cpu().numpy().astype(np.dtype("<f4")).tobytes()
+    embedding = embedding.cpu()
+    if not torch.isfinite(embedding).all():
+        raise ValueError("the model's hidden states are not finite (NaN or infinity)")
+    return embedding.numpy().astype(np.dtype("<f4")).tobytes()
