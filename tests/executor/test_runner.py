@@ -212,6 +212,16 @@ def test_prompt_log_probabilities_and_embeddings_that_break_fail_alone(driver: D
     assert len(result.prompt_logprobs[0]) == len(PROMPT) - 20 - 1
 
 
+def test_a_mean_is_the_same_bits_wherever_chunks_end(driver: Driver) -> None:
+    whole = driver.advance(driver.admit(PROMPT, pooling="mean")).embeddings[0]
+    for chunk in (1, 7, 16, 47):
+        sequence, found = driver.admit(PROMPT, pooling="mean"), {}
+        while not found:
+            count = min(chunk, len(PROMPT) - sequence.computed)
+            found = driver.step((sequence, driver.row(sequence, count))).embeddings
+        assert found[0] == whole
+
+
 def test_a_mean_over_a_prompt_with_skipped_positions_fails_that_row_alone(driver: Driver) -> None:
     chat, pooled = driver.admit(PROMPT), driver.admit(PROMPT, pooling="mean")
     pooled.computed = 8
