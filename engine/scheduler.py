@@ -138,6 +138,10 @@ class Scheduler:
         request = self._requests.get(request_id)
         return None if request is None else self._finish(request, "abort")
 
+    def fail(self, request_id: str, error: str) -> Output:
+        """End a request in any state for what is not its own fault."""
+        return self._finish(self._requests[request_id], "error", error=error)
+
     def has_requests(self) -> bool:
         return bool(self._requests)
 

@@ -61,6 +61,7 @@ class Seen:
 class Penalties:
     """Those rows of some logits that have a penalty."""
 
+    on_host: list[int]  # the rows
     rows: Tensor  # [P]
     slots: Tensor  # [P]
     coefficients: Tensor  # [P, 3]: repetition, frequency, presence
@@ -73,6 +74,7 @@ class Penalties:
         chosen = [samplings[row] for row in rows]
         coefficients = [(s.repetition_penalty, s.frequency_penalty, s.presence_penalty) for s in chosen]
         return cls(
+            rows,
             send_list(rows, torch.int64, device),
             send_list([slots[row] for row in rows], torch.int64, device),
             send_list(coefficients, torch.float32, device),
@@ -84,7 +86,7 @@ class Penalties:
             ops.penalize(logits, self.rows, self.slots, seen.counts, _IN_PROMPT, self.coefficients)
             return
         lengths = self._lengths(positions, logits.device)
-        longest = int(positions.max())
+        longest = int(positions[self.on_host].max())  # rows without a penalty may be longer than any history
         ids = seen.history[self.slots, :longest].long()  # [P, longest]
         # Beyond a request's end its first token stands in: repeated once more.
         inside = torch.arange(longest, device=ids.device) < lengths[:, None]
@@ -100,7 +102,7 @@ class Penalties:
 
     def count(self, tokens: Tensor, positions: np.ndarray, seen: Seen) -> None:
         """The rows' sampled tokens [R] join what was seen."""
-        seen.reserve(int(positions.max()) + 1)
+        seen.reserve(int(positions[self.on_host].max()) + 1)
         seen.add(self.slots, self._lengths(positions, tokens.device), tokens[self.rows])
 
     def _lengths(self, positions: np.ndarray, device: torch.device) -> Tensor:

@@ -14,16 +14,17 @@ class Pooler:
         self._sums.pop(admission.slot, None)
 
     def last(self, hidden: torch.Tensor) -> bytes:
-        """hidden [1, hidden]"""
-        return _as_bytes(hidden[0].float())
+        """hidden [1, hidden]. Raises ValueError if it is not finite, as does `mean`."""
+        return _as_bytes(hidden[0])
 
     def mean(self, admission: Admission, hidden: torch.Tensor, end: int) -> bytes | None:
         """Add a chunk's hidden states [count, hidden]; the embedding, once the prompt is complete.
 
         Raises ValueError if positions were skipped: a cached prefix has keys and values but no hidden states.
         """
-        total, count = self._sums.pop(admission.slot, (torch.zeros(()), 0))
-        total, count = total.to(hidden.device) + hidden.float().sum(0), count + len(hidden)
+        # In float64, so that the embedding does not depend on where chunks end.
+        total, count = self._sums.pop(admission.slot, (torch.zeros((), dtype=torch.float64), 0))
+        total, count = total.to(hidden.device) + hidden.sum(0, dtype=torch.float64), count + len(hidden)
         if end < admission.num_prompt:
             self._sums[admission.slot] = (total, count)
             return None
@@ -33,4 +34,7 @@ class Pooler:
 
 
 def _as_bytes(embedding: torch.Tensor) -> bytes:
-    return embedding.cpu().numpy().astype(np.dtype("<f4")).tobytes()
+    embedding = embedding.float().cpu()
+    if not torch.isfinite(embedding).all():
+        raise ValueError("the model's hidden states are not finite (NaN or infinity)")
+    return embedding.numpy().astype(np.dtype("<f4")).tobytes()

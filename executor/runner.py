@@ -197,17 +197,16 @@ class ModelRunner:
                 admission.sampling.prompt_logprobs,
                 lambda why: launched.errors.setdefault(index, why),
             )
-        if admission.pooling == "mean":
-            try:
+        try:
+            if admission.pooling == "mean":
                 embedding = self._pooler.mean(admission, hidden[first : first + count], end)
-            except ValueError as error:
-                launched.errors[index] = str(error)
-            else:
                 if embedding is not None:
                     launched.embeddings[index] = embedding
-        elif admission.pooling == "last" and end == admission.num_prompt:
-            last = int(np.searchsorted(wanted, layout.query_starts[row + 1] - 1))
-            launched.embeddings[index] = self._pooler.last(hidden[last : last + 1])
+            elif admission.pooling == "last" and end == admission.num_prompt:
+                last = int(np.searchsorted(wanted, layout.query_starts[row + 1] - 1))
+                launched.embeddings[index] = self._pooler.last(hidden[last : last + 1])
+        except ValueError as error:
+            launched.errors[index] = str(error)
 
     def _prompt_logprobs(
         self, slot: int, start: int, hidden: torch.Tensor, num: int, fail: Callable[[str], object]

@@ -210,13 +210,29 @@ class Exchange:
         metrics = self.app.metrics
         if outcome == "late":
             self._give_up(HttpError(504, f"the replica did not answer: {self._reason}"))
-        elif self._num_lost >= MAX_LOST or (outcome != "unreachable" and not self.app.fleet.budget.take()):
-            metrics.not_retried[outcome] += 1
-            self._give_up(HttpError(502, f"the replica failed: {self._reason}", headers={"retry-after": "1"}))
-        else:
+        elif self._num_lost < MAX_LOST and (outcome == "unreachable" or self.app.fleet.budget.take()):
             metrics.retries[outcome] += 1
             # Not from here: this may be the callback of a connection that is being closed.
             asyncio.get_running_loop().call_soon(self._retry)
+        elif self._num_lost < MAX_LOST and outcome == "lost":
+            self.app.spawn(self._go_on_if_dead(replica))
+        else:
+            self._fail(outcome)
+
+    async def _go_on_if_dead(self, replica: Replica) -> None:
+        """No retry is left. But who takes no connection any more has died, and its requests with it: to send this one
+        again is no more work than there was."""
+        try:
+            (await replica.pool.connect()).abandon()
+        except ConnectFailed:
+            self.app.metrics.retries["lost"] += 1
+            self._retry()
+        else:
+            self._fail("lost")
+
+    def _fail(self, outcome: Outcome) -> None:
+        self.app.metrics.not_retried[outcome] += 1
+        self._give_up(HttpError(502, f"the replica failed: {self._reason}", headers={"retry-after": "1"}))
 
     def _retry(self) -> None:
         if not self._is_gone:

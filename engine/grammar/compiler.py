@@ -76,11 +76,11 @@ class Compiler:
             return Matcher(backend.deep_copy(), self._vocabulary, lexer)
 
     def start(self, source: str) -> Job:
-        """Have it compiled. The futures' callbacks run in the compiling thread."""
+        """Have it compiled. The futures' callbacks run in the compiling thread. RuntimeError: no thread can be started."""
         job = Job(source, Future(), Future())
         if self._num_threads < NUM_THREADS:
-            self._num_threads += 1
             self._spawn()
+            self._num_threads += 1
         self._jobs.put(job)
         return job
 
@@ -117,10 +117,13 @@ class Compiler:
                 self._load_once()
                 job.began.set_result(None)
                 job.result.set_result(self.cached(job.source) or self._compile(job.source))
-            except Exception as error:  # the top of this thread; whoever waits is told
+            except (
+                BaseException
+            ) as error:  # the top of this thread, also for a panic of the library: whoever waits is told
                 if not job.began.done():
                     job.began.set_result(None)
-                job.result.set_exception(error)
+                is_plain = isinstance(error, Exception)
+                job.result.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
             with self._lock:
                 if job.result in self._given_up:
                     self._given_up.remove(job.result)

@@ -28,14 +28,19 @@ class GrammarDesk:
     def submit(self, message: Submit) -> Output | None:
         """Queue a request with a grammar. One that is not known yet is compiled while the request waits."""
         assert message.grammar is not None
-        if self._filler is None:
-            self._filler = MaskFiller(self._scheduler.config.max_num_seqs)
         matcher = self._compiler.cached(message.grammar)
-        refusal = self._scheduler.submit(message, matcher)
-        if refusal is None and matcher is None:
-            job = self._compiler.start(message.grammar)
-            job.result.add_done_callback(lambda _: self._compiled.put((message.request_id, job)))
-        return refusal
+        output = self._scheduler.submit(message, matcher)
+        if output is not None:
+            return output
+        try:
+            if self._filler is None:
+                self._filler = MaskFiller(self._scheduler.config.max_num_seqs)
+            if matcher is None:
+                job = self._compiler.start(message.grammar)
+                job.result.add_done_callback(lambda _: self._compiled.put((message.request_id, job)))
+        except RuntimeError as error:  # a limit on threads or on memory: those without a grammar need none
+            return self._scheduler.fail(message.request_id, f"the grammar cannot be compiled: {error}")
+        return None
 
     def take_compiled(self) -> list[Output]:
         """Let the requests go whose grammars are ready, and end those whose grammars failed."""

@@ -31,11 +31,13 @@ class MaskFiller:
     """One step at a time."""
 
     def __init__(self, max_rows: int) -> None:
+        """RuntimeError: no thread can be started."""
         self._max_rows = max_rows
         self._buffers: list[np.ndarray] = []  # made when the vocabulary is known; pages that are not used cost nothing
         self._ends: np.ndarray | None = None  # [words]: every token but those that end a text
         self._pool: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, "masks")
+        self._thread.submit(int).result()  # it starts here, where that may fail
         self._filling: Future[Masks] | None = None
 
     def start(self, rows: Sequence[tuple[int, Matcher]]) -> None:

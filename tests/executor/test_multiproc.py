@@ -88,6 +88,31 @@ def test_sampling_and_log_probabilities_are_those_of_one_rank() -> None:
 
 
 @pytest.mark.usefixtures("forked_ranks")
+def test_over_ranks_too_a_drawn_answer_is_the_same_bits_alone_beside_others_and_after_a_preemption() -> None:
+    """The same as over as many ranks, that is: those of one rank are sums in another order, and a draw may tip over."""
+    prompt, *others = prompts(20, seed=10)
+    drawn = Sampling(temperature=0.8, seed=7, logprobs=-1)
+
+    def trace(driver: Driver, *prompts: list[int], chunk: int | None = None, preempt: bool = False) -> list[object]:
+        beside = [driver.admit(each, Sampling(temperature=0.8, seed=seed)) for seed, each in enumerate(prompts)]
+        watched, seen = driver.admit(prompt, drawn), []
+        while len(watched.output) < 12:
+            if preempt and len(watched.output) == 5 and watched.computed:
+                driver.readmit(watched)
+            result = driver.advance(*beside, watched, chunk=chunk)
+            seen += [(found.ids, found.values) for found in result.logprobs.values()]
+        driver.free += [block for each in (*beside, watched) for block in each.blocks]
+        return seen
+
+    with running(config_of("llama-wide", 2, max_num_seqs=64)) as executor:
+        driver = Driver(executor)
+        alone = trace(driver)
+        assert trace(driver, *others) == alone
+        assert trace(driver, *others, chunk=7) == alone
+        assert trace(driver, *others[:3], preempt=True) == alone
+
+
+@pytest.mark.usefixtures("forked_ranks")
 def test_embeddings_are_those_of_one_rank() -> None:
     prompt = prompts(1, seed=9)[0]
     one = Driver(UniprocExecutor(config_of("qwen3", 1)))

@@ -194,6 +194,34 @@ def test_a_request_whose_numbers_break_fails_alone(driver: Driver) -> None:
     assert result.tokens[1] == greedy(CASE, PROMPT, 2)[0][1]
 
 
+def test_prompt_log_probabilities_and_embeddings_that_break_fail_alone(driver: Driver) -> None:
+    sound, mean, last, told = (
+        driver.admit(PROMPT, Sampling(temperature=0.0, prompt_logprobs=1)),
+        driver.admit(PROMPT, pooling="mean"),
+        driver.admit(PROMPT, pooling="last"),
+        driver.admit(PROMPT, Sampling(temperature=0.0, prompt_logprobs=1)),
+    )
+    driver.advance(sound, mean, last, told, chunk=20)
+    for broken in (mean, last, told):
+        kv_of(driver)[broken.blocks[2]] = float("nan")
+    parts = [(each, driver.row(each)) for each in (sound, mean, last, told)]
+    result = driver.step_unchecked(*parts)
+    assert sorted(result.errors) == [1, 2, 3] and result.embeddings == {}
+    assert all("not finite" in error for error in result.errors.values())
+    assert result.tokens == [greedy(CASE, PROMPT, 1)[0][0], -1, -1, -1]
+    assert len(result.prompt_logprobs[0]) == len(PROMPT) - 20 - 1
+
+
+def test_a_mean_is_the_same_bits_wherever_chunks_end(driver: Driver) -> None:
+    whole = driver.advance(driver.admit(PROMPT, pooling="mean")).embeddings[0]
+    for chunk in (1, 7, 16, 47):
+        sequence, found = driver.admit(PROMPT, pooling="mean"), {}
+        while not found:
+            count = min(chunk, len(PROMPT) - sequence.computed)
+            found = driver.step((sequence, driver.row(sequence, count))).embeddings
+        assert found[0] == whole
+
+
 def test_a_mean_over_a_prompt_with_skipped_positions_fails_that_row_alone(driver: Driver) -> None:
     chat, pooled = driver.admit(PROMPT), driver.admit(PROMPT, pooling="mean")
     pooled.computed = 8

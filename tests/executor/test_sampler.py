@@ -323,6 +323,19 @@ def test_a_seed_gives_the_same_tokens_again_and_another_seed_gives_others() -> N
     assert tokens(1) != tokens(2)
 
 
+def test_a_short_request_with_a_penalty_is_sampled_beside_a_long_one_without() -> None:
+    """Histories are kept of the former alone, and no longer than they are."""
+    sampler = Sampler(VOCAB, SLOTS, CPU)
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(4))
+    penalized = Sampling(temperature=0.8, seed=2, frequency_penalty=1.0)
+    sampler.admit(1, penalized, np.arange(10, dtype=np.int32), 10)
+    alone = sampler.sample(logits[1:], [1], [10])[0].tolist()
+    sampler = Sampler(VOCAB, SLOTS, CPU)
+    sampler.admit(0, Sampling(temperature=0.8, seed=1), np.zeros(5000, np.int32), 5000)
+    sampler.admit(1, penalized, np.arange(10, dtype=np.int32), 10)
+    assert sampler.sample(logits, [0, 1], [5000, 10])[0].tolist()[1:] == alone
+
+
 def test_a_preempted_request_goes_on_as_if_it_had_not_been() -> None:
     sampling = Sampling(repetition_penalty=1.3, frequency_penalty=0.8, min_tokens=6, stop_ids=(1, 2), seed=9)
     rng = torch.Generator().manual_seed(8)

@@ -52,6 +52,15 @@ def test_when_one_of_eight_is_killed_nobody_waiting_for_a_first_byte_notices():
         assert router.states().count("up") == 7
 
 
+def test_when_a_replica_is_killed_what_waited_there_goes_elsewhere_though_no_retry_is_left():
+    """Its death is no misconduct that retries could make worse: nobody computes those requests any more."""
+    with mock_replicas(3, inter_token_s=0.02) as replicas, running_router(*(each.url for each in replicas)) as router:
+        router.fleet.budget.share = router.fleet.budget.tokens = 0.0
+        results = load(router.url, 60, during=lambda: replicas[1].send(signal.SIGKILL))
+        assert Counter(code for code, _ in results) == {200: 60}
+        assert router.app.metrics.retries["lost"] + router.app.metrics.retries["unreachable"]
+
+
 def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_mark():
     with mock_replicas(2, inter_token_s=0.02) as replicas, running_router(*(each.url for each in replicas)) as router:
         body = {"prompt": "abc", "max_tokens": 5000, "stream": True, "ignore_eos": True}

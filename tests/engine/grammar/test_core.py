@@ -156,6 +156,49 @@ def test_a_vocabulary_that_cannot_be_loaded_fails_constrained_requests_and_no_ot
     assert world.last("b").finish_reason == "length"
 
 
+def test_a_panic_of_the_library_while_it_compiles_fails_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """What a panic of Rust's is in Python: no Exception."""
+
+    def panic(*_: object, **options: object) -> None:
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr("penstock.engine.grammar.compiler.LLMatcher", panic)
+    world = Core(compiler=Compiler(vocabulary))
+    world.submit(submit("a", [1], DIGITS))
+    world.submit(submit("b", [1], None, 3))
+    for _ in range(2000):
+        world.step()
+        if not world.core.has_work():
+            break
+    assert "Panic: index out of bounds" in world.last("a").error
+    assert world.last("b").finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["masks", "grammars"])
+def test_where_no_thread_can_be_started_constrained_requests_fail_and_no_others(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(name):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    world = Core(compiler=Compiler(vocabulary))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        world.submit(submit("a", [1], DIGITS))
+        world.submit(submit("b", [1], None, 3))
+        world.run()
+    assert "can't start new thread" in world.last("a").error and not world.last("a").is_refusal
+    assert world.last("b").finish_reason == "length"
+    world.submit(submit("later", [1], DIGITS))
+    world.run()
+    assert world.last("later").finish_reason == "stop"
+
+
 def test_a_core_without_a_tokenizer_says_so() -> None:
     world = Core(compiler=None)
     world.submit(submit("a", [1], DIGITS))
