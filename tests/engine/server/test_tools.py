@@ -186,7 +186,7 @@ def test_required_and_named_calls_are_held_by_a_grammar(qwen) -> None:
         text = grammar_of(qwen)
         assert text is not None and "clock" in text and absent not in text
         assert qwen.engine.submitted[-1][2]["grammar"] is not None
-    assert "lead" not in (grammar_of(qwen) or "")
+    assert "called" not in (grammar_of(qwen) or "")
 
 
 def test_an_optional_call_is_held_unless_the_operator_says_otherwise(qwen) -> None:

@@ -4,6 +4,7 @@ Marks are tried both ways: as special tokens of the model, and as plain text.
 """
 
 import functools
+import itertools
 import json
 
 import pytest
@@ -191,8 +192,8 @@ def test_nothing_in_a_schema_reads_as_grammar() -> None:
 
 def test_a_hundred_functions_make_one_grammar() -> None:
     functions = [WEATHER._replace(name=f"f{number}") for number in range(127)] + [CLOCK]
-    for name, form in FORMATS.items():
-        source = lark(False, Calls(form, functions, True, True))
+    for (name, form), must in itertools.product(FORMATS.items(), (True, False)):
+        source = lark(False, Calls(form, functions, must, True))
         assert verdict(False, source, CALL[name].replace("weather", "f77")) == "accepted"
 
 
