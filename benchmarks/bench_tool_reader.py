@@ -10,7 +10,7 @@ import json
 import time
 from pathlib import Path
 
-from penstock.engine.tools.formats import Format, Hermes, Llama, Mistral
+from penstock.engine.tools.formats import CODER, HERMES, LLAMA, Format, mistral
 from penstock.engine.tools.reader import CallReader
 
 SIZE_CHARS = 1_000_000
@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     output = parser.parse_args().output
     found = []
-    for form in (Hermes(), Llama(), Mistral(has_args=True)):
+    for form in (HERMES, LLAMA, mistral(has_args=True), CODER):
         for before in BEFORE:
             for unit in UNITS:
                 text = before + unit * (SIZE_CHARS // len(unit))

@@ -45,7 +45,7 @@ class Tools:
         else:
             self.form = None if named == "none" else formats.named(named, source, has_args)
         # A template that knows no tools would drop them: the model is told in the text of the messages.
-        self.as_text = template is not None and not template.has_tools and isinstance(self.form, formats.Hermes)
+        self.as_text = template is not None and not template.has_tools and self.form in (formats.HERMES, formats.CODER)
         self._is_off = named == "none"
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)

@@ -1,28 +1,35 @@
 """The ways in which models write calls, and which of them a model was trained on.
 
-    hermes       <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>     Qwen 2.5 and 3, Hermes, ChatML models
-    llama3_json  {"name": "f", "parameters": {…}}, or behind <|python_tag|>      Llama 3.1 to 3.3
-    mistral      [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]                Mistral until 2024
-                 [TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]…                             Mistral since
+    hermes         <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>     Qwen 2.5 and 3, Hermes, ChatML models
+    llama3_json    {"name": "f", "parameters": {…}}, or behind <|python_tag|>      Llama 3.1 to 3.3
+    mistral        [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]                Mistral until 2024
+                   [TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]…                             Mistral since
+    qwen2_5_coder  the same object between ```json and ```, alone, in <tools>      Qwen 2.5 Coder
+                   or in <tool_call>
 
 A format reads what stands around the arguments (`head`, `after`); reader.py reads the arguments and lark.py makes a
 model write them. `head` and `after` get the text and a place in it and answer None where more text could change the
 answer, and only where a bounded length of it was looked at.
+
+Behind a mark of calls every spelling of an object that says which function is called, with which arguments, is read.
+Where there is none, a call might as well be quoted: it must be a paragraph of its own (or stand in a fence, where the
+format has them), begin with its name, and have arguments.
 """
 
 import re
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from penstock.engine.tools.scan import MAX_FRAME_CHARS, Head, Malformed, object_head, skip_blank
+from penstock.engine.tools.scan import MAX_FRAME_CHARS, Head, Malformed, call_head, skip_blank
 
-NAMES = ("hermes", "llama3_json", "mistral")
+NAMES = ("hermes", "llama3_json", "mistral", "qwen2_5_coder")
 
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}+")
 
 
 class After(NamedTuple):
-    """What follows a call: another one without a mark of its own, or text. `end` is where that begins."""
+    """What follows a call: another one without a mark of its own (`is_call`), or text. `end` is where that begins."""
 
     end: int
     is_call: bool = False
@@ -39,26 +46,59 @@ class Written(NamedTuple):
     end: str
 
 
-class Format(Protocol):
-    """`marks` open calls; `punctuation` are further texts that may be tokens of their own. `is_bare`: an answer that
-    begins with a brace may be a call without a mark. `has_many`: an answer may have several calls. `id_length`: what
-    the template accepts as the id of a call."""
+@dataclass(frozen=True)
+class Format:
+    """`closers`: the marks that open calls, each with what closes them. `fences` are those that open other things as
+    well. `punctuation` are further texts that may be tokens of their own. `is_bare`: a paragraph that begins with a
+    brace may be a call without a mark. `has_args`: calls may be a name and its arguments. `has_many`: an answer may
+    have several calls. `id_length`: what the template accepts as the id of a call."""
 
     name: str
-    marks: tuple[str, ...]
-    punctuation: tuple[str, ...]
-    is_bare: bool
-    has_many: bool
-    id_length: int
     written: Written
+    closers: Mapping[str, str]
+    fences: tuple[str, ...] = ()
+    punctuation: tuple[str, ...] = ()
+    is_bare: bool = False
+    has_args: bool = False
+    has_many: bool = True
+    id_length: int = 24
+    marks: tuple[str, ...] = field(init=False)
 
-    def head(self, text: str, at: int, is_first: bool) -> Head | None:
-        """Read a call up to its arguments. `is_first`: it stands right behind a mark. Raises Malformed."""
-        ...
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "marks", tuple(self.closers))
 
-    def after(self, text: str, at: int, head: Head) -> After | None:
+    def head(self, text: str, at: int, mark: str, is_first: bool) -> Head | None:
+        """Read a call up to its arguments. `is_first`: it stands right behind the mark, "" for none. Raises
+        Malformed."""
+        place: int | None = at
+        if is_first and mark in self.fences:
+            place = _passed(text, at, "json")
+        brace = place = None if place is None else _next_sign(text, at, place)
+        if place is not None and is_first and text[place] == "[":
+            brace = _next_sign(text, at, place + 1)
+        if place is None or brace is None:
+            return None
+        if text[brace] != "{":
+            if self.has_args and brace == place and is_first:
+                return _bare_head(text, place)
+            raise Malformed(place if mark else brace)  # a mark may begin here; without one, some of it must be passed
+        head = call_head(text, brace)
+        if head is not None and mark in ("", *self.fences) and not (head.is_plain and head.kind != "none"):
+            raise Malformed(head.end)
+        return None if head is None else head._replace(is_list=brace > place)
+
+    def after(self, text: str, at: int, mark: str, in_list: bool) -> After | None:
         """Read what separates a finished call from what follows; blanks have been passed over."""
-        ...
+        if in_list:
+            return After(at + 1) if text[at] == "]" else _next_call(text, at, ",", "{", needs_separator=True)
+        end = _passed(text, at, self.closers.get(mark, ""))
+        if end is None or end > at:
+            return None if end is None else After(end)
+        return _next_call(text, at, ";,", "{[") if self.goes_on(mark) else After(at)
+
+    def goes_on(self, mark: str) -> bool:
+        """Behind a call may stand what closes it, or another one."""
+        return self.is_bare or bool(self.closers.get(mark))
 
 
 class Function(NamedTuple):
@@ -76,75 +116,40 @@ class Calls(NamedTuple):
     many: bool
 
 
-class Hermes:
-    name = "hermes"
-    marks: tuple[str, ...] = ("<tool_call>",)
-    punctuation: tuple[str, ...] = ("</tool_call>",)
-    is_bare = False
-    has_many = True
-    id_length = 24
-    written = Written(
-        "<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n<tool_call>", ""
-    )  # fmt: skip
-
-    def head(self, text: str, at: int, is_first: bool) -> Head | None:
-        return object_head(text, at, "arguments")
-
-    def after(self, text: str, at: int, head: Head) -> After | None:
-        end = _passed(text, at, "</tool_call>")
-        return None if end is None else After(end)
-
-
-class Llama:
-    name = "llama3_json"
-    marks: tuple[str, ...] = ("<|python_tag|>",)
-    punctuation: tuple[str, ...] = ()
-    is_bare = True
-    has_many = False  # the template refuses a history with more than one; `;` between them is read nevertheless
-    id_length = 24
-    written = Written("", '{"name": "', '", "parameters": ', "}", "; ", "")
-
-    def head(self, text: str, at: int, is_first: bool) -> Head | None:
-        return object_head(text, at, "parameters")
-
-    def after(self, text: str, at: int, head: Head) -> After | None:
-        return _next_object(text, at, ";")
+HERMES = Format(
+    "hermes",
+    Written("<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n<tool_call>", ""),
+    {"<tool_call>": "</tool_call>"},
+    punctuation=("</tool_call>",),
+)
+LLAMA = Format(
+    "llama3_json",
+    Written("", '{"name": "', '", "parameters": ', "}", "; ", ""),
+    {"<|python_tag|>": ""},
+    is_bare=True,
+    has_many=False,  # the template refuses a history with more than one; several are read nevertheless
+)
+CODER = Format(
+    "qwen2_5_coder",
+    Written("```json\n", '{"name": "', '", "arguments": ', "}", "\n", "\n```"),
+    {"<tool_call>": "</tool_call>", "<tools>": "</tools>", "```": "```"},
+    fences=("```",),
+    punctuation=("</tool_call>",),
+    is_bare=True,
+)
 
 
-class Mistral:
-    """Reads both forms; `has_args` says that the model knows the newer one, and makes it write that."""
-
-    name = "mistral"
-    marks: tuple[str, ...] = ("[TOOL_CALLS]",)
-    punctuation: tuple[str, ...] = ("[ARGS]", "[CALL_ID]")
-    is_bare = False
-    has_many = True
-    id_length = 9  # its templates refuse any other
-
-    def __init__(self, has_args: bool) -> None:
-        self.has_args = has_args
-        objects = Written("[TOOL_CALLS][", '{"name": "', '", "arguments": ', "}", ", ", "]")
-        self.written = Written("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", "") if has_args else objects
-
-    def head(self, text: str, at: int, is_first: bool) -> Head | None:
-        if not is_first:
-            return object_head(text, at, "arguments")
-        place = skip_blank(text, at)
-        if place - at > MAX_FRAME_CHARS:
-            raise Malformed(place)
-        if place == len(text):
-            return None
-        if text[place] != "[":
-            return _bare_head(text, place)
-        brace = skip_blank(text, place + 1)
-        if brace - at > MAX_FRAME_CHARS or (brace < len(text) and text[brace] != "{"):
-            raise Malformed(place)
-        return object_head(text, brace, "arguments")
-
-    def after(self, text: str, at: int, head: Head) -> After | None:
-        if not head.has_tail:
-            return After(at)
-        return After(at + 1) if text[at] == "]" else _next_object(text, at, ",")
+def mistral(has_args: bool) -> Format:
+    """Both forms are read; `has_args` says that the model knows the newer one, and makes it write that."""
+    objects = Written("[TOOL_CALLS][", '{"name": "', '", "arguments": ', "}", ", ", "]")
+    return Format(
+        "mistral",
+        Written("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", "") if has_args else objects,
+        {"[TOOL_CALLS]": ""},
+        punctuation=("[ARGS]", "[CALL_ID]"),
+        has_args=True,
+        id_length=9,  # its templates refuse any other
+    )
 
 
 def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
@@ -153,23 +158,25 @@ def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
     A template that knows no tools gets them as text (engine/text/tool_prompt.py), in the form of Hermes.
     """
     if not has_tools:
-        return Hermes()
+        return HERMES
     if "[TOOL_CALLS]" in source:
-        return Mistral(has_args or "[ARGS]" in source)
+        return mistral(has_args or "[ARGS]" in source)
     if "<function=" in source or "<arg_key>" in source:  # as <tool_call> in Qwen 3 Coder and GLM, but not JSON
         return None
     if "<tool_call>" in source:
-        return Hermes()
+        return HERMES
     if "<|python_tag|>" in source or ("<|eot_id|>" in source and '"parameters"' in source):
-        return Llama()
+        return LLAMA
+    if "```json" in source and '"name"' in source and '"arguments"' in source and "｜" not in source:
+        return CODER  # not Qwen 2.5 Coder itself: its template is that of Qwen 2.5, and says what it does not write
     return None
 
 
 def named(name: str, source: str, has_args: bool) -> Format:
     """The format of this name, one of NAMES."""
     if name == "mistral":
-        return Mistral(has_args or "[ARGS]" in source)
-    return Hermes() if name == "hermes" else Llama()
+        return mistral(has_args or "[ARGS]" in source)
+    return {form.name: form for form in (HERMES, LLAMA, CODER)}[name]
 
 
 def _passed(text: str, at: int, mark: str) -> int | None:
@@ -179,15 +186,22 @@ def _passed(text: str, at: int, mark: str) -> int | None:
     return None if mark.startswith(text[at : at + len(mark)]) else at
 
 
-def _next_object(text: str, at: int, separator: str) -> After | None:
-    if text[at] != separator:
+def _next_sign(text: str, start: int, at: int) -> int | None:
+    """The place of what follows the blanks, within the length that a frame has from `start` on."""
+    place = skip_blank(text, at)
+    if place - start >= MAX_FRAME_CHARS:
+        raise Malformed(place)
+    return None if place == len(text) else place
+
+
+def _next_call(text: str, at: int, separators: str, opening: str, needs_separator: bool = False) -> After | None:
+    is_separated = text[at] in separators
+    place = skip_blank(text, at + is_separated)
+    if place - at > MAX_FRAME_CHARS or needs_separator > is_separated:
         return After(at)
-    brace = skip_blank(text, at + 1)
-    if brace - at > MAX_FRAME_CHARS:
-        return After(at)
-    if brace == len(text):
+    if place == len(text):
         return None
-    return After(brace, True) if text[brace] == "{" else After(at)
+    return After(place, True) if text[place] in opening else After(at)
 
 
 def _bare_head(text: str, at: int) -> Head | None:

@@ -13,11 +13,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.engine.tools.formats import Format
-from penstock.engine.tools.scan import Head, Malformed, ObjectScan, object_tail, skip_blank
+from penstock.engine.tools.formats import After, Format
+from penstock.engine.tools.scan import Head, Malformed, ObjectScan, call_tail, skip_blank
 
 MAX_CALLS = 128  # in one answer; what comes on top is text
 MAX_FALSE = 64  # beginnings that turned out to be no calls; an answer with more of them is text from there on
+
+
+CONTEXT = 2  # characters of what has been read that say whether a paragraph begins
 
 
 class Reasoning(NamedTuple):
@@ -64,27 +67,32 @@ class CallReader:
         self._names = names
         self._is_certain = is_certain
         self._max_calls = max_calls
-        self._mark = re.compile("|".join(map(re.escape, form.marks)))
+        openings = [*map(re.escape, form.marks), *([r"(?<=\n\n)(?=[{\[])"] if form.is_bare else [])]
+        self._opening = re.compile("|".join(openings))
         self._state = _At.START if form.is_bare else _At.TEXT
         self._text = ""  # what is not decided yet, and the place in it
         self._at = 0
         self._blanks: list[str] = []  # of the content: dropped if a call follows
         self._raw: list[str] = []  # of a call that may still turn out to be content
         self._arguments: list[str] = []
+        self._mark = ""  # of the call that is read or was read last
         self._is_first = True
-        self._head = Head("", 0)
+        self._in_list = False
+        self._is_told = False  # the call that is read has been announced before its end
+        self._head = Head(None, 0)
         self._scan = ObjectScan()
         self._out: list[Piece] = []
 
     @property
     def is_within_call(self) -> bool:
         """The text so far ends within a call that has been announced."""
-        return self._is_certain and self._state in (_At.ARGUMENTS, _At.TAIL)
+        return self._is_told and self._state in (_At.ARGUMENTS, _At.TAIL)
 
     def feed(self, text: str) -> list[Piece]:
         """What `text` makes certain."""
-        self._text = self._text[self._at :] + text
-        self._at = 0
+        kept = max(self._at - CONTEXT, 0)
+        self._text = self._text[kept:] + text
+        self._at -= kept
         steps = {
             _At.START: self._start,
             _At.TEXT: self._read_text,
@@ -103,11 +111,11 @@ class CallReader:
 
     def finish(self) -> list[Piece]:
         """What was held back, when the answer is over. Half of the signs that close a complete call is no content."""
-        is_closing = self._state is _At.AFTER or (self._state is _At.TAIL and self._is_certain)
+        is_closing = self._state is _At.AFTER or (self._state is _At.TAIL and self._is_told)
         self._content("".join(self._raw) + ("" if is_closing else self._text[self._at :]))
         if self._blanks and not self.num_calls:
             self._out.append(Content("".join(self._blanks)))
-        self._text, self._at, self._blanks = "", 0, []
+        self._at, self._blanks = len(self._text), []
         return self._taken()
 
     def check(self) -> None:
@@ -115,7 +123,7 @@ class CallReader:
         assert 0 <= self._at <= len(self._text)
         assert not self._out
         assert not self._raw or self._state in (_At.HEAD, _At.ARGUMENTS, _At.TAIL)
-        assert not self._arguments or (self._state in (_At.ARGUMENTS, _At.TAIL) and not self._is_certain)
+        assert not self._arguments or (self._state in (_At.HEAD, _At.ARGUMENTS, _At.TAIL) and not self._is_told)
         assert self.num_calls <= self._max_calls
 
     # -- the states: each reads on from self._at, and says whether the next one may try ---------------------
@@ -124,33 +132,39 @@ class CallReader:
         self._skip_blanks()
         if self._at == len(self._text):
             return False
-        self._state = _At.HEAD if self._text[self._at] == "{" else _At.TEXT
+        self._state = _At.HEAD if self._text[self._at] in "{[" else _At.TEXT
         return True
 
     def _read_text(self) -> bool:
         text, at = self._text, self._at
         may_call = self.num_calls < self._max_calls and self._num_false < MAX_FALSE
-        found = self._mark.search(text, at) if may_call else None
+        found = self._opening.search(text, at) if may_call else None
         if found is not None:
             self._content(text[at : found.start()])
-            self._raw, self._at, self._is_first, self._state = [found[0]], found.end(), True, _At.HEAD
+            self._raw, self._mark, self._at = [found[0]], found[0], found.end()
+            self._is_first, self._state = True, _At.HEAD
             return True
         self._at = len(text) - (_num_held(text, at, self._form.marks) if may_call else 0)
         self._content(text[at : self._at])
         return False
 
     def _read_head(self) -> bool:
-        head = self._form.head(self._text, self._at, self._is_first)
+        head = self._form.head(self._text, self._at, self._mark, self._is_first)
         if head is None:
             return False
-        if head.name not in self._names:
+        if (head.name is not None or head.kind == "none") and head.name not in self._names:
             raise Malformed(head.end)
-        self._head, self._scan, self._state = head, ObjectScan(), _At.ARGUMENTS
-        if self._is_certain:
+        self._head, self._scan = head, ObjectScan(in_string=head.kind == "string")
+        self._in_list = head.is_list or (self._in_list and not self._is_first)
+        self._arguments = {"object": [], "string": ['"'], "none": ["{}"]}[head.kind]
+        self._is_told = self._is_certain and head.name is not None and head.kind == "object"
+        if self._is_told:
             self._announce()
         else:
             self._raw.append(self._text[self._at : head.end])
-        self._at = head.end
+        self._at, self._state = head.end, _At.ARGUMENTS
+        if head.kind == "none":
+            self._complete()
         return True
 
     def _read_arguments(self) -> bool:
@@ -158,7 +172,7 @@ class CallReader:
         try:
             end = self._scan.feed(text, at)
         except Malformed as error:
-            if not self._is_certain:
+            if not self._is_told:
                 raise
             self._take_arguments(text[at : error.place])  # they were announced: what they are so far is theirs
             self._at, self._state = error.place, _At.TEXT
@@ -174,12 +188,14 @@ class CallReader:
         return True
 
     def _read_tail(self) -> bool:
-        end = object_tail(self._text, self._at)
-        if end is None:
+        tail = call_tail(self._text, self._at, self._head.name)
+        if tail is None:
             return False
-        if not self._is_certain:
-            self._raw.append(self._text[self._at : end])
-        self._at = end
+        if tail.name not in self._names:
+            raise Malformed(tail.end)
+        if not self._is_told:
+            self._raw.append(self._text[self._at : tail.end])
+        self._head, self._at = self._head._replace(name=tail.name), tail.end
         self._complete()
         return True
 
@@ -187,21 +203,33 @@ class CallReader:
         self._skip_blanks()
         if self._at == len(self._text):
             return False
-        after = self._form.after(self._text, self._at, self._head)
+        has_tail = self._head.has_tail
+        after = self._form.after(self._text, self._at, self._mark, self._in_list) if has_tail else After(self._at)
         if after is None:
             return False
+        if after.is_call and self.num_calls < self._max_calls:
+            self._raw, self._state = [self._text[self._at : after.end]], _At.HEAD
+            self._is_first = not self._in_list
+            if not self._in_list and not self._form.closers.get(self._mark):
+                self._mark = ""  # the mark was for one call
+        elif after.is_call or after.end == self._at:
+            self._state = _At.TEXT
+            return True
+        elif self._in_list:
+            self._in_list = False
+            self._state = _At.AFTER if self._form.goes_on(self._mark) else _At.TEXT
+        else:
+            self._mark = ""
+            self._state = _At.AFTER if self._form.is_bare else _At.TEXT
         if after.end > self._at:
             self._blanks = []  # they stood before a sign of the format
-        if after.is_call and self.num_calls < self._max_calls:
-            self._raw, self._is_first = [self._text[self._at : after.end]], False
-        self._state = _At.HEAD if self._raw else _At.TEXT
-        self._at = after.end if self._raw or not after.is_call else self._at
+        self._at = after.end
         return True
 
     # -- what the states do ---------------------------------------------------------------------------------
 
     def _take_arguments(self, text: str) -> None:
-        if not self._is_certain:
+        if not self._is_told:
             self._raw.append(text)
             self._arguments.append(text)
         elif text:
@@ -210,10 +238,10 @@ class CallReader:
     def _complete(self) -> None:
         """The call is all there. Where it has not been announced, it is now, if it is valid."""
         self._state = _At.AFTER
-        if self._is_certain:
+        if self._is_told:
             return
-        arguments = "".join(self._arguments)
-        if not _is_object(arguments):
+        arguments = _object_in("".join(self._arguments), self._head.kind == "string")
+        if arguments is None:
             self._give_up(self._at)
             return
         self._announce()
@@ -221,6 +249,7 @@ class CallReader:
         self._raw, self._arguments = [], []
 
     def _announce(self) -> None:
+        assert self._head.name is not None
         self._out.append(CallStart(self.num_calls, self._head.name))
         self.num_calls += 1
         self._raw, self._blanks = [], []
@@ -261,8 +290,10 @@ def _num_held(text: str, at: int, marks: Collection[str]) -> int:
     return 0
 
 
-def _is_object(text: str) -> bool:
+def _object_in(text: str, is_quoted: bool) -> str | None:
+    """The text of a JSON object, or the one that a JSON string holds; None where it is none."""
     try:
-        return isinstance(msgspec.json.decode(text), dict)
+        text = msgspec.json.decode(text, type=str) if is_quoted else text
+        return text if isinstance(msgspec.json.decode(text), dict) else None
     except (msgspec.DecodeError, RecursionError):
-        return False
+        return None

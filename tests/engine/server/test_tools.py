@@ -186,12 +186,12 @@ def test_required_and_named_calls_are_held_by_a_grammar(qwen) -> None:
         text = grammar_of(qwen)
         assert text is not None and "clock" in text and absent not in text
         assert qwen.engine.submitted[-1][2]["grammar"] is not None
-    assert "lead" not in (grammar_of(qwen) or "")
+    assert "called" not in (grammar_of(qwen) or "")
 
 
 def test_an_optional_call_is_held_unless_the_operator_says_otherwise(qwen) -> None:
     qwen.chat(messages=MESSAGES, tools=TOOLS)
-    assert "lead" in (grammar_of(qwen) or "")
+    assert "called" in (grammar_of(qwen) or "")
     with running(template=ChatTemplate(QWEN3), constrain_auto_tools=False) as free:
         free.engine.reply = '<tool_call>{"name": "clock", "arguments": {bad}}</tool_call>'
         choice = free.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]
@@ -300,6 +300,16 @@ def test_an_unknown_format_of_calls_is_a_400_that_names_the_way_out() -> None:
     with running(FakeEngine(), template=line_template(), tool_call_parser="none") as server:
         answer = server.chat(messages=MESSAGES, tools=TOOLS)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+
+
+def test_calls_in_fences_or_bare_are_read_where_the_operator_says_that_the_model_writes_them() -> None:
+    call = '{"name": "weather", "arguments": {"city": "Ulm"}}'
+    with running(template=ChatTemplate(QWEN3), tool_call_parser="qwen2_5_coder") as server:
+        for said in (call, f"```json\n{call}\n```"):
+            server.engine.reply = said
+            choice = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]
+            assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+            assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 # Refusals.

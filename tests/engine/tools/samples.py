@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.tools.answer import AnswerReader
-from penstock.engine.tools.formats import Calls, Format, Function, Hermes, Llama, Mistral
+from penstock.engine.tools.formats import CODER, HERMES, LLAMA, Calls, Format, Function, mistral
 from penstock.engine.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from penstock.engine.tools.thinking import Thinking
 
@@ -18,10 +18,11 @@ WEATHER = Function(
 )
 CLOCK = Function("clock", {"type": "object", "properties": {}, "additionalProperties": False})
 FORMATS: dict[str, Format] = {
-    "hermes": Hermes(),
-    "llama3_json": Llama(),
-    "mistral": Mistral(False),
-    "mistral with args": Mistral(True),
+    "hermes": HERMES,
+    "llama3_json": LLAMA,
+    "mistral": mistral(False),
+    "mistral with args": mistral(True),
+    "qwen2_5_coder": CODER,
 }
 # What each format makes of one call, and of several.
 CALL = {
@@ -29,12 +30,14 @@ CALL = {
     "llama3_json": '{"name": "weather", "parameters": {"city": "Ulm"}}',
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ulm"}}]',
     "mistral with args": '[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}',
+    "qwen2_5_coder": '```json\n{"name": "weather", "arguments": {"city": "Ulm"}}\n```',
 }
 CALLS = {
     "hermes": CALL["hermes"] + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
     "llama3_json": CALL["llama3_json"] + '; {"name": "clock", "parameters": {}}',
     "mistral": CALL["mistral"][:-1] + ', {"name": "clock", "arguments": {}}]',
     "mistral with args": CALL["mistral with args"] + "[TOOL_CALLS]clock[ARGS]{}",
+    "qwen2_5_coder": CALL["qwen2_5_coder"].replace("\n```", '\n{"name": "clock", "arguments": {}}\n```'),
 }
 
 # The reader's answer: reasoning, content, calls.

@@ -64,8 +64,6 @@ BAD = [
     '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
     '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
     '<tool_call>{"arguments": {}}</tool_call>',
-    '<tool_call>{"name": "clock", "parameters": {}}</tool_call>',
-    '<tool_call>{"name": "clock", "arguments": "{}"}</tool_call>',
     '<tool_call>{"name": "clock", "arguments": []}</tool_call>',
     '<tool_call>["name", "clock"]</tool_call>',
     '<tool_call>{"name": "cl\\u006fck", "arguments": {}}</tool_call>',

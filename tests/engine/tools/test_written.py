@@ -1,0 +1,111 @@
+"""Calls as models write them: read, however they are cut, and inside the grammar that holds optional calls."""
+
+import json
+import random
+from itertools import combinations
+
+import pytest
+from llguidance import LLMatcher
+
+from tests.engine.tools.samples import FORMATS, calls_of, read
+from tests.engine.tools.test_lark import SPECIAL, lark, verdict, vocabulary
+from tests.engine.tools.test_reader import GOOD
+from tests.engine.tools.written import NO_CALLS, QUOTED, WRITTEN, C, P, Sample, W
+
+READ = {name: [*GOOD.get(name, []), *WRITTEN[name], *QUOTED.get(name, [])] for name in FORMATS}
+BY_FORMAT = pytest.mark.parametrize("name", FORMATS)
+CERTAIN = pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
+MAX_PAIRS_CHARS = 48  # of a text that is cut at every pair of places
+
+
+@BY_FORMAT
+@CERTAIN
+@pytest.mark.parametrize("samples", [WRITTEN, QUOTED], ids=["written", "quoted"])
+def test_calls_are_read_as_models_write_them(name: str, certain: bool, samples: dict[str, list[Sample]]) -> None:
+    for text, content, calls in samples.get(name, []):
+        assert read([text], calls_of(name), certain=certain) == ("", content, calls), text
+
+
+@pytest.mark.parametrize("name", NO_CALLS)
+def test_what_calls_nothing_is_content_to_the_letter(name: str) -> None:
+    for text in NO_CALLS[name]:
+        assert read([text], calls_of(name)) == ("", text, []), text
+
+
+@BY_FORMAT
+@CERTAIN
+def test_every_cut_and_every_pair_of_cuts_gives_the_same_calls_and_text(name: str, certain: bool) -> None:
+    for text in [text for text, _, _ in READ[name]] + NO_CALLS.get(name, []):
+        whole = read([text], calls_of(name), certain=certain)
+        num_cuts = 2 if len(text) <= MAX_PAIRS_CHARS else 1
+        for places in combinations(range(1, len(text)), num_cuts):
+            pieces = [text[a:b] for a, b in zip((0, *places), (*places, len(text)), strict=True)]
+            assert read(pieces, calls_of(name), certain=certain) == whole, pieces
+
+
+@BY_FORMAT
+@CERTAIN
+@pytest.mark.parametrize("num_chars", [1, 2, 3, 7, 16])
+def test_steps_that_bring_several_tokens_change_nothing(name: str, certain: bool, num_chars: int) -> None:
+    """As drafts and forced text do."""
+    for text in [text for text, _, _ in READ[name]] + NO_CALLS.get(name, []):
+        pieces = [text[at : at + num_chars] for at in range(0, len(text), num_chars)]
+        assert read(pieces, calls_of(name), certain=certain) == read([text], calls_of(name), certain=certain)
+
+
+@BY_FORMAT
+@SPECIAL
+def test_optional_calls_may_be_written_as_models_do(name: str, special: bool) -> None:
+    """Arguments in a string are the exception: a grammar cannot hold them to a schema, so it asks for an object."""
+    source = lark(special, calls_of(name))
+    for text, _, _ in WRITTEN[name]:
+        assert verdict(special, source, text) == "accepted", text
+    for text, _, _ in QUOTED.get(name, []):
+        assert verdict(special, source, text) not in ("accepted", "unfinished"), text
+
+
+@BY_FORMAT
+@SPECIAL
+def test_one_call_at_most_may_be_written_as_models_do(name: str, special: bool) -> None:
+    source = lark(special, calls_of(name, many=False))
+    for text, content, calls in WRITTEN[name]:
+        is_right = len(calls) == 1 and (not content or text.endswith(("}", "]", "```", "</tool_call>")))
+        assert (verdict(special, source, text) == "accepted") == is_right, text
+
+
+NUM_WALKS = 200
+# What a walk through a grammar tries to write, besides single bytes.
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<tools>", "</tools>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "```json\n", "```"),
+    *('{"name": "', "weather", "clock", "Bob", '"', '{"type": "function", "name": "', '{"', 'name": "', "name", "type"),
+    *(", ", ",", "; ", ";", "\n", "\n\n", " ", "[", "]", "{", "}", "}}", ": ", "arguments", "parameters", "id", "a1"),
+    *('", "arguments": {', '", "parameters": {', '"city": "Ulm"', '"days": 3', '{"city": "Ulm"}', "{}", W, P, C, "and"),
+]  # fmt: skip
+
+
+@BY_FORMAT
+def test_whatever_is_read_was_held_to_its_schema(name: str) -> None:
+    """Walks at random: the reader takes nothing for a call that the grammar took for free text, and whether it knows
+    that there was a grammar makes no difference."""
+    pieces, source = [piece.encode() for piece in PIECES], lark(False, calls_of(name))
+    first = LLMatcher(vocabulary(False).backend, source)
+    num_called = 0
+    for seed in range(NUM_WALKS):
+        matcher, choose, text = first.deep_copy(), random.Random(seed), b""
+        while len(text) < 400 and not (text and matcher.is_accepting() and choose.random() < 0.03):
+            piece = choose.choice(pieces)
+            if matcher.validate_tokens([*piece]) < len(piece):
+                bias = matcher.compute_logit_bias()
+                allowed = [byte for byte in range(32, 127) if bias[byte]] + [byte for byte in (10,) if bias[byte]]
+                piece = bytes([choose.choice(allowed)])
+            assert matcher.consume_tokens([*piece])
+            text += piece
+        if matcher.is_accepting():
+            _, _, calls = read([text.decode()], calls_of(name), certain=True)
+            num_called += len(calls)
+            assert calls == read([text.decode()], calls_of(name), certain=False)[2], text
+            for called, arguments in calls:
+                given = json.loads(arguments)
+                assert given.keys() <= ({"city", "days"} if called == "weather" else set()), text
+                assert called == "clock" or isinstance(given["city"], str), text
+    assert num_called > NUM_WALKS // 10
