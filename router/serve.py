@@ -82,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
     """RouteError is the user's to mend, and one line on stderr."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     config = check(args)
+    _say_if_empty(config)
     from penstock.router.workers import run_workers
 
     try:
@@ -90,6 +91,17 @@ def run(args: argparse.Namespace) -> int:
         raise RouteError(f"port: {error.strerror or error}") from None
     with sock:
         return run_workers(config, sock) if config.workers > 1 else run_one(config, sock)
+
+
+def _say_if_empty(config: RouterConfig) -> None:
+    if config.backends:
+        return
+    if not config.admin_api_keys:
+        raise RouteError(
+            "backend: no replica is given, and without --admin-api-key none can be added; name each as "
+            "--backend http://HOST:PORT"
+        )
+    log.warning('no replica is there yet: add each with POST /replicas {"url": "http://HOST:PORT"} and the admin key')
 
 
 def check(args: argparse.Namespace) -> RouterConfig:
