@@ -55,9 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--prefill-threshold",
         type=int,
-        default=defaults.prefill_threshold,
         metavar="N",
-        help="uncached tokens from which a prompt is computed at --prefill (default: %(default)s)",
+        help=f"uncached tokens from which a prompt is computed at --prefill (default: {defaults.prefill_threshold})",
     )
     add("--host", default=defaults.host, help="address to listen on (default: %(default)s, this machine only)")
     add("--port", type=int, default=defaults.port, help="0 takes any free port (default: %(default)s)")
@@ -115,10 +114,16 @@ def _config(args: argparse.Namespace) -> RouterConfig:
     if bool(args.decode) != bool(args.prefill):
         given, missing = ("decode", "prefill") if args.decode else ("prefill", "decode")
         raise RouteError(f"{given}: needs --{missing} too; for replicas that do both there is --backend")
+    if args.chat_template and not args.tokenizer:
+        raise RouteError("chat_template: needs --tokenizer; without it prompts are not rendered here")
+    if args.prefill_threshold is not None and not args.prefill:
+        raise RouteError("prefill_threshold: needs --prefill; no prompt is computed elsewhere")
     return RouterConfig(
         backends=(*args.backend, *args.decode),
         prefills=tuple(map(Prefill.of, args.prefill)),
-        prefill_threshold=args.prefill_threshold,
+        prefill_threshold=(
+            RouterConfig().prefill_threshold if args.prefill_threshold is None else args.prefill_threshold
+        ),
         host=args.host,
         port=args.port,
         workers=args.workers,
