@@ -114,18 +114,34 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
     executor = {k: v for k, v in given.items() if k in ExecutorConfig.__struct_fields__}
     scheduler = {k: v for k, v in given.items() if k in SchedulerConfig.__struct_fields__}
     try:
-        return EngineConfig(
+        config = EngineConfig(
             executor=msgspec.convert({**executor, "model": model_path}, ExecutorConfig),
             scheduler=msgspec.convert(scheduler, SchedulerConfig),
         )
     except msgspec.ValidationError as error:
         raise ConfigError(_in_our_words(str(error), given)) from None
+    _check_company(given, config)
+    return config
 
 
 def option_names() -> set[str]:
     """What `engine_config` takes."""
     own = {*ExecutorConfig.__struct_fields__, *SchedulerConfig.__struct_fields__} - {"model", "kind"}
     return own | {"executor", "kv_cache_memory_bytes"}
+
+
+def _check_company(given: dict[str, Any], config: EngineConfig) -> None:
+    """Refuse options that nothing would read without another one."""
+    executor = config.executor
+    if "eplb_config" in given and not executor.enable_eplb:
+        raise ConfigError("eplb_config: given; it needs enable_eplb, without which no expert moves")
+    if executor.ray_allow_open_dashboard and executor.kind != "ray":
+        raise ConfigError("ray_allow_open_dashboard: given; only executor 'ray' has a dashboard")
+    if executor.kv_peer_secret_file and not (executor.kv_peers or executor.kv_peer_listen):
+        raise ConfigError("kv_peer_secret_file: given; it needs kv_peers or kv_peer_listen")
+    for name in ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen"):
+        if getattr(executor, name) and not config.scheduler.enable_prefix_caching:
+            raise ConfigError(f"{name}: given; without enable_prefix_caching no block is found again")
 
 
 def _in_our_words(error: str, given: dict[str, Any]) -> str:

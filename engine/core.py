@@ -63,6 +63,11 @@ class EngineCore:
     def abort(self, request_id: str) -> Output | None:
         return self.scheduler.abort(request_id)
 
+    def warm_grammars(self) -> None:
+        """Make the vocabulary in a thread before the first constrained request needs it; again is without effect."""
+        if self._desk is not None:
+            self._desk.warm()
+
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 

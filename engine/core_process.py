@@ -44,7 +44,7 @@ from penstock.executor.protocol import ExecutorError, open_executor
 
 HEARTBEAT_S = 1.0
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are on their way to the tiers goes on with them this often
-IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once
+IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and what may be needed is warmed
 
 
 def main() -> int:
@@ -141,6 +141,7 @@ def _serve(core: EngineCore, link: Link) -> None:
             core.executor.check()
             if not checked:
                 core.scheduler.check()
+                core.warm_grammars()
             checked = True
             continue
         checked = False

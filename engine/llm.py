@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+import warnings
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -68,6 +69,9 @@ class LLM:
         self._core: EngineCore | None = None
         self._grammars: GrammarCheck | None = None
         self._start(config)
+        if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
+            remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
+            warnings.warn(remark, stacklevel=2)
         self._num_requests = 0
 
     @property
@@ -102,12 +106,15 @@ class LLM:
         template = self.template if chat_template is None else load_template(self._files, chat_template)
         if template is None or self.tokenizer is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
+        if documents and not template.has_documents:
+            raise InvalidRequest("documents", "the model's chat template knows none; put their text into a message")
         many: list[Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
         options = {
             **(chat_template_kwargs or {}),
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
+            "tools_as_text": not template.has_tools,  # it would drop them
             "documents": documents,
         }
         texts = [template.render(conversation, **options) for conversation in many]

@@ -62,11 +62,17 @@ class ModelFiles(msgspec.Struct, frozen=True):
     config: dict[str, Any] = {}  # config.json; empty for a .gguf file, which has its own
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
 def resolve_model(model: str | None = None, *, revision: str | None = None, need_weights: bool = True) -> ModelFiles:
     """Find the files of `model`, or raise ModelNotFound or ModelRefused.
 
     Without `need_weights` a folder with only the configuration and the tokenizer will do.
     """
+    is_hub_name = model is not None and _HUB_NAME.fullmatch(model) is not None and not model.endswith(".gguf")
+    if revision is not None and (not is_hub_name or Path(model or "").exists()):
+        raise ModelRefused(f"revision: {revision!r} given; only a model of the hub has any")
     if model is None:
         return _default_model()
     path = Path(model).expanduser()
@@ -76,7 +82,7 @@ def resolve_model(model: str | None = None, *, revision: str | None = None, need
         return _folder(path, path.resolve().name, need_weights)
     if path.exists():
         raise ModelRefused(f"model: {model!r} is neither a folder nor a regular file")
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", model) and not model.endswith(".gguf"):
+    if is_hub_name:
         return _from_hub(model, revision, need_weights)
     raise ModelNotFound(
         f"model: there is no folder or .gguf file {model!r}; give the path of one, or a hub name like 'org/name'"

@@ -96,6 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     options = engine_options(args)
+    if args.model and args.model_option:
+        raise ConfigError(f"model: {args.model!r} and, as --model, {args.model_option!r} given; one is expected")
     need_weights = options.get("load_format") != "dummy"
     files = resolve_model(args.model or args.model_option, revision=args.revision, need_weights=need_weights)
     engine = engine_config(str(files.path), options)
@@ -108,8 +110,9 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what can be refused without the model's files."""
-    engine_config(args.model or DEFAULT_NAME, engine_options(args))
-    _server_config(args, args.model or DEFAULT_NAME, args.override_generation_config or {})
+    name = args.model or args.model_option or DEFAULT_NAME
+    engine_config(name, engine_options(args))
+    _server_config(args, name, args.override_generation_config or {})
 
 
 def _server_config(args: argparse.Namespace, name: str, default_sampling: dict[str, Any]) -> ServerConfig:

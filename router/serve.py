@@ -55,9 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--prefill-threshold",
         type=int,
-        default=defaults.prefill_threshold,
         metavar="N",
-        help="uncached tokens from which a prompt is computed at --prefill (default: %(default)s)",
+        help=f"uncached tokens from which a prompt is computed at --prefill (default: {defaults.prefill_threshold})",
     )
     add("--host", default=defaults.host, help="address to listen on (default: %(default)s, this machine only)")
     add("--port", type=int, default=defaults.port, help="0 takes any free port (default: %(default)s)")
@@ -82,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
     """RouteError is the user's to mend, and one line on stderr."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     config = check(args)
+    _say_if_empty(config)
     from penstock.router.workers import run_workers
 
     try:
@@ -90,6 +90,17 @@ def run(args: argparse.Namespace) -> int:
         raise RouteError(f"port: {error.strerror or error}") from None
     with sock:
         return run_workers(config, sock) if config.workers > 1 else run_one(config, sock)
+
+
+def _say_if_empty(config: RouterConfig) -> None:
+    if config.backends:
+        return
+    if not config.admin_api_keys:
+        raise RouteError(
+            "backend: no replica is given, and without --admin-api-key none can be added; name each as "
+            "--backend http://HOST:PORT"
+        )
+    log.warning('no replica is there yet: add each with POST /replicas {"url": "http://HOST:PORT"} and the admin key')
 
 
 def check(args: argparse.Namespace) -> RouterConfig:
@@ -103,10 +114,16 @@ def _config(args: argparse.Namespace) -> RouterConfig:
     if bool(args.decode) != bool(args.prefill):
         given, missing = ("decode", "prefill") if args.decode else ("prefill", "decode")
         raise RouteError(f"{given}: needs --{missing} too; for replicas that do both there is --backend")
+    if args.chat_template and not args.tokenizer:
+        raise RouteError("chat_template: needs --tokenizer; without it prompts are not rendered here")
+    if args.prefill_threshold is not None and not args.prefill:
+        raise RouteError("prefill_threshold: needs --prefill; no prompt is computed elsewhere")
     return RouterConfig(
         backends=(*args.backend, *args.decode),
         prefills=tuple(map(Prefill.of, args.prefill)),
-        prefill_threshold=args.prefill_threshold,
+        prefill_threshold=(
+            RouterConfig().prefill_threshold if args.prefill_threshold is None else args.prefill_threshold
+        ),
         host=args.host,
         port=args.port,
         workers=args.workers,

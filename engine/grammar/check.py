@@ -50,6 +50,9 @@ class GrammarCheck:
             _judge(job.result, wanted, field)
         return source
 
+    def warm(self) -> None:
+        self._compiler.warm()
+
     def close(self) -> None:
         self._compiler.close()
 

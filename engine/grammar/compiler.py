@@ -75,6 +75,14 @@ class Compiler:
             self._kept.move_to_end(source)
             return Matcher(backend.deep_copy(), self._vocabulary, lexer)
 
+    def warm(self) -> None:
+        """Have the vocabulary made before the first request needs it, unless one has. Nobody waits, nothing is told.
+
+        Some of it holds the interpreter's lock, up to a second with 152k tokens: call it when nothing else runs.
+        """
+        if self._num_threads == 0:
+            self.start(LLMatcher.grammar_from_lark('start: "warm"'))
+
     def start(self, source: str) -> Job:
         """Have it compiled. The futures' callbacks run in the compiling thread. RuntimeError: no thread can be started."""
         job = Job(source, Future(), Future())

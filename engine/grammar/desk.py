@@ -25,6 +25,9 @@ class GrammarDesk:
 
     # -- grammars ------------------------------------------------------------------------------------------
 
+    def warm(self) -> None:
+        self._compiler.warm()
+
     def submit(self, message: Submit) -> Output | None:
         """Queue a request with a grammar. One that is not known yet is compiled while the request waits."""
         assert message.grammar is not None

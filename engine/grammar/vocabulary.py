@@ -64,7 +64,7 @@ class ExactEncoder:
     def __init__(self, backend: Backend, tokens: Sequence[bytes], special_ids: Iterable[int]) -> None:
         self._tokens = tokens
         # What reads like a special token is text nevertheless; taken for the token it would end the answer in its middle.
-        self._backend = Backend.from_str(backend.to_str())
+        self._backend = _another(backend)
         self._backend.encode_special_tokens = True
         special = set(special_ids)
         self._by_bytes = {piece: index for index, piece in enumerate(tokens) if piece and index not in special}
@@ -97,6 +97,20 @@ class ExactEncoder:
             ids.append(self._by_bytes[rest[:size]])
             rest = rest[size:]
         return ids
+
+
+def _another(backend: Backend) -> Backend:
+    """A tokenizer with settings of its own over the same model: reading one of 152k tokens again takes 0.8 s."""
+    other = Backend(backend.model)
+    other.normalizer, other.pre_tokenizer = backend.normalizer, backend.pre_tokenizer
+    added = backend.get_added_tokens_decoder()
+    for token_id in sorted(added):
+        (other.add_special_tokens if added[token_id].special else other.add_tokens)([added[token_id]])
+    # It numbers them as they come; where the file has them elsewhere, only the file's text tells.
+    same = {token_id: token.content for token_id, token in other.get_added_tokens_decoder().items()}
+    if same != {token_id: token.content for token_id, token in added.items()}:
+        other = Backend.from_str(backend.to_str())
+    return other
 
 
 class _Wrapper:

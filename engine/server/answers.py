@@ -63,6 +63,8 @@ def sampling_params(service: Service, request: Sampled, **special: Any) -> Sampl
     """The model's defaults, then what the request says, then what its endpoint makes of the rest. Checked."""
     if request.stream and request.prompt_logprobs is not None:
         raise HttpError(400, "prompt_logprobs: cannot be streamed", param="prompt_logprobs")
+    if request.stream_options is not None and not request.stream:
+        raise HttpError(400, "stream_options: only a stream has any; set stream to true", param="stream_options")
     given = {name: value for name in _SHARED if (value := getattr(request, name)) is not None}
     params = SamplingParams(**{**service.config.default_sampling, **given, **special})
     service.check_sampling(params)

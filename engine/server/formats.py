@@ -17,6 +17,8 @@ class Wanted(NamedTuple):
 def wanted_outputs(request: Sampled) -> Wanted:
     """What the request asks for, checked as far as it can be without compiling; raises InvalidRequest or HttpError."""
     wanted = Wanted(request.structured_outputs)
+    if request.response_format is not None:
+        _check_parts(request.response_format)
     if request.response_format is not None and request.response_format.type != "text":
         if wanted.outputs is not None:
             raise HttpError(
@@ -38,3 +40,15 @@ def _of_format(given: ResponseFormat) -> Wanted:
         field = "response_format.json_schema" + ("" if given.json_schema is None else ".schema")
         raise HttpError(400, f"{field}: the field is required", param=field)
     return Wanted(StructuredOutputs(json=given.json_schema.schema), "response_format.json_schema.schema")
+
+
+def _check_parts(given: ResponseFormat) -> None:
+    """What belongs to another type would be ignored."""
+    for name, owner in (
+        ("json_schema", "json_schema"),
+        ("structures", "structural_tag"),
+        ("triggers", "structural_tag"),
+    ):
+        if getattr(given, name) and given.type != owner:
+            field = f"response_format.{name}"
+            raise HttpError(400, f"{field}: the type is {given.type!r}; only {owner!r} has it", param=field)

@@ -23,6 +23,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 log = logging.getLogger("penstock.server")
 
 WATCH_S = 0.1  # how often the engine's health is looked at
+QUIET_S = 1.0
 LAST_WORDS_S = 2.0  # for answers that were just aborted, or have failed, to say so
 
 
@@ -44,7 +45,9 @@ async def serve(
     with _stop_signals() as signals:
         async with Listener(app, sock, config.limits, app.service.metrics.refused) as listener:
             on_listening(listener.url)
+            warming = asyncio.create_task(_warm_when_quiet(app.service))
             await _wait(lambda: not engine.health().alive, signals.drain)
+            warming.cancel()
             if not signals.drain.is_set():
                 return await _leave_dead(engine, app.service)
             await _drain(app.service, config.drain_timeout_s, signals.stop)
@@ -70,6 +73,16 @@ def _stop_signals() -> Iterator[_Signals]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+async def _warm_when_quiet(service: Service) -> None:
+    """What constrained requests need, after the first second without requests, as the core does: a part of the work
+    holds the interpreter's lock, and the first plain request should not wait for it."""
+    quiet_s = 0.0
+    while quiet_s < QUIET_S:
+        await asyncio.sleep(WATCH_S)
+        quiet_s = 0.0 if service.num_open_requests else quiet_s + WATCH_S
+    service.warm_grammars()
 
 
 async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> None:

@@ -76,6 +76,10 @@ class Service:
         """The grammar of what a request wants, for `generate`; raises InvalidRequest where there can be none."""
         return None if wanted.outputs is None else await self._grammars.soon(wanted.outputs, wanted.field)
 
+    def warm_grammars(self) -> None:
+        """Make the vocabulary in a thread before the first constrained request needs it; again is without effect."""
+        self._grammars.warm()
+
     @contextlib.contextmanager
     def admit(self, num_sequences: int) -> Iterator[None]:
         """Refuse now what could not be queued; hold the places until the sequences are with the engine."""

@@ -11,6 +11,7 @@ from penstock.engine.server.schema import DetokenizeRequest, TokenizeRequest, pa
 from penstock.engine.server.service import Service
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "tools")
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
@@ -21,6 +22,9 @@ async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
     has_messages = bytes(request.messages) not in (b"", b"null")
     if (request.prompt is not None) == has_messages:
         raise HttpError(400, "prompt: exactly one of prompt and messages is needed", param="prompt")
+    for name in () if has_messages else _OF_MESSAGES:
+        if getattr(request, name) is not None:
+            raise HttpError(400, f"{name}: only messages have a template; prompt is given", param=name)
     # Tokenizing costs the same here as on the way to the engine, and nothing else bounds it.
     with service.admit(1):
         field, text, adds = "prompt", request.prompt, request.add_special_tokens is not False

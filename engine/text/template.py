@@ -51,6 +51,7 @@ class ChatTemplate:
         self.digest = hashlib.sha256(said.encode()).hexdigest()
         self.source = "\n".join(named.values())  # shows which marks the model was trained on
         self.has_tools = re.search(r"\btools\b", self.source) is not None
+        self.has_documents = re.search(r"\bdocuments\b", self.source) is not None
 
     def render(
         self,

@@ -12,6 +12,7 @@ from penstock import StructuredOutputs, StructuredOutputsParams
 from penstock.engine.config import ConfigError, engine_config
 from penstock.engine.llm import LLM
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from tests.engine.server.fake import byte_tokenizer, line_template
 from tests.engine.simulation import alone, submit
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -132,6 +133,22 @@ def test_sampling_parameters_take_structured_outputs_as_a_dictionary_and_are_clo
 def test_no_keyword_of_a_chat_is_ignored_in_silence(llm: LLM):
     with pytest.raises(TypeError, match="misspelt"):
         llm.chat([{"role": "user", "content": "hi"}], GREEDY, misspelt=1)
+
+
+def test_tools_are_told_and_documents_refused_where_the_template_knows_neither(folder: Path):
+    with oracle(folder, hf_overrides={"vocab_size": 300}, max_model_len=1000) as llm:
+        llm.tokenizer, llm.template = byte_tokenizer(), line_template()
+        messages = [{"role": "user", "content": "hi"}]
+        tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+        (result,) = llm.chat(messages, GREEDY, use_tqdm=False, tools=[tool])
+        assert b'"name": "weather"' in bytes(result.prompt_token_ids)
+        with pytest.raises(InvalidRequest, match="^documents: the model's chat template knows none"):
+            llm.chat(messages, GREEDY, use_tqdm=False, documents=[{"text": "x"}])
+
+
+def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder: Path):
+    with pytest.warns(UserWarning, match="^gpu_memory_utilization: without effect: .* use kv_cache_bytes"):
+        oracle(folder, gpu_memory_utilization=0.5).shutdown()
 
 
 @pytest.mark.parametrize(

@@ -138,12 +138,13 @@ def _states(url: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ([], "backend: no replica is given, and without --admin-api-key none can be added"),
         (["--backend", "ftp://x"], "backend: 'ftp://x' is not of the form http://HOST:PORT"),
         (["--backend", "http://x:1", "--backend", "http://x:1/"], "given more than once"),
         (["--port", "70000"], "port: 70000 is out of range"),
         (["--workers", "2", "--port", "0"], "port: 0 is not possible with several workers"),
-        (["--retry-share", "2"], "retry_share: 2.0 is out of range"),
-        (["--tokenizer", "/nowhere"], "model: there is no folder or .gguf file '/nowhere'"),
+        (["--backend", "http://x:1", "--retry-share", "2"], "retry_share: 2.0 is out of range"),
+        (["--backend", "http://x:1", "--tokenizer", "/nowhere"], "model: there is no folder or .gguf file '/nowhere'"),
     ],
 )
 def test_what_cannot_run_is_said_in_one_line(arguments, words, capsys):
@@ -151,6 +152,14 @@ def test_what_cannot_run_is_said_in_one_line(arguments, words, capsys):
 
     assert main(["route", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_router_without_replicas_says_how_to_add_one():
+    with route("--port", "0", "--admin-api-key", "sk-admin") as (child, url), mock_replicas(1) as (replica,):
+        assert child.stderr is not None
+        assert 'no replica is there yet: add each with POST /replicas {"url": ' in child.stderr.readline()
+        assert httpx.post(url + "/replicas", json={"url": replica.url}, headers=ADMIN).status_code == 200
+        until(lambda: is_ready(url))
 
 
 def test_a_key_that_is_set_but_empty_does_not_open_the_router():

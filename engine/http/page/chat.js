@@ -1,5 +1,7 @@
 // The chat: one conversation, one answer at a time, streamed from /v1/chat/completions.
 
+const MAX_TOKENS = 1024; // of an answer where the settings give no limit: small models may never end one
+
 /** The text of an answer: what stands between fences is code, all else is prose. */
 function showText(box, text) {
   const parts = text.split(/^```[^\n]*\n?/m);
@@ -200,10 +202,17 @@ function startChat() {
         signal: underWay.signal,
       });
       if (!response.ok) throw new Error(await complaint(response));
-      for await (const event of events(response.body)) answer.take(event);
+      for await (const event of events(response.body)) {
+        answer.take(event);
+        // Ended here and not by asking for a length, which is refused where the context has no room for it.
+        if (fields.max_tokens === undefined && answer.usage?.completion_tokens >= MAX_TOKENS) {
+          answer.finish ??= "length";
+          underWay.abort();
+        }
+      }
       if (answer.finish === null) throw new Error("The answer broke off.");
     } catch (error) {
-      if (error.name === "AbortError") answer.finish = "stopped";
+      if (error.name === "AbortError") answer.finish ??= "stopped";
       else answer.error = error instanceof TypeError ? `The connection broke: ${error.message}` : error.message;
     }
     underWay = null;

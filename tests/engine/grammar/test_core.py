@@ -8,7 +8,10 @@ import msgspec
 import pytest
 from llguidance import LLParserLimits
 
+from penstock.engine import core_process
 from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.messages import Shutdown
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import Sampling
 from tests.engine.grammar.support import COMPILER, EOS, Core, random_request, submit, text_of, vocabulary
@@ -298,3 +301,34 @@ def test_log_probabilities_come_with_every_token() -> None:
 
 def test_the_shared_compiler_holds_its_invariants() -> None:
     COMPILER.check()
+
+
+class Visitors:
+    """The core's link to its front: messages to receive, one list a call."""
+
+    def __init__(self, *arrivals: list) -> None:
+        self.arrivals = [*arrivals, [Shutdown()]]
+
+    def receive(self, timeout_s: float | None) -> list:
+        return self.arrivals.pop(0) if timeout_s != 0 else []
+
+    def send(self, message: object) -> None:
+        pass
+
+
+def test_the_vocabulary_is_made_in_the_first_quiet_second_and_once() -> None:
+    made, loads = threading.Event(), []
+
+    def load() -> Vocabulary:
+        loads.append(threading.current_thread())
+        made.set()
+        return vocabulary()
+
+    world = Core(compiler=Compiler(load))
+    busy = submit("r", [1, 2, 3], None, 2)
+    core_process._serve(world.core, Visitors([busy]))  # type: ignore[arg-type]
+    assert not made.is_set(), "a core that was never idle made it"
+    core_process._serve(world.core, Visitors([], [], [submit("s", [1, 2], None, 2)], []))  # type: ignore[arg-type]
+    assert made.wait(20)
+    world.core.close()
+    assert len(loads) == 1 and loads[0] is not threading.main_thread()

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 
 import pytest
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.core import EngineCore
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.grammar.vocabulary import ExactEncoder, Vocabulary
+from penstock.engine.grammar.vocabulary import ExactEncoder, Vocabulary, _another
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import Sampling
@@ -45,6 +46,17 @@ def test_a_forced_text_is_cut_into_tokens_of_its_very_bytes(tokenizer: Tokenizer
         found = b"".join(tokens[token_id] for token_id in ids)
         assert found == text.encode() or (not writes_anything(tokenizer) and text.encode().startswith(found)), text
         assert not {*ids} & {*tokenizer.special_ids}
+
+
+def test_the_second_tokenizer_cuts_as_one_that_was_read_anew(tokenizer: Tokenizer) -> None:
+    tokenizer.backend.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("北京", lstrip=True)])
+    tokenizer.backend.add_special_tokens(["<|end|>"])
+    cut, read = _another(tokenizer.backend), Backend.from_str(tokenizer.backend.to_str())
+    assert cut.get_added_tokens_decoder().keys() == read.get_added_tokens_decoder().keys()
+    cut.encode_special_tokens = read.encode_special_tokens = True
+    for text in [*samples.texts(200), "a<tool>b <|end|></s> 北京", *(text for texts in CHOICES for text in texts)]:
+        assert cut.encode(text, add_special_tokens=False).ids == read.encode(text, add_special_tokens=False).ids, text
+    assert not tokenizer.backend.encode_special_tokens
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])

@@ -1,5 +1,6 @@
 """The server's life, as a process of its own: signals, drain, the engine's death, exit codes."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from penstock.engine.http.listen import bind_socket
+from penstock.engine.server import serve as life
 from penstock.engine.server.config import ServerConfig, resolve
 from tests.engine.server.running import until
 
@@ -210,3 +212,25 @@ def test_a_taken_port_is_an_error_that_names_it():
 def test_settings_that_cannot_run_are_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=message):
         resolve(ServerConfig(**settings), {})
+
+
+def test_a_server_warms_what_constrained_requests_need_when_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Service:
+        num_open_requests = 1
+        is_warm = False
+
+        def warm_grammars(self) -> None:
+            self.is_warm = True
+
+    async def run() -> None:
+        service = Service()
+        warming = asyncio.create_task(life._warm_when_quiet(service))  # type: ignore[arg-type]
+        await asyncio.sleep(0.02)
+        assert not service.is_warm
+        service.num_open_requests = 0
+        await warming
+        assert service.is_warm
+
+    monkeypatch.setattr(life, "WATCH_S", 0.001)
+    monkeypatch.setattr(life, "QUIET_S", 0.003)
+    asyncio.run(run())

@@ -121,6 +121,8 @@ def test_requests_are_measured_once_whole_or_streamed(server):
     assert seen["vllm:time_to_first_token_seconds_count{}"] == 3
     assert seen["vllm:e2e_request_latency_seconds_count{}"] == 3
     assert seen["vllm:request_queue_time_seconds_sum{}"] == pytest.approx(0.003)
+    assert seen["vllm:request_queue_time_seconds_bucket{le=0.005}"] == 3, "a queue that nobody waits in is told"
+    assert seen["vllm:request_queue_time_seconds_bucket{le=0.3}"] == 3, "vLLM's bounds are there too"
     assert seen["vllm:request_success_total{finished_reason=length}"] == 2
     assert seen["vllm:request_success_total{finished_reason=stop}"] == 1
     until(lambda: samples(server)["penstock:http_requests_total{route=/v1/completions,status=200}"] == 3)

@@ -116,6 +116,9 @@ BAD_FIELDS = [
     ("tool_choice", "required"),
     ("functions", [{}]),
     ("response_format", {"type": "xml"}),
+    ("stream_options", {"include_usage": True}),  # without a stream
+    ("response_format.json_schema", {"type": "text", "json_schema": {"schema": {}}}),
+    ("response_format.triggers", {"type": "json_object", "triggers": ["<"]}),
     ("response_format", {"type": "json_schema"}),
     ("response_format", {"type": "json_schema", "json_schema": {}}),
     ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "objct"}}}),
@@ -149,7 +152,7 @@ def test_a_field_out_of_range_or_unknown_is_refused_by_name(server, endpoint):
     send = server.complete if endpoint == "completions" else server.chat
     before = len(server.engine.submitted)
     for field, value in BAD_FIELDS:
-        answer = send(**{field: value})
+        answer = send(**{field.partition(".")[0]: value})
         shown = field[:79]
         assert answer.status_code == 400, (field, str(value)[:60], answer.text[:300])
         error = answer.json()["error"]
@@ -285,6 +288,8 @@ def test_a_bad_conversation_is_refused_by_place(server, fields, param):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [MESSAGE]}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
         ("/tokenize", {"prompt": "x" * 200_000}, "prompt"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "abc"}, "tokens"),

@@ -1,0 +1,279 @@
+"""No option and no keyword is ignored in silence: each is used, or documented as accepted without effect, or refused.
+
+Flags that end in a configuration have to change it; of what else can be said, somebody has to read the value.
+"""
+
+import argparse
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.cli import _COMMANDS
+from penstock.engine import serve
+from penstock.engine.bench.calls import SAMPLING
+from penstock.engine.config import ConfigError, SchedulerConfig, engine_config
+from penstock.engine.front import submissions
+from penstock.engine.llm import LLM
+from penstock.engine.model_files import ModelRefused, resolve_model
+from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.server import schema
+from penstock.engine.server.answers import _SHARED
+from penstock.executor.protocol import ExecutorConfig, ModelInfo
+from penstock.router import serve as route
+from penstock.router.config import RouteError
+from tests.nursery import ROOT
+
+# Values for flags whose kind does not say one, and what a flag needs beside it.
+SAID = {
+    "hf_overrides": '{"rope_theta": 7}',
+    "speculative_config": '{"method": "ngram"}',
+    "override_generation_config": '{"temperature": 0.5}',
+    "eplb_config": '{"window": 7}',
+    "allowed_origins": "https://app.example",
+    "kv_peers": "127.0.0.1:9100",
+    "kv_peer_listen": "127.0.0.1:9101",
+    "backend": "http://127.0.0.1:2",
+    "decode": "http://127.0.0.1:3",
+    "prefill": "http://127.0.0.1:4=127.0.0.1:9102",
+    "host": "127.0.0.2",
+    "max_num_batched_tokens": "777",
+}
+COMPANY = {
+    "eplb_config": ["--enable-eplb"],
+    "kv_disk_path": ["--kv-disk-bytes", "1GiB"],
+    "kv_disk_bytes": ["--kv-disk-path", "/somewhere"],
+    "kv_peer_secret_file": ["--kv-peer", "127.0.0.1:9100"],
+    "ray_allow_open_dashboard": ["--executor", "ray"],
+    "prefill_threshold": ["--decode", "http://127.0.0.1:3", "--prefill", "http://127.0.0.1:4=127.0.0.1:9102"],
+    "decode": ["--prefill", "http://127.0.0.1:4=127.0.0.1:9102"],
+    "prefill": ["--decode", "http://127.0.0.1:3"],
+    "chat_template": ["--tokenizer", "model"],
+}
+# Of `penstock serve`: what finds the model's files and what of them is used, before there is a configuration.
+OF_FILES = {"model", "model_option", "revision", "chat_template", "generation_config"}
+
+
+def options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Those with an effect of their own; of those that vLLM has, tests/test_cli.py says that they are answered."""
+    for action in parser._actions:
+        if action.dest != "help" and action.default is not argparse.SUPPRESS:
+            yield action
+
+
+def words(action: argparse.Action) -> list[str]:
+    flag = action.option_strings[-1]
+    if action.nargs == 0:
+        return [flag]  # the only one, or that which turns it off
+    if action.choices:
+        return [flag, next(str(choice) for choice in action.choices if choice not in (action.default, "auto"))]
+    numbers = {int: "77", float: "0.77"}
+    return [flag, SAID.get(action.dest) or numbers.get(action.type, "1500")]  # type: ignore[arg-type]
+
+
+def parsed(command: Any, given: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def actions_of(command: Any) -> list[argparse.Action]:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return list(options(parser))
+
+
+def served(given: list[str]) -> tuple[Any, Any]:
+    args = parsed(serve, given)
+    return (
+        engine_config("model", serve.engine_options(args)),
+        serve._server_config(args, "model", args.override_generation_config or {}),
+    )
+
+
+@pytest.mark.parametrize("action", actions_of(serve), ids=lambda action: action.dest)
+def test_every_flag_of_serve_changes_what_is_served(action: argparse.Action, tmp_path: Path, monkeypatch) -> None:
+    if action.dest in OF_FILES:
+        assert f"args.{action.dest}" in source("engine/serve.py").split("def run")[1]
+        return
+    monkeypatch.setitem(SAID, "kv_peer_secret_file", str(tmp_path / "secret"))
+    (tmp_path / "secret").write_text("a secret that is long enough to be one\n")
+    (tmp_path / "secret").chmod(0o600)
+    company = COMPANY.get(action.dest, [])
+    if action.dest in ("kv_disk_path", "kv_disk_bytes"):  # neither goes without the other
+        other = [*company[:1], "2GiB" if company[1] == "1GiB" else "/elsewhere"]
+        assert served([*company, *words(action)]) != served([*other, *words(action)])
+        return
+    assert served([*company, *words(action)]) != served(company)
+
+
+@pytest.mark.parametrize("action", actions_of(route), ids=lambda action: action.dest)
+def test_every_flag_of_route_changes_what_is_routed(action: argparse.Action) -> None:
+    company = COMPANY.get(action.dest, [])
+    changed = route.check(parsed(route, [*company, *words(action)]))
+    if action.dest in ("decode", "prefill"):
+        assert "127.0.0.1:3" in changed.backends[0] and changed.prefills
+        return
+    assert changed != route.check(parsed(route, company))
+
+
+READERS = {
+    "bench": ["engine/bench/*.py", "eplb/bench.py"],
+    "top": ["engine/top/command.py"],
+    "cache": ["cache/tiers/operate.py"],
+    "export": ["src/penstock/cli.py"],
+    "deploy": ["router/deploy/*.py"],
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_every_flag_of_the_other_commands_is_read(name: str) -> None:
+    text = "".join(path.read_text() for pattern in READERS[name] for path in sorted(ROOT.glob(pattern)))
+    read = (
+        {*SAMPLING}
+        | set(re.findall(r"\bargs\.(\w+)", text))
+        | {
+            *ExecutorConfig.__struct_fields__,
+            *SchedulerConfig.__struct_fields__,
+        }
+    )
+    parser = argparse.ArgumentParser()
+    _COMMANDS[name][1]()[0](parser)
+    parsers = [parser]
+    for each in parsers:
+        for action in options(each):
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+            elif action.dest not in (*read, "executor"):
+                pytest.fail(f"nobody reads {action.option_strings or action.dest}")
+
+
+def test_every_command_is_walked() -> None:
+    assert {*_COMMANDS} == {*READERS, "serve", "route"}
+
+
+def test_every_keyword_of_the_python_classes_is_read() -> None:
+    for path, owner in (("engine/llm.py", LLM), ("engine/sampling_params.py", SamplingParams)):
+        tree = ast.parse(source(path))
+        (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__]
+        for method in [node for node in found.body if isinstance(node, ast.FunctionDef)]:
+            used = {
+                node.id for node in ast.walk(method) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+            }
+            named = [each.arg for each in (*method.args.args, *method.args.kwonlyargs) if each.arg != "self"]
+            if not method.name.startswith("__exit"):
+                assert {*named} <= used, f"{owner.__name__}.{method.name}"
+
+
+PARAMS: dict[str, Any] = {
+    "n": 2,
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "seed": 5,
+    "max_tokens": 5,
+    "min_tokens": 2,
+    "stop_token_ids": [7],
+    "ignore_eos": True,
+    "logit_bias": {7: 1.0},
+    "allowed_token_ids": [7],
+    "banned_token_ids": [7],
+    "logprobs": 1,
+    "prompt_logprobs": 1,
+}
+# Those that the text alone knows, and that of the grammar, which is made before.
+OF_TEXT = {"stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "structured_outputs"}
+
+
+def test_every_sampling_parameter_reaches_the_core_or_the_text() -> None:
+    info = msgspec.convert(
+        {"architecture": "", "dtype": "", "device": "", "vocab_size": 50, "hidden_size": 8, "max_model_len": 64}
+        | {"block_size": 4, "num_blocks": 9, "block_bytes": 8, "fingerprint": b"", "max_in_flight": 1},
+        ModelInfo,
+        strict=False,
+    )
+
+    def sent(**given: Any) -> Any:
+        params = SamplingParams(**{"seed": 1, **given})
+        return msgspec.to_builtins(submissions("r", b"\1\0\0\0", params, info, [3]))
+
+    for name, value in PARAMS.items():
+        assert sent(**{name: value}) != sent(), name
+    assert {*PARAMS} | OF_TEXT == {*SamplingParams.__struct_fields__}
+    assert attributes("engine") >= OF_TEXT - {"stop"} | {"stop_strings"}
+
+
+REQUESTS = [
+    schema.CompletionRequest,
+    schema.ChatRequest,
+    schema.EmbeddingRequest,
+    schema.TokenizeRequest,
+    schema.DetokenizeRequest,
+]
+
+
+@pytest.mark.parametrize("request_type", REQUESTS)
+def test_every_field_of_a_request_is_read(request_type: type[msgspec.Struct]) -> None:
+    loops = {"logprobs", *schema.StructuredOutputs.__struct_fields__}
+    named = ["add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "tools"]
+    read = attributes("engine/server") | {*_SHARED, *loops, *named}
+    assert {*request_type.__struct_fields__} <= read
+
+
+def test_what_is_accepted_without_effect_is_documented() -> None:
+    (listed,) = re.findall(r"\*\*Accepted without effect\*\*(.*?)\*\*Refused by name\*\*", source("docs/api.md"), re.S)
+    documented = set(re.findall(r"`([\w.]+)`", listed))
+    assert schema.HARMLESS - {"parallel_tool_calls"} <= documented
+    read = attributes("engine/server") | {*_SHARED, "reasoning_content", "arguments", "include_stop_str_in_output"}
+    for found in vars(schema).values():
+        if isinstance(found, type) and issubclass(found, msgspec.Struct) and found.__module__ == schema.__name__:
+            unread = {*found.__struct_fields__} - read
+            assert unread <= {name.rpartition(".")[2] for name in documented} | {*PROMPT_PARTS}, found.__name__
+
+
+# Read by their names, in a loop: written into the prompt or refused.
+PROMPT_PARTS = ("description", "function_call", "audio", "structures", "triggers")
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"eplb_config": {"window": 5}}, "eplb_config"),
+        ({"ray_allow_open_dashboard": True}, "ray_allow_open_dashboard"),
+        ({"kv_peer_secret_file": "/somewhere"}, "kv_peer_secret_file"),
+        ({"enable_prefix_caching": False, "kv_host_bytes": "1GiB"}, "kv_host_bytes"),
+    ],
+)
+def test_an_option_that_nothing_reads_without_another_is_refused(given: dict, named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}: given; "):
+        engine_config("model", given)
+
+
+def test_flags_that_nothing_reads_without_another_are_refused(tmp_path: Path) -> None:
+    for given in (["--chat-template", "x"], ["--prefill-threshold", "5"]):
+        with pytest.raises(RouteError, match="needs --"):
+            route.check(parsed(route, given))
+    with pytest.raises(ConfigError, match="^model: 'a' and, as --model, 'b' given"):
+        serve.run(parsed(serve, ["a", "--model", "b"]))
+    for model in (None, str(tmp_path)):
+        with pytest.raises(ModelRefused, match="^revision: 'main' given"):
+            resolve_model(model, revision="main")
+
+
+def source(path: str) -> str:
+    return (ROOT / path).read_text()
+
+
+def attributes(folder: str) -> set[str]:
+    """Every name that is read as an attribute there."""
+    trees = (ast.parse(path.read_text()) for path in (ROOT / folder).rglob("*.py"))
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
