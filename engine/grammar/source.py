@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher
 
+from penstock.engine.grammar.schema import ESCAPES, WHITESPACE, prepared
 from penstock.engine.grammar.tags import tags_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs, check_depth
-
-WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
 
 
 def grammar_source(wanted: StructuredOutputs, special_tokens: Collection[str] = (), field: str | None = None) -> str:
@@ -42,11 +41,13 @@ def json_source(schema: str | dict[str, Any] | bool, field: str) -> str:
     schema = parsed(schema, field) if isinstance(schema, str) else schema
     if schema is False:
         raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
-    schema = {} if schema is True else schema
-    if not isinstance(schema, dict):
+    if not isinstance(schema, (dict, bool)):
         raise InvalidRequest(field, f"{type(schema).__name__} given; a JSON schema is an object, true or false")
+    schema = prepared(schema, field)
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(
+            schema, overrides={"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}
+        )
     except (ValueError, TypeError) as error:
         raise InvalidRequest(field, f"the schema cannot be read: {error}") from None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.engine.grammar.schema import WHITESPACE, lark_json
 from penstock.engine.sampling_params import InvalidRequest
 
 MAX_STRUCTURES = 256
@@ -42,7 +43,7 @@ def tags_source(value: Any, special_tokens: Collection[str], field: str) -> str:
         trigger = next((t for t in tag.triggers if t and structure.begin.startswith(t)), None)
         if trigger is None:
             raise InvalidRequest(field, f"structures[{index}].begin starts with none of the triggers")
-        by_trigger.setdefault(trigger, []).append(_after(structure, trigger))
+        by_trigger.setdefault(trigger, []).append(_after(structure, trigger, field))
     names = [f"tag_{index}" for index in range(len(by_trigger))]
     rules = [f"start: ({' | '.join(names)})* TEXT", r"TEXT: /(.|\n)*/"]
     for name, (trigger, pieces) in zip(names, by_trigger.items(), strict=True):
@@ -55,11 +56,11 @@ def tags_source(value: Any, special_tokens: Collection[str], field: str) -> str:
     return "\n".join(rules)
 
 
-def _after(structure: Structure, trigger: str) -> str:
+def _after(structure: Structure, trigger: str, field: str) -> str:
     """What must follow the trigger."""
     texts = structure.begin[len(trigger) :], structure.end
     rest, end = (f"{json.dumps(text)} " if text else "" for text in texts)
-    return f"{rest}%json {json.dumps(structure.schema)} {end}".rstrip()
+    return f"{rest}{lark_json(structure.schema, field, whitespace_pattern=WHITESPACE)} {end}".rstrip()
 
 
 def special_token(text: str) -> str:

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from penstock.engine.grammar.source import WHITESPACE
+from penstock.engine.grammar.schema import WHITESPACE, lark_json
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.tools.formats import Calls, Format, Function
 from penstock.engine.tools.thinking import Thinking
@@ -85,7 +85,7 @@ class _Rules:
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
             schema = {"type": "object"} if kind == "json_object" else _loaded(value)
-            body = f"%json {_schema(schema, {'whitespace_pattern': WHITESPACE})}"
+            body = lark_json(schema, "structured_outputs.json", whitespace_pattern=WHITESPACE)
         elif kind == "regex":
             body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
         elif kind == "choice":
@@ -199,8 +199,7 @@ class _Rules:
         return "call"
 
     def _arguments(self, index: int, function: Function, spacing: dict[str, Any]) -> str:
-        options = spacing if function.is_strict else {**spacing, "lenient": True}
-        self.lines.append(f"arguments_{index}: %json {_schema({'type': 'object', **function.parameters}, options)}")
+        self.lines.append(f"arguments_{index}: {_arguments(function, spacing)}")
         return f"arguments_{index}"
 
     def _until(self, rule: str, mark: str, text: str = "TEXT") -> None:
@@ -239,6 +238,18 @@ def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
     return parameters.keys() - known <= {"required"} and not parameters.get("required")
 
 
+def arguments_alone(function: Function) -> str:
+    """Lark for what a function takes, to find out whether that can be compiled."""
+    return f"%llguidance {{}}\nstart: {_arguments(function, _SPACING)}"
+
+
+def _arguments(function: Function, spacing: dict[str, Any]) -> str:
+    schema = {**function.parameters}
+    if not function.is_strict or "type" not in schema:
+        schema["type"] = "object"
+    return lark_json(schema, "tools", not function.is_strict, function.name, **spacing)
+
+
 def _marks(form: Format) -> tuple[str, ...]:
     return form.marks + form.punctuation
 
@@ -250,12 +261,6 @@ def _loaded(schema: str | dict[str, Any] | bool) -> Any:
         return json.loads(schema)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("structured_outputs.json", f"not valid JSON: {error}") from None
-
-
-def _schema(schema: Any, options: dict[str, Any]) -> str:
-    """The schema's text, with what llguidance is told about it."""
-    text = json.dumps({**schema, "x-guidance": options} if isinstance(schema, dict) else schema, ensure_ascii=False)
-    return text.replace("::=", ":\\u003a=")  # which in a grammar is taken for another dialect
 
 
 def _escaped(text: str) -> str:
