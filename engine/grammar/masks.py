@@ -35,6 +35,7 @@ class MaskFiller:
         self._max_rows = max_rows
         self._buffers: list[np.ndarray] = []  # made when the vocabulary is known; pages that are not used cost nothing
         self._ends: np.ndarray | None = None  # [words]: every token but those that end a text
+        self._plain = (0, 0)  # the longest run of words in which no bit ends a text
         self._pool: LLExecutor | None = None
         self._thread = ThreadPoolExecutor(1, "masks")
         self._thread.submit(int).result()  # it starts here, where that may fail
@@ -58,16 +59,16 @@ class MaskFiller:
         buffer = self._next_buffer(rows[0][1])
         self._compute(rows, buffer)
         bits = buffer[: len(rows)]
-        errors = {}
-        for place, (row, matcher) in enumerate(rows):
-            if matcher.backend.is_error() and matcher.renew():
+        errors: dict[int, str] = {}
+        for place in [place for place, (_, matcher) in enumerate(rows) if matcher.backend.is_error()]:
+            row, matcher = rows[place]
+            if matcher.renew():
                 matcher.backend.unsafe_compute_mask_ptr(bits[place].ctypes.data, bits.strides[0])
             if matcher.backend.is_error():
                 errors[row] = matcher.error
                 bits[place] = -1
-        going_on = (bits & self._ends).any(axis=1)
         ended = []
-        for place in np.flatnonzero(~going_on).tolist():
+        for place in self._at_an_end(bits):
             row, matcher = rows[place]
             if matcher.backend.is_accepting():
                 ended.append(row)
@@ -78,6 +79,16 @@ class MaskFiller:
 
     def close(self) -> None:
         self._thread.shutdown()
+
+    def _at_an_end(self, bits: np.ndarray) -> list[int]:
+        """The places of rows that allow nothing but an end of text. Nearly all allow some token of the long stretch of
+        words without an end, whose first byte that is not zero tells."""
+        begin, end = self._plain
+        doubtful = np.flatnonzero(~bits[:, begin:end].view(np.bool_).any(axis=1))
+        if not len(doubtful):
+            return []
+        assert self._ends is not None
+        return doubtful[~(bits[doubtful] & self._ends).any(axis=1)].tolist()
 
     def _compute(self, rows: Sequence[tuple[int, Matcher]], buffer: np.ndarray) -> None:
         address, row_bytes = buffer.ctypes.data, buffer.strides[0]
@@ -97,5 +108,9 @@ class MaskFiller:
             ends = np.full(32 * vocabulary.num_words, True)
             ends[[*vocabulary.eos_ids, *range(vocabulary.size, len(ends))]] = False
             self._ends = np.packbits(ends, bitorder="little").view(np.int32)
+            bounds = [-1, *np.flatnonzero(self._ends != -1).tolist(), vocabulary.num_words]
+            self._plain = max(
+                zip((low + 1 for low in bounds), bounds[1:], strict=False), key=lambda run: run[1] - run[0]
+            )
         self._buffers.reverse()
         return self._buffers[0]

@@ -64,17 +64,17 @@ _FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-def prepared(schema: Any, field: str, lenient: bool = False) -> dict[str, Any]:
-    """Raises InvalidRequest naming `field`, the keyword and where it stands."""
+def prepared(schema: Any, field: str, lenient: bool = False, name: str = "") -> dict[str, Any]:
+    """Raises InvalidRequest naming `field`, the keyword and where it stands in the schema called `name`."""
     if isinstance(schema, dict):
         check_depth(field, schema)
-    return _Document(schema, field, lenient).all()
+    return _Document(schema, field, lenient, f"{name}#").all()
 
 
-def lark_json(schema: Any, field: str, lenient: bool = False, **options: Any) -> str:
+def lark_json(schema: Any, field: str, lenient: bool = False, name: str = "", **options: Any) -> str:
     """The schema in a rule of Lark. `options` are llguidance's."""
     options = {"json_allowed_escapes": ESCAPES, "lenient": lenient, **options}
-    text = json.dumps({**prepared(schema, field, lenient), "x-guidance": options}, ensure_ascii=False)
+    text = json.dumps({**prepared(schema, field, lenient, name), "x-guidance": options}, ensure_ascii=False)
     return "%json " + text.replace("::=", ":\\u003a=")  # which in a grammar is taken for another dialect
 
 
@@ -83,8 +83,8 @@ class _NotHeld(Exception):
 
 
 class _Document:
-    def __init__(self, schema: Any, field: str, lenient: bool) -> None:
-        self._root, self._field, self._lenient = schema, field, lenient
+    def __init__(self, schema: Any, field: str, lenient: bool, place: str) -> None:
+        self._root, self._field, self._lenient, self._place = schema, field, lenient, place
         self._resources: dict[str, Any] = {"": schema}  # by URI, and by URI and anchor
         self._names: dict[str, str] = {}  # absolute reference → name under $defs; the root's is ""
         self._pending: list[tuple[str, Any, str]] = []  # name, schema, the URI that references in it are relative to
@@ -94,11 +94,11 @@ class _Document:
         self._register(self._root, "")
         if not _is_reference(self._root):
             self._names[_base(self._root, "")] = ""
-        found = self._schema(self._root, "", "#")
+        found = self._schema(self._root, "", self._place)
         definitions: dict[str, Any] = {}
         while self._pending:  # not by recursion: a chain of references may be as long as the text
             name, schema, base = self._pending.pop()
-            definitions[name] = self._schema(schema, base, f"#/$defs/{name}")
+            definitions[name] = self._schema(schema, base, f"{self._place}/$defs/{name}")
         if isinstance(found, bool):
             found = {} if found else {"enum": []}
         return {"$defs": definitions, **found} if definitions else found
@@ -191,7 +191,7 @@ class _Document:
         elif keyword == "type":
             held[keyword] = _type(value)
         elif keyword == "$ref":
-            if {"$id", "id"} & schema.keys() and place != "#/$ref":
+            if {"$id", "id"} & schema.keys() and at.schema != self._place:
                 raise _NotHeld("beside an $id it means one thing in draft 7 and another since")
             held[keyword] = self._reference(value, base)
         elif keyword == "pattern":

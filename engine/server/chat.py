@@ -9,9 +9,10 @@ from msgspec import UNSET
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.output import Update
+from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import Choice, Job, sampling_params, stream, whole
 from penstock.engine.server.call import Call
-from penstock.engine.server.formats import wanted_outputs
+from penstock.engine.server.formats import Wanted, wanted_outputs
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import render, to_ids
 from penstock.engine.server.reading import Plan, Reading
@@ -26,6 +27,7 @@ from penstock.engine.server.replies import (
 )
 from penstock.engine.server.schema import ChatRequest, parse
 from penstock.engine.server.service import Service
+from penstock.engine.tools.formats import Calls
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> ChatJob:
             add_special_tokens=bool(request.add_special_tokens),  # the template has written them
             truncate_to=request.truncate_prompt_tokens,
         )
-        plan, wanted = service.tools.plan(request, calls, prompts[0], wanted)
+        plan, wanted, grammar = await _planned(service, request, calls, prompts[0], wanted)
         params = msgspec.structs.replace(params, structured_outputs=wanted.outputs)
         answers = service.generate(
             call,
@@ -83,10 +85,24 @@ async def _accept(service: Service, call: Call, body: bytes) -> ChatJob:
             priority=request.priority or 0,
             cache_salt=request.cache_salt,
             kv_transfer=request.kv_transfer_params,
-            grammar=await service.grammar(wanted),
+            grammar=grammar,
             shown_ids=frozenset() if plan.is_plain else service.tools.shown_ids,
         )
     return ChatJob(service, call, request, params, prompts, [None], answers, plan)
+
+
+async def _planned(
+    service: Service, request: ChatRequest, calls: Calls | None, prompt: list[int], asked: Wanted
+) -> tuple[Plan, Wanted, str | None]:
+    plan, wanted = service.tools.plan(request, calls, prompt, asked)
+    try:
+        return plan, wanted, await service.grammar(wanted)
+    except InvalidRequest:
+        looser = await service.tools.looser(calls, service.grammar) if calls is not None else None
+        if looser is None:
+            raise
+    plan, wanted = service.tools.plan(request, looser, prompt, asked)
+    return plan, wanted, await service.grammar(wanted)
 
 
 def _complete(job: ChatJob, choices: list[Choice]) -> Chat:

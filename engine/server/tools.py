@@ -4,13 +4,16 @@ Which format of calls and which marks of reasoning the model uses is found once,
 the operator names them.
 """
 
+import logging
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import msgspec
 
+from penstock.engine.grammar.schema import TYPES
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.server.config import ServerConfig
 from penstock.engine.server.formats import Wanted
 from penstock.engine.server.reading import Plan
@@ -19,8 +22,10 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.tools import formats, thinking
 from penstock.engine.tools.formats import Calls, Function
-from penstock.engine.tools.lark import grammar
+from penstock.engine.tools.lark import arguments_alone, grammar
 from penstock.engine.tools.thinking import Thinking
+
+log = logging.getLogger("penstock.server")
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 64 * 1024  # of one function's parameters, as JSON
@@ -85,6 +90,21 @@ class Tools:
         outputs = self._constraint(calls if is_held else None, wanted.outputs, thought)
         shows = request.include_reasoning is not False
         return Plan(calls, thought, is_held, shows), Wanted(outputs, "tools" if is_held else wanted.field)
+
+    async def looser(self, calls: Calls, compiled: Callable[[Wanted], Awaitable[object]]) -> Calls | None:
+        """For calls whose grammar was refused: those whose arguments no grammar expresses take any object. Raises
+        InvalidRequest naming one that is strict; None: it is not the fault of any."""
+        functions = []
+        for function in calls.functions:
+            try:
+                await compiled(Wanted(StructuredOutputs(grammar=arguments_alone(function)), "tools"))
+            except InvalidRequest as why:
+                if function.is_strict:
+                    raise InvalidRequest("tools", f"{function.name}: {why}") from None
+                log.warning("the arguments of the tool %r are held to no schema: %s", function.name, why)
+                function = function._replace(parameters={"type": "object"})
+            functions.append(function)
+        return None if functions == list(calls.functions) else calls._replace(functions=functions)
 
     def _end(self, prompt: list[int]) -> str:
         return self._tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
@@ -159,7 +179,7 @@ def _schema(field: str, given: dict[str, Any] | None) -> dict[str, Any]:
     size_bytes = len(msgspec.json.encode(given))
     if size_bytes > MAX_SCHEMA_BYTES:
         _refuse(field, f"{size_bytes} bytes of JSON; at most {MAX_SCHEMA_BYTES} are allowed")
-    if given.get("type", "object") != "object":
+    if given.get("type", "object") in TYPES - {"object"}:
         _refuse(f"{field}.type", f"{clip(str(given['type']))!r}; arguments are an object")
     return given
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+from llguidance import LLMatcher
 
+from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.server.tools import MAX_PAST_CALLS, MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
 from tests.engine.server.fake import FakeEngine, byte_tokenizer, line_template
@@ -201,6 +203,33 @@ def test_an_optional_call_is_held_unless_the_operator_says_otherwise(qwen) -> No
         assert grammar_of(free) is not None
 
 
+ODD = {
+    "look-ahead": {"properties": {"a": {"pattern": "^(?=x)"}, "b": {"type": "integer"}}},
+    "remote": {"properties": {"a": {"$ref": "https://example.com/a.json"}}},
+    "a dialect": {"type": "dict", "properties": {"a": {"type": "any"}}},
+    "impossible": {"properties": {"a": {"enum": [1], "type": "string"}}, "required": ["a"]},
+    "no expression": {"properties": {"a": {"pattern": "a(b"}}},
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_tool_that_no_grammar_expresses_is_held_to_less_and_the_others_as_before(qwen, kind: str) -> None:
+    tools = [*TOOLS, tool(name="odd", parameters=ODD[kind])]
+    assert qwen.chat(messages=MESSAGES, tools=tools).status_code == 200
+    source = qwen.engine.submitted[-1][2]["grammar"]
+    vocabulary = Vocabulary.of(byte_tokenizer(*MARKS), 300)
+    for name, arguments, is_held in (
+        ("weather", '{"city": "Ulm"}', True),
+        ("weather", '{"city": 3}', False),
+        ("odd", '{"a": "x"}', True),
+        ("odd", "[]", False),
+    ):
+        call = f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+        assert (LLMatcher(vocabulary.backend, source).try_consume_tokens([*call.encode()]) == len(call)) == is_held, (
+            call
+        )
+
+
 def test_parallel_calls_can_be_turned_off(qwen) -> None:
     qwen.engine.reply = SAID["qwen"]
     message = qwen.chat(messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]
@@ -338,10 +367,14 @@ def past(*ids: str, role: str = "assistant", arguments: str = "{}", name: str = 
         ({"tools": [tool(name=f"f{i}") for i in range(MAX_TOOLS + 1)]}, "tools", str(MAX_TOOLS)),
         ({"tools": [tool(parameters={"type": "array"})]}, "tools[0].function.parameters.type", "array"),
         ({"tools": [tool(parameters={"description": "x" * MAX_SCHEMA_BYTES})]}, "tools[0].function.parameters", "bytes"),
-        ({"tools": [tool(parameters={"description": "x" * 60_000}, name=f"f{i}") for i in range(5)]}, "tools", "262144"),
+        ({"tools": [tool(parameters={"required": ["x" * 60_000]}, name=f"f{i}") for i in range(5)]}, "tools", "262144"),
         ({"tools": [tool(parameters={"type": "object", "properties": {"a": {"type": "colour"}}})],
           "tool_choice": "required"}, "tools", "colour"),
-        ({"tools": [tool(parameters={"type": "object", "properties": {"a": {"pattern": "("}}})]}, "tools", ""),
+        ({"tools": [tool(parameters={"type": "object", "properties": {"a": {"pattern": "("}}})],
+          "tool_choice": "required"}, "tools", "f: "),
+        ({"tools": [*TOOLS, tool(strict=True, parameters={"properties": {"a": {"pattern": "(?=a)"}}})]},
+         "tools", "f#/properties/a: pattern"),
+        ({"tools": [*TOOLS, tool(strict=True, parameters={"properties": {"a": {"pattern": "a(b"}}})]}, "tools", "f: "),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tools": [], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no tools"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "any"),

@@ -174,7 +174,7 @@ def test_the_marks_of_mistral_s_reasoning_work_alike() -> None:
 def test_a_schema_that_no_grammar_expresses_is_refused_if_strict_and_loosened_if_not() -> None:
     odd = {"type": "object", "properties": {"a": {"not": {"pattern": "b"}}}, "required": ["a"]}
     form = FORMATS["hermes"]
-    with pytest.raises(InvalidRequest, match=r"tools\.f\.parameters: #/properties/a: not: "):
+    with pytest.raises(InvalidRequest, match="tools: f#/properties/a: not: "):
         lark(False, Calls(form, [Function("f", odd)], True, False))
     loose = lark(False, Calls(form, [Function("f", odd, is_strict=False)], True, False))
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
