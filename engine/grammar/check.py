@@ -1,19 +1,22 @@
 """The front's side of constrained requests: is there a grammar for what is asked, found out before anything runs.
 
-The core compiles the same text again; what passed here passes there. A grammar that takes longer than
-`COMPILE_LIMIT_S` is refused: its thread goes on to the end that llguidance's own limits set, and disturbs nobody.
+The core compiles the same text again; what passed here passes there. A grammar that takes more than `COMPILE_LIMIT_S`
+of a core is refused: its thread goes on to the end that llguidance's own limits set, and disturbs nobody.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Collection
 from concurrent.futures import Future
 
-from penstock.engine.grammar.compiler import Compiler, GrammarRefused, Job
+from penstock.engine.grammar.compiler import Compiler, GrammarRefused, Job, Work
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 
-COMPILE_LIMIT_S = 2.0  # from when a thread takes it up
+COMPILE_LIMIT_S = 2.0  # of the compiling thread's own work, so that a busy machine takes what an idle one does
+WAIT_LIMIT_S = 20.0  # from when a thread takes it up
+LOOK_S = 0.05  # at least so long between two looks at what was spent
 
 
 class GrammarCheck:
@@ -27,12 +30,13 @@ class GrammarCheck:
         source = grammar_source(wanted, self._special_tokens, field)
         if self._compiler.cached(source) is None:
             job = self._compiler.start(source)
-            job.began.result()
-            try:
-                job.result.exception(COMPILE_LIMIT_S)
-            except TimeoutError:
-                self._compiler.give_up(job)
-                raise _too_slow(wanted, field) from None
+            work = job.began.result()
+            while not job.result.done():
+                with contextlib.suppress(TimeoutError):
+                    job.result.exception(_next_look_s(work))
+                if not job.result.done() and (limit := _limit_passed(work)):
+                    self._compiler.give_up(job)
+                    raise InvalidRequest(field or wanted.field, limit)
             _judge(job.result, wanted, field)
         return source
 
@@ -42,9 +46,9 @@ class GrammarCheck:
         if self._compiler.cached(source) is None:
             job = self._compiler.start(source)
             try:
-                await asyncio.wrap_future(job.began)
-                if not await _is_done_in_time(job):
-                    raise _too_slow(wanted, field)
+                work = await asyncio.wrap_future(job.began)
+                if limit := await _done(job, work):
+                    raise InvalidRequest(field or wanted.field, limit)
             finally:
                 self._compiler.give_up(job)  # unless it is done
             _judge(job.result, wanted, field)
@@ -57,16 +61,30 @@ class GrammarCheck:
         self._compiler.close()
 
 
-async def _is_done_in_time(job: Job) -> bool:
+async def _done(job: Job, work: Work) -> str | None:
+    """Wait until it is; otherwise the limit that has been passed."""
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
     # Not wrap_future: its exception would have to be fetched even when nobody waits any more.
     job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
-    try:
-        await asyncio.wait_for(done.wait(), COMPILE_LIMIT_S)
-    except TimeoutError:
-        return False
-    return True
+    while not done.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), _next_look_s(work))
+        if not job.result.done() and (limit := _limit_passed(work)):
+            return limit
+    return None
+
+
+def _next_look_s(work: Work) -> float:
+    return max(min(COMPILE_LIMIT_S - work.spent_s(), WAIT_LIMIT_S - work.waited_s()), LOOK_S)
+
+
+def _limit_passed(work: Work) -> str | None:
+    if work.spent_s() > COMPILE_LIMIT_S:
+        return f"takes longer than {COMPILE_LIMIT_S:g} s of one core to compile, which is the limit"
+    if work.waited_s() > WAIT_LIMIT_S:
+        return f"was not compiled within {WAIT_LIMIT_S:g} s, which is the limit; the machine is busy"
+    return None
 
 
 def _judge(result: Future[Matcher], wanted: StructuredOutputs, field: str | None) -> None:
@@ -75,9 +93,3 @@ def _judge(result: Future[Matcher], wanted: StructuredOutputs, field: str | None
         raise InvalidRequest(field or wanted.field, str(error))
     if error is not None:
         raise error
-
-
-def _too_slow(wanted: StructuredOutputs, field: str | None) -> InvalidRequest:
-    return InvalidRequest(
-        field or wanted.field, f"takes longer than {COMPILE_LIMIT_S:g} s to compile, which is the limit"
-    )

@@ -43,9 +43,30 @@ class GrammarRefused(ValueError):
     """The grammar cannot be compiled; the message is llguidance's."""
 
 
+class Work:
+    """What a thread has spent on its job. The machine's other work does not count."""
+
+    def __init__(self) -> None:
+        """In the thread itself."""
+        has_clock = hasattr(time, "pthread_getcpuclockid")  # not everywhere; else all time counts
+        self._clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clock else time.CLOCK_MONOTONIC
+        self._began_s = time.clock_gettime(self._clock)
+        self._began_at_s = time.monotonic()
+
+    def spent_s(self) -> float:
+        """From any thread."""
+        try:
+            return time.clock_gettime(self._clock) - self._began_s
+        except OSError:  # the thread has ended, and its job with it
+            return 0.0
+
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began_at_s
+
+
 class Job(NamedTuple):
     source: str
-    began: Future[None]  # done when a thread takes it up, with the vocabulary at hand
+    began: Future[Work]  # done when a thread takes it up, with the vocabulary at hand
     result: Future[Matcher]  # a fresh matcher, or GrammarRefused
 
 
@@ -123,13 +144,13 @@ class Compiler:
                 continue
             try:
                 self._load_once()
-                job.began.set_result(None)
+                job.began.set_result(Work())
                 job.result.set_result(self.cached(job.source) or self._compile(job.source))
             except (
                 BaseException
             ) as error:  # the top of this thread, also for a panic of the library: whoever waits is told
                 if not job.began.done():
-                    job.began.set_result(None)
+                    job.began.set_result(Work())
                 is_plain = isinstance(error, Exception)
                 job.result.set_exception(error if is_plain else RuntimeError(f"{type(error).__name__}: {error}"))
             with self._lock:

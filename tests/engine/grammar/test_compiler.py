@@ -80,11 +80,11 @@ def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPa
 
     compiler = Slow(vocabulary)
     check = GrammarCheck(compiler)
-    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 0.05)
+    monkeypatch.setattr(check_module, "WAIT_LIMIT_S", 0.05)
     for number in range(compiler_module.NUM_THREADS + 1):
-        with pytest.raises(InvalidRequest, match="takes longer"):
+        with pytest.raises(InvalidRequest, match="not compiled within"):
             check.now(StructuredOutputs(regex=f"slow{number}"))
-    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 30)
+    monkeypatch.setattr(check_module, "WAIT_LIMIT_S", 30)
     assert check.now(StructuredOutputs(regex="fast"))
     before = {thread for thread in threading.enumerate() if thread.name == "grammars"}
     gate.set()
@@ -93,11 +93,13 @@ def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = threading.Event()
+    is_working = threading.Event()
+    is_working.set()
 
     class Slow(Compiler):
         def _compile(self, source: str):
-            gate.wait(20)
+            while is_working.is_set():
+                pass
             return super()._compile(source)
 
     monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 0.05)
@@ -107,9 +109,25 @@ def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(monkeypatch: py
         check.now(wanted)
     with pytest.raises(InvalidRequest, match=r"some.field: takes longer than 0.05 s"):
         asyncio.run(check.soon(wanted, "some.field"))
-    gate.set()
+    is_working.clear()
     monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 10)
     assert asyncio.run(check.soon(wanted)) == check.now(wanted) == grammar_source(wanted)
+    check.close()
+
+
+def test_a_busy_machine_refuses_no_grammar_that_an_idle_one_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting(Compiler):
+        def _compile(self, source: str):
+            time.sleep(0.5)
+            return super()._compile(source)
+
+    monkeypatch.setattr(check_module, "COMPILE_LIMIT_S", 0.3)
+    check = GrammarCheck(Waiting(vocabulary))
+    assert check.now(StructuredOutputs(regex="ab"))
+    assert asyncio.run(check.soon(StructuredOutputs(regex="abc")))
+    monkeypatch.setattr(check_module, "WAIT_LIMIT_S", 0.1)
+    with pytest.raises(InvalidRequest, match=r"structured_outputs.regex: was not compiled within 0.1 s"):
+        asyncio.run(check.soon(StructuredOutputs(regex="abcd")))
     check.close()
 
 
