@@ -33,10 +33,14 @@ LIMITS = LLParserLimits(
     initial_lexer_fuel=60_000,
     # The library's own: a text of 20,000 characters in a schema takes 11 states of 650 bytes for each of its tokens.
     max_lexer_states=250_000,
-    step_max_items=50_000,  # 3 ms of one mask
-    step_lexer_fuel=200_000,  # 14 ms of one mask
+    step_max_items=50_000,  # one mask of an ambiguous grammar took 105 ms of a core with 49,152 tokens, 245 with 152,064
+    step_lexer_fuel=200_000,  # the dearest good mask seen took 60 ms: at most 50 words in 500 characters, 152,064 tokens
     verbose_errors=False,
 )
+
+
+NO_WAY_ON = ("NoExtension", "NoExtensionBias")
+NOTHING_FITS = "no text at all can keep to it"
 
 
 class GrammarRefused(ValueError):
@@ -175,7 +179,7 @@ class Compiler:
         if not backend.is_error():
             backend.compute_bitmask()  # most of the lexer's states are found here, and copies inherit them
         if backend.is_error():
-            raise GrammarRefused(shortened(backend.get_error()))
+            raise GrammarRefused(NOTHING_FITS if backend.stop_reason() in NO_WAY_ON else shortened(backend.get_error()))
         lexer = Lexer(compile, time.monotonic() - began_s)
         fresh = backend.deep_copy()
         with self._lock:

@@ -9,8 +9,10 @@ import re
 # JSON writes them as \u…, which no answer here does; in a fixed text llguidance would leave them out.
 UNWRITABLE = frozenset(map(chr, (*range(8), 0x0B, *range(0x0E, 0x20), 0x7F)))
 
-_SPACE = r"\t\n\x0b\x0c\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_", "s": _SPACE}
+# A validator in Python takes other characters for blanks than ECMA does: `\s` is what both do, `\S` what neither does.
+_SPACE = r"\t\n\x0b\x0c\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+_ANY_SPACE = _SPACE + r"\x1c-\x1f\x85\ufeff"
+_CLASSES = {"d": "0-9", "w": "A-Za-z0-9_"}
 _CONTROLS = {"t": "\t", "n": "\n", "v": "\v", "f": "\f", "r": "\r", "0": "\0"}
 _META = frozenset(r"\.+*?()|[]{}^$#&-~")
 _ANY_CHARACTER, _NO_CHARACTER = "(?s:.)", r"[^\x{0}-\x{10ffff}]"
@@ -62,9 +64,12 @@ class _Reader:
         self._at = found.end()
         return found[0] if found[1].startswith("i") else "(?:"
 
-    def _escape(self) -> str | tuple[str]:
+    def _escape(self, is_negated: bool = False) -> str | tuple[str]:
         """What stands behind a backslash: a class, or in a tuple the character that is meant."""
         letter = self._next("a backslash at the end")
+        if letter in "sS":
+            blanks = _ANY_SPACE if is_negated == (letter == "s") else _SPACE
+            return f"[{'^' if letter == 'S' else ''}{blanks}]"
         if letter.lower() in _CLASSES:
             return f"[{'^' if letter.isupper() else ''}{_CLASSES[letter.lower()]}]"
         if (found := _PROPERTY.match(self._pattern, self._at - 1)) is not None:
@@ -95,14 +100,14 @@ class _Reader:
         is_negated = self._pattern.startswith("^", self._at)
         self._at += is_negated
         parts = []
-        while (item := self._member()) is not None:
+        while (item := self._member(is_negated)) is not None:
             is_range = self._pattern.startswith("-", self._at) and not self._pattern.startswith("-]", self._at)
             if not is_range:
                 if is_negated or isinstance(item, str) or item[0] not in UNWRITABLE:
                     parts.append(item if isinstance(item, str) else _literal(item[0]))
                 continue
             self._at += 1
-            last = self._member()
+            last = self._member(is_negated)
             if isinstance(item, str) or not isinstance(last, tuple) or last[0] < item[0]:
                 raise ValueError("a range in brackets goes from one character to a later one")
             if item != last or is_negated or item[0] not in UNWRITABLE:
@@ -111,7 +116,7 @@ class _Reader:
             return _ANY_CHARACTER if is_negated else _NO_CHARACTER
         return f"[{'^' if is_negated else ''}{''.join(parts)}]"
 
-    def _member(self) -> str | tuple[str] | None:
+    def _member(self, is_negated: bool) -> str | tuple[str] | None:
         letter = self._next("brackets without an end")
         if letter == "]":
             return None
@@ -120,7 +125,7 @@ class _Reader:
         if self._pattern.startswith("b", self._at):
             self._at += 1
             return ("\b",)
-        return self._escape()
+        return self._escape(is_negated)
 
     def _next(self, at_end: str = "") -> str:
         if self._at == len(self._pattern):

@@ -35,9 +35,11 @@ HELD: list[tuple[dict, list[str], list[str]]] = [
     ({"format": "postal-code", "type": "string"}, ['"x"'], ["1"]),
     ({"format": "json-pointer", "type": "string"}, ['"/a~0/b"', '""'], ['"a"', '"/~2"']),
     # patterns, in ECMA's meaning
-    ({"pattern": r"^\S$", "type": "string"}, ['"a"', '"\x85"'], ['"\ufeff"', '" "']),
+    ({"pattern": r"^\S$", "type": "string"}, ['"a"', '"é"'], ['"\ufeff"', '" "', '"\x85"']),
     ({"pattern": "^.$", "type": "string"}, ['"a"', '"\\t"'], ['"\\r"', '"\u2028"', '"\\n"']),
-    ({"pattern": r"^[\s\d]$", "type": "string"}, ['"\ufeff"', '"7"'], ['"٣"', '"x"']),
+    ({"pattern": r"^[\s\d]$", "type": "string"}, ['"\u2003"', '"7"'], ['"٣"', '"x"', '"\ufeff"', '"\x85"']),
+    ({"pattern": r"^[^\S]$", "type": "string"}, ['" "'], ['"\ufeff"', '"a"']),
+    ({"pattern": r"^[^\s]$", "type": "string"}, ['"a"'], ['"\ufeff"', '"\x85"', '" "']),
     ({"pattern": r"^[[a&&~~]+$", "type": "string"}, ['"[&a"'], ['"d"']),
     ({"pattern": r"^\cI\x41\u0042\u{43}\ud83d\ude00\/\-$", "type": "string"}, ['"\\tABC😀/-"'], ['"ABC"']),
     ({"pattern": "^{a}[^]$", "type": "string"}, ['"{a}x"'], ['"a"']),
