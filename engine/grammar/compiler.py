@@ -39,7 +39,7 @@ LIMITS = LLParserLimits(
 )
 
 
-NO_WAY_ON = ("NoExtension", "NoExtensionBias")
+NO_WAY_ON = ("NoExtension", "NoExtensionBias")  # all that llguidance says then
 NOTHING_FITS = "no text at all can keep to it"
 
 
@@ -179,7 +179,8 @@ class Compiler:
         if not backend.is_error():
             backend.compute_bitmask()  # most of the lexer's states are found here, and copies inherit them
         if backend.is_error():
-            raise GrammarRefused(NOTHING_FITS if backend.stop_reason() in NO_WAY_ON else shortened(backend.get_error()))
+            error = shortened(backend.get_error())
+            raise GrammarRefused(NOTHING_FITS if error in NO_WAY_ON else error)
         lexer = Lexer(compile, time.monotonic() - began_s)
         fresh = backend.deep_copy()
         with self._lock:

@@ -220,3 +220,9 @@ def test_threads_end_when_the_compiler_is_closed() -> None:
 def test_a_refusal_carries_llguidance_s_own_words() -> None:
     with pytest.raises(GrammarRefused, match="Unsatisfiable schema"):
         CHECK._compiler.start(grammar_source(StructuredOutputs(json={"enum": ["a"], "type": "null"}))).result.result(10)
+
+
+def test_a_grammar_that_no_text_keeps_to_is_refused_in_words() -> None:
+    for grammar in ("start: a\na: a", "start: A\nA: /a/ & /b/"):
+        with pytest.raises(InvalidRequest, match="structured_outputs.grammar: no text at all can keep to it"):
+            CHECK.now(StructuredOutputs(grammar=grammar))
