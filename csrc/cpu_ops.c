@@ -153,6 +153,34 @@ void penstock_linear(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
     spread(linear_some, &w, parts, parts / (16 * num_threads) + 1, num_threads);
 }
 
+struct rows_work {
+    const uint32_t *weight;
+    const int64_t *numbers;
+    uint32_t *y;
+    int64_t depth, columns;
+};
+
+static void rows_some(const void *work, int64_t first, int64_t end, int thread) {
+    const struct rows_work *w = work;
+    (void)thread;
+    for (int64_t i = first; i < end; i++) {
+        int64_t number = w->numbers[i];
+        const uint32_t *from = w->weight + number / w->columns * w->depth * w->columns + number % w->columns;
+        uint32_t *to = w->y + i * w->depth;
+        for (int64_t at = 0; at < w->depth; at++) to[at] = from[at * w->columns];
+    }
+}
+
+int penstock_linear_rows(const struct penstock_cpu *cpu, uintptr_t weight, uintptr_t numbers, uintptr_t y, int64_t rows,
+                         int64_t depth, int64_t width) {
+    for (int64_t i = 0; i < rows; i++)
+        if ((uint64_t)((const int64_t *)numbers)[i] >= (uint64_t)width) return -1;
+    struct rows_work w = {(const uint32_t *)weight, (const int64_t *)numbers, (uint32_t *)y, depth,
+                          levels[cpu->level]->columns};
+    spread(rows_some, &w, rows, 16, rows < 64 ? 1 : cpu->num_threads);
+    return 0;
+}
+
 struct linears_work {
     const struct cpu_level *level;
     int type;

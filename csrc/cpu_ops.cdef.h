@@ -42,4 +42,8 @@ void penstock_linear(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
  * weights and counts are `num` int64, every count at least 1. -1 if there is no memory for the work, else 0. */
 int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, int num, uintptr_t weights,
                      uintptr_t counts, uintptr_t y, int64_t depth, int64_t width);
+/* y [rows, depth]: the rows of such a weight with these int64 numbers, as they were before it was cut. -1 if a number
+ * is none of its rows', else 0. */
+int penstock_linear_rows(const struct penstock_cpu *cpu, uintptr_t weight, uintptr_t numbers, uintptr_t y, int64_t rows,
+                         int64_t depth, int64_t width);
 int penstock_cpu_columns(int level);

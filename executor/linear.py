@@ -1,6 +1,7 @@
 """Matrix products with weights: the fastest form that the device offers, chosen once, when the weight arrives."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,6 +55,17 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
         return CpuLinear(weight, bias)
     return Plain(weight, bias)
+
+
+def tied(table: torch.Tensor) -> tuple[Linear, Callable[[torch.Tensor], torch.Tensor]]:
+    """The head that shares an embedding's weight [size, width], and the embedding: tokens [T] -> [T, width]. Where
+    the layer has repacked the weight its rows are gathered from there, so that it is kept once."""
+    if not is_repacked(table):
+        return Plain(table, None), partial(table.index_select, 0)
+    from penstock.executor.kernels.cpu_linear import CpuLinear
+
+    head = CpuLinear(table)
+    return head, head.rows
 
 
 class Plain:

@@ -61,6 +61,16 @@ class CpuLinear:
         )
         return y
 
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, in]: these rows of the weight, as they were given."""
+        indices = indices.long().contiguous()
+        y = torch.empty((len(indices), self._depth * self._elements_per_word), dtype=self._dtype)
+        failed = self._lib.penstock_linear_rows(
+            self._cpu, self._weight.data_ptr(), indices.data_ptr(), y.data_ptr(), len(indices), self._depth, self._width
+        )
+        assert not failed, "a number that none of the rows has"
+        return y
+
     @staticmethod
     def each(linears: "Sequence[CpuLinear]", counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
         """All in one call, whose threads share the work of all layers; the same bits as one by one."""

@@ -16,7 +16,7 @@ import xxhash
 
 from penstock.eplb import Plan
 from penstock.executor.kernels import BlockOps
-from penstock.executor.linear import BlockLinear, Linear, is_repacked, make_linear
+from penstock.executor.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.parallel import Group
@@ -146,10 +146,6 @@ class Weights:
         if named[0][2] == "columns" and not self.group.is_first:
             return None  # the sum over ranks has the bias once
         return torch.cat(biases)
-
-    def tied_linear(self, table: torch.Tensor) -> Linear:
-        """The head that shares the embedding's weights. Where linear layers repack theirs, that is a second copy."""
-        return make_linear(self._count(table) if is_repacked(table) else table)
 
     def layers(self, num_layers: int, build: Callable[[int], Layer]) -> list[Layer]:
         """Build layers side by side, so that reading, hashing, converting and reordering overlap."""

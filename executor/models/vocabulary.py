@@ -1,7 +1,10 @@
 """The two ends of a model, tokens in and logits out, with the vocabulary shared out between the ranks."""
 
+from functools import partial
+
 import torch
 
+from penstock.executor.linear import Linear, tied
 from penstock.executor.loading.weights import Weights
 
 
@@ -10,19 +13,24 @@ class Vocabulary:
 
     def __init__(self, weights: Weights, name: str, size: int, width: int, head: str | None) -> None:
         self._group, self._size = weights.group, size
-        self._table = weights.tensor(f"{name}.weight", (size, width), split="rows")
+        table = weights.tensor(f"{name}.weight", (size, width), split="rows")
         self._first, end = self._group.share(size)
         self._last = end - self._first - 1
-        self._head = (
-            weights.tied_linear(self._table) if head is None else weights.linear((head,), (size,), width, split="rows")
-        )
+        self._head: Linear
+        if head is None:
+            self._head, self._rows = tied(table)
+        else:
+            self._head, self._rows = (
+                weights.linear((head,), (size,), width, split="rows"),
+                partial(table.index_select, 0),
+            )
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, width]"""
         if self._group.world == 1:
-            return self._table.index_select(0, tokens)
+            return self._rows(tokens)
         local = tokens - self._first
-        rows = self._table.index_select(0, local.clamp(0, self._last))
+        rows = self._rows(local.clamp(0, self._last))
         rows.masked_fill_(((local < 0) | (local > self._last))[:, None], 0)
         return self._group.sum(rows)
 

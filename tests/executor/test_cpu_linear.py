@@ -33,6 +33,23 @@ def test_it_equals_the_product_in_float64(
 
 @every_level
 @both_dtypes
+def test_rows_of_the_weight_come_back_as_they_were_given(level: str, dtype: torch.dtype) -> None:
+    weight = random(701, 130, dtype=dtype, seed=1)
+    linear = CpuLinear(weight, None, 2, level)
+    for indices in (
+        torch.tensor([700, 0, 3, 3, 64]),
+        torch.tensor([5]).int(),
+        torch.arange(701),
+        torch.empty(0).long(),
+    ):
+        assert torch.equal(linear.rows(indices), weight[indices])
+    for wrong in (701, -1):
+        with pytest.raises(AssertionError, match="none of the rows"):
+            linear.rows(torch.tensor([0, wrong]))
+
+
+@every_level
+@both_dtypes
 def test_a_row_gets_the_same_bits_alone_among_others_and_on_two_threads(level: str, dtype: torch.dtype) -> None:
     weight, x = random(700, 1536, dtype=dtype, seed=1), random(200, 1536, dtype=dtype, seed=2)
     one, two = (CpuLinear(weight, None, threads, level) for threads in (1, 2))

@@ -144,3 +144,10 @@ def test_transformers_4_spelling_of_rope_gives_the_same_tokens(tmp_path: Path) -
     prompt = prompts(1)[0]
     driver = Driver(UniprocExecutor(ExecutorConfig(model=str(old), kv_cache_bytes=2**22)))
     assert driver.generate(driver.admit(prompt), count=24) == [greedy("llama-rope-llama3", prompt, 24)[0]]
+
+
+def test_a_weight_that_embedding_and_head_share_is_kept_once() -> None:
+    """Where the CPU's layers repack theirs it was kept in both forms, and counted so."""
+    overrides = [{"tie_word_embeddings": is_tied} for is_tied in (True, False)]
+    tied, apart = (executor_of("qwen3", load_format="dummy", hf_overrides=each) for each in overrides)
+    assert apart.info.memory["weights"] - tied.info.memory["weights"] == 160 * 64 * 4
