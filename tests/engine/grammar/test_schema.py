@@ -129,6 +129,27 @@ def test_what_no_grammar_holds_is_refused_with_its_keyword_and_place_or_left_out
     assert prepared(schema, "", lenient=True) is not None
 
 
+def test_a_one_of_that_is_not_held_exactly_is_taken_for_any_of_where_the_user_says_so() -> None:
+    number = {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}}
+    with pytest.raises(InvalidRequest, match=r"structured_outputs.json: #: oneOf: .* structured_outputs.coerce_one_of"):
+        matcher(json=number)
+    tag = {"structures": [{"begin": "<", "schema": number, "end": ">"}], "triggers": ["<"]}
+    for found, before, after in (
+        (matcher(json=number, coerce_one_of=True), "", ""),
+        (matcher(structural_tag=tag, coerce_one_of=True), "so <", ">"),
+    ):
+        assert accepts(found, f"{before}1.5{after}")
+    assert not accepts(matcher(json=number, coerce_one_of=True), '"a"')
+    exact = {**ABC, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    assert not accepts(matcher(json=exact, coerce_one_of=True), '{"a":1,"b":1}')
+    with pytest.raises(InvalidRequest, match="structured_outputs.coerce_one_of: regex holds no oneOf"):
+        matcher(regex="a", coerce_one_of=True)
+
+
+def test_a_lenient_reading_takes_one_of_for_any_of() -> None:
+    assert "anyOf" in json.dumps(prepared({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "", lenient=True))
+
+
 @pytest.mark.parametrize(
     "schema",
     [{"enum": []}, {"enum": [1], "type": "string"}, {"required": ["a"], "properties": {"a": False}, "type": "object"}],
