@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from penstock.engine.grammar.ecma import UNWRITABLE, translated
+from penstock.engine.grammar.endless import ROOT, without_endless
 from penstock.engine.grammar.opposites import At, Exclusion, opposite, words
 from penstock.engine.sampling_params import InvalidRequest, check_depth
 
@@ -109,6 +110,10 @@ class _Document:
             definitions[name] = self._schema(schema, base, f"{self._place}/$defs/{name}")
         if isinstance(found, bool):
             found = {} if found else {"enum": []}
+        by_reference = {ROOT: found, **{f"#/$defs/{name}": inner for name, inner in definitions.items()}}
+        # Of a lenient reading llguidance says that nothing keeps to it.
+        if not without_endless(by_reference) and not self._lenient:
+            raise InvalidRequest(self._field, f"{self._place}: it requires itself, so that no answer could ever end")
         return {"$defs": definitions, **found} if definitions else found
 
     # -- references ----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.grammar.compiler import GrammarRefused
 from penstock.engine.grammar.ecma import translated
-from penstock.engine.grammar.schema import _COUNTS, _LISTS, _OBJECTS, _ONE, _PLAIN, _REWRITTEN, prepared
+from penstock.engine.grammar.schema import _COUNTS, _LISTS, _OBJECTS, _ONE, _PLAIN, _REWRITTEN, lark_json, prepared
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from tests.engine.grammar.support import accepts, matcher
@@ -144,6 +144,47 @@ def test_a_one_of_that_is_not_held_exactly_is_taken_for_any_of_where_the_user_sa
     assert not accepts(matcher(json=exact, coerce_one_of=True), '{"a":1,"b":1}')
     with pytest.raises(InvalidRequest, match="structured_outputs.coerce_one_of: regex holds no oneOf"):
         matcher(regex="a", coerce_one_of=True)
+
+
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+PAIR = {"l": {**ENDLESS, "properties": {"a": {"$ref": "#/$defs/m"}}}, "m": {"minItems": 1, "items": {"$ref": "#/$defs/l"}, "type": "array"}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        ENDLESS,
+        {"type": "array", "minItems": 2, "prefixItems": [True], "items": {"$ref": "#"}},
+        {"$defs": PAIR, "anyOf": [{"$ref": "#/$defs/l"}, {"$ref": "#/$defs/m"}]},
+        {**ENDLESS, "properties": {}, "additionalProperties": {"$ref": "#"}},
+    ],
+)
+def test_a_schema_that_requires_itself_is_refused(schema: dict) -> None:
+    with pytest.raises(InvalidRequest, match="json: #: it requires itself, so that no answer could ever end"):
+        matcher(json=schema)
+    lenient = lark_json(schema, "", lenient=True)
+    with pytest.raises((GrammarRefused, InvalidRequest)):
+        matcher(grammar=f"start: {lenient}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"anyOf": [ENDLESS, {"type": "null"}]}, ['{"a": {"a": null}}'], ["1"]),
+        ({**ENDLESS, "type": ["object", "null"]}, ['{"a": {"a": null}}'], ['{"a": 1}']),
+        ({"type": "object", "$defs": PAIR, "properties": {"x": {"$ref": "#/$defs/l"}}}, ["{}"], ['{"x"', '{"x": 1}']),
+        ({"type": ["object", "null"], "required": ["a"], "properties": {"a": {"$ref": "#", "type": "object"}}},
+         ["null"], ["{", '{"a": null}']),
+        ({"type": "array", "$defs": PAIR, "items": {"$ref": "#/$defs/m"}}, ["[]"], ["[["]),
+    ],
+)  # fmt: skip
+def test_what_requires_itself_within_a_schema_is_what_nothing_keeps_to(
+    schema: dict, good: list[str], bad: list[str]
+) -> None:
+    for text in good:
+        assert accepts(matcher(json=schema), text), text
+    for text in bad:
+        assert not all(map(matcher(json=schema).advance, ([byte] for byte in text.encode()))), text
 
 
 def test_a_lenient_reading_takes_one_of_for_any_of() -> None:
