@@ -343,16 +343,19 @@ def _min_properties(value: int, schema: dict[str, Any], held: dict[str, Any]) ->
     num_missing = int(value) - len(required)
     if num_missing <= 0:
         return []
-    optional = [name for name in properties if name not in required]
+    optional = [name for name, inner in properties.items() if name not in required and inner is not False]
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if num_missing > 1:
         if is_closed and len(optional) == num_missing:
             return [{"required": optional}]
         raise _NotHeld("nothing here counts two properties more than are required, of which one may repeat the other")
-    if is_closed and len(optional) <= MAX_BRANCHES:
-        return [{"anyOf": [{"required": [name]} for name in optional]}]
-    held["minProperties"] = int(value)
-    return []
+    if len(optional) > MAX_BRANCHES:
+        raise _NotHeld(f"it is held beside at most {MAX_BRANCHES} properties that are not required")
+    if not optional:
+        held["minProperties"] = int(value)
+        return []
+    unlisted = {"minProperties": value, "required": sorted(required), "properties": dict.fromkeys(optional, False)}
+    return [{"anyOf": [{"required": [name]} for name in optional] + ([] if is_closed else [unlisted])}]
 
 
 def _unique(value: Any, schema: dict[str, Any]) -> list[Any]:

@@ -51,6 +51,11 @@ HELD: list[tuple[dict, list[str], list[str]]] = [
     # counts of properties: one may have the name of another
     ({**ABC, "minProperties": 1, "required": ["a"]}, ['{"a": 1}'], ["{}"]),
     ({**CLOSED, "minProperties": 1}, ['{"cc": 1}'], ["{}"]),
+    ({**ABC, "minProperties": 1}, ['{"cc": 1}', '{"a": 1, "x": 1}', '{"x": 1}', '{"b":1,"cc":1}'], ["{}", '{"a": "x"}']),
+    ({**ABC, "minProperties": 3, "required": ["a", "z"]}, ['{"a":1,"z":1,"x":1}', '{"a":1,"b":1,"z":1}'],
+     ['{"a":1,"z":1}', '{"a":1,"z":1,"z":1}']),
+    ({**CLOSED, "patternProperties": {"^[ax]": {}}, "minProperties": 1}, ['{"a": 1}', '{"x": 1}'],
+     ["{}", '{"a": "x"}', '{"y": 1}']),
     ({**CLOSED, "minProperties": 3}, ['{"a": 1, "b": 1, "cc": 1}'], ['{"a": 1, "b": 1}', '{"a": 1, "a": 1, "a": 1}']),
     ({"type": "object", "required": ["a"], "minProperties": 2}, ['{"a":1,"x":1}'], ['{"a":1}', '{"a":1,"a":1}']),
     # llguidance's options in a user's schema, and properties that are called so
@@ -104,6 +109,7 @@ def test_a_schema_holds_what_it_says(schema: dict, good: list[str], bad: list[st
         ({"properties": {"a": {"not": {"pattern": "a"}}}}, "#/properties/a: not: "),
         ({"items": {"uniqueItems": True}}, "#/items: uniqueItems: "),
         ({"type": "object", "minProperties": 2}, "#: minProperties: "),
+        ({"minProperties": 1, "properties": {str(n): {} for n in range(17)}}, "#: minProperties: it is held beside at"),
         ({"anyOf": [{"type": "null"}, {"contains": {}}]}, "#/anyOf/1: contains: "),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#: oneOf: "),
         ({"$ref": "#"}, "#: $ref: it leads to nothing but itself"),
