@@ -10,7 +10,7 @@ from typing import Any
 from penstock.engine.grammar.opposites import TYPES
 
 ROOT = "#"
-MAX_ROUNDS = 16  # definitions come before what they refer to and are looked at from the last, so few suffice
+MAX_ROUNDS = 8  # definitions come before what they refer to and are looked at from the last, so few suffice
 
 Kinds = frozenset[str]
 
