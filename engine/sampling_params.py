@@ -44,6 +44,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     choice: list[str] | None = None  # one of these texts
     grammar: str | None = None  # Lark, as llguidance has it
     structural_tag: str | dict[str, Any] | None = None  # free text with constrained pieces between tags
+    coerce_one_of: bool = False  # beside a form: a schema's oneOf that cannot be held exactly is taken for anyOf
 
     @property
     def kind(self) -> str:
@@ -66,8 +67,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if len(given) != 1:
             raise InvalidRequest(
                 "structured_outputs",
-                f"{', '.join(given) or 'nothing'} given; exactly one of {', '.join(self.__struct_fields__)} is expected",
+                f"{', '.join(given) or 'nothing'} given; exactly one of {', '.join(self._forms)} is expected",
             )
+        if self.coerce_one_of and not self.has_schema:
+            raise InvalidRequest("structured_outputs.coerce_one_of", f"{given[0]} holds no oneOf")
         field = field or self.field
         value = getattr(self, given[0])
         if given == ["choice"]:
@@ -77,8 +80,17 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         elif isinstance(value, dict):
             check_depth(field, value)
 
+    @property
+    def has_schema(self) -> bool:
+        """It is a JSON schema, or holds some."""
+        return self.kind in ("json", "structural_tag")
+
+    @property
+    def _forms(self) -> list[str]:
+        return [name for name in self.__struct_fields__ if name != "coerce_one_of"]
+
     def _given(self) -> list[str]:
-        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        values = {name: getattr(self, name) for name in self._forms}
         return [n for n, value in values.items() if value is not None and not (n == "json_object" and value is False)]
 
 

@@ -52,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hold optional tool calls to their schema by a grammar (default: on)",
     )
     add(
+        "--coerce-one-of",
+        action=argparse.BooleanOptionalAction,
+        default=defaults.coerce_one_of,
+        help="take a oneOf whose schemas may hold for the same value for anyOf, in place of refusing it (default: off)",
+    )
+    add(
         "--reasoning-parser",
         choices=REASONING_PARSERS,
         default=defaults.reasoning_parser,
@@ -127,6 +133,7 @@ def _server_config(args: argparse.Namespace, name: str, default_sampling: dict[s
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         constrain_auto_tools=args.constrain_auto_tools,
+        coerce_one_of=args.coerce_one_of,
         pooling=args.pooling,
         max_logprobs=args.max_logprobs,
         max_body_bytes=args.max_body_bytes,

@@ -68,7 +68,8 @@ def options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 def words(action: argparse.Action) -> list[str]:
     flag = action.option_strings[-1]
     if action.nargs == 0:
-        return [flag]  # the only one, or that which turns it off
+        # The only one, or that which turns it off, or on where it is off.
+        return [action.option_strings[0] if action.default is False else flag]
     if action.choices:
         return [flag, next(str(choice) for choice in action.choices if choice not in (action.default, "auto"))]
     numbers = {int: "77", float: "0.77"}

@@ -26,6 +26,8 @@ RECYCLE_TOKENS = (
     16_384  # after so many a kept grammar makes room for a fresh one: 11 states of its lexer for each were seen
 )
 MAX_KEPT = 256
+MAX_REFUSED = 32
+REFUSED_S = 60.0  # how long a refusal is remembered
 MAX_KEPT_CHARS = 4 << 20  # of all kept sources together; a compiled grammar grows with its source
 LIMITS = LLParserLimits(
     # The work grows with the square of a chain of optional parts: with a million, the default, 256 KiB of them keep a
@@ -83,7 +85,9 @@ class Compiler:
         self._loading = threading.Lock()
         self._kept: OrderedDict[str, tuple[LLMatcher, Lexer]] = OrderedDict()  # at their start; each use takes a copy
         self._kept_chars = 0
-        self._lock = threading.Lock()  # over what is kept and given up
+        # With their ends. An odd tool comes again with every request.
+        self._refused: OrderedDict[str, tuple[float, str]] = OrderedDict()
+        self._lock = threading.Lock()  # over what is kept, refused and given up
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_threads = 0
         self._given_up: set[Future[Matcher]] = set()  # under way; another thread has taken the place of theirs
@@ -133,6 +137,7 @@ class Compiler:
     def check(self) -> None:
         with self._lock:
             assert self._kept_chars == sum(map(len, self._kept))
+            assert len(self._refused) <= MAX_REFUSED
             assert len(self._kept) <= MAX_KEPT and (self._kept_chars <= MAX_KEPT_CHARS or len(self._kept) == 1)
 
     def _spawn(self) -> None:
@@ -169,6 +174,10 @@ class Compiler:
             return self._vocabulary
 
     def _compile(self, source: str) -> Matcher:
+        with self._lock:
+            ends_at_s, why = self._refused.get(source, (0.0, ""))
+        if time.monotonic() < ends_at_s:
+            raise GrammarRefused(why)
         vocabulary = self._load_once()
 
         def compile() -> LLMatcher:
@@ -180,7 +189,9 @@ class Compiler:
             backend.compute_bitmask()  # most of the lexer's states are found here, and copies inherit them
         if backend.is_error():
             error = shortened(backend.get_error())
-            raise GrammarRefused(NOTHING_FITS if error in NO_WAY_ON else error)
+            why = NOTHING_FITS if error in NO_WAY_ON else error
+            self._refuse(source, why)
+            raise GrammarRefused(why)
         lexer = Lexer(compile, time.monotonic() - began_s)
         fresh = backend.deep_copy()
         with self._lock:
@@ -190,6 +201,13 @@ class Compiler:
             while len(self._kept) > MAX_KEPT or (self._kept_chars > MAX_KEPT_CHARS and len(self._kept) > 1):
                 self._drop(next(iter(self._kept)))
         return Matcher(fresh, vocabulary, lexer)
+
+    def _refuse(self, source: str, why: str) -> None:
+        with self._lock:
+            self._refused.pop(source, None)  # the newest stands last
+            self._refused[source] = time.monotonic() + REFUSED_S, why
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
 
     def _drop(self, source: str) -> None:
         del self._kept[source]

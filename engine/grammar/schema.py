@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urljoin
 
 from penstock.engine.grammar.ecma import UNWRITABLE, translated
+from penstock.engine.grammar.endless import ROOT, without_endless
 from penstock.engine.grammar.opposites import At, Exclusion, opposite, words
 from penstock.engine.sampling_params import InvalidRequest, check_depth
 
@@ -23,6 +24,7 @@ WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
 # Characters are written as themselves: a name spelled with \u would pass for one that the schema does not hold.
 ESCAPES = 'nrbtf\\"'
 
+_COERCED = "with structured_outputs.coerce_one_of or --coerce-one-of it is taken for anyOf"
 MAX_BRANCHES = 16  # of one oneOf or minProperties that is rewritten
 MAX_DEPENDENCIES = 4  # each doubles the branches
 TYPES = words("null boolean number integer string array object")
@@ -64,17 +66,23 @@ _FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-def prepared(schema: Any, field: str, lenient: bool = False, name: str = "") -> dict[str, Any]:
+def prepared(
+    schema: Any, field: str, lenient: bool = False, name: str = "", coerce_one_of: bool = False
+) -> dict[str, Any]:
     """Raises InvalidRequest naming `field`, the keyword and where it stands in the schema called `name`."""
     if isinstance(schema, dict):
         check_depth(field, schema)
-    return _Document(schema, field, lenient, f"{name}#").all()
+    return _Document(schema, field, lenient, f"{name}#", coerce_one_of or lenient).all()
 
 
-def lark_json(schema: Any, field: str, lenient: bool = False, name: str = "", **options: Any) -> str:
+def lark_json(
+    schema: Any, field: str, lenient: bool = False, name: str = "", coerce_one_of: bool = False, **options: Any
+) -> str:
     """The schema in a rule of Lark. `options` are llguidance's."""
     options = {"json_allowed_escapes": ESCAPES, "lenient": lenient, **options}
-    text = json.dumps({**prepared(schema, field, lenient, name), "x-guidance": options}, ensure_ascii=False)
+    text = json.dumps(
+        {**prepared(schema, field, lenient, name, coerce_one_of), "x-guidance": options}, ensure_ascii=False
+    )
     return "%json " + text.replace("::=", ":\\u003a=")  # which in a grammar is taken for another dialect
 
 
@@ -83,8 +91,9 @@ class _NotHeld(Exception):
 
 
 class _Document:
-    def __init__(self, schema: Any, field: str, lenient: bool, place: str) -> None:
+    def __init__(self, schema: Any, field: str, lenient: bool, place: str, coerces: bool) -> None:
         self._root, self._field, self._lenient, self._place = schema, field, lenient, place
+        self._coerces = coerces
         self._resources: dict[str, Any] = {"": schema}  # by URI, and by URI and anchor
         self._names: dict[str, str] = {}  # absolute reference → name under $defs; the root's is ""
         self._pending: list[tuple[str, Any, str]] = []  # name, schema, the URI that references in it are relative to
@@ -101,6 +110,10 @@ class _Document:
             definitions[name] = self._schema(schema, base, f"{self._place}/$defs/{name}")
         if isinstance(found, bool):
             found = {} if found else {"enum": []}
+        by_reference = {ROOT: found, **{f"#/$defs/{name}": inner for name, inner in definitions.items()}}
+        # Of a lenient reading llguidance says that nothing keeps to it.
+        if not without_endless(by_reference) and not self._lenient:
+            raise InvalidRequest(self._field, f"{self._place}: it requires itself, so that no answer could ever end")
         return {"$defs": definitions, **found} if definitions else found
 
     # -- references ----------------------------------------------------------------------------------------
@@ -222,7 +235,8 @@ class _Document:
         return []
 
     def _one_of(self, members: list[Any], schema: dict[str, Any], base: str) -> list[Any]:
-        """As anyOf, where no value can keep to two of them. One that could keeps away from the other's values."""
+        """As anyOf, where no value can keep to two of them. One that could keeps away from the other's values; if it
+        has no opposite, all may hold where the user has said so."""
         branches = []
         for index, member in enumerate(members):
             others = [
@@ -234,7 +248,9 @@ class _Document:
                 )
             ]
             if None in others or (others and len(members) > MAX_BRANCHES):
-                raise _NotHeld("two of its schemas can hold for the same value")
+                if self._coerces:
+                    return [{"anyOf": members}]
+                raise _NotHeld(f"two of its schemas can hold for the same value; {_COERCED}")
             branches.append({"allOf": [member, *others]} if others else member)
         return [{"anyOf": branches}]
 
@@ -327,16 +343,19 @@ def _min_properties(value: int, schema: dict[str, Any], held: dict[str, Any]) ->
     num_missing = int(value) - len(required)
     if num_missing <= 0:
         return []
-    optional = [name for name in properties if name not in required]
+    optional = [name for name, inner in properties.items() if name not in required and inner is not False]
     is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
     if num_missing > 1:
         if is_closed and len(optional) == num_missing:
             return [{"required": optional}]
         raise _NotHeld("nothing here counts two properties more than are required, of which one may repeat the other")
-    if is_closed and len(optional) <= MAX_BRANCHES:
-        return [{"anyOf": [{"required": [name]} for name in optional]}]
-    held["minProperties"] = int(value)
-    return []
+    if len(optional) > MAX_BRANCHES:
+        raise _NotHeld(f"it is held beside at most {MAX_BRANCHES} properties that are not required")
+    if not optional:
+        held["minProperties"] = int(value)
+        return []
+    unlisted = {"minProperties": value, "required": sorted(required), "properties": dict.fromkeys(optional, False)}
+    return [{"anyOf": [{"required": [name]} for name in optional] + ([] if is_closed else [unlisted])}]
 
 
 def _unique(value: Any, schema: dict[str, Any]) -> list[Any]:

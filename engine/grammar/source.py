@@ -23,7 +23,7 @@ def grammar_source(wanted: StructuredOutputs, special_tokens: Collection[str] = 
     kind, field = wanted.kind, field or wanted.field
     value = getattr(wanted, kind)
     if kind == "json":
-        return json_source(value, field)
+        return json_source(value, field, wanted.coerce_one_of)
     if kind == "json_object":
         return json_source({"type": "object"}, field)
     if kind == "regex":
@@ -34,16 +34,16 @@ def grammar_source(wanted: StructuredOutputs, special_tokens: Collection[str] = 
         if "::=" in value:
             raise InvalidRequest(field, "this looks like GBNF or EBNF; a Lark grammar with a rule 'start' is expected")
         return LLMatcher.grammar_from_lark(value)
-    return LLMatcher.grammar_from_lark(tags_source(parsed(value, field), special_tokens, field))
+    return LLMatcher.grammar_from_lark(tags_source(parsed(value, field), special_tokens, field, wanted.coerce_one_of))
 
 
-def json_source(schema: str | dict[str, Any] | bool, field: str) -> str:
+def json_source(schema: str | dict[str, Any] | bool, field: str, coerce_one_of: bool = False) -> str:
     schema = parsed(schema, field) if isinstance(schema, str) else schema
     if schema is False:
         raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequest(field, f"{type(schema).__name__} given; a JSON schema is an object, true or false")
-    schema = prepared(schema, field)
+    schema = prepared(schema, field, coerce_one_of=coerce_one_of)
     try:
         return LLMatcher.grammar_from_json_schema(
             schema, overrides={"whitespace_pattern": WHITESPACE, "json_allowed_escapes": ESCAPES}

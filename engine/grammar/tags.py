@@ -30,7 +30,7 @@ class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: str = "structural_tag"
 
 
-def tags_source(value: Any, special_tokens: Collection[str], field: str) -> str:
+def tags_source(value: Any, special_tokens: Collection[str], field: str, coerce_one_of: bool = False) -> str:
     """Lark for a structural tag, checked."""
     try:
         tag = msgspec.convert(value, StructuralTag)
@@ -43,7 +43,7 @@ def tags_source(value: Any, special_tokens: Collection[str], field: str) -> str:
         trigger = next((t for t in tag.triggers if t and structure.begin.startswith(t)), None)
         if trigger is None:
             raise InvalidRequest(field, f"structures[{index}].begin starts with none of the triggers")
-        by_trigger.setdefault(trigger, []).append(_after(structure, trigger, field))
+        by_trigger.setdefault(trigger, []).append(_after(structure, trigger, field, coerce_one_of))
     names = [f"tag_{index}" for index in range(len(by_trigger))]
     rules = [f"start: ({' | '.join(names)})* TEXT", r"TEXT: /(.|\n)*/"]
     for name, (trigger, pieces) in zip(names, by_trigger.items(), strict=True):
@@ -56,11 +56,12 @@ def tags_source(value: Any, special_tokens: Collection[str], field: str) -> str:
     return "\n".join(rules)
 
 
-def _after(structure: Structure, trigger: str, field: str) -> str:
+def _after(structure: Structure, trigger: str, field: str, coerce_one_of: bool) -> str:
     """What must follow the trigger."""
     texts = structure.begin[len(trigger) :], structure.end
     rest, end = (f"{json.dumps(text)} " if text else "" for text in texts)
-    return f"{rest}{lark_json(structure.schema, field, whitespace_pattern=WHITESPACE)} {end}".rstrip()
+    schema = lark_json(structure.schema, field, coerce_one_of=coerce_one_of, whitespace_pattern=WHITESPACE)
+    return f"{rest}{schema} {end}".rstrip()
 
 
 def special_token(text: str) -> str:

@@ -53,7 +53,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> ChatJob:
     if request.top_logprobs is not None and not request.logprobs:
         raise HttpError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-    wanted = wanted_outputs(request)
+    wanted = wanted_outputs(request, service.config.coerce_one_of)
     calls = service.tools.calls(request)
     special: dict[str, Any] = {"structured_outputs": wanted.outputs}
     special["logprobs"] = (request.top_logprobs or 0) if request.logprobs else None

@@ -35,7 +35,7 @@ async def _accept(service: Service, call: Call, body: bytes) -> CompletionJob:
     call.note_client_id(request.request_id)
     # The echoed prompt shows its log-probabilities as well.
     asked = [request.prompt_logprobs, request.logprobs if request.echo else None]
-    wanted = wanted_outputs(request)
+    wanted = wanted_outputs(request, service.config.coerce_one_of)
     params = sampling_params(
         service,
         request,

@@ -29,6 +29,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_call_parser: str = "auto"  # which format of calls the model writes; auto: as its chat template does
     reasoning_parser: str = "auto"
     constrain_auto_tools: bool = True  # a grammar holds calls to their schema even where a call is optional
+    coerce_one_of: bool = False  # in every request, as StructuredOutputs.coerce_one_of in one
     max_logprobs: int = MAX_LOGPROBS
     max_header_bytes: int = Limits().max_header_bytes
     max_body_bytes: int = Limits().max_body_bytes

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import msgspec
+
 from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.server.schema import ResponseFormat, Sampled
@@ -14,8 +16,9 @@ class Wanted(NamedTuple):
     field: str | None = None
 
 
-def wanted_outputs(request: Sampled) -> Wanted:
-    """What the request asks for, checked as far as it can be without compiling; raises InvalidRequest or HttpError."""
+def wanted_outputs(request: Sampled, coerce_one_of: bool) -> Wanted:
+    """What the request asks for, checked as far as it can be without compiling; raises InvalidRequest or HttpError.
+    `coerce_one_of`: of all requests."""
     wanted = Wanted(request.structured_outputs)
     if request.response_format is not None:
         _check_parts(request.response_format)
@@ -27,6 +30,8 @@ def wanted_outputs(request: Sampled) -> Wanted:
         wanted = _of_format(request.response_format)
     if wanted.outputs is not None:
         wanted.outputs.check(wanted.field)
+        if coerce_one_of and wanted.outputs.has_schema:
+            wanted = wanted._replace(outputs=msgspec.structs.replace(wanted.outputs, coerce_one_of=True))
     return wanted
 
 

@@ -55,6 +55,7 @@ class Tools:
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
         self._constrains_auto = config.constrain_auto_tools
+        self._coerces_one_of = config.coerce_one_of
         texts = [*(self.marks or ()), *((*self.form.marks, *self.form.punctuation) if self.form else ())]
         ids = {text: tokenizer.backend.token_to_id(text) for text in texts}
         self._special_ids = {text: id_ for text, id_ in ids.items() if id_ in tokenizer.special_ids}
@@ -67,7 +68,8 @@ class Tools:
             if choice not in ("none", "auto"):
                 _refuse("tool_choice", "there are no tools to choose from")
             return None
-        functions = _functions(tools)
+        asked = request.structured_outputs
+        functions = _functions(tools, self._coerces_one_of or (asked is not None and asked.coerce_one_of))
         if isinstance(choice, NamedTool):
             chosen = choice.function.name
             functions = [function for function in functions if function.name == chosen]
@@ -155,7 +157,7 @@ def check_history(messages: list[Message]) -> None:
             _refuse(f"{field}.tool_call_id", f"only a tool answers a call; the role is {clip(message.role)!r}")
 
 
-def _functions(tools: list[Tool]) -> list[Function]:
+def _functions(tools: list[Tool], coerce_one_of: bool) -> list[Function]:
     if len(tools) > MAX_TOOLS:
         _refuse("tools", f"{len(tools)} given; at most {MAX_TOOLS} are allowed")
     functions: dict[str, Function] = {}
@@ -168,7 +170,7 @@ def _functions(tools: list[Tool]) -> list[Function]:
         if given.name in functions:
             _refuse(f"{field}.name", f"{given.name!r} is given twice")
         functions[given.name] = Function(
-            given.name, _schema(f"{field}.parameters", given.parameters), bool(given.strict)
+            given.name, _schema(f"{field}.parameters", given.parameters), bool(given.strict), coerce_one_of
         )
     return list(functions.values())
 

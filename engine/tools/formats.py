@@ -105,6 +105,7 @@ class Function(NamedTuple):
     name: str
     parameters: dict[str, Any]  # a JSON schema of an object
     is_strict: bool = True  # a schema that no grammar can express is refused, not loosened
+    coerce_one_of: bool = False  # but for its oneOf
 
 
 class Calls(NamedTuple):

@@ -85,7 +85,8 @@ class _Rules:
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
             schema = {"type": "object"} if kind == "json_object" else _loaded(value)
-            body = lark_json(schema, "structured_outputs.json", whitespace_pattern=WHITESPACE)
+            coerce_one_of, field = wanted.coerce_one_of, "structured_outputs.json"
+            body = lark_json(schema, field, coerce_one_of=coerce_one_of, whitespace_pattern=WHITESPACE)
         elif kind == "regex":
             body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
         elif kind == "choice":
@@ -247,7 +248,7 @@ def _arguments(function: Function, spacing: dict[str, Any]) -> str:
     schema = {**function.parameters}
     if not function.is_strict or "type" not in schema:
         schema["type"] = "object"
-    return lark_json(schema, "tools", not function.is_strict, function.name, **spacing)
+    return lark_json(schema, "tools", not function.is_strict, function.name, function.coerce_one_of, **spacing)
 
 
 def _marks(form: Format) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.grammar.compiler import GrammarRefused
 from penstock.engine.grammar.ecma import translated
-from penstock.engine.grammar.schema import _COUNTS, _LISTS, _OBJECTS, _ONE, _PLAIN, _REWRITTEN, prepared
+from penstock.engine.grammar.schema import _COUNTS, _LISTS, _OBJECTS, _ONE, _PLAIN, _REWRITTEN, lark_json, prepared
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from tests.engine.grammar.support import accepts, matcher
@@ -51,6 +51,11 @@ HELD: list[tuple[dict, list[str], list[str]]] = [
     # counts of properties: one may have the name of another
     ({**ABC, "minProperties": 1, "required": ["a"]}, ['{"a": 1}'], ["{}"]),
     ({**CLOSED, "minProperties": 1}, ['{"cc": 1}'], ["{}"]),
+    ({**ABC, "minProperties": 1}, ['{"cc": 1}', '{"a": 1, "x": 1}', '{"x": 1}', '{"b":1,"cc":1}'], ["{}", '{"a": "x"}']),
+    ({**ABC, "minProperties": 3, "required": ["a", "z"]}, ['{"a":1,"z":1,"x":1}', '{"a":1,"b":1,"z":1}'],
+     ['{"a":1,"z":1}', '{"a":1,"z":1,"z":1}']),
+    ({**CLOSED, "patternProperties": {"^[ax]": {}}, "minProperties": 1}, ['{"a": 1}', '{"x": 1}'],
+     ["{}", '{"a": "x"}', '{"y": 1}']),
     ({**CLOSED, "minProperties": 3}, ['{"a": 1, "b": 1, "cc": 1}'], ['{"a": 1, "b": 1}', '{"a": 1, "a": 1, "a": 1}']),
     ({"type": "object", "required": ["a"], "minProperties": 2}, ['{"a":1,"x":1}'], ['{"a":1}', '{"a":1,"a":1}']),
     # llguidance's options in a user's schema, and properties that are called so
@@ -104,6 +109,7 @@ def test_a_schema_holds_what_it_says(schema: dict, good: list[str], bad: list[st
         ({"properties": {"a": {"not": {"pattern": "a"}}}}, "#/properties/a: not: "),
         ({"items": {"uniqueItems": True}}, "#/items: uniqueItems: "),
         ({"type": "object", "minProperties": 2}, "#: minProperties: "),
+        ({"minProperties": 1, "properties": {str(n): {} for n in range(17)}}, "#: minProperties: it is held beside at"),
         ({"anyOf": [{"type": "null"}, {"contains": {}}]}, "#/anyOf/1: contains: "),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#: oneOf: "),
         ({"$ref": "#"}, "#: $ref: it leads to nothing but itself"),
@@ -127,6 +133,68 @@ def test_what_no_grammar_holds_is_refused_with_its_keyword_and_place_or_left_out
         grammar_source(StructuredOutputs(json=schema), field="some.field")
     assert str(caught.value).startswith(f"some.field: {place}")
     assert prepared(schema, "", lenient=True) is not None
+
+
+def test_a_one_of_that_is_not_held_exactly_is_taken_for_any_of_where_the_user_says_so() -> None:
+    number = {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}}
+    with pytest.raises(InvalidRequest, match=r"structured_outputs.json: #: oneOf: .* structured_outputs.coerce_one_of"):
+        matcher(json=number)
+    tag = {"structures": [{"begin": "<", "schema": number, "end": ">"}], "triggers": ["<"]}
+    for found, before, after in (
+        (matcher(json=number, coerce_one_of=True), "", ""),
+        (matcher(structural_tag=tag, coerce_one_of=True), "so <", ">"),
+    ):
+        assert accepts(found, f"{before}1.5{after}")
+    assert not accepts(matcher(json=number, coerce_one_of=True), '"a"')
+    exact = {**ABC, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}
+    assert not accepts(matcher(json=exact, coerce_one_of=True), '{"a":1,"b":1}')
+    with pytest.raises(InvalidRequest, match="structured_outputs.coerce_one_of: regex holds no oneOf"):
+        matcher(regex="a", coerce_one_of=True)
+
+
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+PAIR = {"l": {**ENDLESS, "properties": {"a": {"$ref": "#/$defs/m"}}}, "m": {"minItems": 1, "items": {"$ref": "#/$defs/l"}, "type": "array"}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        ENDLESS,
+        {"type": "array", "minItems": 2, "prefixItems": [True], "items": {"$ref": "#"}},
+        {"$defs": PAIR, "anyOf": [{"$ref": "#/$defs/l"}, {"$ref": "#/$defs/m"}]},
+        {**ENDLESS, "properties": {}, "additionalProperties": {"$ref": "#"}},
+    ],
+)
+def test_a_schema_that_requires_itself_is_refused(schema: dict) -> None:
+    with pytest.raises(InvalidRequest, match="json: #: it requires itself, so that no answer could ever end"):
+        matcher(json=schema)
+    lenient = lark_json(schema, "", lenient=True)
+    with pytest.raises((GrammarRefused, InvalidRequest)):
+        matcher(grammar=f"start: {lenient}")
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"anyOf": [ENDLESS, {"type": "null"}]}, ['{"a": {"a": null}}'], ["1"]),
+        ({**ENDLESS, "type": ["object", "null"]}, ['{"a": {"a": null}}'], ['{"a": 1}']),
+        ({"type": "object", "$defs": PAIR, "properties": {"x": {"$ref": "#/$defs/l"}}}, ["{}"], ['{"x"', '{"x": 1}']),
+        ({"type": ["object", "null"], "required": ["a"], "properties": {"a": {"$ref": "#", "type": "object"}}},
+         ["null"], ["{", '{"a": null}']),
+        ({"type": "array", "$defs": PAIR, "items": {"$ref": "#/$defs/m"}}, ["[]"], ["[["]),
+    ],
+)  # fmt: skip
+def test_what_requires_itself_within_a_schema_is_what_nothing_keeps_to(
+    schema: dict, good: list[str], bad: list[str]
+) -> None:
+    for text in good:
+        assert accepts(matcher(json=schema), text), text
+    for text in bad:
+        assert not all(map(matcher(json=schema).advance, ([byte] for byte in text.encode()))), text
+
+
+def test_a_lenient_reading_takes_one_of_for_any_of() -> None:
+    assert "anyOf" in json.dumps(prepared({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "", lenient=True))
 
 
 @pytest.mark.parametrize(

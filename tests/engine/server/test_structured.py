@@ -11,10 +11,12 @@ from penstock.engine.client import AsyncEngine
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import ExecutorConfig
 from tests.engine.server.fake import EOS, byte_tokenizer
 from tests.engine.server.running import running
 from tests.engine.server.test_answers import events
+from tests.engine.text.chat_samples import QWEN3
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}, "required": ["a"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
@@ -65,6 +67,25 @@ def test_both_routes_hand_the_engine_what_is_asked_and_its_grammar(
         _, params, options = fake.engine.submitted[-1]
         assert params.structured_outputs == wanted
         assert options["grammar"] == grammar_source(wanted)
+
+
+def test_a_one_of_may_be_taken_for_any_of_in_one_request_or_in_all(fake) -> None:
+    schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+    form = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    parameters = {"type": "object", "properties": {"x": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}
+    call = {"tools": [tool], "tool_choice": "required", "messages": [{"role": "user", "content": "?"}]}
+    refused = fake.chat(**form)
+    assert refused.status_code == 400 and "--coerce-one-of" in refused.json()["error"]["message"]
+    with running(template=ChatTemplate(QWEN3)) as strict:
+        assert strict.chat(**call).status_code == 400
+    for send in (fake.complete, fake.chat):
+        assert send(structured_outputs={"json": schema, "coerce_one_of": True}).status_code == 200
+        assert send(structured_outputs={"json": schema}).status_code == 400
+    with running(template=ChatTemplate(QWEN3), coerce_one_of=True) as loose:
+        assert loose.chat(**form).status_code == loose.chat(**call).status_code == 200
+        assert loose.complete(structured_outputs={"json": schema}).status_code == 200
+        assert loose.complete(structured_outputs={"regex": "a"}).status_code == 200
 
 
 @pytest.mark.parametrize(
