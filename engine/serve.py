@@ -223,7 +223,7 @@ def _say_curl(url: str, server: ServerConfig, has_template: bool) -> None:
     body: dict[str, Any] = {"model": server.served_model_names[0], "max_tokens": 60, "stream": True}
     if has_template:
         path = "chat/completions"
-        body["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
+        body["messages"] = [{"role": "user", "content": "Explain gravity in one sentence."}]
     else:
         path = "completions"
         body["prompt"] = "The capital of France is"

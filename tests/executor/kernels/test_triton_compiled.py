@@ -135,7 +135,8 @@ def test_kernels_that_start_early_touch_nothing_before_their_turn(compiled: Foun
     for kernel in compiled:
         expected = (1, 1, 0) if kernel["is_dependent"] else (0, 0, None)
         assert (kernel["waits"], kernel["launches"], kernel["early"]) == expected, kernel
-        assert kernel["is_dependent"] == ("dependent" in kernel["case"]), kernel
+        # Once for a step with prompts, a kernel is launched in the usual way, and waits for all before it.
+        assert kernel["is_dependent"] == ("dependent" in kernel["case"] and kernel["kernel"] != "_order"), kernel
 
 
 @pytest.mark.timeout(3600)
