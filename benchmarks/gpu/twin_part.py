@@ -298,12 +298,12 @@ def sampling_cases(kit: Kit) -> Iterator[Case]:
         )
     numbers = torch.randperm(rows, device=device)[: rows // 2]
     counts = torch.randint(0, 3, (rows, vocab_size), dtype=torch.int32, device=device)
-    strengths = [1 + torch.rand(len(numbers), device=device) for _ in range(3)]
+    coefficients = 1 + torch.rand(len(numbers), 3, device=device)
     masks = torch.randint(-(2**31), 2**31, (len(numbers), -(-vocab_size // 32)), device=device).int()
 
     def edit(ops: SamplingOps) -> Tensors:
         penalized, masked = logits.clone(), logits.clone()
-        ops.penalize(penalized, numbers, numbers, counts, 1 << 30, *strengths)
+        ops.penalize(penalized, numbers, numbers, counts, 1 << 30, coefficients)
         ops.mask(masked, numbers, masks)
         return penalized, masked.isinf()
 

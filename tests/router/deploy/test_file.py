@@ -40,10 +40,10 @@ def test_flags_go_to_their_commands_and_files_beside_it_by_their_whole_path(tmp_
         served-model-name = ["a", "b"]
         max-model-len = 100
         kv-cache-bytes = "8MiB"
-        kv-host-bytes = 1024
         gpu_memory_utilization = 0.5
         enforce-eager = true
         enable-prefix-caching = false
+        max-num-seqs = 16
         hf-overrides = { rope_theta = 1000 }
         [router]
         cpus = 2
@@ -54,8 +54,8 @@ def test_flags_go_to_their_commands_and_files_beside_it_by_their_whole_path(tmp_
     model = str(tmp_path / "weights")
     assert deployment.template.words[2:] == (
         *(model, "--no-enable-prefix-caching", "--enforce-eager", "--gpu-memory-utilization=0.5"),
-        *('--hf-overrides={"rope_theta": 1000}', "--kv-cache-bytes=8MiB", "--kv-host-bytes=1024"),
-        *("--max-model-len=100", "--served-model-name", "a", "b"),
+        *('--hf-overrides={"rope_theta": 1000}', "--kv-cache-bytes=8MiB"),
+        *("--max-model-len=100", "--max-num-seqs=16", "--served-model-name", "a", "b"),
     )
     assert deployment.router_words[2:] == ("--policy=prefix", f"--tokenizer={model}")
     assert deployment.router_cpus == 2.0
