@@ -21,9 +21,9 @@ import httpx
 import msgspec
 import uvloop
 
-from penstock.engine.bench.client import Client, Target
-from penstock.engine.bench.load import Call, drive
-from penstock.engine.bench.stream import Reply
+from penstock.engine.commands.bench.http_client import Client, Target
+from penstock.engine.commands.bench.load import Call, drive
+from penstock.engine.commands.bench.stream import Reply
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 

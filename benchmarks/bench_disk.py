@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 from pairs import alternate, judge, record
 
-from penstock.cache.tiers.calls import Calls
-from penstock.cache.tiers.directory import SLAB_BYTES, open_directory, slab_name
-from penstock.cache.tiers.disk import DiskTier, slots_within
-from penstock.cache.tiers.journal import ROWS, Geometry, Journal
+from penstock.cache.tiers.disk.calls import Calls
+from penstock.cache.tiers.disk.directory import SLAB_BYTES, open_directory, slab_name
+from penstock.cache.tiers.disk.journal import ROWS, Geometry, Journal
+from penstock.cache.tiers.disk.record import HEADER_BYTES, namespace_of, slot_bytes
+from penstock.cache.tiers.disk.tier import DiskTier, slots_within
 from penstock.cache.tiers.memory import huge_array
-from penstock.cache.tiers.record import HEADER_BYTES, namespace_of, slot_bytes
 
 CHUNK = 8 * 2**20
 BATCH = 8

@@ -14,7 +14,7 @@ from typing import Any
 from pairs import alternate, judge, record
 
 from penstock import LLM, SamplingParams
-from penstock.engine.drafts import Drafter
+from penstock.engine.core.drafts import Drafter
 
 TEXT = Path(__file__).parents[1] / "docs" / "architecture.md"
 MAX_TOKENS = 160

@@ -23,11 +23,11 @@ import torch
 from gpu.shapes import MODELS
 from pairs import record
 
-from penstock.executor import linear
 from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.loading.weights import Weights
-from penstock.executor.models.fields import Fields
+from penstock.executor.kernels import linear
+from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import Model, find_architecture
+from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import Group
 
 CPU, DTYPE = torch.device("cpu"), torch.float32
@@ -47,7 +47,7 @@ def build() -> tuple[Model, KvPages]:
     weights = Weights(lambda _, shape: torch.zeros(shape), DTYPE, CPU, Group(), lambda _: None)
     with (
         mock.patch.object(linear, "is_repacked", return_value=False),
-        mock.patch("penstock.executor.loading.weights.is_repacked", return_value=False),
+        mock.patch("penstock.executor.models.weights.is_repacked", return_value=False),
     ):
         model = architecture.build(spec, weights, OPS, TINY["max_position_embeddings"], CPU)
     kv = torch.zeros(2, model.num_layers, 2, PAGE, model.kv_width)

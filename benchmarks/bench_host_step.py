@@ -23,18 +23,18 @@ import torch
 from pairs import record
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.core import EngineCore, settle_garbage
+from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import Submit
-from penstock.executor.inputs import DeviceInputs
 from penstock.executor.kernels import RowTensors, torch_sampling
+from penstock.executor.kernels.state import DeviceState
 from penstock.executor.kernels.torch_inputs import INPUT_OPS
-from penstock.executor.layout import Layout
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, Sampling, Step, StepResult
-from penstock.executor.runner import Launched, ModelRunner
-from penstock.executor.sampler import Sampler
-from penstock.executor.slots import Slots, slot_sizes
-from penstock.executor.state import DeviceState
+from penstock.executor.sampling.sampler import Sampler
+from penstock.executor.step.inputs import DeviceInputs
+from penstock.executor.step.layout import Layout
+from penstock.executor.step.runner import Launched, ModelRunner
+from penstock.executor.step.slots import Slots, slot_sizes
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, BLOCK_SIZE, PROMPT, LENGTH = 1000, 16, 128, 4096

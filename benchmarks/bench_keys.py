@@ -30,11 +30,11 @@ from pairs import record
 
 from penstock._csrc import ffi, lib
 from penstock.cache.keys import block_keys
-from penstock.engine import holdings
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.core import settle_garbage
+from penstock.engine.core import holdings
+from penstock.engine.core.engine_core import settle_garbage
+from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.messages import Submit
-from penstock.engine.scheduler import Scheduler
 from penstock.executor.protocol import ModelInfo, Sampling, Step, StepResult
 
 BLOCK_SIZE = 16

@@ -18,8 +18,8 @@ from pairs import alternate, judge, record
 
 from penstock import LLM, SamplingParams
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.executor import multiproc
-from penstock.executor.ring import MessageQueue
+from penstock.executor.ranks import multiproc
+from penstock.executor.ring.queue import MessageQueue
 
 NEVER = 1 << 40
 SHAPE = {

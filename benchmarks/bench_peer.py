@@ -23,8 +23,8 @@ from pairs import Pair, alternate, judge, record
 
 from penstock import LLM, SamplingParams
 from penstock.cache.tiers.memory import huge_array
-from penstock.cache.tiers.peer import PeerTier
-from penstock.cache.tiers.peer_server import PeerServer
+from penstock.cache.tiers.peer.server import PeerServer
+from penstock.cache.tiers.peer.store import PeerTier
 
 SECRET = "a secret for the benchmark alone"
 FINGERPRINT = b"benchmark".ljust(32, b"\0")

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from pairs import Pair, alternate, judge, record
 
-from penstock.executor.multiproc import open_multiproc
 from penstock.executor.protocol import (
     Admission,
     EplbConfig,
@@ -30,6 +29,7 @@ from penstock.executor.protocol import (
     Step,
     StepResult,
 )
+from penstock.executor.ranks.multiproc import open_multiproc
 
 VOCAB = 4096
 BLOCK = 16

@@ -18,12 +18,12 @@ import numpy as np
 import pairs
 
 from penstock.cache.keys import block_keys_v1
-from penstock.router.brain import Brain, ReplicaInfo
-from penstock.router.hasher import route_keys
-from penstock.router.policy import PolicyConfig
+from penstock.router.placement.brain import Brain, ReplicaInfo
+from penstock.router.placement.hasher import route_keys
+from penstock.router.placement.policy import PolicyConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.router.slow_hash import v1_chain  # noqa: E402
+from tests.support.slow_hash import v1_chain  # noqa: E402
 
 BLOCKS_EACH = 65_536
 

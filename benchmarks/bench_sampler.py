@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from penstock.executor.protocol import Sampling
-from penstock.executor.sampler import Sampler
+from penstock.executor.sampling.sampler import Sampler
 
 CASES = {
     "greedy": Sampling(temperature=0.0),

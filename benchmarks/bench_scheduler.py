@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.core import settle_garbage
+from penstock.engine.core.engine_core import settle_garbage
+from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.messages import Output, Submit
-from penstock.engine.scheduler import Scheduler
 from penstock.executor.protocol import ModelInfo, Sampling, Step, StepResult
 
 FLOOR_US = 8.0

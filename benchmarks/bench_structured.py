@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from pairs import alternate, judge, record
 
-from penstock.engine.bench import serve
+from penstock.engine.commands.bench import serving as serve
 
 
 @contextlib.contextmanager

@@ -22,8 +22,8 @@ from typing import Any
 from pairs import Pair, Verdict, judge, record
 
 from penstock import LLM, SamplingParams
-from penstock.cache.tiers.calls import Calls
-from penstock.cache.tiers.disk import DiskTier
+from penstock.cache.tiers.disk.calls import Calls
+from penstock.cache.tiers.disk.tier import DiskTier
 
 FIRST_ID = 1000
 THROTTLE_BYTES_PER_S = 50e6

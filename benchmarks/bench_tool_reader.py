@@ -10,8 +10,8 @@ import json
 import time
 from pathlib import Path
 
-from penstock.engine.tools.formats import CODER, HERMES, LLAMA, Format, mistral
-from penstock.engine.tools.reader import CallReader
+from penstock.engine.text.tools.formats import CODER, HERMES, LLAMA, Format, mistral
+from penstock.engine.text.tools.reader import CallReader
 
 SIZE_CHARS = 1_000_000
 HEAD = '<tool_call>{"name": "f", "arguments": '

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 from pairs import Pair, judge, record
 
-from penstock.engine.bench import serve
-from penstock.engine.bench.startup import free_port, stop
+from penstock.engine.commands.bench import serving as serve
+from penstock.engine.commands.bench.startup import free_port, stop
 
 START_TIMEOUT_S = 900.0
 FIGURES = {  # of the result → whether more is better

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from offline_job import MARK
 from pairs import alternate, judge, record
 
-from penstock.engine.bench import startup
+from penstock.engine.commands.bench import startup
 
 HERE = Path(__file__).parent
 MAX_MODEL_LEN = 2048

@@ -32,7 +32,7 @@ def answer(message: Any) -> int:
 
 class Ours:
     def __init__(self, kind: str) -> None:
-        from penstock.executor import ring
+        from penstock.executor.ring import queue as ring
 
         self.queues, self.borrows = ring.MessageQueue, kind != "ours-recv"
         self.extra = {"out_of_band_bytes": NEVER} if kind == "ours-inband" else {}

@@ -1,6 +1,6 @@
 """A replica of eight is killed under load: how many requests fail, and how soon nobody is sent there any more.
 
-Replicas are real servers with a model's pace and no model (tests/router/mock_replica.py); 64 clients ask without a pause.
+Replicas are real servers with a model's pace and no model (tests/support/mock_replica.py); 64 clients ask without a pause.
 Half-way one replica gets SIGKILL. A request fails when its answer is not 200; the time out of rotation is from the kill
 until the router lists the replica as not available, looked at every two milliseconds.
 
@@ -23,7 +23,7 @@ from bench_route import process, wait_ready
 from pairs import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.router.fleet import MockReplica, mock_replicas  # noqa: E402
+from tests.support.router_fleet import MockReplica, mock_replicas  # noqa: E402
 
 
 async def ask(

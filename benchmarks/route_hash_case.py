@@ -26,15 +26,15 @@ from pairs import alternate, judge, record
 HERE = Path(__file__).parent
 
 sys.path.insert(0, str(HERE.parent))
-from tests.router.slow_hash import v1_chain  # noqa: E402
+from tests.support.slow_hash import v1_chain  # noqa: E402
 
 
 def run_router(hasher: str, backend: int) -> None:
     """The router as it is, or with the Python loop run first and on the event loop."""
-    from penstock.router.brain import Brain
     from penstock.router.config import RouterConfig, resolve
+    from penstock.router.placement.brain import Brain
+    from penstock.router.placement.prompts import Texts
     from penstock.router.serve import bind_socket, serve
-    from penstock.router.text import Texts
 
     if hasher == "slow":
         prepare = Brain.prepare

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.brain import Brain, Prompt, ReplicaInfo
-from penstock.router.hasher import Keys, KeySpace
-from penstock.router.load import Charge
-from penstock.router.policy import PolicyConfig
+from penstock.router.placement.brain import Brain, Prompt, ReplicaInfo
+from penstock.router.placement.hasher import Keys, KeySpace
+from penstock.router.placement.load import Charge
+from penstock.router.placement.policy import PolicyConfig
 
 BLOCK_SIZE = 512  # of the traces' hash ids
 SPACE = KeySpace("sha256", b"simulated", BLOCK_SIZE)

@@ -25,12 +25,12 @@ import uvloop
 
 from penstock.cache.keys import block_keys_v1
 from penstock.engine.http.kv_stream import Changes
-from penstock.router.brain import Brain, Prompt, ReplicaInfo
-from penstock.router.hasher import KeySpace
-from penstock.router.policy import PolicyConfig
+from penstock.router.placement.brain import Brain, Prompt, ReplicaInfo
+from penstock.router.placement.hasher import KeySpace
+from penstock.router.placement.policy import PolicyConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.router.slow_hash import v1_chain  # noqa: E402
+from tests.support.slow_hash import v1_chain  # noqa: E402
 
 NUM_REPLICAS = 8
 BLOCK_SIZE = 32

@@ -19,8 +19,8 @@ import pairs
 from route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
 
 from penstock.engine.http.kv_stream import Changes
-from penstock.router.brain import Brain, ReplicaInfo
-from penstock.router.policy import POLICIES, PolicyConfig
+from penstock.router.placement.brain import Brain, ReplicaInfo
+from penstock.router.placement.policy import POLICIES, PolicyConfig
 
 
 def one_by_one(arrivals: list[Arrival], gap_s: float) -> list[Arrival]:

@@ -1,6 +1,6 @@
 """Long prompts beside running answers: one pool of two replicas, against one that computes prompts for the other.
 
-The same two replicas serve both, by turns: real servers with a model's pace and no model (tests/router/mock_replica.py),
+The same two replicas serve both, by turns: real servers with a model's pace and no model (tests/support/mock_replica.py),
 whose steps take 10 ms and 0.05 ms for each token of a prompt, at most 2,048 in a step. 16 answers stream all the time;
 a prompt of 6,000 tokens that nobody has seen comes every 500 ms. The figure is the p99 of the time between two tokens of
 the 16. Blocks really move between the replicas, but they are small: what a large model's would take is not in it.
@@ -24,8 +24,8 @@ from bench_route import process, wait_ready
 from pairs import alternate, judge, record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.cache.peer_rig import free_addresses  # noqa: E402
-from tests.router.fleet import mock_replicas  # noqa: E402
+from tests.support.peer_rig import free_addresses  # noqa: E402
+from tests.support.router_fleet import mock_replicas  # noqa: E402
 
 SETTLE_S = 1.0  # for the answers to be under way
 

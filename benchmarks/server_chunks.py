@@ -18,13 +18,13 @@ from typing import Any
 
 import uvloop
 
-from penstock.engine.client import Health
+from penstock.engine.front.answer import RequestMetrics, Update
+from penstock.engine.front.client import Health
 from penstock.engine.http.listen import Listener, bind_socket
 from penstock.engine.messages import Stats
-from penstock.engine.output import RequestMetrics, Update
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.app import build_app
-from penstock.engine.server.config import ServerConfig
+from penstock.engine.server.server_config import ServerConfig
 from penstock.executor.protocol import ModelInfo
 
 INFO = ModelInfo(

@@ -1,6 +1,6 @@
 /* Most messages are plain: a request line, a dozen ordinary headers, a length, the body. For those one pass here stands in
  * for a callback into Python per header. It judges nothing: whatever is unusual (a coding, a second length, a space too
- * many, a header that ends at this hop) is not plain, and llhttp and router/edge.py say what is to be done. So it may
+ * many, a header that ends at this hop) is not plain, and llhttp and router/http/edge.py say what is to be done. So it may
  * only ever accept what they accept, and read it as they do; tests/router/test_heads.py holds it to that. */
 #include <stddef.h>
 #include <stdint.h>

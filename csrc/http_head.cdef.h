@@ -1,4 +1,4 @@
-/* Heads of plain HTTP/1.1 messages (router/heads.py): those in which nothing needs judging. */
+/* Heads of plain HTTP/1.1 messages (router/http/heads.py): those in which nothing needs judging. */
 
 /* `data` is one whole request to be passed on: POST, a Content-Length that is right, nothing doubtful. 1, or 0: it is for
  * the real parser to say what it is. `found`, as offsets into `data`: end of the target (which begins at 5), begin of the

@@ -1,4 +1,4 @@
-/* The ring's shared words, its waiting and its copies (executor/ring.py, which draws the layout and keeps the order of
+/* The ring's shared words, its waiting and its copies (executor/ring/queue.py, which draws the layout and keeps the order of
  * calls). Linux only: elsewhere penstock_ring_wait sleeps in short naps. Addresses are integers. */
 
 /* One cache line in shared memory: the writer's, the one where the writer waits for room, and one per reader. */
@@ -7,7 +7,7 @@ struct penstock_ring_line {
     uint64_t busy;     /* the message, from 1, that the owner is at; 0: none. For error messages alone */
     uint32_t bell;     /* what sleepers sleep on */
     uint32_t sleepers; /* how many might; too high after a crash, which costs a system call per message */
-    uint32_t state;    /* of the owner, see executor/ring_memory.py */
+    uint32_t state;    /* of the owner, see executor/ring/memory_segment.py */
     uint32_t pid;
     uint64_t start;    /* when the process started: a process id alone may be given out again */
     uint64_t unused[3];

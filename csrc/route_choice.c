@@ -1,4 +1,4 @@
-/* Which replica is best. The formulas and their reasons stand in docs/router.md; tests/router/slow_policy.py has them
+/* Which replica is best. The formulas and their reasons stand in docs/router.md; tests/support/slow_policy.py has them
  * again, in numpy, and the two must agree. Here, because a dozen operations on arrays of eight cost 50 µs in Python and
  * all of this 0.1: what is small is called, not computed. Only the event loop's thread comes here. */
 #include <math.h>

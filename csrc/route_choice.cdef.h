@@ -1,6 +1,6 @@
-/* The choice of a replica (router/load.py, router/knowledge.py): the columns of a fleet, one value per replica. */
+/* The choice of a replica (router/placement/load.py, router/placement/knowledge.py): the columns of a fleet, one value per replica. */
 
-/* Whose memory is Python's. Where a column's meaning is not plain, router/load.py has it. */
+/* Whose memory is Python's. Where a column's meaning is not plain, router/placement/load.py has it. */
 struct penstock_fleet {
     size_t num_rows, num_in_use; /* rows of replicas that have left are shut, and not in use */
     double total_capacity;

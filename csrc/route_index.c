@@ -168,7 +168,7 @@ static inline uint64_t low_64(const uint8_t *key) {
     return value;
 }
 
-/* -- what router/index.py calls -------------------------------------------------------------------------------- */
+/* -- what router/placement/index.py calls -------------------------------------------------------------------------------- */
 
 void *penstock_route_open(uint32_t capacity, uint32_t num_hopes, uint32_t max_slots, uint64_t seed) {
     size_t groups = (max_slots + SLOTS_PER_GROUP - 1) / SLOTS_PER_GROUP, slots = groups * SLOTS_PER_GROUP;

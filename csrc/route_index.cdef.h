@@ -1,4 +1,4 @@
-/* The router's index (router/index.py): which replica's slot holds which blocks. Keys are the low 64 bits of block
+/* The router's index (router/placement/index.py): which replica's slot holds which blocks. Keys are the low 64 bits of block
  * keys. Every function takes the index's own lock, so any thread may call any of them. */
 
 /* An index of at most `capacity` facts and `num_hopes` hopes for up to `max_slots` slots; NULL: out of memory.

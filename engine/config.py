@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from penstock.cache.tiers.peer_address import SECRET_VARIABLE, read_address, read_secret
+from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, read_secret
 from penstock.engine.vllm_options import sort_out
 from penstock.executor.protocol import ExecutorConfig
 

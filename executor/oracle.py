@@ -26,7 +26,7 @@ from penstock.executor.protocol import (
     StepResult,
     TokenLogprobs,
 )
-from penstock.executor.transfers import (
+from penstock.executor.tiers.transfers import (
     NumpyCopier,
     RankTransfers,
     block_of,

@@ -3,7 +3,7 @@
 A `Group` of one does nothing. Otherwise its ranks make the same calls in the same order. After `sum` every rank
 holds the same bits; `gather_columns` and `broadcast` know one distinguished rank, the first, which samples for all.
 
-On CUDA a collective is launched on the current stream and nobody waits: a graph may hold it (executor/graphs.py).
+On CUDA a collective is launched on the current stream and nobody waits: a graph may hold it (executor/step/graphs.py).
 """
 
 from collections.abc import Callable, Iterator
@@ -14,12 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-from penstock.executor.wire import Rendezvous
-
-# Whoever watches the processes sees a dead or stuck rank much earlier; this is for when nobody does.
-COLLECTIVE_TIMEOUT_S = 300.0
-JOIN_TIMEOUT_S = 120.0
 
 
 class CollectiveError(RuntimeError):
@@ -64,7 +58,7 @@ class Group:
         if self._backend is None:
             return part
         part = part.contiguous()
-        with _naming("sum"):
+        with naming("sum"):
             _finish(self._backend.allreduce([part], _in_order(dist.AllreduceOptions())))
         return part
 
@@ -75,7 +69,7 @@ class Group:
         held = torch.tensor([value], device=self.device)
         options = _in_order(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp.MIN
-        with _naming("minimum"):
+        with naming("minimum"):
             _finish(self._backend.allreduce([held], options))
         return int(held)
 
@@ -89,7 +83,7 @@ class Group:
         parts = [torch.empty_like(part) for _ in shares] if self.is_first else []
         options = _in_order(dist.GatherOptions())
         options.rootRank = 0
-        with _naming("gather"):
+        with naming("gather"):
             _finish(self._backend.gather([parts] if self.is_first else [], [part], options))
         if not self.is_first:
             return None
@@ -100,57 +94,23 @@ class Group:
         if self._backend is not None:
             options = _in_order(dist.BroadcastOptions())
             options.rootRank = 0
-            with _naming("broadcast"):
+            with naming("broadcast"):
                 _finish(self._backend.broadcast([tensor], options))
         return tensor
 
     def send(self, tensor: torch.Tensor, rank: int, timeout_s: float) -> None:
         assert self._backend is not None
-        with _naming("send"):
+        with naming("send"):
             self._backend.send([tensor], rank, 0).wait(timedelta(seconds=timeout_s))
 
     def receive(self, tensor: torch.Tensor, rank: int, timeout_s: float) -> None:
         """Into `tensor`, which is contiguous."""
         assert self._backend is not None
-        with _naming("receive"):
+        with naming("receive"):
             self._backend.recv([tensor], rank, 0).wait(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         self._backend = self._connect = None
-
-
-def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> Group:
-    """Meet the other ranks and return the group of all: gloo on the CPU, NCCL on CUDA."""
-    if world == 1:
-        return Group()
-    with _naming("join"):
-        store = dist.TCPStore(
-            at.host,
-            at.port,
-            world,
-            is_master=rank == 0,
-            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
-            wait_for_workers=False,
-            master_listen_fd=at.listen_fd if rank == 0 else None,
-        )
-
-        def connect(name: str) -> dist.Backend:
-            return _backend(dist.PrefixStore(name, store), rank, world, at.address, device)
-
-        return Group(rank, world, connect, device)
-
-
-def _backend(store: dist.Store, rank: int, world: int, address: str, device: torch.device) -> dist.Backend:
-    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
-    if device.type == "cuda":
-        # Not run so far: the machines at hand had one GPU at most.
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world, nccl)
-    gloo = dist.ProcessGroupGloo._Options()
-    gloo._timeout = timeout
-    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(store, rank, world, gloo)
 
 
 def _in_order(options: Any) -> Any:
@@ -166,7 +126,7 @@ def _finish(work: dist.Work | None) -> None:
 
 
 @contextmanager
-def _naming(call: str) -> Iterator[None]:
+def naming(call: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

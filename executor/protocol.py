@@ -137,7 +137,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
 class TransferResult(msgspec.Struct, frozen=True, array_like=True):
     """What became of transfers: those of any step, up to this result.
 
-    With several ranks each reports its own, and `executor/transfers.py` `Merge` makes one of them: a ticket is
+    With several ranks each reports its own, and `executor/tiers/transfers.py` `Merge` makes one of them: a ticket is
     complete when every rank has completed it, and ok when it is on all; a key is in a store while all have it.
     """
 
@@ -240,7 +240,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv_disk_bytes: int = 0
     kv_peers: tuple[str, ...] = ()  # HOST:PORT of rank 0 of engines whose blocks are read; rank r is at PORT + r
     kv_peer_listen: str = ""  # HOST:PORT of our rank 0, where others read ours
-    kv_peer_secret_file: str = ""  # else the secret is in the environment (cache/tiers/peer_address.py)
+    kv_peer_secret_file: str = ""  # else the secret is in the environment (cache/tiers/peer/address.py)
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False  # ranks share out whole experts, not slices of each
@@ -315,11 +315,11 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
 
         return UniprocExecutor(config, progress)
     if kind == "multiproc":
-        from penstock.executor.multiproc import open_multiproc
+        from penstock.executor.ranks.multiproc import open_multiproc
 
         return open_multiproc(config, progress)
     if kind == "ray":
-        from penstock.executor.ray import open_ray
+        from penstock.executor.ranks.ray_executor import open_ray
 
         return open_ray(config, progress)
     raise AssertionError(f"an executor that nobody wrote: {kind!r}")

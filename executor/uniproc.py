@@ -7,8 +7,8 @@ import numpy as np
 
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, StepResult
-from penstock.executor.rank import Rank, choose_device
-from penstock.executor.runner import Launched
+from penstock.executor.ranks.rank import Rank, choose_device
+from penstock.executor.step.runner import Launched
 
 
 class UniprocExecutor:

@@ -19,14 +19,14 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.page.document import document
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
 from penstock.router.config import Prefill, RouteError, RouterConfig, canonical_url
-from penstock.router.edge import ClientConnection, Edge
 from penstock.router.exchange import Exchange, Plan
-from penstock.router.fleet import Fleet, Group
-from penstock.router.heads import Request
+from penstock.router.fleet.fleet import Fleet, Group
+from penstock.router.fleet.replica import Outcome, Replica
+from penstock.router.http.edge import ClientConnection, Edge
+from penstock.router.http.heads import Request
+from penstock.router.http.wire import Headers
 from penstock.router.metrics import Metrics
-from penstock.router.replica import Outcome, Replica
-from penstock.router.text import Asked, Prepared, Texts
-from penstock.router.wire import Headers
+from penstock.router.placement.prompts import Asked, Prepared, Texts
 
 log = logging.getLogger("penstock.router")
 

@@ -30,7 +30,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     probe_interval_s: float = 0.5
     probe_timeout_s: float = 1.0
     drain_s: float = 30.0
-    retry_share: float = 0.15  # retries per request over time; see router/budget.py
+    retry_share: float = 0.15  # retries per request over time; see router/fleet/budget.py
     max_ejected_share: float = 0.5  # of a model's replicas that misbehaviour may take out; the dead are always out
 
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.engine.http.errors import HttpError, error_body
-from penstock.router.brain import Charge, Prompt
-from penstock.router.edge import ClientConnection
-from penstock.router.fleet import NOBODY, Group
-from penstock.router.heads import AnswerHead, Request
+from penstock.router.fleet.fleet import NOBODY, Group
+from penstock.router.fleet.replica import Outcome, Replica
+from penstock.router.http.edge import ClientConnection
+from penstock.router.http.heads import AnswerHead, Request
+from penstock.router.http.upstream import ConnectFailed, Dechunker, Upstream
+from penstock.router.http.wire import answer_head, request_head
+from penstock.router.placement.brain import Charge, Prompt
 from penstock.router.prefill import PrefillLeg, place
-from penstock.router.replica import Outcome, Replica
-from penstock.router.upstream import ConnectFailed, Dechunker, Upstream
-from penstock.router.wire import answer_head, request_head
 
 if TYPE_CHECKING:
     from penstock.router.app import App

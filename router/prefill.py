@@ -8,14 +8,14 @@ itself, or is dropped when the other has its first byte, fails, or loses its cli
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.router.brain import Charge
-from penstock.router.fleet import Group
-from penstock.router.heads import AnswerHead
-from penstock.router.replica import Outcome, Replica
+from penstock.router.fleet.fleet import Group
+from penstock.router.fleet.replica import Outcome, Replica
+from penstock.router.http.heads import AnswerHead
+from penstock.router.http.upstream import ConnectFailed, Upstream
+from penstock.router.http.wire import request_head
+from penstock.router.placement.brain import Charge
+from penstock.router.placement.prompts import COMPLETIONS
 from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
-from penstock.router.text import COMPLETIONS
-from penstock.router.upstream import ConnectFailed, Upstream
-from penstock.router.wire import request_head
 
 if TYPE_CHECKING:
     from penstock.router.app import App

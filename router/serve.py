@@ -21,15 +21,15 @@ import msgspec
 from penstock import __version__
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
-from penstock.engine.text.room import load_text
+from penstock.engine.text.model_text import load_text
 from penstock.router.app import App
-from penstock.router.brain import Brain, PolicyConfig
 from penstock.router.config import POLICIES, Patience, Prefill, RouteError, RouterConfig, replicas_of, resolve
-from penstock.router.fleet import Fleet
-from penstock.router.kv_link import KvLinks
-from penstock.router.probe import Prober, ServedModel
-from penstock.router.replica import Replica
-from penstock.router.text import Texts
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.fleet.kv_link import KvLinks
+from penstock.router.fleet.probe import Prober, ServedModel
+from penstock.router.fleet.replica import Replica
+from penstock.router.placement.brain import Brain, PolicyConfig
+from penstock.router.placement.prompts import Texts
 
 log = logging.getLogger("penstock.router")
 

@@ -11,7 +11,7 @@ from msgspec import Raw
 from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
 from penstock.engine.http.errors import HttpError
-from penstock.router.text import CHAT, COMPLETIONS, RENDERED
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, RENDERED
 
 HINT = "kv_transfer_params"
 BESIDE_THE_IDS = frozenset({"model", "cache_salt", "priority"})

@@ -8,9 +8,9 @@ import pytest
 
 from penstock import __version__, cli
 from penstock.cli import main
-from penstock.engine import serve
+from penstock.engine.commands import serve
+from penstock.engine.commands.engine_options import add_engine_options, engine_options, size_bytes
 from penstock.engine.config import ConfigError, engine_config, option_names
-from penstock.engine.options import add_engine_options, engine_options, size_bytes
 from penstock.engine.vllm_options import FLAGS, REFUSED, TAKEN
 
 

@@ -25,11 +25,27 @@ MAY_IMPORT = {
     "eplb": {"eplb"},
     "router": {
         *("router", "cache.keys", "engine.text", "engine.http", "_csrc"),
-        *("executor.cluster", "executor.lifeline", "executor.protocol"),  # deployments: how to join Ray, how to end
+        *(
+            "executor.ranks.cluster",
+            "executor.lifeline",
+            "executor.protocol",
+        ),  # deployments: how to join Ray, how to end
     },
     "__init__": {"engine"},
     "cli": {*ROOMS},
 }
+# Inside a room imports point one way too: a part imports itself and those before it.
+PARTS = {
+    "engine": ("vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
+               "server", "commands"),
+    "executor": ("protocol batch moe_spec parallel staging progress lifeline outbox", "kernels", "loading", "models",
+                 "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle"),
+    "router": ("config", "http", "placement", "fleet", "split prefill exchange app metrics workers serve", "deploy"),
+    "cache": ("keys pool", "tiers.base tiers.health tiers.measures tiers.memory", "tiers.index", "tiers.disk",
+              "tiers.peer"),
+}  # fmt: skip
+# What opens an executor by its name, when it is asked to.
+UPWARD = {"executor.protocol": {"executor.oracle", "executor.uniproc", "executor.ranks"}}
 TORCH_LIVES_IN = {"executor"}
 TORCH_AND_CO = {"torch", "transformers", "triton", "safetensors.torch"}
 
@@ -39,7 +55,7 @@ BANNED_CALLS = {
 }  # fmt: skip
 BANNED_KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
 # The ring's pickle stays between a parent and the children it spawned.
-ALLOWED_CALLS = {("executor/ring.py", "pickle.loads"), ("executor/ring.py", "pickle.Unpickler")}
+ALLOWED_CALLS = {("executor/ring/queue.py", "pickle.loads"), ("executor/ring/queue.py", "pickle.Unpickler")}
 
 # Import names whose package is called otherwise; torch brings triton where there is CUDA.
 DISTRIBUTIONS = {
@@ -100,6 +116,21 @@ def wrong_imports(source: str, module: str, is_package: bool = False) -> list[st
     return wrong
 
 
+def part_of(name: str) -> int:
+    """At which place of its room's parts a module, or a name in it, stands. A package that holds several parts: 0."""
+    room, _, rest = name.partition(".")
+    places = [place for place, part in enumerate(PARTS[room]) if is_within(rest, set(part.split()))]
+    assert places or (ROOT / name.replace(".", "/")).is_dir(), f"{name} is in no part of {room}"
+    return places[0] if places else 0
+
+
+def upward_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    room = module.split(".")[0]
+    names = [name.partition(".")[2] for name in imports(ast.parse(source), module, is_package)]
+    within = [name for name in names if name.startswith(f"{room}.") and not is_within(name, UPWARD.get(module, set()))]
+    return [name for name in within if room in PARTS and part_of(name) > part_of(module)]
+
+
 def banned_calls(source: str) -> list[str]:
     """Calls by their full names, also when the function was imported under another."""
     tree = ast.parse(source)
@@ -137,6 +168,11 @@ def modules_in_a_fresh_process(code: str) -> set[str]:
 def test_a_module_imports_only_what_its_room_may(path: Path) -> None:
     module = room_of(path) if path.is_relative_to(ROOT / "src") else dotted(path)
     assert wrong_imports(path.read_text(), module, path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("path", [path for path in modules() if room_of(path) in PARTS], ids=str)
+def test_a_module_imports_nothing_that_stands_above_it_in_its_room(path: Path) -> None:
+    assert upward_imports(path.read_text(), dotted(path), path.name == "__init__.py") == []
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -182,6 +218,20 @@ def test_the_check_sees_an_import_in_the_wrong_direction(module: str, source: st
 )
 def test_the_check_lets_the_right_direction_pass(module: str, source: str) -> None:
     assert wrong_imports(source, module) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("engine.core.scheduler", "from penstock.engine.front.client import EngineClient"),
+        ("engine.text.tokenizer", "def lazy():\n    from penstock.engine.server import app"),
+        ("executor.step.runner", "from penstock.executor.ranks import rank"),
+        ("cache.tiers.index", "from penstock.cache.tiers.disk import DiskTier"),
+    ],
+)
+def test_the_check_sees_an_import_up_the_room(module: str, source: str) -> None:
+    assert len(upward_imports(source, module)) == 1
+    assert upward_imports("from penstock.executor.ranks import multiproc", "executor.protocol") == []
 
 
 @pytest.mark.parametrize(

@@ -14,19 +14,19 @@ import msgspec
 import pytest
 
 from penstock.cli import _COMMANDS
-from penstock.engine import serve
-from penstock.engine.bench.calls import SAMPLING
+from penstock.engine.commands import serve
+from penstock.engine.commands.bench.calls import SAMPLING
 from penstock.engine.config import ConfigError, SchedulerConfig, engine_config
-from penstock.engine.front import submissions
-from penstock.engine.llm import LLM
+from penstock.engine.front.llm import LLM
+from penstock.engine.front.submit import submissions
 from penstock.engine.model_files import ModelRefused, resolve_model
 from penstock.engine.sampling_params import SamplingParams
-from penstock.engine.server import schema
+from penstock.engine.server import requests as schema
 from penstock.engine.server.answers import _SHARED
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 from penstock.router import serve as route
 from penstock.router.config import RouteError
-from tests.nursery import ROOT
+from tests.support.nursery import ROOT
 
 # Values for flags whose kind does not say one, and what a flag needs beside it.
 SAID = {
@@ -99,7 +99,7 @@ def served(given: list[str]) -> tuple[Any, Any]:
 @pytest.mark.parametrize("action", actions_of(serve), ids=lambda action: action.dest)
 def test_every_flag_of_serve_changes_what_is_served(action: argparse.Action, tmp_path: Path, monkeypatch) -> None:
     if action.dest in OF_FILES:
-        assert f"args.{action.dest}" in source("engine/serve.py").split("def run")[1]
+        assert f"args.{action.dest}" in source("engine/commands/serve.py").split("def run")[1]
         return
     monkeypatch.setitem(SAID, "kv_peer_secret_file", str(tmp_path / "secret"))
     (tmp_path / "secret").write_text("a secret that is long enough to be one\n")
@@ -123,9 +123,9 @@ def test_every_flag_of_route_changes_what_is_routed(action: argparse.Action) -> 
 
 
 READERS = {
-    "bench": ["engine/bench/*.py", "eplb/bench.py"],
-    "top": ["engine/top/command.py"],
-    "cache": ["cache/tiers/operate.py"],
+    "bench": ["engine/commands/bench/*.py", "eplb/bench.py"],
+    "top": ["engine/commands/top/command.py"],
+    "cache": ["cache/tiers/disk/operate.py"],
     "export": ["src/penstock/cli.py"],
     "deploy": ["router/deploy/*.py"],
 }
@@ -158,7 +158,7 @@ def test_every_command_is_walked() -> None:
 
 
 def test_every_keyword_of_the_python_classes_is_read() -> None:
-    for path, owner in (("engine/llm.py", LLM), ("engine/sampling_params.py", SamplingParams)):
+    for path, owner in (("engine/front/llm.py", LLM), ("engine/sampling_params.py", SamplingParams)):
         tree = ast.parse(source(path))
         (found,) = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == owner.__name__]
         for method in [node for node in found.body if isinstance(node, ast.FunctionDef)]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.engine.server.fake import byte_tokenizer
+from tests.support.fake_engine import byte_tokenizer
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

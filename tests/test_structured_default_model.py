@@ -10,7 +10,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
-from tests.engine.grammar.schemas import random_schema
+from tests.support.schemas import random_schema
 
 pytestmark = [
     pytest.mark.skipif(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, SamplingParams
-from tests.cache.peer_rig import free_addresses, until
+from tests.support.peer_rig import free_addresses, until
 
 pytestmark = [
     pytest.mark.skipif(

@@ -6,7 +6,7 @@ import itertools
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.memory import allocate_kv
+from penstock.executor.step.memory import allocate_kv
 
 PAGE = 16
 Rows = list[tuple[int, int]]  # tokens of a row, and the context that they end; rows of one token first
@@ -14,7 +14,7 @@ Rows = list[tuple[int, int]]  # tokens of a row, and the context that they end; 
 
 def make_batch(rows: Rows, device: torch.device, longest: int = 0) -> ForwardBatch:
     """Each row has blocks of its own, from 1 on, in a random order. `longest`: of any request there may be, which settles
-    how graphs cut a context (executor/graphs.py); 0: of these rows alone, as in a step without a graph."""
+    how graphs cut a context (executor/step/graphs.py); 0: of these rows alone, as in a step without a graph."""
     counts, contexts = [count for count, _ in rows], [context for _, context in rows]
     blocks = torch.tensor([-(-context // PAGE) for context in contexts])
     width = max(int(blocks.max()), -(-longest // PAGE))

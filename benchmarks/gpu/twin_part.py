@@ -17,7 +17,7 @@ from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_block
 from benchmarks.gpu.figures import open_device, set_launch, tell
 
 from penstock.executor.kernels import InputOps, Ops, SamplingOps, torch_fp8, torch_inputs, torch_ops, torch_sampling
-from penstock.executor.state import OPTIONS, Places
+from penstock.executor.kernels.state import OPTIONS, Places
 
 ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # norm of the difference / norm, where nothing else is said
 Tensors = tuple[torch.Tensor, ...]

@@ -1,7 +1,7 @@
 """What the tiers beneath the device's blocks agree on. It knows keys and bytes, nothing of requests or tensors.
 
 Two sides work together. The engine core owns the index (cache/tiers/index.py): which key lies in which host slot,
-in which store, and what is on its way. The ranks own the bytes (executor/transfers.py): each has the host slots of
+in which store, and what is on its way. The ranks own the bytes (executor/tiers/transfers.py): each has the host slots of
 its share of every block, and its own instance of each store. A block is there only when every rank has its part.
 
     device blocks ⇄ host slots ⇄ disk, peer

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.schema import ESCAPES, WHITESPACE, prepared
+from penstock.engine.grammar.json_schema import ESCAPES, WHITESPACE, prepared
 from penstock.engine.grammar.tags import tags_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs, check_depth
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.grammar.schema import WHITESPACE, lark_json
+from penstock.engine.grammar.json_schema import WHITESPACE, lark_json
 from penstock.engine.sampling_params import InvalidRequest
 
 MAX_STRUCTURES = 256

@@ -13,15 +13,15 @@ from typing import Any, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.engine.client import Generation
+from penstock.engine.front.answer import Update
+from penstock.engine.front.client import Generation
 from penstock.engine.http.errors import HttpError
 from penstock.engine.messages import FinishReason
-from penstock.engine.output import Update
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.call import Answering, Call
 from penstock.engine.server.prompts import in_thread_if
-from penstock.engine.server.replies import CachedTokens, Chat, ChatChunk, Completion, Usage
-from penstock.engine.server.schema import Sampled
+from penstock.engine.server.requests import Sampled
+from penstock.engine.server.responses import CachedTokens, Chat, ChatChunk, Completion, Usage
 from penstock.engine.server.service import Service
 from penstock.executor.protocol import TokenLogprobs
 

@@ -19,21 +19,22 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.engine.client import AsyncEngine
+from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.auth import Authentication, Keys
 from penstock.engine.http.errors import ErrorReply, HttpError, clip
 from penstock.engine.http.page.document import document
 from penstock.engine.http.request_id import client_id
-from penstock.engine.server import pages, schema
-from penstock.engine.server import replies as reply
+from penstock.engine.server import pages
+from penstock.engine.server import requests as schema
+from penstock.engine.server import responses as reply
 from penstock.engine.server.cache import reset_prefix_cache
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
-from penstock.engine.server.config import ServerConfig
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, Handler
 from penstock.engine.server.kv_events import KvEvents
+from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 from penstock.engine.server.tokens import detokenize, tokenize
 from penstock.engine.text.template import ChatTemplate

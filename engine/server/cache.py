@@ -4,8 +4,8 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.call import Call
-from penstock.engine.server.replies import Status
-from penstock.engine.server.schema import ResetRequest, parse
+from penstock.engine.server.requests import ResetRequest, parse
+from penstock.engine.server.responses import Status
 from penstock.engine.server.service import Service
 
 _RESET = msgspec.json.Decoder(ResetRequest)

@@ -5,10 +5,10 @@ No text of the conversation and no key is kept here.
 
 import time
 
-from penstock.engine.client import AsyncEngine, Generation
+from penstock.engine.front.answer import Update
+from penstock.engine.front.client import AsyncEngine, Generation
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.request_id import clean_id, fresh_id
-from penstock.engine.output import Update
 from penstock.engine.server.metrics import Record
 
 

@@ -7,16 +7,17 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from penstock.engine.front.answer import Update
 from penstock.engine.http.errors import HttpError
-from penstock.engine.output import Update
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import Choice, Job, sampling_params, stream, whole
 from penstock.engine.server.call import Call
-from penstock.engine.server.formats import Wanted, wanted_outputs
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import render, to_ids
 from penstock.engine.server.reading import Plan, Reading
-from penstock.engine.server.replies import (
+from penstock.engine.server.requests import ChatRequest, parse
+from penstock.engine.server.response_format import Wanted, wanted_outputs
+from penstock.engine.server.responses import (
     Chat,
     ChatChoice,
     ChatChunk,
@@ -25,9 +26,8 @@ from penstock.engine.server.replies import (
     ChatMessage,
     Delta,
 )
-from penstock.engine.server.schema import ChatRequest, parse
 from penstock.engine.server.service import Service
-from penstock.engine.tools.formats import Calls
+from penstock.engine.text.tools.formats import Calls
 
 
 @dataclass(frozen=True)

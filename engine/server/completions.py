@@ -4,15 +4,15 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
+from penstock.engine.front.answer import Update
 from penstock.engine.http.errors import HttpError
-from penstock.engine.output import Update
 from penstock.engine.server.answers import Choice, Job, sampling_params, stream, whole
 from penstock.engine.server.call import Call
-from penstock.engine.server.formats import wanted_outputs
 from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import decode_inputs, to_ids
-from penstock.engine.server.replies import Completion, CompletionChoice, CompletionLogprobs
-from penstock.engine.server.schema import CompletionRequest, parse
+from penstock.engine.server.requests import CompletionRequest, parse
+from penstock.engine.server.response_format import wanted_outputs
+from penstock.engine.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from penstock.engine.server.service import MAX_SEQUENCES, Service
 from penstock.executor.protocol import TokenLogprobs
 

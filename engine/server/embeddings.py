@@ -5,14 +5,14 @@ from array import array
 
 import msgspec
 
+from penstock.engine.front.answer import unit_length
 from penstock.engine.http.errors import HttpError
-from penstock.engine.output import unit_length
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.answers import usage
 from penstock.engine.server.call import Answering, Call
 from penstock.engine.server.prompts import decode_inputs, to_ids
-from penstock.engine.server.replies import Embedding, Embeddings
-from penstock.engine.server.schema import EmbeddingRequest, parse
+from penstock.engine.server.requests import EmbeddingRequest, parse
+from penstock.engine.server.responses import Embedding, Embeddings
 from penstock.engine.server.service import Service
 
 MAX_INPUTS = 2048  # as at OpenAI

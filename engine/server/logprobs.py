@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from penstock.engine.server.replies import (
+from penstock.engine.server.responses import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,

@@ -20,9 +20,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from penstock.engine.client import AsyncEngine, Generation
+from penstock.engine.front.answer import Update
+from penstock.engine.front.client import AsyncEngine, Generation
 from penstock.engine.messages import Outputs, Stats
-from penstock.engine.output import Update
 from penstock.engine.server.expert_metrics import expert_families
 from penstock.engine.server.tier_metrics import tier_families
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import penstock
-from penstock.engine.server.schema import Message
+from penstock.engine.server.requests import Message
 
 if TYPE_CHECKING:
     from penstock.engine.server.app import Post

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw
 
-from penstock.engine.front import check_length, token_bytes
+from penstock.engine.front.submit import check_length, token_bytes
 from penstock.engine.http.body import decode
 from penstock.engine.http.errors import HttpError
-from penstock.engine.server.schema import ChatRequest, Message, TokenizeRequest
-from penstock.engine.server.tools import check_history, for_template
+from penstock.engine.server.requests import ChatRequest, Message, TokenizeRequest
+from penstock.engine.server.tool_choice import check_history, for_template
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.engine.messages import FinishReason
-from penstock.engine.server.replies import (
+from penstock.engine.server.responses import (
     CalledFunction,
     ChatFinish,
     ChatMessage,
@@ -14,10 +14,10 @@ from penstock.engine.server.replies import (
     ToolCall,
     ToolCallDelta,
 )
-from penstock.engine.tools.answer import AnswerReader
-from penstock.engine.tools.formats import Calls
-from penstock.engine.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
-from penstock.engine.tools.thinking import Thinking
+from penstock.engine.text.tools.answer_reader import AnswerReader
+from penstock.engine.text.tools.formats import Calls
+from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
+from penstock.engine.text.tools.thinking import Thinking
 
 SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates allow nothing but letters and digits
 

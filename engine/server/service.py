@@ -12,18 +12,18 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.client import AsyncEngine, EngineDead, QueueFull
-from penstock.engine.grammar.check import GrammarCheck
+from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
+from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Answering, Call
-from penstock.engine.server.config import ServerConfig
-from penstock.engine.server.formats import Wanted
 from penstock.engine.server.metrics import Metrics
-from penstock.engine.server.tools import Tools
-from penstock.engine.text.room import text_digest
+from penstock.engine.server.response_format import Wanted
+from penstock.engine.server.server_config import ServerConfig
+from penstock.engine.server.tool_choice import Tools
+from penstock.engine.text.model_text import text_digest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 

@@ -2,12 +2,12 @@
 
 import msgspec
 
-from penstock.engine.front import token_bytes
+from penstock.engine.front.submit import token_bytes
 from penstock.engine.http.errors import HttpError
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import INLINE_CHARS, decode_ids, in_thread_if, render, to_ids
-from penstock.engine.server.replies import Detokenized, Tokens
-from penstock.engine.server.schema import DetokenizeRequest, TokenizeRequest, parse
+from penstock.engine.server.requests import DetokenizeRequest, TokenizeRequest, parse
+from penstock.engine.server.responses import Detokenized, Tokens
 from penstock.engine.server.service import Service
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)

@@ -14,13 +14,12 @@ import codecs
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from tokenizers import Tokenizer
 
 from penstock.engine.model_files import ModelRefused
-from penstock.engine.output import TextStream
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 KNOWN_DECODERS = "ByteLevel, Metaspace, or Replace + ByteFallback + Fuse + Strip (any of them may be absent)"
@@ -44,6 +43,18 @@ class DecoderPlan(msgspec.Struct, frozen=True):
     strip: tuple[str, int] = (" ", 0)  # a character, and how many of it are dropped at the start of the text
     mark: str = ""  # written for a space; unlike a replacement, it vanishes from the first token if `bare_first`
     bare_first: bool = False
+
+
+class TextStream(Protocol):
+    """Incremental detokenizing of one sequence ."""
+
+    def push(self, ids: list[int]) -> str:
+        """The text that these ids complete; bytes of an unfinished character are kept back."""
+        ...
+
+    def flush(self) -> str:
+        """What was kept back, at the end of the sequence."""
+        ...
 
 
 class Detokenizer:

@@ -15,9 +15,8 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import ModelFiles, ModelRefused
-from penstock.engine.output import TextStream
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.detokenize import Detokenizer
+from penstock.engine.text.detokenize import Detokenizer, TextStream
 
 MAX_TOKEN_ID = 2**32 - 1  # what the library can be asked about
 

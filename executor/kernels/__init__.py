@@ -69,7 +69,7 @@ class Ops:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOps:
-    """What a GPU samples with, described at the twins in `torch_sampling`. The CPU has other ways (executor/draw.py)."""
+    """What a GPU samples with, described at the twins in `torch_sampling`. The CPU has other ways (executor/sampling/draw.py)."""
 
     # (logits [R, V], temperature [R], min_p, top_k, top_p, seeds, positions) -> tokens [R], largest logits [R]
     choose: Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -1,14 +1,14 @@
 """What a GPU makes of a step's one copy, in plain torch: the oracle of the Triton kernels, with their signatures.
 
 The block's numbers, for R rows: how many of them are real, three spare ones, R + 1 starts of the rows' tokens, then R
-each of slots, first positions and `write_from`. What lies where in the state: executor/state.py.
+each of slots, first positions and `write_from`. What lies where in the state: executor/kernels/state.py.
 """
 
 import torch
 from torch import Tensor
 
 from penstock.executor.kernels import InputOps, RowTensors
-from penstock.executor.state import OPTIONS, Places
+from penstock.executor.kernels.state import OPTIONS, Places
 
 ROWS_AT = 4
 

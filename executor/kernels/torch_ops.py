@@ -13,7 +13,7 @@ from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops
 
 if TYPE_CHECKING:
-    from penstock.executor.models.spec import MoeSpec
+    from penstock.executor.moe_spec import MoeSpec
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23

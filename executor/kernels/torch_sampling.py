@@ -1,6 +1,6 @@
 """What a GPU samples with, in plain torch: the oracle of the Triton kernels, with their signatures.
 
-The CPU has a faster way of its own to the same distributions (executor/draw.py). A GPU draws by the Gumbel-max trick: the
+The CPU has a faster way of its own to the same distributions (executor/sampling/draw.py). A GPU draws by the Gumbel-max trick: the
 token whose logit plus noise is largest. Noise is a function of seed, position and token alone, so a request gives the
 same tokens in any batch, and no sum over the vocabulary is needed.
 """

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.executor.kernels.torch_fp8 import BLOCK, pad_scales
-from penstock.executor.models.fields import Fields
+from penstock.executor.loading.fields import Fields
 
 SUFFIX = "_scale_inv"
 EIGHT_BITS = torch.float8_e4m3fn

@@ -4,10 +4,10 @@ import torch
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops
-from penstock.executor.linear import Narrow, multiply, take_narrow
-from penstock.executor.loading.weights import Weights
+from penstock.executor.kernels.linear import Narrow, multiply, take_narrow
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorError
 

@@ -8,8 +8,7 @@ import torch
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
-from penstock.executor.linear import Narrow
-from penstock.executor.loading.weights import Weights
+from penstock.executor.kernels.linear import Narrow
 from penstock.executor.models.attention import GroupedAttention, Pages, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
@@ -17,6 +16,7 @@ from penstock.executor.models.moe import Experts, MoeMlp
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.vocabulary import Vocabulary
+from penstock.executor.models.weights import Weights
 
 
 class Decoder:

@@ -5,7 +5,7 @@ A feature of the config that the decoder does not compute is refused by name, ne
 
 from typing import Any
 
-from penstock.executor.models.fields import Fields
+from penstock.executor.loading.fields import Fields
 from penstock.executor.models.rope import Rope, read_rope, rope_of
 from penstock.executor.models.spec import DecoderSpec, LayerSpec
 

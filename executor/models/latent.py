@@ -14,11 +14,11 @@ import torch
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops
-from penstock.executor.linear import Linear, Narrow, multiply, take_narrow
-from penstock.executor.loading.weights import Weights
+from penstock.executor.kernels.linear import Linear, Narrow, multiply, take_narrow
 from penstock.executor.models.attention import Pages, heads_of
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.models.weights import Weights
 
 NORM_EPS = 1e-6  # of the two inner norms, whatever the config says of the outer ones
 

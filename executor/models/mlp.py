@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from penstock.executor.kernels import Ops
-from penstock.executor.linear import Narrow, Plain, multiply, take_narrow
-from penstock.executor.loading.weights import Split, Weights
+from penstock.executor.kernels.linear import Narrow, Plain, multiply, take_narrow
 from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.models.weights import Split, Weights
 
 
 class Mlp:

@@ -14,11 +14,12 @@ from penstock.eplb import Plan
 from penstock.eplb.choice import EXPERT_STEP, TOKEN_STEP
 from penstock.eplb.maps import WHOLE
 from penstock.executor.kernels import Ops
+from penstock.executor.kernels.linear import make_linear
 from penstock.executor.kernels.torch_fp8 import BLOCK, pad_scales
-from penstock.executor.linear import make_linear
-from penstock.executor.loading.weights import Weights
 from penstock.executor.models.mlp import Mlp, projections
-from penstock.executor.models.spec import DecoderSpec, MoeSpec
+from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.models.weights import Weights
+from penstock.executor.moe_spec import MoeSpec
 
 U32 = 0xFFFF_FFFF
 

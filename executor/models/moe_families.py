@@ -3,10 +3,11 @@
 import math
 from dataclasses import replace
 
+from penstock.executor.loading.fields import Fields
 from penstock.executor.models.families import SILU, max_positions_of, qwen_layers, spec_of, uniform_layers
-from penstock.executor.models.fields import Fields
 from penstock.executor.models.rope import read_rope
-from penstock.executor.models.spec import DecoderSpec, LatentSpec, LayerSpec, MoeSpec
+from penstock.executor.models.spec import DecoderSpec, LatentSpec, LayerSpec
+from penstock.executor.moe_spec import MoeSpec
 
 
 def mixtral(fields: Fields) -> DecoderSpec:

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
-from penstock.executor.linear import Linear
-from penstock.executor.loading.weights import Weights
-from penstock.executor.models.fields import Fields
+from penstock.executor.kernels.linear import Linear
+from penstock.executor.loading.fields import Fields
 from penstock.executor.models.moe import Experts
 from penstock.executor.models.vocabulary import Vocabulary
+from penstock.executor.models.weights import Weights
 from penstock.executor.protocol import ExecutorError
 
 POSITION_OFFSET = 2  # the first two rows of the position table are padding's

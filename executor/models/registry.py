@@ -7,13 +7,13 @@ import torch
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
-from penstock.executor.loading.weights import Weights
+from penstock.executor.loading.fields import Fields
 from penstock.executor.models import families, moe_families
 from penstock.executor.models.decoder import Decoder
-from penstock.executor.models.fields import Fields
 from penstock.executor.models.moe import Experts
 from penstock.executor.models.opt import Opt, read_opt
 from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.models.weights import Weights
 
 
 class Spec(Protocol):

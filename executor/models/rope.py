@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from penstock.executor.models.fields import Fields
+from penstock.executor.loading.fields import Fields
 
 Tables = dict["Rope", tuple[torch.Tensor, torch.Tensor]]  # cos and sin of each kind of rotation in a model
 

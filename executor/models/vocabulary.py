@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 
-from penstock.executor.linear import Linear, tied
-from penstock.executor.loading.weights import Weights
+from penstock.executor.kernels.linear import Linear, tied
+from penstock.executor.models.weights import Weights
 
 
 class Vocabulary:

@@ -16,8 +16,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from penstock.executor.cluster import join
 from penstock.executor.protocol import ExecutorError
+from penstock.executor.ranks.cluster import join
 from penstock.router.deploy.child import Child, Sight
 from penstock.router.deploy.file import DeployError, Deployment, Template
 from penstock.router.deploy.gate import HttpGate

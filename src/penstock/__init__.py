@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.llm import LLM
-    from penstock.engine.output import RequestOutput
+    from penstock.engine.front.answer import RequestOutput
+    from penstock.engine.front.llm import LLM
     from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
     from penstock.engine.sampling_params import StructuredOutputs as StructuredOutputsParams
 
@@ -13,8 +13,8 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
-    "LLM": ("penstock.engine.llm", "LLM"),
-    "RequestOutput": ("penstock.engine.output", "RequestOutput"),
+    "LLM": ("penstock.engine.front.llm", "LLM"),
+    "RequestOutput": ("penstock.engine.front.answer", "RequestOutput"),
     "SamplingParams": ("penstock.engine.sampling_params", "SamplingParams"),
     "StructuredOutputs": ("penstock.engine.sampling_params", "StructuredOutputs"),
     "StructuredOutputsParams": ("penstock.engine.sampling_params", "StructuredOutputs"),  # vLLM's name for it

@@ -55,9 +55,9 @@ def _refuse(command: argparse.ArgumentParser, unknown: list[str]) -> None:
 
 
 def _user_errors() -> tuple[type[BaseException], ...]:
-    from penstock.cache.tiers.operate import CacheError
-    from penstock.engine.client import EngineDead
+    from penstock.cache.tiers.disk.operate import CacheError
     from penstock.engine.config import ConfigError
+    from penstock.engine.front.client import EngineDead
     from penstock.engine.model_files import ModelError
     from penstock.engine.sampling_params import InvalidRequest
     from penstock.executor.protocol import ExecutorError
@@ -68,7 +68,7 @@ def _user_errors() -> tuple[type[BaseException], ...]:
 
 
 def _serve() -> Command:
-    from penstock.engine import serve
+    from penstock.engine.commands import serve
 
     return serve.add_arguments, serve.run
 
@@ -80,7 +80,7 @@ def _route() -> Command:
 
 
 def _deploy() -> Command:
-    from penstock.engine import serve
+    from penstock.engine.commands import serve
     from penstock.router import deploy
     from penstock.router import serve as route
     from penstock.router.deploy.file import Command as Program
@@ -91,7 +91,7 @@ def _deploy() -> Command:
 
 
 def _bench() -> Command:
-    from penstock.engine import bench
+    from penstock.engine.commands import bench
     from penstock.eplb import bench as eplb
 
     others = [("eplb", eplb, "Plans that spread experts over ranks: time, balance, moves; tables and a heat map.")]
@@ -99,13 +99,13 @@ def _bench() -> Command:
 
 
 def _top() -> Command:
-    from penstock.engine.top import command
+    from penstock.engine.commands.top import command
 
     return command.add_arguments, command.run
 
 
 def _cache() -> Command:
-    from penstock.cache.tiers import operate
+    from penstock.cache.tiers.disk import operate
 
     return operate.add_arguments, operate.run
 
@@ -125,7 +125,7 @@ def _run_export(args: argparse.Namespace) -> int:
     from penstock.engine.model_files import resolve_model
     from penstock.engine.text.tokenizer import load_tokenizer
     from penstock.executor.loading.checkpoint import open_checkpoint
-    from penstock.executor.loading.export import export
+    from penstock.executor.models.export import export
 
     files = resolve_model(args.model)
     tokenizer = load_tokenizer(files)

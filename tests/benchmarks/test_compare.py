@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(pairs.__file__).parent))  # its scripts import each 
 import compare
 import pairs as script_pairs
 
-from tests.engine.bench.endpoint import Endpoint, speak_openai
+from tests.support.bench_endpoint import Endpoint, speak_openai
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from benchmarks.gpu.batches import fill
 from benchmarks.gpu.processes import run_part
 from benchmarks.gpu.shapes import MODELS, SHARES, config_of, decode_bytes
 
-from penstock.executor.models.fields import Fields
+from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import find_architecture
 
 

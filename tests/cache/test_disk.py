@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cache.tiers.directory import DirectoryInUse
-from penstock.cache.tiers.disk import DiskTier, Limits
-from penstock.cache.tiers.record import slot_bytes
-from tests.cache.disk_rig import CHUNK, Rig, capacity_for, key_of, payload_of, start_python
+from penstock.cache.tiers.disk.directory import DirectoryInUse
+from penstock.cache.tiers.disk.record import slot_bytes
+from penstock.cache.tiers.disk.tier import DiskTier, Limits
+from tests.support.disk_rig import CHUNK, Rig, capacity_for, key_of, payload_of, start_python
 
 
 def du(path: Path) -> int:
@@ -122,7 +122,7 @@ def test_a_second_opener_is_told_who_is_first(tmp_path: Path) -> None:
 
 def test_the_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from tests.cache.disk_rig import Rig\n"
+        "import os, sys; from pathlib import Path; from tests.support.disk_rig import Rig\n"
         "rig = Rig(Path(sys.argv[1])); rig.store('a'); os.kill(os.getpid(), 9)"
     )
     with start_python(code, tmp_path) as process:

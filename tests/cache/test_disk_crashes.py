@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cache.tiers.disk import Limits
+from penstock.cache.tiers.disk.record import HEADER_BYTES, slot_bytes
+from penstock.cache.tiers.disk.tier import Limits
 from penstock.cache.tiers.health import HealthLimits
-from penstock.cache.tiers.record import HEADER_BYTES, slot_bytes
-from tests.cache.disk_rig import Rig, key_of, start_python
-from tests.cache.lossy_calls import LossyCalls
+from tests.support.disk_rig import Rig, key_of, start_python
+from tests.support.lossy_calls import LossyCalls
 
 SMALL = 600  # bytes of a payload, so that many fit into a second
 SLOT = slot_bytes(SMALL)
@@ -161,7 +161,7 @@ def test_a_broken_index_costs_time_and_no_record(tmp_path: Path, damage: str) ->
 LIVES = """
 import os, random, signal, sys, time
 from pathlib import Path
-from tests.cache.disk_rig import Rig, key_of
+from tests.support.disk_rig import Rig, key_of
 path, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 draw = random.Random(seed)
 
@@ -266,7 +266,7 @@ def test_ten_thousand_schedules_of_lost_writes_serve_no_wrong_byte(tmp_path: Pat
 
 def test_after_a_kill_what_was_flushed_is_there_without_looking_for_it(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from tests.cache.disk_rig import Rig\n"
+        "import os, sys; from pathlib import Path; from tests.support.disk_rig import Rig\n"
         "rig = Rig(Path(sys.argv[1]), slots=200); rig.store(*range(200)); rig.tier.flush(); os.kill(os.getpid(), 9)"
     )
     with start_python(code, tmp_path) as process:

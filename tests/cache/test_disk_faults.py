@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cache.tiers.disk import NUM_WORKERS, Limits
-from penstock.cache.tiers.faults import ERRORS, Fault, FaultyCalls
+from penstock.cache.tiers.disk.faults import ERRORS, Fault, FaultyCalls
+from penstock.cache.tiers.disk.record import slot_bytes
+from penstock.cache.tiers.disk.tier import NUM_WORKERS, Limits
 from penstock.cache.tiers.health import Health, HealthLimits
-from penstock.cache.tiers.record import slot_bytes
-from tests.cache.disk_rig import CHUNK, Rig, key_of
+from tests.support.disk_rig import CHUNK, Rig, key_of
 
 QUICK = Limits(health=HealthLimits(stall_s=0.05, first_pause_s=0.01, longest_pause_s=0.05), grow_pause_s=0.05)
 # Where no call hangs: a busy machine is not taken for a disk that does, which ends a life before its last calls.

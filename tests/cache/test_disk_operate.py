@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cache.tiers.record import HEADER_BYTES, slot_bytes
+from penstock.cache.tiers.disk.record import HEADER_BYTES, slot_bytes
 from penstock.cli import main
-from tests.cache.disk_rig import CHUNK, Rig
+from tests.support.disk_rig import CHUNK, Rig
 
 
 def filled(path: Path, **more: object) -> Path:

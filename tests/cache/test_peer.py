@@ -6,9 +6,9 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from penstock.cache.tiers.health import HealthLimits
-from penstock.cache.tiers.peer_address import read_address, read_secret
-from penstock.cache.tiers.peer_wire import Block, Miss, seed_of
-from tests.cache.peer_rig import (
+from penstock.cache.tiers.peer.address import read_address, read_secret
+from penstock.cache.tiers.peer.wire import Block, Miss, seed_of
+from tests.support.peer_rig import (
     CHUNK,
     FINGERPRINT,
     QUICK,

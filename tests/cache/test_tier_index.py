@@ -3,7 +3,7 @@
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
 from penstock.executor.protocol import TransferResult
-from penstock.executor.transfers import Merge, rank_fingerprint
+from penstock.executor.tiers.transfers import Merge, rank_fingerprint
 
 
 def key(number: int) -> bytes:

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import ExpertNews
-from tests.engine.server.running import running
+from tests.support.running_server import running
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAME = re.compile(r"\b((?:vllm|penstock):[a-z0-9_]+)(…?)")

@@ -6,9 +6,9 @@ import numpy as np
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.cache.pool import BlockPool
-from penstock.engine.cache_log import CacheLog, shortened
+from penstock.engine.core.cache_log import CacheLog, shortened
 from penstock.engine.messages import CacheNews
-from tests.engine.simulation import BLOCK_SIZE, World, random_request, submit
+from tests.support.simulation import BLOCK_SIZE, World, random_request, submit
 
 
 def apply(known: set[bytes], news: list[CacheNews]) -> None:

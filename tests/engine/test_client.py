@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, Generation, QueueFull
 from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.output import Update, joined
+from penstock.engine.front.answer import Update, joined
+from penstock.engine.front.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, Generation, QueueFull
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import ExecutorConfig
-from tests.engine.simulation import alone, submit
+from tests.support.simulation import alone, submit
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False)
 
@@ -190,7 +190,7 @@ def test_no_process_and_no_directory_outlives_a_killed_parent(tmp_path: Path):
         """
         import asyncio, sys
         from tests.engine.test_client import config
-        from penstock.engine.client import AsyncEngine
+        from penstock.engine.front.client import AsyncEngine
         async def run():
             engine = AsyncEngine(config())
             await engine.start()

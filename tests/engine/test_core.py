@@ -2,15 +2,15 @@
 
 import msgspec
 
-from penstock.engine.client import AsyncEngine
 from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.front.client import AsyncEngine
 from penstock.engine.messages import Heartbeat
 from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import ExecutorConfig, Step, step_deadline_s
-from penstock.executor.transfers import ALIGNMENT
-from tests.cache.flaky_store import FlakyStore
-from tests.engine.simulation import submit
+from penstock.executor.tiers.transfers import ALIGNMENT
+from tests.support.flaky_store import FlakyStore
+from tests.support.simulation import submit
 
 CONFIG = EngineConfig(
     executor=ExecutorConfig(kind="oracle", max_model_len=4096, hf_overrides={"vocab_size": 50}),

@@ -7,11 +7,11 @@ import msgspec
 import pytest
 
 from penstock.engine.config import ConfigError, SpeculativeConfig, engine_config
-from penstock.engine.drafts import WINDOW, find_repeat
+from penstock.engine.core.drafts import WINDOW, find_repeat
 from penstock.executor.protocol import Sampling
-from tests.engine.simulation import BLOCK_SIZE, World, alone, submit
 from tests.engine.test_scheduler import storm
 from tests.engine.test_tiers import tier_storm
+from tests.support.simulation import BLOCK_SIZE, World, alone, submit
 
 NGRAM = SpeculativeConfig(method="ngram")
 ALWAYS_7 = Sampling(temperature=0.0, allowed_ids=(7,))

@@ -10,10 +10,10 @@ import pytest
 
 from penstock import StructuredOutputs, StructuredOutputsParams
 from penstock.engine.config import ConfigError, engine_config
-from penstock.engine.llm import LLM
+from penstock.engine.front.llm import LLM
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
-from tests.engine.server.fake import byte_tokenizer, line_template
-from tests.engine.simulation import alone, submit
+from tests.support.fake_engine import byte_tokenizer, line_template
+from tests.support.simulation import alone, submit
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 

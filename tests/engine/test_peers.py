@@ -7,12 +7,12 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from penstock.engine.front import KvTransfer, submissions
+from penstock.engine.front.submit import KvTransfer, submissions
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
-from tests.cache.flaky_store import FlakyStore
-from tests.cache.peer_rig import free_addresses, until
-from tests.engine.simulation import World, alone, random_request, submit
+from tests.support.flaky_store import FlakyStore
+from tests.support.peer_rig import free_addresses, until
+from tests.support.simulation import World, alone, random_request, submit
 
 PROMPT = list(range(20))  # five blocks
 

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engine.messages import Submit
 from penstock.executor.protocol import NOTHING_LEFT, Sampling
-from tests.engine.simulation import BLOCK_SIZE, World, alone, random_drafts, random_request, submit
+from tests.support.simulation import BLOCK_SIZE, World, alone, random_drafts, random_request, submit
 
 
 def rows(step) -> list[tuple[int, int, int, bool]]:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engine.commands.engine_options import add_engine_options, engine_options
 from penstock.engine.config import ConfigError, engine_config
-from penstock.engine.llm import LLM
-from penstock.engine.options import add_engine_options, engine_options
+from penstock.engine.front.llm import LLM
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.tier_metrics import tier_families
 from penstock.executor.protocol import ExecutorError
-from tests.cache.peer_rig import free_addresses, until
+from tests.support.peer_rig import free_addresses, until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 PROMPTS = [[number, *range(40)] for number in range(8)]

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from penstock.engine.messages import Submit
-from tests.cache.flaky_store import FlakyStore
-from tests.engine.simulation import BLOCK_SIZE, World, alone, random_drafts, random_request, submit
+from tests.support.flaky_store import FlakyStore
+from tests.support.simulation import BLOCK_SIZE, World, alone, random_drafts, random_request, submit
 
 PROMPT = list(range(20))  # five blocks
 

@@ -7,7 +7,7 @@ from penstock.eplb import LoadTracker, Plan, balance, choose, plan, reweight
 from penstock.eplb.load import MAX_SLOTS
 from penstock.eplb.maps import WHOLE
 from penstock.eplb.tracker import count_tokens
-from tests.eplb.loads import SHAPES, drifted, skewed
+from tests.support.loads import SHAPES, drifted, skewed
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -14,7 +14,7 @@ from penstock.eplb import balance, bound, plan
 from penstock.eplb.maps import Plan, max_copies
 from penstock.eplb.reference import plan_by_definition, replicate
 from penstock.eplb.replicas import copies
-from tests.eplb.loads import SHAPES, awkward, skewed
+from tests.support.loads import SHAPES, awkward, skewed
 
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = ["zipf", "logn1", "logn0.5"]
@@ -175,7 +175,7 @@ def test_without_load_spare_slots_go_to_different_experts() -> None:
 PROBE = """
 import hashlib, numpy as np
 from penstock.eplb import plan, replan
-from tests.eplb.loads import awkward, drifted, skewed
+from tests.support.loads import awkward, drifted, skewed
 digest = hashlib.sha256()
 ties = np.random.default_rng(0).integers(0, 6, (6, 64))
 for load in [skewed("zipf", 6, 64), skewed("logn1", 6, 64), ties, *awkward(6, 64).values()]:

@@ -6,8 +6,8 @@ import pytest
 from penstock.eplb import Plan, balance, plan, replan
 from penstock.eplb.overlay import keep_slots, overlay
 from penstock.eplb.reference import plan_by_definition
-from tests.eplb.loads import SHAPES, awkward, drifted, skewed
 from tests.eplb.test_plan import repeats
+from tests.support.loads import SHAPES, awkward, drifted, skewed
 
 KINDS = ["zipf", "logn1"]
 PLACES = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.eplb import Plan, plan, replan, transfers
-from tests.eplb.loads import SHAPES, skewed
+from tests.support.loads import SHAPES, skewed
 
 PAIRS = [(layers, experts, slots, ranks, 1) for layers, experts, slots, ranks in SHAPES] + [
     (8, 64, 72, 8, 4),

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 import penstock.executor  # noqa: F401 - before torch: it sets how torch's threads wait
-from tests.executor.pretended_gpu import PretendedGpu
-from tests.nursery import Child, nursery
+from tests.support.nursery import Child, nursery
+from tests.support.pretended_gpu import PretendedGpu
 
 
 @pytest.fixture
@@ -18,11 +18,11 @@ def gpu() -> Iterator[PretendedGpu]:
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of `open_multiproc` are forked, not started: for tests of what ranks say, not of how they live."""
-    ranks = nursery("penstock.executor.worker")
+    ranks = nursery("penstock.executor.ranks.worker")
 
     def fork(command: list[str], stdin: int, pass_fds: tuple[int, ...]) -> Child:
         *_, fd, _, is_tied = command
         return ranks.start(fd, str(ranks.pid), is_tied, fds={each: each for each in pass_fds})
 
     starting = SimpleNamespace(**{**vars(subprocess), "Popen": fork})
-    monkeypatch.setattr("penstock.executor.multiproc.subprocess", starting)
+    monkeypatch.setattr("penstock.executor.ranks.multiproc.subprocess", starting)

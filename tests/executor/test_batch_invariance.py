@@ -10,8 +10,8 @@ import pytest
 
 from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver, Sequence
-from tests.executor.small_models import folder
+from tests.support.driver import Driver, Sequence
+from tests.support.small_models import folder
 
 BLOCK, COUNT = 8, 20
 FULL = Sampling(temperature=0.0, logprobs=-1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.executor.kernels import cpu_ops, torch_ops
-from tests.executor.paged import Cache, attend, latent_step, random
+from tests.support.paged import Cache, attend, latent_step, random
 
 DTYPES = [torch.float32, torch.bfloat16]
 # bfloat16 keeps 8 bits: one rounding at the end, and in attention one of the weights.

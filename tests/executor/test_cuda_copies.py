@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.cuda_copies import CudaCopier
 from penstock.executor.protocol import Row
-from penstock.executor.runner import written_blocks
-from tests.executor.pretended_gpu import PretendedGpu
-from tests.executor.pretended_memory import GPU
-from tests.executor.races import Race
+from penstock.executor.step.runner import written_blocks
+from penstock.executor.tiers.cuda_copies import CudaCopier
+from tests.support.pretended_gpu import PretendedGpu
+from tests.support.pretended_memory import GPU
+from tests.support.races import Race
 
 BLOCKS, SLOTS, BYTES = 6, 5, 64
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.executor.multiproc import open_multiproc
 from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
+from tests.support.driver import Driver
 
 THE_CAPITAL_OF_FRANCE_IS, PARIS = [504, 3575, 282, 4649, 314], 7042
 

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.executor.kernels import torch_fp8, torch_ops
-from penstock.executor.linear import BlockLinear
+from penstock.executor.kernels.linear import BlockLinear
 from penstock.executor.loading.block_scales import Part, whole_blocks
 from penstock.executor.loading.checkpoint import open_checkpoint
-from penstock.executor.loading.export import export
-from penstock.executor.multiproc import open_multiproc
+from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, Transfers
+from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
-from tests.executor.eight_bits import CASES, QUANTIZATION, WEIGHTS, dequantize, folders, greedy, quantize
-from tests.executor.paged import random
 from tests.executor.test_models import prompts, recorded  # noqa: F401 - a fixture
+from tests.support.driver import Driver
+from tests.support.eight_bits import CASES, QUANTIZATION, WEIGHTS, dequantize, folders, greedy, quantize
+from tests.support.paged import random
 
 CPU = torch.device("cpu")
 COUNT = 12
@@ -37,8 +37,8 @@ def in_eight_bits(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     """As on a GPU, with the twins for kernels."""
     blocks = dataclasses.replace(torch_fp8.OPS, **changes)
     ops = dataclasses.replace(torch_ops.OPS, blocks=blocks)
-    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: ops)
-    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
+    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
 
 
 def generate(executor: Any, given: list[list[int]]) -> list[list[int]]:

@@ -10,14 +10,14 @@ from msgspec.structs import replace
 from penstock import LLM, SamplingParams
 from penstock.eplb import choose, plan
 from penstock.executor.models.moe import SlotTable
-from penstock.executor.multiproc import open_multiproc
 from penstock.executor.protocol import EplbConfig, ExecutorError, ExpertNews
-from penstock.executor.rebalance import refuse_unregistered
+from penstock.executor.ranks.multiproc import open_multiproc
+from penstock.executor.step.rebalance import refuse_unregistered
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
-from tests.executor.small_models import folder, greedy
 from tests.executor.test_models import prompts
 from tests.executor.test_multiproc import config_of
+from tests.support.driver import Driver
+from tests.support.small_models import folder, greedy
 
 
 @pytest.mark.usefixtures("forked_ranks")

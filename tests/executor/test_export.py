@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 from penstock.executor.loading.checkpoint import open_checkpoint
-from penstock.executor.loading.export import export
 from penstock.executor.loading.gguf import GgufCheckpoint
+from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorError
 from tests.executor.test_gguf import CONFIGS, gguf_of, random_model, small_file
 

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor import graphs, rank
-from penstock.executor.graphs import DecodeGraphs, choose_buckets
-from penstock.executor.inputs import DeviceInputs
 from penstock.executor.kernels import torch_sampling
-from penstock.executor.layout import Layout
 from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Row, Sampling, Step
+from penstock.executor.ranks import rank
+from penstock.executor.step import graphs
+from penstock.executor.step.graphs import DecodeGraphs, choose_buckets
+from penstock.executor.step.inputs import DeviceInputs
+from penstock.executor.step.layout import Layout
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver, Sequence
-from tests.executor.small_models import folder, greedy
 from tests.executor.test_inputs import on_device
+from tests.support.driver import Driver, Sequence
+from tests.support.small_models import folder, greedy
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor import rank
-from penstock.executor.inputs import DeviceInputs, HostInputs
+from penstock.executor.kernels.state import OPTIONS, DeviceState
 from penstock.executor.kernels.torch_inputs import INPUT_OPS
-from penstock.executor.layout import Layout
 from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling
-from penstock.executor.slots import Slots, slot_sizes
-from penstock.executor.state import OPTIONS, DeviceState
+from penstock.executor.ranks import rank
+from penstock.executor.step.inputs import DeviceInputs, HostInputs
+from penstock.executor.step.layout import Layout
+from penstock.executor.step.slots import Slots, slot_sizes
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
-from tests.executor.small_models import folder, greedy
+from tests.support.driver import Driver
+from tests.support.small_models import folder, greedy
 
 CPU = torch.device("cpu")
 NUM_SLOTS, LENGTH, BLOCK, NUM_BLOCKS = 6, 50, 4, 90
@@ -77,7 +77,7 @@ def test_a_device_makes_of_any_step_what_the_host_makes(
     seed: int, payload: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With little room in a copy, too: then what changed goes over in several."""
-    monkeypatch.setattr("penstock.executor.state.MAX_RUN", min(payload, 1 << 16))
+    monkeypatch.setattr("penstock.executor.kernels.state.MAX_RUN", min(payload, 1 << 16))
     rng = np.random.default_rng(seed)
     host = Slots(NUM_SLOTS, LENGTH, BLOCK)
     device, state, there = device_side(payload)

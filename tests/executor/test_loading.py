@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
-from tests.executor.small_models import folder, reference
+from tests.support.driver import Driver
+from tests.support.small_models import folder, reference
 
 WEIGHTS = "model.safetensors"
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.masking import RowMasks
 from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import NOTHING_LEFT, ExecutorConfig, Sampling, Step
-from penstock.executor.sampler import Sampler
+from penstock.executor.sampling.masking import RowMasks
+from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
-from tests.executor.small_models import folder, greedy
+from tests.support.driver import Driver
+from tests.support.small_models import folder, greedy
 
 CASE = "llama"
 PROMPT = [(5 * i * i + 3 * i) % 160 for i in range(30)]

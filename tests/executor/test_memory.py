@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.executor.memory import allocate_kv, available_memory
+from penstock.executor.step.memory import allocate_kv, available_memory
 
 
 def group(path: Path, limit: str) -> Path:

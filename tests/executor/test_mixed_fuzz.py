@@ -25,20 +25,20 @@ import pytest
 import torch
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.core import EngineCore
-from penstock.engine.front import submissions
+from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.front.answer import Choice, Update, joined
+from penstock.engine.front.submit import submissions
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.messages import Output, Submit
-from penstock.engine.output import Choice, Update, joined
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import Executor, ExecutorConfig, open_executor
-from tests.engine.grammar.support import WANTED
 from tests.engine.grammar.test_tokenizer_families import CHOICES, FAMILIES
-from tests.engine.simulation import random_drafts
-from tests.executor.small_models import SIZES, random_model
+from tests.support.grammar_rig import WANTED
+from tests.support.simulation import random_drafts
+from tests.support.small_models import SIZES, random_model
 
 VOCAB_SIZE = 400  # more than any of the tokenizers has
 MAX_MODEL_LEN, MAX_SEQS = 96, 8

@@ -13,10 +13,10 @@ import torch
 from penstock.executor.kernels import torch_ops
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Sampling
-from penstock.executor.runner import ModelRunner
+from penstock.executor.step.runner import ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
-from tests.executor.small_models import CASES, folder, greedy, reference
+from tests.support.driver import Driver
+from tests.support.small_models import CASES, folder, greedy, reference
 
 LATENT = ["deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"]
 
@@ -72,8 +72,8 @@ def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
 @pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-sliding", "gemma3", "opt", *LATENT])
 def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other devices run, and what the kernels are tested against; stale blocks are NaN."""
-    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: torch_ops.OPS)
-    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops.OPS)
+    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 4)
     given = prompts(5, seed=6)
     executor = executor_of(case)

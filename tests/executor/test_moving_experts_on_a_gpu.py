@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from penstock.eplb import Plan
-from penstock.executor import rebalance
 from penstock.executor.protocol import EplbConfig
-from penstock.executor.rebalance import Rebalancer
-from tests.executor.pretended_gpu import PretendedGpu, Stream
-from tests.executor.pretended_memory import GPU
+from penstock.executor.step import rebalance
+from penstock.executor.step.rebalance import Rebalancer
+from tests.support.pretended_gpu import PretendedGpu, Stream
+from tests.support.pretended_memory import GPU
 
 LAYERS, EXPERTS, SLOTS = 4, 4, 4  # of both ranks
 

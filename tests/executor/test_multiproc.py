@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from penstock.executor.multiproc import open_multiproc
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, Step
-from penstock.executor.ranked import RankedExecutor
+from penstock.executor.ranks.multiproc import open_multiproc
+from penstock.executor.ranks.ranked import RankedExecutor
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
-from tests.executor.small_models import folder, greedy
 from tests.executor.test_models import prompts
-from tests.programs import lives
+from tests.support.driver import Driver
+from tests.support.programs import lives
+from tests.support.small_models import folder, greedy
 
 
 def config_of(case: str, ranks: int, **options: object) -> ExecutorConfig:
@@ -193,7 +193,7 @@ def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capf
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_stopped_rank_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.crew.BEAT_LIMIT_S", 2.5)
+    monkeypatch.setattr("penstock.executor.ranks.crew.BEAT_LIMIT_S", 2.5)
     with running(config_of("llama", 2)) as executor:
         os.kill(executor.crew.workers[1].pid, signal.SIGSTOP)
         with pytest.raises(ExecutorError, match=r"rank 1 \(process \d+\) has not been heard of for \d+ s"):
@@ -210,7 +210,7 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
         "import threading, time\n"
-        "from penstock.executor.multiproc import open_multiproc\n"
+        "from penstock.executor.ranks.multiproc import open_multiproc\n"
         "from penstock.executor.protocol import ExecutorConfig\n"
         "def work():\n"
         f"    executor = open_multiproc(ExecutorConfig(model={str(folder('llama'))!r}, tensor_parallel_size=2,\n"
@@ -233,7 +233,9 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_closing_ends_every_process_with_code_0_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.crew.STOP_GRACE_S", 60.0)  # a busy machine takes more than five seconds
+    monkeypatch.setattr(
+        "penstock.executor.ranks.crew.STOP_GRACE_S", 60.0
+    )  # a busy machine takes more than five seconds
     before = threading.active_count()
     with running(config_of("llama", 2)) as executor:
         Driver(executor).advance()

@@ -16,8 +16,8 @@ from penstock.executor.kernels import Ops, torch_ops
 from penstock.executor.loading import dummy
 from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver, Sequence
-from tests.executor.small_models import folder
+from tests.support.driver import Driver, Sequence
+from tests.support.small_models import folder
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 LAYERS = {"num_hidden_layers": 2, "max_position_embeddings": 1024}
@@ -53,8 +53,8 @@ def beside_a_cpu(monkeypatch: pytest.MonkeyPatch, path: Path) -> tuple[Answers, 
 
 
 def compute_with(patch: pytest.MonkeyPatch, ops: Ops) -> None:
-    patch.setattr("penstock.executor.loading.load.select_ops", lambda *_: ops)
-    patch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    patch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
+    patch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
 
 
 def error(got: Answers, exact: Answers) -> float:

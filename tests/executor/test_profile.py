@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from penstock.executor import profile, rank
-from penstock.executor.memory import allocate_kv, naming_options, plan_kv
 from penstock.executor.parallel import Group
-from penstock.executor.profile import GpuUse
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step
-from penstock.executor.runner import ModelRunner
+from penstock.executor.ranks import rank
+from penstock.executor.step import profile
+from penstock.executor.step.memory import allocate_kv, naming_options, plan_kv
+from penstock.executor.step.profile import GpuUse
+from penstock.executor.step.runner import ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.small_models import folder
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
+from tests.support.small_models import folder
 
 GIB = 1 << 30
 CPU = torch.device("cpu")

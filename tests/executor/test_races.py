@@ -8,20 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor import inputs, outbox, rank
-from penstock.executor.cuda_copies import CudaCopier
-from penstock.executor.graphs import CudaGraphs
+from penstock.executor import outbox
 from penstock.executor.kernels import torch_sampling
-from penstock.executor.loading.weights import Weights
+from penstock.executor.models.weights import Weights
 from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.sampler import Sampled
+from penstock.executor.ranks import rank
+from penstock.executor.sampling.sampler import Sampled
+from penstock.executor.step import inputs
+from penstock.executor.step.graphs import CudaGraphs
+from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.pretended_gpu import PretendedGpu
-from tests.executor.pretended_memory import GPU
-from tests.executor.races import Race
-from tests.executor.small_models import folder, greedy
-from tests.executor.world import SAMPLINGS, World
+from tests.support.pretended_gpu import PretendedGpu
+from tests.support.pretended_memory import GPU
+from tests.support.races import Race
+from tests.support.small_models import folder, greedy
+from tests.support.world import SAMPLINGS, World
 
 CASE = "qwen3"
 REAL = pytest.param("cuda", marks=pytest.mark.gpu)

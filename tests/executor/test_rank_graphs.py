@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.parallel import Group, join
+from penstock.executor.parallel import Group
 from penstock.executor.protocol import EplbConfig, ExecutorConfig, Sampling, Step, StepResult
-from penstock.executor.rank import Rank
-from penstock.executor.runner import Launched
-from penstock.executor.wire import Rendezvous
-from tests.executor.driver import Driver
-from tests.executor.small_models import folder, greedy
+from penstock.executor.ranks.join import join
+from penstock.executor.ranks.rank import Rank
+from penstock.executor.ranks.wire import Rendezvous
+from penstock.executor.step.runner import Launched
 from tests.executor.test_graphs import PROMPTS, Recorder, pretend_a_gpu
+from tests.support.driver import Driver
+from tests.support.small_models import folder, greedy
 
 WORLD = 2
 TIMEOUT_S = 60.0

@@ -11,25 +11,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.executor.small_models import folder, greedy
-from tests.programs import Program, all_gone
+from tests.support.programs import Program, all_gone
+from tests.support.small_models import folder, greedy
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 PROMPT, COUNT = [5, 6, 7, 8, 9], 12  # what ray_driver.py asks
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Program]:
-    cluster = Program(HERE / "ray_cluster.py")
+    cluster = Program(SUPPORT / "ray_cluster.py")
     cluster.address = cluster.heard()["address"]  # type: ignore[attr-defined]
     yield cluster
     cluster.end()
 
 
 def driver_of(cluster: Program) -> Program:
-    return Program(HERE / "ray_driver.py", str(folder("llama")), RAY_ADDRESS=cluster.address)  # type: ignore[attr-defined]
+    return Program(SUPPORT / "ray_driver.py", str(folder("llama")), RAY_ADDRESS=cluster.address)  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_a_lost_node_ends_the_executor_by_the_name_of_its_rank(cluster: Program,
 def test_a_dashboard_that_takes_jobs_from_the_network_is_refused(
     url: str, token: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from penstock.executor.cluster import is_open
+    from penstock.executor.ranks.cluster import is_open
 
     monkeypatch.setenv("RAY_AUTH_MODE", token)
     assert is_open(url) == is_refused

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.executor.small_models import folder, greedy
 from tests.executor.test_ray import COUNT, HERE, PROMPT, run
-from tests.programs import Program, all_gone
+from tests.support.programs import Program, all_gone
+from tests.support.small_models import folder, greedy
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
 pytestmark = [

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.ring import MessageQueue, PeerDied, RingClosed, RingDamaged
-from penstock.executor.ring_memory import SPILL_KEEP_BYTES
+from penstock.executor.ring.memory_segment import SPILL_KEEP_BYTES
+from penstock.executor.ring.queue import MessageQueue, PeerDied, RingClosed, RingDamaged
 
 SLOT = 4096
 OUT_OF_BAND = 256  # bytes; small, so that small arrays take that way too
@@ -192,7 +192,7 @@ def test_the_memory_of_a_rare_huge_message_is_given_back() -> None:
 
 
 def test_a_message_beyond_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.ring.MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr("penstock.executor.ring.queue.MAX_MESSAGE_BYTES", 100_000)
     with ring() as (writer, _), pytest.raises(ValueError, match="message: 100224 bytes given, at most 100000"):
         writer.send(b"x" * 100_200)
 
@@ -254,7 +254,7 @@ def test_a_spawned_child_gets_its_handle_pickled() -> None:
 
 def test_a_process_that_is_no_child_gets_it_packed() -> None:
     script = (
-        "import sys; from penstock.executor.ring import MessageQueue as Q\n"
+        "import sys; from penstock.executor.ring.queue import MessageQueue as Q\n"
         "print(Q.attach(Q.unpack_handle(bytes.fromhex(sys.argv[1])), 0).recv(20))"
     )
     with MessageQueue.create(1, slots=3, slot_bytes=SLOT) as writer:

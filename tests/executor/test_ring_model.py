@@ -1,6 +1,6 @@
 """Every order of events in a small ring: two readers, three slots, four messages, a crash at every store.
 
-The model takes the steps of executor/ring.py and csrc/ring.c one shared load or store at a time and visits every state
+The model takes the steps of executor/ring/queue.py and csrc/ring.c one shared load or store at a time and visits every state
 that any interleaving can reach. It knows a store order that all processes agree on, which is what the sequentially
 consistent atomics of csrc/ring.c promise for counts, bells and sleepers. A message's bytes are two words, written one
 after the other. Then the same exploration is given rings with one step wrong, and must find what that breaks.

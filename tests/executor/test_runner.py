@@ -6,12 +6,12 @@ import msgspec
 import pytest
 import torch
 
-from penstock.executor import rank
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling, Step
+from penstock.executor.ranks import rank
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
-from tests.executor.small_models import folder, greedy
 from tests.executor.test_inputs import on_device
+from tests.support.driver import Driver
+from tests.support.small_models import folder, greedy
 
 CASE = "mistral-sliding"  # its window of 11 also makes positions fall out of sight
 PROMPT = [(7 * i * i + 3 * i) % 160 for i in range(48)]

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor import draw
 from penstock.executor.kernels import SamplingOps, torch_sampling
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs
-from penstock.executor.sampler import NOT_FINITE, WORK_BYTES, Sampler, prompt_logprobs
+from penstock.executor.sampling import draw
+from penstock.executor.sampling.sampler import NOT_FINITE, WORK_BYTES, Sampler, prompt_logprobs
 
 VOCAB, SLOTS = 700, 8
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.executor.kernels import SamplingOps
-from penstock.executor.masking import RowMasks
 from penstock.executor.protocol import Sampling
-from penstock.executor.sampler import WORK_BYTES, Sampler
+from penstock.executor.sampling.masking import RowMasks
+from penstock.executor.sampling.sampler import WORK_BYTES, Sampler
 from penstock.executor.staging import send, send_list
 
 VOCAB = 512

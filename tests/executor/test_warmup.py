@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.executor import rank
 from penstock.executor.kernels.cuda import tiles
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
+from penstock.executor.ranks import rank
+from penstock.executor.step.warmup import plan_steps
 from penstock.executor.uniproc import UniprocExecutor
-from penstock.executor.warmup import plan_steps
-from tests.executor.driver import Driver
-from tests.executor.small_models import folder
 from tests.executor.test_graphs import PROMPTS, Recorder, pretend_a_gpu
+from tests.support.driver import Driver
+from tests.support.small_models import folder
 
 SAMPLINGS = [
     Sampling(temperature=0.0, repetition_penalty=1.3, logprobs=2),

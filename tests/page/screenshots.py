@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 from playwright.sync_api import sync_playwright
 
-from tests.engine.server.default_model import default_model
-from tests.engine.server.running import until
 from tests.page.test_browser import CHROMIUM, answer, say, visit
-from tests.router.fleet import mock_replicas, running_router
+from tests.support.default_model import default_model
+from tests.support.router_fleet import mock_replicas, running_router
+from tests.support.running_server import until
 
 SIZE = {"width": 1180, "height": 740}
 TALE = "Tell me a long story about a river, a bridge and the people who built it."

@@ -18,11 +18,11 @@ import pytest
 
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import ExpertNews
-from tests.engine.server.default_model import default_model
-from tests.engine.server.fake import FakeEngine
-from tests.engine.server.running import Running, running, until
-from tests.router.fleet import running_router
-from tests.router.stub import stub
+from tests.support.default_model import default_model
+from tests.support.fake_engine import FakeEngine
+from tests.support.router_fleet import running_router
+from tests.support.router_stub import stub
+from tests.support.running_server import Running, running, until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install -c constraints.txt playwright")
 CHROMIUM = shutil.which(os.environ.get("PENSTOCK_CHROMIUM", "chromium"))

@@ -10,9 +10,9 @@ from penstock.engine.http.page.document import NAMES, document
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import ExpertNews
 from penstock.router.app import OWN, PROXIED
-from tests.engine.server.running import running
-from tests.router.fleet import running_router
-from tests.router.stub import stub
+from tests.support.router_fleet import running_router
+from tests.support.router_stub import stub
+from tests.support.running_server import running
 
 KINDS = tuple(NAMES)
 

@@ -3,9 +3,9 @@
 import pytest
 
 from penstock.router.app import OPEN, OWN, PROXIED
-from tests.router.fleet import running_router, until
-from tests.router.raw import exchange, status
-from tests.router.stub import stub
+from tests.support.raw_http import exchange, status
+from tests.support.router_fleet import running_router, until
+from tests.support.router_stub import stub
 
 KEY, ADMIN, BACKEND = "sk-client", "sk-admin", "sk-backend"
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")

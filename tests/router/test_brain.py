@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
-from penstock.router.brain import Brain, ReplicaInfo
-from penstock.router.policy import PolicyConfig
+from penstock.router.placement.brain import Brain, ReplicaInfo
+from penstock.router.placement.policy import PolicyConfig
 
 INFO = ReplicaInfo(b"model", block_size=16, num_blocks=1000, prefill_tokens_per_s=1000.0)
 

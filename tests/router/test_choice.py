@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from penstock._csrc import ffi, lib
-from penstock.router.load import Fleet
-from penstock.router.policy import POLICIES, PolicyConfig
-from tests.router import slow_policy
+from penstock.router.placement.load import Fleet
+from penstock.router.placement.policy import POLICIES, PolicyConfig
+from tests.support import slow_policy
 
 COLUMNS = ("queued", "head", "head_since", "active", "held", "filled", "cached")
 NOW_S = 50.0

@@ -7,9 +7,9 @@ import h11
 import pytest
 
 from penstock.engine.http.limits import Limits
-from tests.router.fleet import running_router, until
-from tests.router.raw import connect, exchange, post, read_all, status
-from tests.router.stub import stub, whole
+from tests.support.raw_http import connect, exchange, post, read_all, status
+from tests.support.router_fleet import running_router, until
+from tests.support.router_stub import stub, whole
 
 LIMITS = Limits(
     max_header_bytes=4096, max_body_bytes=10_000, header_timeout_s=0.4, body_timeout_s=0.4, max_connections=20

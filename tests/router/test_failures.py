@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from penstock.engine.http.limits import Limits
-from penstock.router.replica import FAILURES_TO_EJECT
-from tests.router.fleet import QUICK, mock_replicas, running_router, until
-from tests.router.raw import connect, exchange, post, read_all, status
-from tests.router.stub import stub, whole
+from penstock.router.fleet.replica import FAILURES_TO_EJECT
+from tests.support.raw_http import connect, exchange, post, read_all, status
+from tests.support.router_fleet import QUICK, mock_replicas, running_router, until
+from tests.support.router_stub import stub, whole
 
 
 async def _load(url: str, count: int, concurrency: int, during=None, **fields) -> list[tuple[int, str]]:

@@ -8,9 +8,9 @@ import pytest
 from benchmarks.route_model import Arrival, Settings, Simulation, World, pooled_hit
 
 from penstock.engine.http.kv_stream import Changes, Frame, Snapshot
-from penstock.router.brain import Brain, ReplicaInfo
-from penstock.router.load import Charge
-from penstock.router.policy import POLICIES, PolicyConfig
+from penstock.router.placement.brain import Brain, ReplicaInfo
+from penstock.router.placement.load import Charge
+from penstock.router.placement.policy import POLICIES, PolicyConfig
 
 SMALL = Settings(num_replicas=4, num_blocks=120)
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from penstock.cache.keys import block_keys, namespace_root
-from penstock.router.hasher import KeySpace, block_key_v1, route_keys
-from penstock.router.index import RouteIndex
-from tests.router.slow_hash import sha256_chain, v1_block, v1_chain
+from penstock.router.placement.hasher import KeySpace, block_key_v1, route_keys
+from penstock.router.placement.index import RouteIndex
+from tests.support.slow_hash import sha256_chain, v1_block, v1_chain
 
 
 def test_v1_gives_the_published_values_of_single_blocks():

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 
 from penstock.engine.http.limits import Limits
-from penstock.router.edge import ClientConnection, Edge
-from penstock.router.heads import AnswerHead, Heads, Request
-from penstock.router.upstream import Pool, Upstream
+from penstock.router.http.edge import ClientConnection, Edge
+from penstock.router.http.heads import AnswerHead, Heads, Request
+from penstock.router.http.upstream import Pool, Upstream
 
 BODY = b'{"prompt":"abc"}'
 REQUEST = (

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from penstock.router.index import MAX_SLOTS, RouteIndex
+from penstock.router.placement.index import MAX_SLOTS, RouteIndex
 
 
 def chain(seed: int, length: int) -> np.ndarray:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
-from penstock.router.brain import Brain, ReplicaInfo
-from penstock.router.policy import PolicyConfig
+from penstock.router.placement.brain import Brain, ReplicaInfo
+from penstock.router.placement.policy import PolicyConfig
 from tests.router.test_brain import INFO, cached, fleet, ids, live, short_keys
 
 

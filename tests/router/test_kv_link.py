@@ -3,8 +3,8 @@
 import random
 import signal
 
-from penstock.router.upstream import Dechunker
-from tests.router.fleet import mock_replicas, running_router, until
+from penstock.router.http.upstream import Dechunker
+from tests.support.router_fleet import mock_replicas, running_router, until
 
 
 def view(router, url: str) -> dict:

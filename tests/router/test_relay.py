@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from tests.router.fleet import mock_replicas, running_router, until
-from tests.router.raw import connect, exchange, post, read_all, status
-from tests.router.stub import stub, whole
+from tests.support.raw_http import connect, exchange, post, read_all, status
+from tests.support.router_fleet import mock_replicas, running_router, until
+from tests.support.router_stub import stub, whole
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 import random
 
-from penstock.router.budget import RESERVE, RetryBudget
-from penstock.router.replica import EJECTION_S, FAILURES_TO_EJECT, MAX_EJECTION_S, SILENT_PROBES, Replica
+from penstock.router.fleet.budget import RESERVE, RetryBudget
+from penstock.router.fleet.replica import EJECTION_S, FAILURES_TO_EJECT, MAX_EJECTION_S, SILENT_PROBES, Replica
 
 
 def up() -> Replica:

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from penstock.router.config import RouteError, RouterConfig, canonical_url, resolve
-from tests.nursery import ROOT
-from tests.router.fleet import mock_replicas, until
-from tests.router.raw import connect, post, read_all, status
+from tests.support.nursery import ROOT
+from tests.support.raw_http import connect, post, read_all, status
+from tests.support.router_fleet import mock_replicas, until
 
 ADMIN = {"authorization": "Bearer sk-admin"}
 

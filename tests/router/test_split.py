@@ -11,12 +11,12 @@ import pytest
 
 from penstock.engine.http import token_form
 from penstock.router.config import Prefill, RouteError, RouterConfig, resolve
+from penstock.router.placement.prompts import CHAT, COMPLETIONS
 from penstock.router.serve import Router
 from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
-from penstock.router.text import CHAT, COMPLETIONS
-from tests.router.fleet import RunningRouter, running_router, until
-from tests.router.raw import connect, post, status
-from tests.router.stub import Seen, Stub, stub, whole
+from tests.support.raw_http import connect, post, status
+from tests.support.router_fleet import RunningRouter, running_router, until
+from tests.support.router_stub import Seen, Stub, stub, whole
 
 LONG = "a prompt of some length " * 200
 PEER = "10.0.0.5:9100"

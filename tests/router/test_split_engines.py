@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 from penstock.router.config import Prefill
-from tests.cache.peer_rig import free_addresses
-from tests.engine.server.peer_pair import SECRET, engine, is_connected
-from tests.engine.server.running import Running, running
-from tests.programs import Program
-from tests.router.fleet import RunningRouter, mock_replicas, running_router, until
+from tests.support.peer_pair import SECRET, engine, is_connected
+from tests.support.peer_rig import free_addresses
+from tests.support.programs import Program
+from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
+from tests.support.running_server import Running, running
 
 WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "violins", "maps", "bees", "glass", "trains"]
 

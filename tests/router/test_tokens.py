@@ -9,13 +9,13 @@ from tokenizers import AddedToken
 
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import HttpError
-from penstock.engine.text.room import load_text, text_digest
+from penstock.engine.text.model_text import load_text, text_digest
 from penstock.engine.text.segments import SegmentCache
-from penstock.router.brain import Brain, PolicyConfig, ReplicaInfo
-from penstock.router.text import CHAT, COMPLETIONS, Asked, Texts
-from tests.engine.server.fake import byte_tokenizer, line_template
-from tests.router.fleet import mock_replicas, running_router
-from tests.router.stub import stub
+from penstock.router.placement.brain import Brain, PolicyConfig, ReplicaInfo
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, Asked, Texts
+from tests.support.fake_engine import byte_tokenizer, line_template
+from tests.support.router_fleet import mock_replicas, running_router
+from tests.support.router_stub import stub
 
 
 @pytest.fixture(scope="module")

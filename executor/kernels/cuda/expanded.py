@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import triton.language as tl
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.cuda.attention import LOG2_E, page_rows, weigh
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.paged_attention import LOG2_E, page_rows, weigh
 from penstock.executor.kernels.cuda.tiles import expanded_tile, power_of_2
 from penstock.executor.kernels.cuda.work import LOWEST, find_row, order_tiles
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from penstock.executor.kernels.cuda.dependent import launching, take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.rope import check_places, copy, load_shared, narrow
+from penstock.executor.kernels.cuda.rope_and_store import check_places, copy, load_shared, narrow
 from penstock.executor.kernels.cuda.rows import normalize
 from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
 

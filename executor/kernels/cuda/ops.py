@@ -4,21 +4,14 @@ import dataclasses
 
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps
 from penstock.executor.kernels.card import Card
-from penstock.executor.kernels.cuda import (
-    attention,
-    expanded,
-    fp8,
-    inputs,
-    latent,
-    latent_rope,
-    linear,
-    logit_edits,
-    moe,
-    rope,
-    routing,
-    rows,
-    sampling,
-)
+from penstock.executor.kernels.cuda import draw_tokens as sampling
+from penstock.executor.kernels.cuda import expanded, fp8, latent_rope, logit_edits, routing, rows
+from penstock.executor.kernels.cuda import expert_products as moe
+from penstock.executor.kernels.cuda import gated_linear as linear
+from penstock.executor.kernels.cuda import latent_attention as latent
+from penstock.executor.kernels.cuda import paged_attention as attention
+from penstock.executor.kernels.cuda import rope_and_store as rope
+from penstock.executor.kernels.cuda import step_inputs as inputs
 
 OPS = Ops(
     rows.rms_norm,

@@ -16,7 +16,7 @@ from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import power_of_2
 
 if TYPE_CHECKING:
-    from penstock.executor.models.spec import MoeSpec
+    from penstock.executor.moe_spec import MoeSpec
 
 TOKENS = 4  # a program's, in `_choose`: one for each warp
 CHUNK = 512  # entries of a program

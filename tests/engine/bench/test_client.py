@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from penstock.engine.bench.client import Target
-from penstock.engine.bench.stream import Reply
-from tests.engine.bench.endpoint import Answer, Asked, Endpoint, completion, plain, speak_openai
+from penstock.engine.commands.bench.http_client import Target
+from penstock.engine.commands.bench.stream import Reply
+from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion, plain, speak_openai
 
 
 def run(answer: Answer, use: Callable) -> Endpoint:

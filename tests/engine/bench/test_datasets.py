@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.bench.datasets import Sample, Source, add_dataset_options, load_samples
+from penstock.engine.commands.bench.datasets import Sample, Source, add_dataset_options, load_samples
 from penstock.engine.config import ConfigError
 
 IDS = Source(1000)

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from penstock.cli import main
-from penstock.engine import llm
+from penstock.engine.front import llm
 
 
 class Engine:

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from penstock.engine.bench.metrics import Outcome, details, goodput, percentile, spread, summarize
+from penstock.engine.commands.bench.summary import Outcome, details, goodput, percentile, spread, summarize
 
 TOTALS = {
     "duration",

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import llm as llm_module
-from penstock.engine.bench import latency, throughput
+from penstock.engine.commands.bench import latency, throughput
 from penstock.engine.config import ConfigError
+from penstock.engine.front import llm as llm_module
 
 
 class CountingLLM:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.bench import serve
-from penstock.engine.bench.load import Call, drive
-from penstock.engine.bench.report import serving_table
-from penstock.engine.bench.results import save
+from penstock.engine.commands.bench import serving as serve
+from penstock.engine.commands.bench.load import Call, drive
+from penstock.engine.commands.bench.report import serving_table
+from penstock.engine.commands.bench.results import save
 from penstock.engine.config import ConfigError
-from tests.engine.bench.endpoint import Asked, Endpoint, completion, plain, speak_openai
+from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, speak_openai
 
 
 def parse(*options: str) -> argparse.Namespace:

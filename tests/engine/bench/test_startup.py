@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine import serve
-from penstock.engine.bench import startup
-from penstock.engine.options import engine_options
+from penstock.engine.commands import serve
+from penstock.engine.commands.bench import startup
+from penstock.engine.commands.engine_options import engine_options
 
 # Listens at once, answers 503 until it is "loaded", and starts a child of its own as an engine does.
 SERVER = """

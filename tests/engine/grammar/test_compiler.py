@@ -7,13 +7,13 @@ import time
 import pytest
 from llguidance import LLMatcher
 
-from penstock.engine.grammar import check as check_module
+from penstock.engine.front import grammar_check as check_module
+from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar import compiler as compiler_module
-from penstock.engine.grammar.check import GrammarCheck
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
-from tests.engine.grammar.support import accepts, vocabulary
+from tests.support.grammar_rig import accepts, vocabulary
 
 CHECK = GrammarCheck(Compiler(vocabulary))
 

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from llguidance import LLParserLimits
 
-from penstock.engine import core_process
+from penstock.engine.core import process as core_process
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.messages import Shutdown
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import Sampling
-from tests.engine.grammar.support import COMPILER, EOS, Core, random_request, submit, text_of, vocabulary
+from tests.support.grammar_rig import COMPILER, EOS, Core, random_request, submit, text_of, vocabulary
 
 DIGITS = StructuredOutputs(regex="[0-9]{3,5}")
 LETTERS = StructuredOutputs(regex="[a-z]{30}")

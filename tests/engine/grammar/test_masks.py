@@ -6,7 +6,7 @@ import pytest
 from penstock.engine.grammar import masks as masks_module
 from penstock.engine.grammar.masks import MaskFiller, Masks
 from penstock.engine.grammar.matcher import Matcher
-from tests.engine.grammar.support import EOS, VOCAB_SIZE, matcher
+from tests.support.grammar_rig import EOS, VOCAB_SIZE, matcher
 
 
 def allowed(masks: Masks, place: int) -> set[int]:

@@ -8,10 +8,10 @@ import pytest
 
 from penstock.engine.grammar.compiler import GrammarRefused
 from penstock.engine.grammar.ecma import translated
-from penstock.engine.grammar.schema import _COUNTS, _LISTS, _OBJECTS, _ONE, _PLAIN, _REWRITTEN, lark_json, prepared
+from penstock.engine.grammar.json_schema import _COUNTS, _LISTS, _OBJECTS, _ONE, _PLAIN, _REWRITTEN, lark_json, prepared
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
-from tests.engine.grammar.support import accepts, matcher
+from tests.support.grammar_rig import accepts, matcher
 
 ABC = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}, "cc": {}}}
 CLOSED = {**ABC, "additionalProperties": False}

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import MAX_GRAMMAR_DEPTH, InvalidRequest, StructuredOutputs
-from tests.engine.grammar.support import accepts, matcher
+from tests.support.grammar_rig import accepts, matcher
 
 PERSON = {
     "type": "object",

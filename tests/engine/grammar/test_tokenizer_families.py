@@ -6,15 +6,15 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from penstock.engine.core import EngineCore
+from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import ExactEncoder, Vocabulary, _another
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import Sampling
-from tests.engine.grammar.support import Core, submit
-from tests.engine.text import samples
+from tests.support import text_samples as samples
+from tests.support.grammar_rig import Core, submit
 
 FAMILIES: dict[str, Callable[[], Backend]] = {
     "byte level": samples.byte_level,

@@ -10,8 +10,8 @@ import openai
 import pytest
 
 from penstock.engine.sampling_params import SamplingParams
-from tests.engine.server.fake import INFO, FakeEngine
-from tests.engine.server.running import MODEL, Running, running
+from tests.support.fake_engine import INFO, FakeEngine
+from tests.support.running_server import MODEL, Running, running
 
 
 @pytest.fixture(scope="module")

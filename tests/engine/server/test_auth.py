@@ -3,8 +3,8 @@
 import pytest
 
 from penstock.engine.http.auth import OPEN_ROUTES, Keys
-from penstock.engine.server.config import ServerConfig, resolve
-from tests.engine.server.running import Running, running
+from penstock.engine.server.server_config import ServerConfig, resolve
+from tests.support.running_server import Running, running
 
 KEY = "sk-right"
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")

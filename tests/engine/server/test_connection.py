@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from tests.engine.server.fake import INFO, FakeEngine
-from tests.engine.server.running import MODEL, Running, exchange, read_all, running, until
+from tests.support.fake_engine import INFO, FakeEngine
+from tests.support.running_server import MODEL, Running, exchange, read_all, running, until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 

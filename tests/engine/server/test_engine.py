@@ -7,12 +7,12 @@ import time
 import httpx
 import pytest
 
-from penstock.engine.client import AsyncEngine
 from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.front.client import AsyncEngine
 from penstock.executor.protocol import ExecutorConfig
-from tests.engine.server.fake import EOS, byte_tokenizer
-from tests.engine.server.running import Running, running, until
 from tests.engine.server.test_answers import events
+from tests.support.fake_engine import EOS, byte_tokenizer
+from tests.support.running_server import Running, running, until
 
 
 def oracle_engine(**scheduler: int) -> AsyncEngine:

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from penstock.engine.server.app import POSTS
-from penstock.engine.server.schema import HARMLESS, UNSERVED
-from tests.engine.server.fake import FakeEngine
-from tests.engine.server.running import MODEL, Running, running, until
+from penstock.engine.server.requests import HARMLESS, UNSERVED
+from tests.support.fake_engine import FakeEngine
+from tests.support.running_server import MODEL, Running, running, until
 
 PATHS = {post.path: post.takes.__struct_fields__ or ("model",) for post in POSTS}
 SCALARS = [None, True, False, 0, 1, -1, 2, 7, 299, 300, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.0, 0.5, 1e300, -1.5]

@@ -9,15 +9,15 @@ import httpx
 import pytest
 
 from penstock.cache.keys import block_keys, namespace_root
-from penstock.engine.client import AsyncEngine
 from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, FrameReader, Hello, Snapshot, StreamError, pack
 from penstock.engine.messages import CacheNews
 from penstock.engine.server import kv_events
 from penstock.engine.server.kv_events import KvEvents
 from penstock.executor.protocol import ExecutorConfig
-from tests.engine.server.fake import EOS, FakeEngine, byte_tokenizer
-from tests.engine.server.running import Running, running, until
+from tests.support.fake_engine import EOS, FakeEngine, byte_tokenizer
+from tests.support.running_server import Running, running, until
 
 
 class Follower:

@@ -15,16 +15,16 @@ import httpx
 import pytest
 
 from penstock.engine.http.listen import bind_socket
-from penstock.engine.server import serve as life
-from penstock.engine.server.config import ServerConfig, resolve
-from tests.engine.server.running import until
+from penstock.engine.server import lifetime as life
+from penstock.engine.server.server_config import ServerConfig, resolve
+from tests.support.running_server import until
 
 PROGRAM = """
 import logging, signal, sys
 import uvloop
-from penstock.engine.server.config import ServerConfig
-from penstock.engine.server.serve import serve
-from tests.engine.server.fake import FakeEngine, byte_tokenizer, line_template
+from penstock.engine.server.server_config import ServerConfig
+from penstock.engine.server.lifetime import serve
+from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
 
 async def main():
     import asyncio

@@ -10,8 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.messages import Outputs, Stats
 from penstock.executor.protocol import ExpertNews
-from tests.engine.server.fake import FakeEngine
-from tests.engine.server.running import running, until
+from tests.support.fake_engine import FakeEngine
+from tests.support.running_server import running, until
 
 
 @pytest.fixture

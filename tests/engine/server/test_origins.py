@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.engine.server.running import running
+from tests.support.running_server import running
 
 PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
 PAGE = "https://app.example"

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cache.peer_rig import free_addresses
-from tests.engine.server.peer_pair import SECRET, engine, is_connected
-from tests.engine.server.running import Running, running, until
+from tests.support.peer_pair import SECRET, engine, is_connected
+from tests.support.peer_rig import free_addresses
+from tests.support.running_server import Running, running, until
 
 PROMPT = "a prompt that is computed elsewhere " * 20 + "."
 

@@ -8,8 +8,8 @@ import pytest
 
 from penstock.engine.http.errors import MAX_MESSAGE_CHARS
 from penstock.engine.server import prompts
-from tests.engine.server.fake import EOS, FakeEngine
-from tests.engine.server.running import Running, running, until
+from tests.support.fake_engine import EOS, FakeEngine
+from tests.support.running_server import Running, running, until
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from tests.engine.server.fake import FakeEngine
-from tests.engine.server.running import running, until
 from tests.engine.test_client import GREEDY, read
 from tests.engine.test_client import running as running_engine
+from tests.support.fake_engine import FakeEngine
+from tests.support.running_server import running, until
 
 
 def test_an_idle_server_resets_and_a_busy_one_says_409():

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.client import AsyncEngine
 from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.front.client import AsyncEngine
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import ExecutorConfig
-from tests.engine.server.fake import EOS, byte_tokenizer
-from tests.engine.server.running import running
 from tests.engine.server.test_answers import events
-from tests.engine.text.chat_samples import QWEN3
+from tests.support.chat_samples import QWEN3
+from tests.support.fake_engine import EOS, byte_tokenizer
+from tests.support.running_server import running
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}, "required": ["a"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}

@@ -10,11 +10,11 @@ import pytest
 from llguidance import LLMatcher
 
 from penstock.engine.grammar.vocabulary import Vocabulary
-from penstock.engine.server.tools import MAX_PAST_CALLS, MAX_SCHEMA_BYTES, MAX_TOOLS
+from penstock.engine.server.tool_choice import MAX_PAST_CALLS, MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
-from tests.engine.server.fake import FakeEngine, byte_tokenizer, line_template
-from tests.engine.server.running import MODEL, Running, running
-from tests.engine.text.chat_samples import LLAMA3, QWEN3
+from tests.support.chat_samples import LLAMA3, QWEN3
+from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
+from tests.support.running_server import MODEL, Running, running
 
 MARKS = ("<|python_tag|>", "[TOOL_CALLS]", "[ARGS]")  # special tokens of their models, unlike <tool_call> and <think>
 MISTRAL = (

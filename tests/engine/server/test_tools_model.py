@@ -7,8 +7,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.engine.server.default_model import default_model
-from tests.engine.server.running import MODEL
+from tests.support.default_model import default_model
+from tests.support.running_server import MODEL
 
 SCHEMAS = {
     "weather": {

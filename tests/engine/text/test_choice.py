@@ -4,12 +4,12 @@ import random
 
 import pytest
 
+from penstock.engine.front.answer import Choice, Update, joined
 from penstock.engine.messages import FinishReason, Output
-from penstock.engine.output import Choice, Update, joined
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import Detokenizer
 from penstock.executor.protocol import TokenLogprobs
-from tests.engine.text import samples
+from tests.support import text_samples as samples
 
 LETTERS = {token_id: chr(token_id) for token_id in range(128)}
 EOS = 128

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders
 
 from penstock.engine.model_files import ModelRefused
 from penstock.engine.text.detokenize import Detokenizer, byte_alphabet
-from tests.engine.text import samples
+from tests.support import text_samples as samples
 
 KINDS = {
     "byte level": samples.byte_level,

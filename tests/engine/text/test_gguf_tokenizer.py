@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from penstock.engine.model_files import ModelFiles, ModelNotFound, ModelRefused, resolve_model
 from penstock.engine.text.gguf_splits import SPLITS
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
-from tests.engine.text import samples
+from tests.support import text_samples as samples
 
 gguf = pytest.importorskip("gguf")
 

@@ -10,7 +10,8 @@ import pytest
 from penstock.engine.model_files import ModelFiles, ModelNotFound, ModelRefused, resolve_model
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.template import ChatTemplate, load_template
-from tests.engine.text import chat_samples, samples
+from tests.support import chat_samples
+from tests.support import text_samples as samples
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 ECHO = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"

@@ -10,7 +10,7 @@ import pytest
 from penstock.engine.model_files import ModelError, ModelFiles, ModelNotFound, ModelRefused
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
-from tests.engine.text import samples
+from tests.support import text_samples as samples
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -196,7 +196,7 @@ def test_the_text_room_needs_neither_torch_nor_transformers_nor_numpy() -> None:
     code = (
         "import sys\n"
         "import penstock.engine.text.template, penstock.engine.text.tokenizer, penstock.engine.text.hf_tokenizer\n"
-        "import penstock.engine.text.gguf_tokenizer, penstock.engine.output, penstock.engine.model_files\n"
+        "import penstock.engine.text.gguf_tokenizer, penstock.engine.front.answer, penstock.engine.model_files\n"
         "print(*({'torch', 'transformers', 'numpy', 'gguf', 'huggingface_hub'} & set(sys.modules)))"
     )
     environment = {"PYTHONPATH": str(ROOT / "src")}

@@ -1,7 +1,7 @@
 """Tools written as text, for templates that know none."""
 
 from penstock.engine.text.template import ChatTemplate
-from tests.engine.text.chat_samples import CALL, GEMMA, RESULT, SYSTEM, TOOLS, USER
+from tests.support.chat_samples import CALL, GEMMA, RESULT, SYSTEM, TOOLS, USER
 
 LINES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 

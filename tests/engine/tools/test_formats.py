@@ -2,11 +2,11 @@
 
 import pytest
 
-from penstock.engine.tools import formats, thinking
-from penstock.engine.tools.formats import detect, named
-from penstock.engine.tools.lark import grammar
-from tests.engine.text.chat_samples import CHATML, LLAMA3, QWEN3
-from tests.engine.tools.samples import CALL, FORMATS
+from penstock.engine.grammar.tool_calls import grammar
+from penstock.engine.text.tools import formats, thinking
+from penstock.engine.text.tools.formats import detect, named
+from tests.support.chat_samples import CHATML, LLAMA3, QWEN3
+from tests.support.tool_samples import CALL, FORMATS
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ import pytest
 from llguidance import LLMatcher
 
 from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.tools.formats import Calls, Function
-from penstock.engine.tools.lark import grammar
-from penstock.engine.tools.thinking import MISTRAL, THINK, Thinking
-from tests.engine.server.fake import byte_tokenizer
-from tests.engine.tools.samples import CALL, CALLS, CLOCK, FORMATS, WEATHER, calls_of, read
+from penstock.engine.text.tools.formats import Calls, Function
+from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.tool_samples import CALL, CALLS, CLOCK, FORMATS, WEATHER, calls_of, read
 
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>")
 SPECIAL = pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])

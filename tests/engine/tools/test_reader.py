@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from penstock.engine.tools.reader import MAX_CALLS, MAX_FALSE, CallReader, CallStart
-from penstock.engine.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
-from penstock.engine.tools.thinking import MISTRAL, THINK, Thinking
-from tests.engine.tools.samples import CALL, CALLS, FORMATS, calls_of, read
+from penstock.engine.text.tools.reader import MAX_CALLS, MAX_FALSE, CallReader, CallStart
+from penstock.engine.text.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
+from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
+from tests.support.tool_samples import CALL, CALLS, FORMATS, calls_of, read
 
 WEATHER = ("weather", '{"city": "Ulm"}')
 CLOCK = ("clock", "{}")

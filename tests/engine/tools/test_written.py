@@ -7,10 +7,10 @@ from itertools import combinations
 import pytest
 from llguidance import LLMatcher
 
-from tests.engine.tools.samples import FORMATS, calls_of, read
 from tests.engine.tools.test_lark import SPECIAL, lark, verdict, vocabulary
 from tests.engine.tools.test_reader import GOOD
-from tests.engine.tools.written import NO_CALLS, QUOTED, WRITTEN, C, P, Sample, W
+from tests.support.tool_samples import FORMATS, calls_of, read
+from tests.support.written import NO_CALLS, QUOTED, WRITTEN, C, P, Sample, W
 
 READ = {name: [*GOOD.get(name, []), *WRITTEN[name], *QUOTED.get(name, [])] for name in FORMATS}
 BY_FORMAT = pytest.mark.parametrize("name", FORMATS)

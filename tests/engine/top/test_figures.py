@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.engine.top.figures import History, Look, Quantile, quantile
+from penstock.engine.commands.top.figures import History, Look, Quantile, quantile
 
 TEXT = """\
 # HELP requests Requests, by "route".

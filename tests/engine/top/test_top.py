@@ -11,14 +11,14 @@ import time
 
 import pytest
 
+from penstock.engine.commands.top.command import ENTER, LEAVE, frame
+from penstock.engine.commands.top.screen import Piece
 from penstock.engine.messages import Stats
-from penstock.engine.top.command import ENTER, LEAVE, frame
-from penstock.engine.top.screen import Piece
 from penstock.executor.protocol import ExpertNews
-from tests.engine.server.fake import FakeEngine
-from tests.engine.server.running import running, until
-from tests.router.fleet import running_router
-from tests.router.stub import stub
+from tests.support.fake_engine import FakeEngine
+from tests.support.router_fleet import running_router
+from tests.support.router_stub import stub
+from tests.support.running_server import running, until
 
 COMMAND = [sys.executable, "-m", "penstock.cli", "top"]
 STATS = Stats(

@@ -27,7 +27,7 @@ if HAS_TRITON and not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
     import triton
 
-    from tests.executor.kernels import interpreter
+    from tests.support import interpreter
 
     # The variable would follow into the processes that other tests start.
     del os.environ["TRITON_INTERPRET"]

@@ -6,7 +6,7 @@ import torch
 
 from penstock.executor.kernels.cuda import dependent
 from penstock.executor.kernels.cuda.ops import OPS
-from tests.executor.paged import Cache, latent_step, random
+from tests.support.paged import Cache, latent_step, random
 
 HEADS, KV_HEADS, DIM, PAGE, CONTEXT = 4, 2, 32, 16, 100
 

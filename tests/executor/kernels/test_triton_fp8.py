@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from penstock.executor.kernels import card as cards
 from penstock.executor.kernels import torch_fp8
 from penstock.executor.kernels.cuda import fp8, tiles
-from tests.executor.kernels.cases import close, every_dtype
-from tests.executor.paged import random
+from tests.support.kernel_cases import close, every_dtype
+from tests.support.paged import random
 
 
 def quantized_weight(width: int, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from penstock.executor.kernels import torch_inputs
-from penstock.executor.kernels.cuda import inputs
+from penstock.executor.kernels.cuda import step_inputs as inputs
 from penstock.executor.kernels.cuda.ops import INPUT_OPS
-from penstock.executor.state import OPTIONS, Places
+from penstock.executor.kernels.state import OPTIONS, Places
 from tests.executor import test_inputs
 
 SLOTS, LENGTH, PAGE = 5, 700, 2  # more blocks of a slot than a kernel takes at once

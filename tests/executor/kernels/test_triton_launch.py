@@ -74,7 +74,7 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "PYTHONPATH": f"{root / 'src'}:{root}",
         "TRITON_CACHE_DIR": str(request.config.cache.mkdir("triton")),
     }
-    command = [sys.executable, str(here / "launches.py"), str(tmp_path_factory.mktemp("driver"))]
+    command = [sys.executable, str(root / "tests/support/launches.py"), str(tmp_path_factory.mktemp("driver"))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said: dict[str, Any] = json.loads(done.stdout)

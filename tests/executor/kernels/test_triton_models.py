@@ -11,10 +11,10 @@ from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
-from tests.executor.eight_bits import folders
-from tests.executor.small_models import folder, greedy
 from tests.executor.test_models import recorded  # noqa: F401 - a fixture
+from tests.support.driver import Driver
+from tests.support.eight_bits import folders
+from tests.support.small_models import folder, greedy
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21]]
 COUNT = 3
@@ -26,8 +26,8 @@ def test_a_model_gives_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, case: str
 ) -> None:
     """Two prompts in chunks, then decoding, one a step ahead of the other; stale blocks are NaN."""
-    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: OPS)
-    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
+    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     executor = UniprocExecutor(
         ExecutorConfig(
             model=str(folder(case)),
@@ -49,8 +49,8 @@ def test_chunks_whose_latents_are_expanded_give_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     """Beside rows of one token, chunks too short for it, and what earlier steps left in the pages."""
-    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: OPS)
-    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
+    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 2)
     config = ExecutorConfig(
         model=str(folder("deepseek-v2-lite")),
@@ -80,9 +80,9 @@ def test_a_model_of_eight_bits_is_near_its_twin(
 ) -> None:
     """Weights and pages. Where a sum falls between two numbers of eight bits, kernel and twin may take either."""
     twins = dataclasses.replace(torch_ops.OPS, blocks=torch_fp8.OPS)
-    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     for ops, where in ((OPS, device.type), (twins, "cpu")):
-        monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_, ops=ops: ops)
+        monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_, ops=ops: ops)
         config = ExecutorConfig(
             model=str(folders(case)[0]),
             device=where,

@@ -8,17 +8,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from penstock.executor.kernels import torch_fp8, torch_ops
-from penstock.executor.kernels.cuda import moe, tiles
+from penstock.executor.kernels.cuda import expert_products as moe
+from penstock.executor.kernels.cuda import tiles
 from penstock.executor.kernels.cuda.launch import Kernel
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.models.spec import MoeSpec
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.driver import Driver
-from tests.executor.eight_bits import quantize
-from tests.executor.kernels.cases import close, every_dtype
-from tests.executor.paged import random
-from tests.executor.small_models import folder, greedy
+from tests.support.driver import Driver
+from tests.support.eight_bits import quantize
+from tests.support.kernel_cases import close, every_dtype
+from tests.support.paged import random
+from tests.support.small_models import folder, greedy
 
 
 def case(tokens: int, experts: int, top_k: int, width: int, inner: int, dtype: torch.dtype, device: torch.device):
@@ -145,8 +146,8 @@ def driver_of(monkeypatch: pytest.MonkeyPatch, kernels: Any, model: str, **given
     if kernels is OPS:
         changes["choose_experts"] = OPS.choose_experts
     ops = dataclasses.replace(torch_ops.OPS, **changes)
-    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: ops)
-    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
+    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     return Driver(
         UniprocExecutor(ExecutorConfig(model=model, device="cpu", dtype="float32", kv_cache_bytes=2**20, **given))
     )

@@ -8,8 +8,8 @@ import torch
 from penstock.executor.kernels import torch_ops
 from penstock.executor.kernels.cuda import routing
 from penstock.executor.models.spec import MoeSpec
-from tests.executor.kernels.cases import close
-from tests.executor.paged import random
+from tests.support.kernel_cases import close
+from tests.support.paged import random
 
 QWEN3 = MoeSpec(num_experts=128, top_k=8, intermediate_size=768, renormalize=True)
 V2 = MoeSpec(

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from penstock.executor.kernels import torch_ops
-from penstock.executor.kernels.cuda.linear import FEW_ROWS
+from penstock.executor.kernels.cuda.gated_linear import FEW_ROWS
 from penstock.executor.kernels.cuda.ops import OPS
-from tests.executor.kernels.cases import close, every_dtype
-from tests.executor.paged import latent_step, random
+from tests.support.kernel_cases import close, every_dtype
+from tests.support.paged import latent_step, random
 
 
 @every_dtype

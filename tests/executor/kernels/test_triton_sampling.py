@@ -5,17 +5,18 @@ import pytest
 import torch
 
 from penstock.executor.kernels import torch_sampling
-from penstock.executor.kernels.cuda import logit_edits, sampling
+from penstock.executor.kernels.cuda import draw_tokens as sampling
+from penstock.executor.kernels.cuda import logit_edits
 from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
-from penstock.executor.masking import RowMasks
 from penstock.executor.outbox import Outbox
-from penstock.executor.penalties import Penalties, Seen
 from penstock.executor.protocol import Sampling
-from penstock.executor.sampler import Sampler
-from tests.executor.kernels.cases import TOLERANCE, every_dtype
-from tests.executor.paged import random
+from penstock.executor.sampling.masking import RowMasks
+from penstock.executor.sampling.penalties import Penalties, Seen
+from penstock.executor.sampling.sampler import Sampler
 from tests.executor.test_sampler import SLOTS, random_sampling
 from tests.executor.test_sampler import VOCAB as OPTION_VOCAB
+from tests.support.kernel_cases import TOLERANCE, every_dtype
+from tests.support.paged import random
 
 VOCAB = 5000  # more than one chunk of 4096
 OFF = (1.0, 0.0, 0, 1.0)

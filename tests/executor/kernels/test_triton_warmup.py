@@ -16,21 +16,21 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock.executor import rank
-from penstock.executor.inputs import DeviceInputs
 from penstock.executor.kernels import torch_fp8, torch_ops, torch_sampling
 from penstock.executor.kernels.cuda.launch import variants
 from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
+from penstock.executor.kernels.state import DeviceState
 from penstock.executor.kernels.torch_inputs import INPUT_OPS as TWIN_INPUTS
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling
-from penstock.executor.slots import Slots, slot_sizes
-from penstock.executor.state import DeviceState
+from penstock.executor.ranks import rank
+from penstock.executor.step.inputs import DeviceInputs
+from penstock.executor.step.slots import Slots, slot_sizes
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor import eight_bits, small_models
-from tests.executor.driver import Driver, Sequence
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
+from tests.support import eight_bits, small_models
+from tests.support.driver import Driver, Sequence
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can"
@@ -93,8 +93,8 @@ def open_on_kernels(
     pretend_a_gpu(monkeypatch, lambda: recorder)
     monkeypatch.setattr(rank, "_slots_and_inputs", slots_and_inputs)
     monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling)
-    monkeypatch.setattr("penstock.executor.loading.load.select_ops", lambda *_: ops)
-    monkeypatch.setattr("penstock.executor.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
+    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     return Driver(UniprocExecutor(ExecutorConfig(model=str(folder), kv_cache_bytes=2**22, block_size=4, **options)))
 
 

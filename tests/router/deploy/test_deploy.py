@@ -18,16 +18,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.engine.server.fake import byte_tokenizer
-from tests.executor import ray_cluster
-from tests.nursery import ROOT
-from tests.programs import Program, all_gone
-from tests.router.fleet import until
+from tests.support import ray_cluster
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.nursery import ROOT
+from tests.support.programs import Program, all_gone
+from tests.support.router_fleet import until
 from tests.test_serve import MODEL
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'penstock[ray]'")
 
-MOCK = Path(__file__).parent / "mock_deploy.py"
+MOCK = Path(__file__).parents[2] / "support" / "mock_deploy.py"
 BODY = {"prompt": "hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 KEY = {"authorization": "Bearer client"}
 

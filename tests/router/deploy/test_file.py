@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.engine import serve
+from penstock.engine.commands import serve
 from penstock.router import serve as route
 from penstock.router.deploy.file import Command, DeployError, Deployment, Restart, Rollout, read
 

@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.router.deploy.file import DeployError, Restart, Rollout
-from tests.router.deploy.made_up import World, deployment
+from tests.support.made_up_cluster import World, deployment
 
 
 def states(world: World) -> list[tuple[int, int, str]]:

@@ -1,0 +1,166 @@
+"""The directory of one namespace: who may use it, and its slab files.
+
+PATH/<namespace, 32 hex digits>/    0700, and everything in it 0600
+    lock              flock of whoever uses it; says which process that is
+    probe             a page to try the disk with
+    index  journal    see journal.py
+    slab-000000 …     slots of records, preallocated, 1 GiB each and the last one shorter
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import stat
+import threading
+from collections.abc import Iterator
+
+from penstock.cache.tiers.disk.calls import DIRECTORY_MODE, Calls
+from penstock.cache.tiers.disk.record import PAGE
+from penstock.cache.tiers.memory import huge_buffer
+
+SLAB_BYTES = 2**30
+LOCK_FILE, PROBE_FILE = "lock", "probe"
+OUR_FILES = re.compile(r"lock|probe|index|index\.tmp|journal|slab-\d{6,}")
+OUR_DIRECTORIES = re.compile(r"[0-9a-f]{32}")
+SLAB_FILE = re.compile(r"slab-(\d{6,})")
+
+
+class DirectoryInUse(OSError):
+    """Somebody else holds the lock."""
+
+
+def open_directory(path: str, create: bool) -> int:
+    """A descriptor of a directory that belongs to us and to nobody else."""
+    if create:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, DIRECTORY_MODE)
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    status = os.fstat(directory)
+    if status.st_uid != os.geteuid():
+        os.close(directory)
+        raise PermissionError(errno.EPERM, f"belongs to user {status.st_uid}, not to {os.geteuid()}", path)
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        os.fchmod(directory, DIRECTORY_MODE)
+    return directory
+
+
+def lock(calls: Calls, directory: int, path: str) -> int:
+    """The descriptor that holds the lock; closing it gives the lock back, and so does the end of the process."""
+    file = calls.open(directory, LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(file, 0)
+        os.pwrite(file, b"%d\n" % os.getpid(), 0)
+    except BlockingIOError:
+        holder = os.pread(file, 20, 0).decode("ascii", "replace").strip() or "that has not said its number yet"
+        os.close(file)
+        raise DirectoryInUse(f"{path} is in use by process {holder}") from None
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def takes_direct(calls: Calls, directory: int) -> bool:
+    """Whether O_DIRECT works here, found out by writing a page and reading it back. Leaves the probe file."""
+    page = huge_buffer(PAGE)
+    page[:8] = b"penstock"
+    for flag in (os.O_DIRECT, 0):
+        try:
+            file = calls.open(directory, PROBE_FILE, os.O_RDWR | os.O_CREAT | flag)
+        except OSError as error:
+            if flag and error.errno == errno.EINVAL:
+                continue
+            raise
+        try:
+            if calls.writev(file, [page], 0) == PAGE and calls.readv(file, [page], 0) == PAGE:
+                return bool(flag)
+        except OSError as error:
+            if not flag or error.errno != errno.EINVAL:
+                raise
+        finally:
+            os.close(file)
+    raise OSError(errno.EIO, "a page that was written cannot be read back")
+
+
+class Slabs:
+    """The slab files, opened and grown when they are first needed. Worker threads call it."""
+
+    def __init__(
+        self, calls: Calls, directory: int, *, slot_bytes: int, num_slots: int, slab_bytes: int, direct: bool
+    ) -> None:
+        self.slot_bytes = slot_bytes
+        self.num_slots = num_slots
+        self.slots_per_slab = max(1, slab_bytes // slot_bytes)
+        self.is_direct = direct
+        self._calls = calls
+        self._directory = directory
+        self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
+        self._files: dict[int, int] = {}
+        self._backed: set[int] = set()  # slabs that have all their blocks
+        self._lock = threading.Lock()  # held while a slab is opened or grown, never while records move
+
+    def trim(self) -> int:
+        """Give back what lies beyond the capacity, which may have been larger before; how many slots have room."""
+        num_backed = 0
+        for slab, name in sorted(self._found()):
+            size = self._size(slab)
+            if size == 0:
+                self._calls.unlink(self._directory, name)
+                continue
+            file = self._calls.open(self._directory, name, os.O_RDWR)
+            try:
+                have = os.fstat(file).st_size
+                if have > size:
+                    self._calls.truncate(file, size)
+            finally:
+                os.close(file)
+            if have >= size:
+                self._backed.add(slab)
+            if slab * self.slots_per_slab == num_backed:  # nothing is missing before it
+                num_backed += min(have, size) // self.slot_bytes
+        return num_backed
+
+    def place(self, slot: int, *, grow: bool) -> tuple[int, int]:
+        """The file and offset of a slot. Without `grow`, a slab that was never made is a FileNotFoundError."""
+        slab, index = divmod(slot, self.slots_per_slab)
+        file = self._files.get(slab)
+        if file is None or (grow and slab not in self._backed):
+            with self._lock:
+                file = self._open(slab, grow)
+        return file, index * self.slot_bytes
+
+    def is_backed(self, slot: int) -> bool:
+        return slot // self.slots_per_slab in self._backed
+
+    def close(self) -> None:
+        with self._lock:
+            while self._files:
+                os.close(self._files.popitem()[1])
+
+    def _open(self, slab: int, grow: bool) -> int:
+        file = self._files.get(slab)
+        if file is None:
+            flags = self._flags | (os.O_CREAT if grow else 0)
+            file = self._files[slab] = self._calls.open(self._directory, slab_name(slab), flags)
+        if grow and slab not in self._backed:
+            size = self._size(slab)
+            if os.fstat(file).st_size < size:
+                self._calls.allocate(file, size)
+            self._backed.add(slab)
+        return file
+
+    def _size(self, slab: int) -> int:
+        slots = self.num_slots - slab * self.slots_per_slab
+        return max(0, min(slots, self.slots_per_slab)) * self.slot_bytes
+
+    def _found(self) -> Iterator[tuple[int, str]]:
+        for name in os.listdir(self._directory):
+            if match := SLAB_FILE.fullmatch(name):
+                yield int(match[1]), name
+
+
+def slab_name(slab: int) -> str:
+    return f"slab-{slab:06d}"

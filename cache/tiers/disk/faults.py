@@ -1,0 +1,107 @@
+"""Errors on purpose, in front of the disk tier's system calls. Off in production, where `Calls` itself is used.
+
+Points have the names of the methods of `Calls`. A fault is drawn by a seed with some probability, or strikes the
+n-th call of all; the same seed over the same calls gives the same faults.
+"""
+
+import errno
+import os
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from penstock.cache.tiers.disk.calls import Calls
+
+POINTS = ("open", "writev", "readv", "allocate", "truncate", "sync", "rename", "unlink")
+
+
+class Fault(NamedTuple):
+    """What happens at `points`: wait, then fail with `error`, or move only a part (`short`), or flip a bit (`flip`)."""
+
+    points: tuple[str, ...] = POINTS
+    error: int = 0
+    short: bool = False
+    flip: bool = False
+    delay_s: float = 0.0
+    probability: float = 1.0
+    at: int | None = None  # only the call with this number, counted from 0 over all points together
+
+
+class FaultyCalls(Calls):
+    """`Calls` with faults. `is_on` can be switched at any time; calls are counted in both states."""
+
+    def __init__(self, *faults: Fault, seed: int = 0) -> None:
+        self.faults = list(faults)
+        self.is_on = True
+        self.num_calls = 0
+        self.num_struck = 0
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()
+
+    def open(self, directory: int, name: str, flags: int) -> int:
+        self._meet("open")
+        return super().open(directory, name, flags)
+
+    def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
+        fault = self._meet("writev")
+        if fault is not None and fault.short:
+            return super().writev(file, parts[:1], offset) if len(parts) > 1 else 0
+        return super().writev(file, parts, offset)
+
+    def readv(self, file: int, parts: Sequence[Any], offset: int) -> int:
+        fault = self._meet("readv")
+        if fault is not None and fault.short:
+            return super().readv(file, parts[:1], offset) if len(parts) > 1 else 0
+        count = super().readv(file, parts, offset)
+        if fault is not None and fault.flip and count:
+            part = memoryview(parts[-1]).cast("B")
+            with self._lock:
+                at = self._random.randrange(8 * len(part))
+            part[at // 8] ^= 1 << at % 8
+        return count
+
+    def allocate(self, file: int, size_bytes: int) -> None:
+        self._meet("allocate")
+        super().allocate(file, size_bytes)
+
+    def truncate(self, file: int, size_bytes: int) -> None:
+        self._meet("truncate")
+        super().truncate(file, size_bytes)
+
+    def sync(self, file: int) -> None:
+        self._meet("sync")
+        super().sync(file)
+
+    def rename(self, directory: int, old: str, new: str) -> None:
+        self._meet("rename")
+        super().rename(directory, old, new)
+
+    def unlink(self, directory: int, name: str) -> None:
+        self._meet("unlink")
+        super().unlink(directory, name)
+
+    def _meet(self, point: str) -> Fault | None:
+        """The fault that strikes this call, if any; errors are raised here."""
+        with self._lock:
+            number = self.num_calls
+            self.num_calls += 1
+            struck = [fault for fault in self.faults if self._strikes(fault, point, number)] if self.is_on else []
+            self.num_struck += bool(struck)
+        for fault in struck:
+            if fault.delay_s:
+                time.sleep(fault.delay_s)
+            if fault.error:
+                raise OSError(fault.error, f"{os.strerror(fault.error)} (on purpose, at {point})")
+            if fault.short or fault.flip:
+                return fault
+        return None
+
+    def _strikes(self, fault: Fault, point: str, number: int) -> bool:
+        if point not in fault.points or (fault.at is not None and fault.at != number):
+            return False
+        return fault.probability >= 1 or self._random.random() < fault.probability
+
+
+ERRORS = (errno.EIO, errno.ENOSPC, errno.EROFS, errno.EMFILE)

@@ -1,0 +1,27 @@
+"""`penstock bench`: measures a server from outside (serve, startup) or the engine itself (throughput, latency)."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser, others: Sequence[tuple[str, Any, str]] = ()) -> None:
+    """`others` are benchmarks of rooms that the engine does not know: (name, module, summary)."""
+    from penstock.engine.commands.bench import latency, startup, throughput
+    from penstock.engine.commands.bench import serving as serve
+
+    benchmarks = parser.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    for name, module, summary in (
+        ("serve", serve, "Load any OpenAI-compatible server; report latency and throughput."),
+        ("throughput", throughput, "How much a batch of requests gets through the engine, without a server."),
+        ("latency", latency, "How long one batch of requests takes, without a server."),
+        ("startup", startup, "The time from starting a server's process to its first token."),
+        *others,
+    ):
+        benchmark = benchmarks.add_parser(name, help=summary, description=summary)
+        module.add_arguments(benchmark)
+        benchmark.set_defaults(measure=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return args.measure(args)

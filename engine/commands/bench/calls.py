@@ -1,0 +1,141 @@
+"""What `penstock bench serve` sends: the requests, encoded before the clock starts."""
+
+import argparse
+import asyncio
+import math
+import os
+import random
+import time
+from typing import Any
+
+import msgspec
+
+from penstock.engine.commands.bench.arrivals import Ramp, arrival_times, ramp_times
+from penstock.engine.commands.bench.datasets import Sample, Source, load_samples
+from penstock.engine.commands.bench.http_client import Client, Target
+from penstock.engine.commands.bench.load import Call
+from penstock.engine.commands.bench.structured import response_formats
+from penstock.engine.commands.bench.synthetic import estimated_tokens, token_counter
+from penstock.engine.config import ConfigError
+
+ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+MIN_BURSTINESS = 0.01
+
+
+def build_calls(
+    args: argparse.Namespace, target: Target, model: str, headers: dict[str, str]
+) -> tuple[list[Call], list[Call]]:
+    """The warm-ups and the measured calls; warm-ups have prompts of their own, so no cache knows the others."""
+    if args.request_rate <= 0:
+        raise ConfigError(f"request_rate: {args.request_rate:g} given; more than 0 is expected")
+    if args.burstiness < MIN_BURSTINESS:
+        raise ConfigError(f"burstiness: {args.burstiness:g} given; at least {MIN_BURSTINESS} is expected")
+    if args.max_concurrency is not None and args.max_concurrency < 1:
+        raise ConfigError(f"max_concurrency: {args.max_concurrency} given; at least 1 is expected")
+    if not isinstance(args.extra_body, dict):
+        raise ConfigError("extra_body: a JSON object is expected, like '{\"top_k\": 5}'")
+    path = args.endpoint or ENDPOINTS[args.backend]
+    is_chat = path.rstrip("/").endswith("/chat/completions")
+    counter = estimated_tokens if args.tokenizer is None else token_counter(args.tokenizer)
+    source = Source(args.random_vocab_size, is_chat, counter)
+    samples = load_samples(args, args.num_prompts + args.num_warmups, source)
+    formats = response_formats(args, len(samples))
+    bodies = [_body(args, model, is_chat, sample, extra) for sample, extra in zip(samples, formats, strict=True)]
+    requests = [target.request("POST", path, body, headers) for body in bodies]
+    times = [*_times(args, samples[: args.num_prompts]), *[0.0] * args.num_warmups]
+    calls = [Call(*each) for each in zip(requests, (sample.prompt_len for sample in samples), times, strict=True)]
+    return calls[args.num_prompts :], calls[: args.num_prompts]
+
+
+def _times(args: argparse.Namespace, samples: list[Sample]) -> list[float]:
+    """When each of the samples is sent, in seconds after the start."""
+    ramp = None
+    if args.ramp_up_strategy is not None:
+        start, end = args.ramp_up_start_rps, args.ramp_up_end_rps
+        if start is None or end is None or min(start, end) <= 0:
+            raise ConfigError(
+                "ramp_up_strategy: --ramp-up-start-rps and --ramp-up-end-rps are needed, more than 0 each"
+            )
+        if not math.isinf(args.request_rate):
+            raise ConfigError(f"request_rate: {args.request_rate:g} given; a ramp says the rate itself")
+        ramp = Ramp(args.ramp_up_strategy, start, end)
+    if samples[0].arrival_s is not None:
+        if ramp is not None or not math.isinf(args.request_rate):
+            raise ConfigError(
+                "request_rate: a rate is given; a trace says itself when its requests come (--trace-speed)"
+            )
+        return [sample.arrival_s or 0.0 for sample in samples]
+    rng = random.Random(args.seed)
+    if ramp is not None:
+        return ramp_times(len(samples), ramp, args.burstiness, rng)
+    return arrival_times(len(samples), args.request_rate, args.burstiness, rng)
+
+
+def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample, extra: dict[str, Any]) -> bytes:
+    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **extra}
+    if is_chat:
+        body["messages"] = [{"role": "user", "content": sample.prompt}]
+        body["max_completion_tokens"] = sample.output_len
+    else:
+        body["prompt"] = sample.prompt
+        body["max_tokens"] = sample.output_len
+    if args.ignore_eos:
+        body["ignore_eos"] = True
+    body |= {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    return msgspec.json.encode(body | args.extra_body)
+
+
+def headers_of(args: argparse.Namespace) -> dict[str, str]:
+    """An API key comes from the environment, as with OpenAI's own clients."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return headers | dict(pair("header", item) for item in args.header)
+
+
+async def wait_until_up(client: Client, headers: dict[str, str], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if (await client.fetch("GET", "/v1/models", headers=headers))[0] == 200:
+                return
+        except OSError:
+            pass  # not listening yet
+        await asyncio.sleep(0.1)
+    if timeout_s > 0:
+        raise ConfigError(
+            f"ready_check_timeout_sec: no answer from {client.target.host}:{client.target.port} in {timeout_s:g} s"
+        )
+
+
+async def first_model(client: Client, headers: dict[str, str]) -> str:
+    where = f"{client.target.host}:{client.target.port}"
+    try:
+        status, body = await client.fetch("GET", "/v1/models", headers=headers)
+    except OSError as error:
+        raise ConfigError(f"base_url: no server answers at {where} ({error})") from None
+    if status == 401:
+        raise ConfigError(f"base_url: {where} wants an API key, and OPENAI_API_KEY has not the right one")
+    if status != 200:
+        raise ConfigError(
+            f"model: {where}/v1/models answers {status}: {body[:200].decode(errors='replace')}; give --model"
+        )
+    try:
+        return msgspec.json.decode(body, type=_Models).data[0].id
+    except (msgspec.DecodeError, IndexError):
+        raise ConfigError(f"model: {where}/v1/models lists none; give --model") from None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def pair(field: str, item: str) -> tuple[str, str]:
+    name, separator, value = item.partition("=")
+    if not separator or not name.strip():
+        raise ConfigError(f"{field}: {item!r} given; KEY=VALUE is expected")
+    return name.strip(), value.strip()

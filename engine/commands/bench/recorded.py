@@ -1,0 +1,150 @@
+"""Prompts from files: conversations, prompts one by one, and traces of what a service was asked and when."""
+
+import argparse
+import csv
+import json
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.engine.commands.bench.synthetic import Sample, Source
+from penstock.engine.config import ConfigError
+
+# Conversations outside of these are passed over, as in other benchmarks of this data.
+MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
+HASH_TOKENS = 512  # of a prompt, for every hash id of a trace in Mooncake's format
+
+
+def sharegpt_samples(args: argparse.Namespace, count: int, source: Source) -> list[Sample]:
+    """The first question of each conversation, with the length of the answer that was given. The file is a JSON list
+    of objects like {"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}."""
+    path = _path(args)
+    try:
+        conversations = json.loads(path.read_bytes())
+        turns = [conversation["conversations"] for conversation in conversations]
+        pairs = [(first["value"], second["value"]) for first, second, *_ in (t for t in turns if len(t) >= 2)]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"dataset_path: {path} is no list of conversations: {error!r}") from None
+    random.Random(args.seed or 0).shuffle(pairs)
+    found = []
+    for question, answer in pairs:
+        prompt_len, output_len = source.count_tokens(question), source.count_tokens(answer)
+        if args.sharegpt_output_len is not None:
+            output_len = args.sharegpt_output_len
+        if (
+            min(prompt_len, output_len) >= MIN_TOKENS
+            and prompt_len <= MAX_PROMPT
+            and prompt_len + output_len <= MAX_TOTAL
+        ):
+            found.append(Sample(question, prompt_len, output_len))
+        if len(found) == count:
+            break
+    return _enough(found, count, path)
+
+
+def custom_samples(args: argparse.Namespace, count: int, source: Source) -> list[Sample]:
+    """A prompt per line: {"prompt": "…", "output_tokens": 20}, the latter optional."""
+    path, found = _path(args), []
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            entry = json.loads(line)
+            prompt, output_len = entry["prompt"], entry.get("output_tokens", args.custom_output_len)
+            if not isinstance(prompt, str) or not prompt or not isinstance(output_len, int) or output_len < 1:
+                raise ValueError("a text and a count of at least 1 are expected")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f'dataset_path: {path}, line {number}: {error!r}; write {{"prompt": TEXT, "output_tokens": N}}'
+            ) from None
+        found.append(Sample(prompt, source.count_tokens(prompt), output_len))
+        if len(found) == count:
+            break
+    return _enough(found, count, path)
+
+
+class _Asked(NamedTuple):
+    """One request of a trace."""
+
+    at_s: float
+    input_len: int
+    output_len: int
+    hash_ids: list[int] | None  # equal ids at the beginning of two prompts: equal tokens there
+
+
+def timed_trace_samples(args: argparse.Namespace, count: int, source: Source) -> list[Sample]:
+    """Requests of the lengths, at the times and with the shared beginnings of a recorded trace.
+
+    In Mooncake's format (JSON lines with timestamp in ms, input_length, output_length, hash_ids) or that of Azure's
+    traces (CSV with TIMESTAMP, ContextTokens, GeneratedTokens), which says nothing of shared beginnings.
+    """
+    path = _path(args)
+    asked = []
+    try:
+        entries: Iterable[_Asked] = _azure(path) if path.suffix == ".csv" else _mooncake(path)
+        for entry in entries:
+            asked.append(entry)
+            if len(asked) == count:
+                break
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"dataset_path: {path}, request {len(asked) + 1}: {error!r}; no trace of a known format"
+        ) from None
+    if len(asked) < count:
+        raise ConfigError(f"num_prompts: {count} with the warm-ups given; the trace has {len(asked)} requests")
+    rng, scale, pieces = random.Random(args.seed or 0), args.trace_length_scale, dict[int, list[int]]()
+    piece_len = max(1, round(HASH_TOKENS * scale))
+    samples = []
+    for entry in asked:
+        prompt_len = max(1, round(entry.input_len * scale))
+        numbers: list[int] = []
+        for hash_id in entry.hash_ids or ():
+            if hash_id not in pieces:
+                pieces[hash_id] = source.draw(piece_len, rng)
+            numbers += pieces[hash_id]
+        numbers = numbers[:prompt_len] + source.draw(max(0, prompt_len - len(numbers)), rng)
+        output_len = max(1, round(entry.output_len * scale))
+        at_s = (entry.at_s - asked[0].at_s) / args.trace_speed
+        samples.append(Sample(source.prompt(numbers), prompt_len, output_len, at_s))
+    return samples
+
+
+def _mooncake(path: Path) -> Iterator[_Asked]:
+    for line in _lines(path):
+        entry = json.loads(line)
+        yield _Asked(
+            entry["timestamp"] / 1000, int(entry["input_length"]), int(entry["output_length"]), entry.get("hash_ids")
+        )
+
+
+def _azure(path: Path) -> Iterator[_Asked]:
+    for row in csv.DictReader(_lines(path)):
+        at = datetime.fromisoformat(row["TIMESTAMP"][:26])  # microseconds; the traces have a digit more
+        yield _Asked(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]), None)
+
+
+def _path(args: argparse.Namespace) -> Path:
+    if args.dataset_path is None:
+        raise ConfigError(f"dataset_path: none given; --dataset-name {args.dataset_name} reads a file")
+    path = Path(args.dataset_path)
+    if not path.is_file():
+        raise ConfigError(f"dataset_path: {path} given; there is no such file")
+    return path
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8") as file:
+        yield from (line for line in file if line.strip())
+
+
+def _enough(found: list[Sample], count: int, path: Path) -> list[Any]:
+    """As many as were asked for; a file with fewer is gone through again, and that is said."""
+    if not found:
+        raise ConfigError(f"dataset_path: {path} has no prompt that can be used")
+    if len(found) < count:
+        print(
+            f"{path.name} has {len(found)} prompts; they are repeated to {count}, so a prefix cache finds them again",
+            file=sys.stderr,
+        )
+    return [found[number % len(found)] for number in range(count)]

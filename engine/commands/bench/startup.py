@@ -1,0 +1,189 @@
+"""`penstock bench startup`: the time from starting a server's process to the first token it answers with.
+
+It starts `penstock serve`, or any other server with `--command`, and asks it over HTTP like a client that
+cannot wait: that it listens, or that a health page is green, is not yet a token.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from penstock.engine.commands.bench.report import average, percentiles
+from penstock.engine.commands.engine_options import add_engine_options, engine_options
+from penstock.engine.config import ConfigError
+
+POLL_S = 0.02
+STOP_GRACE_S = 10.0
+_PENSTOCK = (sys.executable, "-c", "import sys; from penstock.cli import main; sys.exit(main())")
+
+
+class Startup(NamedTuple):
+    """Seconds since the process was started."""
+
+    api_s: float  # /v1/models is answered
+    first_token_s: float  # a completion is answered
+
+
+class StartupError(RuntimeError):
+    """The server ended or did not answer; the message has the last lines it wrote."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="hub name, folder or .gguf file (default: the default model)")
+    add("--num-iters-warmup", type=int, default=1, metavar="N", help="starts before the measured ones (default: 1)")
+    add("--num-iters-warm", type=int, default=3, metavar="N", help="measured starts (default: 3)")
+    add("--prompt", default="Hello", help="what the first token answers (default: %(default)s)")
+    add("--timeout", type=float, default=900, metavar="S", help="for one start (default: %(default)s)")
+    add(
+        "--command",
+        metavar="CMD",
+        help="start this in place of penstock serve; {port} stands for the port to listen on",
+    )
+    add("--output-json", metavar="FILE", help="write the result as JSON")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.num_iters_warm < 1:
+        raise ConfigError(f"num_iters_warm: {args.num_iters_warm} given; at least 1 is expected")
+    command = shlex.split(args.command) if args.command else serve_command(args.model, engine_options(args))
+    starts = []
+    for index in range(args.num_iters_warmup + args.num_iters_warm):
+        try:
+            start = measure(command, prompt=args.prompt, timeout_s=args.timeout)
+        except StartupError as error:
+            print(f"penstock: {error}", file=sys.stderr)
+            return 1
+        kind = "warm-up" if index < args.num_iters_warmup else "measured"
+        print(f"{kind}: API after {start.api_s:.2f} s, first token after {start.first_token_s:.2f} s", file=sys.stderr)
+        if index >= args.num_iters_warmup:
+            starts.append(start)
+    result = {
+        **_summary("startup", [start.first_token_s for start in starts]),
+        **_summary("api", [start.api_s for start in starts]),
+    }
+    print(_table(result))
+    if args.output_json:
+        Path(args.output_json).write_text(json.dumps(result, indent=4) + "\n")
+    return 0
+
+
+def serve_command(model: str | None, options: Mapping[str, Any]) -> list[str]:
+    """`penstock serve` under this interpreter, with engine options as keywords."""
+    command = [*_PENSTOCK, "serve", *([model] if model else []), "--port", "{port}"]
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            command.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            command += [f"--{flag}", json.dumps(value) if isinstance(value, dict) else str(value)]
+    return command
+
+
+def measure(
+    command: Sequence[str], *, prompt: str = "Hello", timeout_s: float = 900, env: Mapping[str, str] | None = None
+) -> Startup:
+    """Start the server, wait for its first token, stop it. `{port}` in the command becomes a free port."""
+    port = free_port()
+    argv = [part.replace("{port}", str(port)) for part in command]
+    with tempfile.TemporaryFile() as log:
+        started = time.perf_counter()
+        # A group of its own: the processes that the server starts end with it.
+        server = subprocess.Popen(
+            argv,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )
+        try:
+            models = _poll(server, port, "GET", "/v1/models", None, started + timeout_s)
+            api_s = time.perf_counter() - started
+            body = {"model": models["data"][0]["id"], "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            _poll(server, port, "POST", "/v1/completions", body, started + timeout_s)
+            return Startup(api_s, time.perf_counter() - started)
+        except StartupError as error:
+            log.seek(0)
+            raise StartupError(f"{error}\n{_tail(log.read())}") from None
+        finally:
+            stop(server)
+
+
+def _poll(server: subprocess.Popen, port: int, method: str, path: str, body: Any, deadline: float) -> Any:
+    """Ask until it is answered with 200. What a server says while it loads (refusals, 404, 503) is not final."""
+    last = "nothing listens"
+    while time.perf_counter() < deadline:
+        if server.poll() is not None:
+            raise StartupError(f"the server ended with code {server.returncode}")
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=deadline - time.perf_counter())
+        try:
+            headers = {"Content-Type": "application/json"}
+            connection.request(method, path, json.dumps(body) if body else None, headers)
+            answer = connection.getresponse()
+            text = answer.read()
+            if answer.status == 200:
+                return json.loads(text)
+            last = f"HTTP {answer.status}: {text[:300].decode(errors='replace')}"
+            if answer.status in (400, 401, 422):
+                break
+        except OSError as error:
+            last = str(error)
+        finally:
+            connection.close()
+        time.sleep(POLL_S)
+    raise StartupError(f"{path} was not answered: {last}")
+
+
+def stop(server: subprocess.Popen) -> None:
+    """End the server and whatever it started."""
+    for kind in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(server.pid, kind)
+        except ProcessLookupError:
+            break
+        try:
+            server.wait(STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            continue
+    server.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def _tail(log: bytes) -> str:
+    return "\n".join(log.decode(errors="replace").splitlines()[-20:])
+
+
+def _summary(name: str, values: list[float]) -> dict[str, Any]:
+    return {
+        f"avg_warm_{name}_time": average(values),
+        f"warm_{name}_times": values,
+        f"warm_{name}_percentiles": percentiles(values),
+    }
+
+
+def _table(result: dict[str, Any]) -> str:
+    line = "=" * 60
+    rows = [line, "STARTUP TIME BENCHMARK RESULTS", line, "", "WARM STARTUP:"]
+    rows.append(f"Avg startup time: {result['avg_warm_startup_time']:.2f} seconds")
+    rows.append(f"Avg time to the API: {result['avg_warm_api_time']:.2f} seconds")
+    rows.append("Startup time percentiles:")
+    rows += [f"  {percent}%: {value:.2f} seconds" for percent, value in result["warm_startup_percentiles"].items()]
+    return "\n".join([*rows, line])

@@ -1,0 +1,147 @@
+"""From the bytes of one streamed completion to its times and counts.
+
+Reads server-sent events as OpenAI-compatible servers send them, of /v1/completions and of
+/v1/chat/completions alike; of each event it decodes only what is counted.
+"""
+
+from typing import Any
+
+import msgspec
+
+from penstock.engine.commands.bench.summary import Outcome
+
+ERROR_BYTES = 2000  # of an error's body are kept
+
+
+class Events:
+    """Cuts a byte stream into the payloads of its `data:` lines, wherever the chunks begin and end."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads that are complete now."""
+        data = self._rest + data
+        if b"\r" in data:  # JSON never holds a bare one
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._rest = data.split(b"\n\n")
+        return [payload for event in events if (payload := _payload(event))]
+
+
+def _payload(event: bytes) -> bytes:
+    if event.startswith(b"data: ") and b"\n" not in event:  # nearly all
+        return event[6:]
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines)
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+    def piece(self) -> str | None:
+        """The text that arrived; None when this event brings no token: a chat's role, or a bare end mark."""
+        if self.delta is not None:
+            delta = self.delta
+            return delta.content or delta.reasoning or delta.reasoning_content or ("" if delta.tool_calls else None)
+        # An empty text in the middle is a token whose characters are not complete yet.
+        return self.text if self.text or self.finish_reason is None else None
+
+
+class _CachedTokens(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+_DECODER = msgspec.json.Decoder(_Event)
+
+
+class Reply:
+    """One answer while it arrives. Times are of the caller's clock, in seconds."""
+
+    def __init__(self, start_s: float) -> None:
+        self.start_s = start_s
+        self.num_pieces = 0
+        self._first_s: float | None = None
+        self._last_piece_s = 0.0
+        self._end_s: float | None = None  # of the last event with a choice
+        self._gaps_s: list[float] = []
+        self._pieces: list[str] = []
+        self._usage: _Usage | None = None
+        self._is_done = False
+        self._error = b""
+        self._events = Events()
+
+    def take(self, status: int, data: bytes, now_s: float) -> None:
+        """Bytes of the body have arrived."""
+        if status != 200:
+            self._error += data[: ERROR_BYTES - len(self._error)]
+            return
+        for payload in self._events.feed(data):
+            if payload == b"[DONE]":
+                self._is_done = True
+                continue
+            try:
+                self._note(_DECODER.decode(payload), now_s)
+            except msgspec.DecodeError as error:
+                self._error = self._error or f"an event cannot be read ({error}): {payload[:200]!r}".encode()
+
+    def outcome(self, status: int, prompt_len: int, queue_s: float = 0.0) -> Outcome:
+        """The answer is complete. `prompt_len` counts where the server does not report one."""
+        usage = self._usage or _Usage()
+        error = self._error.decode(errors="replace").strip()
+        if status != 200:
+            error = f"HTTP {status}: {error}"
+        elif not error and (self._end_s is None or not self._is_done):
+            error = "the stream ended early"
+        end_s = self.start_s if self._end_s is None else self._end_s
+        cached = usage.prompt_tokens_details
+        return Outcome(
+            prompt_len=usage.prompt_tokens or prompt_len,
+            output_len=self.num_pieces if usage.completion_tokens is None else usage.completion_tokens,
+            start_s=self.start_s,
+            ttft_s=(end_s if self._first_s is None else self._first_s) - self.start_s,
+            latency_s=end_s - self.start_s,
+            itls_s=self._gaps_s,
+            queue_s=queue_s,
+            num_cached=(cached.cached_tokens or 0) if cached else 0,
+            text="".join(self._pieces),
+            error=error,
+        )
+
+    def _note(self, event: _Event, now_s: float) -> None:
+        if event.error is not None:
+            self._error = self._error or bytes(event.error)[:ERROR_BYTES]
+        if event.usage is not None:
+            self._usage = event.usage
+        for choice in event.choices or ():
+            self._end_s = now_s
+            piece = choice.piece()
+            if piece is None:
+                continue
+            self.num_pieces += 1
+            self._pieces.append(piece)
+            if self._first_s is None:
+                self._first_s = now_s
+            else:
+                self._gaps_s.append(now_s - self._last_piece_s)
+            self._last_piece_s = now_s

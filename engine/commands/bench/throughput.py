@@ -1,0 +1,80 @@
+"""`penstock bench throughput`: how much a batch of requests gets through the engine, without a server.
+
+Options, output and JSON keys are those of `vllm bench throughput` where both have them.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.engine.commands.bench.datasets import Sample, Source, add_dataset_options, load_samples
+from penstock.engine.commands.bench.synthetic import token_counter
+from penstock.engine.commands.engine_options import add_engine_options, engine_options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_offline_options(parser)
+    add_dataset_options(parser)
+    add = parser.add_argument
+    add("--n", type=int, default=1, metavar="N", help="answers per prompt (default: 1)")
+    add("--num-warmups", type=int, default=0, metavar="N", help="requests before the measured ones (default: 0)")
+    add("--output-json", metavar="FILE", help="write the result as JSON")
+
+
+def add_offline_options(parser: argparse.ArgumentParser) -> None:
+    """What every benchmark of an engine in this process takes."""
+    add = parser.add_argument
+    add("--model", help="hub name, folder or .gguf file (default: the default model)")
+    add("--skip-tokenizer-init", action="store_true", help="for a folder without a tokenizer")
+    add("--disable-detokenize", action="store_true", help="leave out what turns token ids into text")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    from penstock.engine.front.llm import LLM
+
+    with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **engine_options(args)) as llm:
+        count = args.num_prompts + args.num_warmups
+        source = Source(llm.info.vocab_size)
+        if not args.skip_tokenizer_init:
+            source = source._replace(count_tokens=token_counter(args.model))
+        samples = load_samples(args, count, source)
+        if args.num_warmups:
+            _generate(llm, samples[args.num_prompts :], args, show=False)
+        samples = samples[: args.num_prompts]
+        started = time.perf_counter()
+        num_input, num_output = _generate(llm, samples, args, show=True)
+        elapsed_s = time.perf_counter() - started
+    num_total = num_input + num_output
+    print(
+        f"Throughput: {len(samples) / elapsed_s:.2f} requests/s, {num_total / elapsed_s:.2f} total tokens/s, "
+        f"{num_output / elapsed_s:.2f} output tokens/s"
+    )
+    print(f"Total num prompt tokens:  {num_input}")
+    print(f"Total num output tokens:  {num_output}")
+    if args.output_json:
+        result = {
+            "model_id": args.model,
+            "elapsed_time": elapsed_s,
+            "num_requests": len(samples),
+            "total_num_tokens": num_total,
+            "requests_per_second": len(samples) / elapsed_s,
+            "tokens_per_second": num_total / elapsed_s,
+        }
+        Path(args.output_json).write_text(json.dumps(result, indent=4) + "\n")
+    return 0
+
+
+def _generate(llm: Any, samples: list[Sample], args: argparse.Namespace, show: bool) -> tuple[int, int]:
+    """Run the samples to their full lengths; the tokens read and written."""
+    from penstock.engine.sampling_params import SamplingParams
+
+    params = [
+        SamplingParams(n=args.n, max_tokens=sample.output_len, ignore_eos=True, detokenize=not args.disable_detokenize)
+        for sample in samples
+    ]
+    results = llm.generate([sample.prompt for sample in samples], params, use_tqdm=show)
+    num_output = sum(len(output.token_ids) for result in results for output in result.outputs)
+    return sum(len(result.prompt_token_ids) for result in results), num_output

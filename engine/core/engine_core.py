@@ -1,0 +1,156 @@
+"""The engine core: the scheduler and the executor, driven step by step from one thread.
+
+It knows neither sockets nor text. The core process (engine/core/process.py) and the offline LLM
+(engine/front/llm.py) call it; they own the loop.
+"""
+
+import gc
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.engine.config import EngineConfig
+from penstock.engine.core.cache_log import CacheLog
+from penstock.engine.core.constraints import GrammarDesk
+from penstock.engine.core.scheduler import Scheduler, refusal
+from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.messages import CacheNews, Output, Stats, Submit
+from penstock.executor.protocol import STEP_DEADLINE_S, Executor, ExpertNews, ModelInfo, step_deadline_s
+
+# Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
+POLL_S = 0.0005
+SETTLE_S = 3.0  # less than a server waits for its core to leave
+RESET_S = 1.0  # a reset waits no longer for them: new requests wait with it
+
+
+class EngineCore:
+    """Every submitted request ends in exactly one output with a finish reason, from `submit`, `abort` or `step`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        compiler: Compiler | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Without a compiler, requests with a grammar are refused."""
+        self.executor = executor
+        self.scheduler = Scheduler(config.scheduler, executor.info, clock)
+        self._desk = None if compiler is None else GrammarDesk(self.scheduler, executor, compiler)
+        self.cache_log = CacheLog(self.scheduler.pools())
+        self._clock = clock
+        self.last_step_tokens = 0
+        # What a heartbeat of another thread reads; each is one assignment.
+        self.num_collected = 0
+        self._experts: ExpertNews | None = None
+        self.step_started_s: float | None = None
+        self.step_deadline_s = STEP_DEADLINE_S
+        if executor.info.stores:
+            self.step()  # an empty one: its result says what an earlier life has left there
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.executor.info
+
+    def submit(self, message: Submit) -> Output | None:
+        if message.grammar is None:
+            return self.scheduler.submit(message)
+        if self._desk is None:
+            return refusal(message, "grammar: this engine has no tokenizer to constrain an answer with")
+        return self._desk.submit(message)
+
+    def abort(self, request_id: str) -> Output | None:
+        return self.scheduler.abort(request_id)
+
+    def warm_grammars(self) -> None:
+        """Make the vocabulary in a thread before the first constrained request needs it; again is without effect."""
+        if self._desk is not None:
+            self._desk.warm()
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[Output]:
+        """Keep the executor's pipeline full, then take in the oldest result.
+
+        The masks of constrained rows follow from all tokens before them. So those of a step that is submitted behind
+        another are set as soon as that one is collected; those of a step that is alone are filled while it computes.
+        """
+        scheduler, desk = self.scheduler, self._desk
+        outputs = [] if desk is None else desk.take_compiled()
+        while scheduler.num_under_way < self.info.max_in_flight:
+            step = scheduler.schedule()
+            if step is None:
+                break
+            self._expect(sum(row.count for row in step.rows))
+            if desk is None or scheduler.num_under_way > 1:
+                self.executor.submit(step)
+            else:
+                desk.begin_masks()
+                self.executor.submit(step)
+                outputs += desk.set_masks()
+        if not scheduler.num_under_way:
+            if desk is not None and scheduler.held:
+                return outputs + desk.wait_for_compiled()
+            # A pool that holds the longest request alone can always admit somebody.
+            assert not scheduler.has_work(), "requests wait, and nothing runs that could make room"
+            return outputs
+        result = self.executor.collect()
+        self.num_collected += 1
+        self.step_started_s = self._clock() if scheduler.num_under_way > 1 else None
+        self._experts = result.experts or self._experts
+        outputs += scheduler.apply(result)
+        if desk is not None and scheduler.num_under_way:
+            outputs += desk.set_masks()
+        transfers = result.transfers
+        if not result.tokens and transfers and not (transfers.completions or transfers.num_copied):
+            time.sleep(POLL_S)
+        return outputs
+
+    def cache_news(self) -> list[CacheNews]:
+        """What has changed in the cache since the last call; nothing while nobody watches."""
+        return self.cache_log.news()
+
+    def stats(self) -> Stats:
+        stats = self.scheduler.stats()
+        return stats if self._experts is None else msgspec.structs.replace(stats, experts=self._experts)
+
+    @property
+    def is_settled(self) -> bool:
+        """No block is on its way between the tiers; an idle core that is not goes on stepping."""
+        return self.scheduler.tiers is None or self.scheduler.tiers.is_idle
+
+    def settle(self, timeout_s: float = SETTLE_S) -> None:
+        """Without requests: let what was computed last reach the tiers."""
+        ends_s = time.monotonic() + timeout_s
+        while not self.scheduler.has_requests() and time.monotonic() < ends_s:
+            if self.is_settled and not self.scheduler.num_under_way:
+                return
+            self.step()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content, in all tiers; refused while requests run or a store does not settle."""
+        self.settle(RESET_S)
+        is_reset = self.scheduler.reset_prefix_cache()
+        self.settle(RESET_S)  # the ranks hear of it, too
+        return is_reset
+
+    def close(self) -> None:
+        self.settle()
+        if self._desk is not None:
+            self._desk.close()
+        self.executor.close()
+
+    def _expect(self, num_tokens: int) -> None:
+        self.last_step_tokens = num_tokens
+        self.step_deadline_s = step_deadline_s(num_tokens)
+        if self.step_started_s is None:
+            self.step_started_s = self._clock()
+
+
+def settle_garbage() -> None:
+    """Move what start-up made out of the collector's sight: it lives as long as the process, and scanning it
+    again and again would stall steps."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,98 @@
+"""Which blocks a request holds: claimed with its cached prefix, known to the pool by key, given back.
+
+The scheduler decides when; here is how, over the device's pool and, where there are any, the tiers beneath it.
+"""
+
+from penstock.cache.keys import block_keys
+from penstock.cache.pool import BlockPool
+from penstock.engine.core.request import Request
+from penstock.engine.core.tiering import Tiering
+
+
+class Holdings:
+    def __init__(self, pool: BlockPool, tiers: Tiering | None, block_size: int, enable_prefix_caching: bool) -> None:
+        self.prefix_queries = self.prefix_hits = 0  # tokens
+        self._pool, self._tiers, self._block_size = pool, tiers, block_size
+        self._makes_keys = enable_prefix_caching
+        self._replaced: list[int] = []  # duplicates that the step being planned may still write to
+
+    def claim(self, request: Request, num_running: int, is_busy: bool) -> bool:
+        """Give a waiting request its cached prefix and blocks for all its tokens, or nothing.
+
+        Nothing is admitted in part: a prompt that cannot fit would sit on blocks until it is preempted. A
+        block per running request stays free, so that those do not have to preempt the newcomer at once.
+        """
+        pool, num_tokens = self._pool, len(request.tokens)
+        places: list[int] = []  # device blocks, and host slots as negatives
+        if not request.skip_prefix_cache:
+            places = pool.lookup(request.keys) if self._tiers is None else self._tiers.places(request, is_busy)
+        cached = places if self._tiers is None else [place for place in places if place > 0]
+        missing = -(-num_tokens // self._block_size) - len(cached)
+        reserve = min(num_running, pool.num_usable // 8)
+        if missing + pool.num_idle(cached) + reserve > pool.num_free:
+            return False
+        if not request.skip_prefix_cache and request.first_scheduled_s is None:
+            self.prefix_queries += num_tokens
+            self.prefix_hits += len(places) * self._block_size
+        pool.hold(cached)
+        request.blocks = cached + pool.allocate(missing)
+        request.num_registered = len(cached)
+        if self._tiers is not None:
+            self._restore(self._tiers, request, places, len(cached))
+        # The logits of the last token are always needed. Where all its tokens are cached, it is computed
+        # again and not stored again: the blocks belong to others too.
+        request.write_from = len(places) * self._block_size
+        request.num_scheduled = min(request.write_from, num_tokens - 1)
+        return True
+
+    def _restore(self, tiers: Tiering, request: Request, places: list[int], num_device: int) -> None:
+        """Put the claimed blocks in the order of the chain, and have those that lie in the host copied."""
+        if num_device < len(places):
+            on_device, new = iter(request.blocks[:num_device]), iter(request.blocks[num_device:])
+            chain = [next(on_device if place > 0 else new) for place in places]
+            request.blocks = [*chain, *new]
+            # The pool hears of these blocks when the first row is planned: until then nobody else may read them.
+            request.num_registered = next(index for index, place in enumerate(places) if place < 0)
+        restored = zip(places, request.blocks[: len(places)], strict=True)
+        tiers.restore(request, [(-place, block) for place, block in restored if place < 0])
+
+    def release(self, request: Request) -> None:
+        """Take all its blocks back. What they hold stays cached until they are needed."""
+        if self._tiers is not None:
+            self._tiers.leave(request)
+        self._pool.release(request.blocks)
+        request.blocks = []
+        request.num_scheduled = request.num_registered = request.num_sent_blocks = 0
+
+    def extend_keys(self, request: Request) -> None:
+        """Chain keys for the blocks that the known tokens fill. One call for a prompt, one block at a time later."""
+        first = len(request.keys) * self._block_size
+        full = len(request.tokens) // self._block_size * self._block_size
+        if self._makes_keys and full > first:
+            parent = request.keys[-1] if request.keys else request.root
+            request.keys += block_keys(memoryview(request.tokens)[first:full], self._block_size, root=parent)
+
+    def register(self, request: Request) -> None:
+        """Tell the pool the keys of blocks whose every position has been handed to the executor.
+
+        Steps run in order, so whoever finds such a block reads it after it was written. Where the pool has
+        the same content already, the request moves over to that block and the table entry is sent again.
+        """
+        full = min(request.num_scheduled // self._block_size, len(request.keys))
+        for index in range(request.num_registered, full):
+            block = self._pool.register(request.blocks[index], request.keys[index])
+            if self._tiers is not None:
+                self._tiers.index.offer(request.keys[index])
+            if block != request.blocks[index]:
+                self._replaced.append(request.blocks[index])
+                request.blocks[index] = block
+                request.num_sent_blocks = min(request.num_sent_blocks, index)
+        request.num_registered = max(request.num_registered, full)
+
+    def drop_replaced(self) -> None:
+        """The step is planned, or over: nobody writes to those blocks any more that a later step may be given."""
+        self._pool.release(self._replaced)
+        self._replaced.clear()
+
+    def check(self) -> None:
+        assert not self._replaced

@@ -1,0 +1,269 @@
+"""The grammar that holds a model to its format of calls, in llguidance's dialect of Lark.
+
+    answer must be a call      start: calls
+    may be one                 start: (text call)* text      the text is free up to the mark, then a call is forced
+    or a given form            start: answer | calls
+    behind reasoning           start: think …                everything above holds from the closing mark on
+
+A call that must be is written in one way; one that may be is written in the model's own: blanks, both names of the
+arguments, keys in any order, several in a list or behind one mark. What the grammar takes for a call is what reader.py
+reads as one. A mark that is a special token of the model is matched as that token (`<[id]>`), any other as text, and
+a lazy rule ends free text at the first place where the mark stands.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from penstock.engine.grammar.json_schema import WHITESPACE, lark_json
+from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.text.tools.formats import Calls, Format, Function
+from penstock.engine.text.tools.thinking import Thinking
+
+# One space behind comma and colon, as templates print JSON: nothing is left open that says nothing, and what is
+# forced need not be sampled.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_OWN_SPACING = {"whitespace_pattern": WHITESPACE}
+_ANY = r"(.|\n)*"
+_BLANK = r"[ \t\r\n]*"
+# A bounded number of blanks: a hot model could go on with them until its tokens are used up.
+_GAP = r"[ \t\r\n]{1,34}"
+# What begins a call without a mark, up to the name: nothing else in free text is held.
+_OPENING = rf'\{{{_BLANK}("type"{_BLANK}:{_BLANK}"function"{_BLANK},{_BLANK})?"name"{_BLANK}:{_BLANK}"'
+# An object that is a call. `plain` ones begin with their name and have arguments, as they must without a mark.
+_OBJECT = r"""
+gap: GAP?
+colon: gap ":" gap
+comma: gap "," gap
+separator: gap (/[;,]/ gap)?
+key: "\"arguments\"" | "\"parameters\""
+name: "\"name\"" colon
+id: "\"id\"" colon /"[A-Za-z0-9_-]{0,64}"/
+type: "\"type\"" colon "\"function\""
+close: (comma id)? (comma type)? gap "}"
+plain: "{" gap (type comma)? name "\"" named close
+"""
+# Which schema holds arguments that stand before the name is known at the name only: all are followed until then.
+_MAX_REVERSED = 16
+
+
+def grammar(
+    special_ids: Mapping[str, int],
+    calls: Calls | None = None,
+    answer: StructuredOutputs | None = None,
+    thinking: Thinking | None = None,
+) -> str:
+    """Lark for an answer that is `answer` or calls, behind reasoning. One of the two is given."""
+    assert calls is not None or answer is not None, "there is nothing to hold an answer to"
+    rules = _Rules(special_ids)
+    lead = rules.thinking(thinking) if thinking is not None else ""
+    parts = []
+    if answer is not None:
+        parts.append(rules.answer(answer))
+    if calls is not None:
+        parts.append(rules.calls(calls) if calls.must or answer is not None else rules.maybe_calls(calls, thinking))
+    rules.lines.insert(0, f"start: {lead}({' | '.join(parts)})")
+    return "\n".join(["%llguidance {}", *rules.lines, f"TEXT: /{_ANY}/"])
+
+
+class _Rules:
+    """The rules so far."""
+
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self.lines: list[str] = []
+        self._special_ids = special_ids
+
+    def thinking(self, thinking: Thinking) -> str:
+        marks = thinking.marks
+        self._until("thoughts", marks.close)
+        self.lines.append(f"BLANK: /{_BLANK}/")
+        return "thoughts BLANK " if thinking.is_open else f"({self._text(marks.open, marks)} thoughts)? BLANK "
+
+    def answer(self, wanted: StructuredOutputs) -> str:
+        kind = wanted.kind
+        value = getattr(wanted, kind)
+        if kind in ("json", "json_object"):
+            schema = {"type": "object"} if kind == "json_object" else _loaded(value)
+            coerce_one_of, field = wanted.coerce_one_of, "structured_outputs.json"
+            body = lark_json(schema, field, coerce_one_of=coerce_one_of, whitespace_pattern=WHITESPACE)
+        elif kind == "regex":
+            body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
+        elif kind == "choice":
+            body = " | ".join(json.dumps(text) for text in dict.fromkeys(value))
+        elif kind == "grammar":
+            body = f"%lark {{\n{value}\n}}"
+        else:
+            raise InvalidRequest("structured_outputs.structural_tag", "cannot be combined with tools")
+        name = "ANSWER" if kind == "regex" else "answer"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def calls(self, calls: Calls) -> str:
+        """Calls from the first character on."""
+        written, marks = calls.form.written, _marks(calls.form)
+        call = self._call(calls)
+        more = f"({self._text(written.join, marks)} {call})*" if calls.many else ""
+        parts = [self._text(written.start, marks), call, more, self._text(written.end, marks)]
+        return " ".join(part for part in parts if part)
+
+    def maybe_calls(self, calls: Calls, thinking: Thinking | None) -> str:
+        """Text, and calls where a mark stands or a paragraph begins like one.
+
+        `called` is an answer up to the end of a call, `missed` one up to the name of something else that began alike.
+        """
+        form = calls.form
+        self._objects(calls)
+        self._texts(calls, thinking)
+        called, missed = [], []
+        for kind, before in (("FIRST", ""), ("FREE", "called "), ("OTHER", "missed ")):
+            if kind == "FREE" and not calls.many or kind == "OTHER" and not form.is_bare:
+                continue
+            for index, mark in enumerate(mark for mark in form.marks if mark not in form.fences):
+                self._until(f"{kind.lower()}_{index}", mark, kind)
+                called.append(f"{before}{kind.lower()}_{index} {self._behind_mark(calls, form.closers[mark])}")
+            for name, behind in _openings(calls):
+                self.lines.append(f"{kind.lower()}_{name}[lazy]: {kind}_{name.upper()}")
+                called.append(f"{before}{kind.lower()}_{name} named close {behind}")
+                missed.append(f"{before}{kind.lower()}_{name}")
+        self.lines += [f"{rule}: {' | '.join(ways)}" for rule, ways in (("called", called), ("missed", missed)) if ways]
+        return "FIRST | called " + ("FREE" if calls.many else "gap") + (" | missed OTHER" if missed else "")
+
+    def _objects(self, calls: Calls) -> None:
+        self.lines += [f"GAP: /{_GAP}/", *_OBJECT.strip().splitlines()]
+        named, bare, reversed_ = [], [], []
+        for index, function in enumerate(calls.functions):
+            name, arguments = json.dumps(function.name + '"'), self._arguments(index, function, _OWN_SPACING)
+            named.append(f"{name} comma key colon {arguments}")
+            bare += [name] if _takes_nothing(function.parameters) else []
+            reversed_.append(f'{arguments} comma name "\\"" {name}')
+        ways = [f'name "\\"" ({" | ".join(["named", *bare])})']
+        if len(reversed_) <= _MAX_REVERSED:
+            ways.append(f"key colon ({' | '.join(reversed_)})")
+        self.lines += [
+            f"named: {' | '.join(named)}",
+            f'object: "{{" gap (id comma)? (type comma)? ({" | ".join(ways)}) close',
+        ]
+
+    def _behind_mark(self, calls: Calls, closer: str) -> str:
+        marks = _marks(calls.form)
+        more = "(comma object)*" if calls.many else ""
+        ways = [f'"[" gap object {more} gap "]"']
+        ways.append("object (separator object)*" if closer and calls.many else "object")
+        if calls.form.has_args:
+            call_id = f"({self._text('[CALL_ID]', marks)} /[A-Za-z0-9_-]{{1,64}}/)?"
+            behind = f"{call_id} ({self._text('[ARGS]', marks)})? gap"
+            ways += [
+                f"{json.dumps(function.name)} {behind} arguments_{index}"
+                for index, function in enumerate(calls.functions)
+            ]
+        return f"gap ({' | '.join(ways)})" + (f" gap {self._text(closer, marks)}" if closer else "")
+
+    def _texts(self, calls: Calls, thinking: Thinking | None) -> None:
+        """What text may be: FIRST at the beginning of an answer, FREE behind a call, OTHER behind what began like one;
+        and each of them up to a call without a mark. The lexer takes the longest match, so FIRST must not begin like
+        anything else that may stand there: the blanks behind reasoning, or reasoning itself. And the reader takes a
+        mark for one that is only spelled out, so none of them has it."""
+        form = calls.form
+        spelled = [f"{_ANY}{_escaped(mark)}" for mark in form.marks if mark in self._special_ids]
+        first = list(spelled)
+        if thinking is not None and not thinking.is_open:
+            first.append(_escaped(thinking.marks.open))
+        names = "|".join(_escaped(function.name) for function in calls.functions)
+        begun = _ANY if thinking is None else rf"[^ \t\r\n]{_ANY}"
+        fence = "|".join(map(_escaped, form.fences)) + rf"(json)?{_BLANK}"
+        for kind, text, start, excluded in (
+            ("FIRST", begun, "" if thinking is not None else _BLANK, first),
+            ("FREE", _ANY, rf"{_BLANK}[;,]?{_BLANK}", spelled),
+            ("OTHER", _ANY, None, [*spelled, rf'({names})"']),
+        ):
+            paragraph = rf"{text}\n\n" if start is None else rf"({text}\n\n|{start})"
+            patterns = {"": f"({text})?"}
+            if form.is_bare:
+                patterns |= {"_BARE": paragraph + _OPENING, "_LIST": rf"{paragraph}\[{_BLANK}{_OPENING}"}
+            if form.fences:
+                fenced = f"({text})?({fence})"
+                patterns |= {"_FENCE": fenced + _OPENING, "_FENCED_LIST": rf"{fenced}\[{_BLANK}{_OPENING}"}
+            without = "".join(f" & ~/{other}{_ANY}/" for other in excluded)
+            self.lines += [f"{kind}{name}: /{pattern}/{without}" for name, pattern in patterns.items()]
+
+    def _call(self, calls: Calls) -> str:
+        written, marks = calls.form.written, _marks(calls.form)
+        for index, function in enumerate(calls.functions):
+            # One piece of text up to the arguments: where text that is no call could go on as well, the lexer would
+            # not see the end of a shorter one.
+            head = self._text(written.before_name + function.name + written.before_arguments, marks)
+            arguments = self._arguments(index, function, _SPACING)
+            rule = f"function_{index}: {head} {arguments} {self._text(written.after_arguments, marks)}"
+            self.lines.append(rule.rstrip())
+        self.lines.append("call: " + " | ".join(f"function_{index}" for index in range(len(calls.functions))))
+        return "call"
+
+    def _arguments(self, index: int, function: Function, spacing: dict[str, Any]) -> str:
+        self.lines.append(f"arguments_{index}: {_arguments(function, spacing)}")
+        return f"arguments_{index}"
+
+    def _until(self, rule: str, mark: str, text: str = "TEXT") -> None:
+        """A rule: free text up to a mark and with it."""
+        token = self._special_ids.get(mark)
+        self.lines.append(
+            f"{rule}[lazy]: {text} {json.dumps(mark)}" if token is None else f"{rule}: {text} <[{token}]>"
+        )
+
+    def _text(self, text: str, marks: Collection[str]) -> str:
+        """Fixed text as Lark, the special tokens in it as tokens."""
+        parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text)
+        return " ".join(
+            f"<[{self._special_ids[part]}]>" if part in self._special_ids else json.dumps(part)
+            for part in parts
+            if part
+        )
+
+
+def _openings(calls: Calls) -> list[tuple[str, str]]:
+    """How calls begin without a mark, and what stands behind the first one."""
+    more = "(comma plain)*" if calls.many else ""
+    fence = 'gap "```"'
+    openings = [("bare", ""), ("list", f'{more} gap "]"')] if calls.form.is_bare else []
+    if calls.form.fences:
+        openings += [
+            ("fence", ("(separator plain)* " if calls.many else "") + fence),
+            ("fenced_list", f'{more} gap "]" {fence}'),
+        ]
+    return openings
+
+
+def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
+    """A schema that plainly accepts an empty object."""
+    known = {"type", "properties", "additionalProperties", "description", "title", "$schema"}
+    return parameters.keys() - known <= {"required"} and not parameters.get("required")
+
+
+def arguments_alone(function: Function) -> str:
+    """Lark for what a function takes, to find out whether that can be compiled."""
+    return f"%llguidance {{}}\nstart: {_arguments(function, _SPACING)}"
+
+
+def _arguments(function: Function, spacing: dict[str, Any]) -> str:
+    schema = {**function.parameters}
+    if not function.is_strict or "type" not in schema:
+        schema["type"] = "object"
+    return lark_json(schema, "tools", not function.is_strict, function.name, function.coerce_one_of, **spacing)
+
+
+def _marks(form: Format) -> tuple[str, ...]:
+    return form.marks + form.punctuation
+
+
+def _loaded(schema: str | dict[str, Any] | bool) -> Any:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return json.loads(schema)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("structured_outputs.json", f"not valid JSON: {error}") from None
+
+
+def _escaped(text: str) -> str:
+    """As a regular expression of Lark, between slashes."""
+    return re.sub(r"([\\/.+*?()|\[\]{}^$#&~-])", r"\\\1", text)

@@ -1,0 +1,305 @@
+"""What clients may send: one struct per endpoint, and the fields of OpenAI and vLLM that we know but do not serve.
+
+A field that is in none of these lists is refused by name. To drop it would be to answer another question than
+the one that was asked. Values are checked by SamplingParams and the engine; here are only types.
+"""
+
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import Meta, Raw
+
+from penstock.engine.front.submit import KvTransfer
+from penstock.engine.http.body import decode, split_object
+from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.sampling_params import StructuredOutputs
+
+MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
+TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
+
+_ANY = msgspec.json.Decoder(Any)
+Request = TypeVar("Request", bound=msgspec.Struct)
+
+_TEXTS_OR_IDS = Meta(
+    extra_json_schema={
+        "anyOf": [
+            {"type": "string"},
+            {"type": "array", "items": {"type": "string"}},
+            {"type": "array", "items": {"type": "integer"}},
+            {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+        ]
+    }
+)
+# What holds the text is decoded by prompts.py, after a look at its size.
+Inputs = Annotated[Raw, _TEXTS_OR_IDS]
+Messages = Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"$ref": "#/components/schemas/Message"}})]
+Salt = Annotated[str, Meta(min_length=1, max_length=256)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Truncation = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # never added; accepted, since padding does not change the answer
+
+
+class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`response_format.json_schema`. The answer always keeps to the schema, whatever `strict` says."""
+
+    schema: dict[str, Any] | bool | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, Any]] = []
+    triggers: list[str] = []
+
+
+class Sampled(msgspec.Struct, kw_only=True):
+    """What both completion endpoints take. An absent field and null mean the default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    banned_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    kv_transfer_params: KvTransfer | None = None
+    request_id: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+
+class CompletionRequest(Sampled, kw_only=True):
+    """POST /v1/completions"""
+
+    prompt: Inputs
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class PastFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str | dict[str, Any]  # the text of a JSON object, or the object
+
+
+class PastCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call of an earlier answer, sent back as history."""
+
+    id: Annotated[str, Meta(min_length=1, max_length=256)]
+    function: PastFunction
+    type: Literal["function"] = "function"
+    index: int | None = None  # its place, which clients keep that gather a stream
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | list[dict[str, Any]] | None = None  # parts of type 'text' only
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[PastCall] | None = None
+    tool_call_id: str | None = None  # of a tool's message: which call it answers
+    # What our own answers, sent back as history, may hold beside these.
+    refusal: str | None = None
+    annotations: Any = None
+    audio: Any = None
+    function_call: Any = None
+
+
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema of an object; left out: there are none
+    strict: bool | None = None  # calls always keep to the schema
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`tool_choice`: exactly this function."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class ChatRequest(Sampled, kw_only=True):
+    """POST /v1/chat/completions"""
+
+    messages: Messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # handed to the template, like chat_template_kwargs
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/embeddings"""
+
+    input: Inputs
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: Literal["last", "mean"] | None = None
+    normalize: bool | None = None
+    truncate_prompt_tokens: Truncation | None = None
+    add_special_tokens: bool | None = None
+    priority: Priority | None = None
+    cache_salt: Salt | None = None
+    request_id: str | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize: of `prompt` or of `messages`"""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages = msgspec.field(default_factory=Raw)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # handed to the template, like chat_template_kwargs
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize"""
+
+    tokens: Raw
+    model: str | None = None
+    skip_special_tokens: bool | None = None
+
+
+class ResetRequest(msgspec.Struct, kw_only=True):
+    """POST /reset_prefix_cache"""
+
+
+class Unserved(NamedTuple):
+    """Why a known field is refused, and the values with which it changes nothing."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+
+
+# Accepted and not used, where no struct has them: who asks, what for and how to bill it do not change the answer.
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prediction",
+        "parallel_tool_calls",
+        "session_id",
+        "stream_interval",
+    }
+)
+_CHAT = "only a chat has it; use /v1/chat/completions"
+_FUNCTIONS = "the older form of tools; use tools and tool_choice"
+_GUIDED = "use structured_outputs"
+UNSERVED: dict[str, Unserved] = {
+    "tools": Unserved(_CHAT, ([],)),
+    "tool_choice": Unserved(_CHAT, ("none", "auto")),
+    "include_reasoning": Unserved(_CHAT, (True,)),
+    "functions": Unserved(_FUNCTIONS, ([],)),
+    "function_call": Unserved(_FUNCTIONS, ("none", "auto")),
+    "guided_json": Unserved(_GUIDED),
+    "guided_regex": Unserved(_GUIDED),
+    "guided_choice": Unserved(_GUIDED),
+    "guided_grammar": Unserved(_GUIDED),
+    "guided_decoding_backend": Unserved(_GUIDED),
+    "guided_whitespace_pattern": Unserved(_GUIDED),
+    "echo": Unserved("messages are not repeated in the answer", (False,)),
+    "suffix": Unserved("text cannot be inserted before a suffix", ("",)),
+    "best_of": Unserved("only n choices are sampled, all of them are returned", (1,)),
+    "use_beam_search": Unserved("beam search is not supported", (False,)),
+    "length_penalty": Unserved("beam search is not supported", (1, 1.0)),
+    "early_stopping": Unserved("beam search is not supported", (False,)),
+    "bad_words": Unserved("words cannot be banned; banned_token_ids bans tokens", ([],)),
+    "logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
+    "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
+    "return_tokens_as_token_ids": Unserved("use return_token_ids", (False,)),
+    "modalities": Unserved("only text is generated", (["text"],)),
+    "audio": Unserved("only text is generated"),
+    "verbosity": Unserved("the model has no such setting", ("medium",)),
+    "web_search_options": Unserved("there is no web search"),
+    "documents": Unserved("documents are not supported; put their text into a message", ([],)),
+    "chat_template": Unserved("a template from a request is never run; start the server with --chat-template"),
+    "mm_processor_kwargs": Unserved("only text is understood", ({},)),
+    "prompt_embeds": Unserved("embeddings cannot be given as a prompt"),
+    "kv_transfer_params": Unserved("the cache finds blocks by content; no transfer is asked for", ({},)),
+    "vllm_xargs": Unserved("there are no extra arguments", ({},)),
+    "thinking_token_budget": Unserved("reasoning has no budget of its own; use max_tokens"),
+    "repetition_detection": Unserved("repetition is not detected"),
+}
+
+
+def parse(body: bytes, decoder: msgspec.json.Decoder[Request]) -> Request:
+    """The request in `body`, or a 400 that names the field that cannot be served as it stands."""
+    known = decoder.type.__struct_fields__
+    for name, raw in split_object(body).items():
+        if name in known:
+            if name not in TEXT_FIELDS and len(bytes(raw)) > MAX_FIELD_BYTES:
+                raise HttpError(
+                    400, f"{name}: {len(bytes(raw))} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed", param=name
+                )
+        elif name in UNSERVED:
+            _check_neutral(name, raw)
+        elif name not in HARMLESS:
+            raise HttpError(400, f"{clip(name)}: there is no such field here", param=name)
+    return decode(decoder, body)
+
+
+def _check_neutral(name: str, raw: Raw) -> None:
+    reason, neutral = UNSERVED[name]
+    value = decode(_ANY, raw, name) if len(bytes(raw)) <= 256 else raw
+    if value is not None and value not in neutral:
+        raise HttpError(400, f"{name}: {reason}", param=name)

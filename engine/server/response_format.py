@@ -1,0 +1,59 @@
+"""What the answer must look like: OpenAI's `response_format` and vLLM's `structured_outputs`, as one and the same."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.engine.http.errors import HttpError
+from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.server.requests import ResponseFormat, Sampled
+
+
+class Wanted(NamedTuple):
+    """`field`: the name of what the client wrote, for objections to it."""
+
+    outputs: StructuredOutputs | None
+    field: str | None = None
+
+
+def wanted_outputs(request: Sampled, coerce_one_of: bool) -> Wanted:
+    """What the request asks for, checked as far as it can be without compiling; raises InvalidRequest or HttpError.
+    `coerce_one_of`: of all requests."""
+    wanted = Wanted(request.structured_outputs)
+    if request.response_format is not None:
+        _check_parts(request.response_format)
+    if request.response_format is not None and request.response_format.type != "text":
+        if wanted.outputs is not None:
+            raise HttpError(
+                400, "structured_outputs: give only one of it and response_format", param="structured_outputs"
+            )
+        wanted = _of_format(request.response_format)
+    if wanted.outputs is not None:
+        wanted.outputs.check(wanted.field)
+        if coerce_one_of and wanted.outputs.has_schema:
+            wanted = wanted._replace(outputs=msgspec.structs.replace(wanted.outputs, coerce_one_of=True))
+    return wanted
+
+
+def _of_format(given: ResponseFormat) -> Wanted:
+    if given.type == "json_object":
+        return Wanted(StructuredOutputs(json_object=True), "response_format")
+    if given.type == "structural_tag":
+        tag = {"structures": given.structures, "triggers": given.triggers}
+        return Wanted(StructuredOutputs(structural_tag=tag), "response_format")
+    if given.json_schema is None or given.json_schema.schema is None:
+        field = "response_format.json_schema" + ("" if given.json_schema is None else ".schema")
+        raise HttpError(400, f"{field}: the field is required", param=field)
+    return Wanted(StructuredOutputs(json=given.json_schema.schema), "response_format.json_schema.schema")
+
+
+def _check_parts(given: ResponseFormat) -> None:
+    """What belongs to another type would be ignored."""
+    for name, owner in (
+        ("json_schema", "json_schema"),
+        ("structures", "structural_tag"),
+        ("triggers", "structural_tag"),
+    ):
+        if getattr(given, name) and given.type != owner:
+            field = f"response_format.{name}"
+            raise HttpError(400, f"{field}: the type is {given.type!r}; only {owner!r} has it", param=field)

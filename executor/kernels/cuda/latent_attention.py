@@ -1,0 +1,289 @@
+"""Multi-head latent attention over paged latents: every head reads the same vector, its end being keys and values both.
+
+Absorbed (executor/models/latent.py): queries are in the latent's space already. A tile's rows are (token, head) pairs,
+so that a latent is read once for many heads; rows of one token are shared out evenly, as in `attention`.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.paged_attention import LOG2_E, page_rows, weigh
+from penstock.executor.kernels.cuda.tiles import Tile, latent_tile, power_of_2
+from penstock.executor.kernels.cuda.work import (
+    LOWEST,
+    join_if_last,
+    order_tiles,
+    part_place,
+    share_singles,
+    span,
+    take_share,
+)
+
+
+def latent_attention(
+    q: torch.Tensor, latents: torch.Tensor, batch: ForwardBatch, scale: float, rope_dim: int
+) -> torch.Tensor:
+    """q [T, H, rope + rank], latents [pages, PAGE, rope + rank] -> [T, H, rank], causal."""
+    tokens, num_heads, width = q.shape
+    rank = width - rope_dim
+    out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
+    assert q.is_contiguous() and tokens == batch.num_single_rows + sum(batch.query_lens)
+    assert latents.shape[2] == width and latents.stride(2) == 1
+    if batch.num_single_rows:
+        tile = latent_tile(num_heads, True, q.element_size(), latents.element_size())
+        num_tiles = triton.cdiv(num_heads, tile.rows)
+        shares = share_singles(batch, num_tiles, None, tile, tile.rows, rank)
+        _latent_singles[(len(shares.plan),)](
+            q,
+            latents,
+            batch.block_tables,
+            batch.context_lens,
+            out,
+            *shares,
+            batch.block_tables.stride(0),
+            scale * LOG2_E,
+            TILES=num_tiles,
+            **_constants(q, latents, rope_dim, tile),
+        )
+    if batch.query_lens:
+        tile = latent_tile(num_heads, False, q.element_size(), latents.element_size())
+        order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), num_heads, tile)
+        _latent[(len(order),)](
+            q,
+            latents,
+            batch.block_tables,
+            batch.query_starts,
+            batch.context_lens,
+            order,
+            out,
+            batch.block_tables.stride(0),
+            scale * LOG2_E,
+            **_constants(q, latents, rope_dim, tile),
+        )
+    return out
+
+
+def _constants(q: torch.Tensor, latents: torch.Tensor, rope_dim: int, tile: Tile) -> dict[str, int | bool]:
+    num_heads, width = q.shape[1:]
+    return {
+        "HEADS": num_heads,
+        "ROPE": rope_dim,
+        "RANK": width - rope_dim,
+        "BLOCK_ROPE": max(16, power_of_2(rope_dim)),
+        "BLOCK_RANK": max(16, power_of_2(width - rope_dim)),
+        "PAGE": latents.shape[1],
+        "PAGE_STRIDE": latents.stride(0),
+        "SLOT_STRIDE": latents.stride(1),
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **launching(),
+    }
+
+
+@kernel
+def _latent_singles(
+    q_ptr,
+    latents_ptr,
+    tables_ptr,
+    contexts_ptr,
+    out_ptr,
+    plan_ptr,
+    parts_ptr,
+    sums_ptr,
+    arrivals_ptr,
+    table_stride,
+    scale,
+    TILES: tl.constexpr,
+    HEADS: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A program goes through its share, from one row's tile of heads to the next."""
+    take_turn(DEPENDENT)
+    row, tile, block, left, context = take_share(plan_ptr)
+    taken = 0
+    member = tl.arange(0, ROWS)
+    rank = tl.arange(0, BLOCK_RANK)
+    while left > 0:
+        _, blocks = span(context, 0, COLUMNS, False)
+        count = tl.minimum(left, blocks - block)
+        begin = row.to(tl.int64) * HEADS + tile * ROWS
+        num_heads = tl.minimum(ROWS, HEADS - tile * ROWS)
+        is_head = member < num_heads
+        low = block * COLUMNS
+        high = tl.minimum(context, low + count * COLUMNS)
+        best, total, acc = _attend(
+            q_ptr + begin * (ROPE + RANK),
+            latents_ptr,
+            tables_ptr + row.to(tl.int64) * table_stride,
+            member,
+            is_head,
+            low,
+            high,
+            tl.full([ROWS], 0, tl.int32) + high,
+            scale,
+            ROPE,
+            RANK,
+            BLOCK_ROPE,
+            BLOCK_RANK,
+            PAGE,
+            PAGE_STRIDE,
+            SLOT_STRIDE,
+            ROWS,
+            COLUMNS,
+        )
+        out = acc / tl.maximum(total, 1.0)[:, None]
+        mask = is_head[:, None] & (rank < RANK)[None, :]
+        inner = member[:, None] * RANK + rank[None, :]
+        if count == blocks:
+            tl.store(out_ptr + begin * RANK + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
+        else:
+            place = part_place(block)
+            tl.store(parts_ptr + place * (ROWS * RANK) + inner, out, mask=mask)
+            tl.store(sums_ptr + place * ROWS + member, best + tl.log2(total), mask=is_head)
+            join_if_last(
+                plan_ptr,
+                parts_ptr,
+                sums_ptr,
+                arrivals_ptr,
+                out_ptr + begin * RANK,
+                taken,
+                block,
+                blocks,
+                num_heads,
+                ROWS,
+                RANK,
+            )
+        left -= count
+        taken += count
+        block = 0
+        tile += 1
+        if tile == TILES:
+            tile = 0
+            row += 1
+            context = tl.load(contexts_ptr + row, mask=left > 0, other=0)
+
+
+@kernel
+def _latent(
+    q_ptr,
+    latents_ptr,
+    tables_ptr,
+    starts_ptr,
+    contexts_ptr,
+    order_ptr,
+    out_ptr,
+    table_stride,
+    scale,
+    HEADS: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """One program per tile of ROWS (token, head) pairs of one row."""
+    take_turn(DEPENDENT)
+    order_ptr += 2 * tl.program_id(0)
+    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
+    begin = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - begin
+    before = tl.load(contexts_ptr + row) - count
+    pair = tile * ROWS + tl.arange(0, ROWS)
+    token = pair // HEADS
+    is_pair = token < count
+    begin = begin.to(tl.int64) * HEADS
+    best, total, acc = _attend(
+        q_ptr + begin * (ROPE + RANK),
+        latents_ptr,
+        tables_ptr + row.to(tl.int64) * table_stride,
+        pair,
+        is_pair,
+        0,
+        before + tl.minimum(count, (tile * ROWS + ROWS - 1) // HEADS + 1),  # of the tile's last token
+        before + token,
+        scale,
+        ROPE,
+        RANK,
+        BLOCK_ROPE,
+        BLOCK_RANK,
+        PAGE,
+        PAGE_STRIDE,
+        SLOT_STRIDE,
+        ROWS,
+        COLUMNS,
+    )
+    rank = tl.arange(0, BLOCK_RANK)
+    mask = is_pair[:, None] & (rank < RANK)[None, :]
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + begin * RANK + pair[:, None] * RANK + rank[None, :], out, mask=mask)
+
+
+@triton.jit
+def _attend(
+    q_ptr,
+    latents_ptr,
+    table_ptr,
+    pair,
+    is_pair,
+    low,
+    high,
+    position,
+    scale,
+    ROPE: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGE_STRIDE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """What queries, the `pair`s of those from q_ptr on, make of a row's positions low … high - 1, none later than their
+    own `position`: as `weigh` leaves it."""
+    rope = tl.arange(0, BLOCK_ROPE)
+    rank = tl.arange(0, BLOCK_RANK)
+    is_rope = rope < ROPE
+    is_rank = rank < RANK
+    q_ptr += pair[:, None] * (ROPE + RANK)
+    q_rope = tl.load(q_ptr + rope[None, :], mask=is_pair[:, None] & is_rope[None, :], other=0.0)
+    q_rank = tl.load(q_ptr + ROPE + rank[None, :], mask=is_pair[:, None] & is_rank[None, :], other=0.0)
+    best = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_RANK], tl.float32)
+    for start in range(low, high, COLUMNS):
+        seen = start + tl.arange(0, COLUMNS)
+        inside = seen < high
+        cells = page_rows(table_ptr, seen, inside, PAGE, PAGE_STRIDE, SLOT_STRIDE)
+        values = tl.load(
+            latents_ptr + ROPE + cells[:, None] + rank[None, :], mask=inside[:, None] & is_rank[None, :], other=0.0
+        )
+        rotated = tl.load(
+            latents_ptr + cells[None, :] + rope[:, None], mask=inside[None, :] & is_rope[:, None], other=0.0
+        )
+        values = values.to(q_rank.dtype)
+        scores = tl.dot(q_rank, tl.trans(values), input_precision="ieee")
+        scores = tl.dot(q_rope, rotated.to(q_rope.dtype), scores, input_precision="ieee") * scale
+        visible = inside[None, :] & (seen[None, :] <= position[:, None])
+        best, total, acc = weigh(tl.where(visible, scores, -float("inf")), values, best, total, acc)
+    return best, total, acc

@@ -1,0 +1,157 @@
+"""A step's inputs on the GPU: what changed goes into the state, then every row gathers what the model is told of it."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.executor.kernels import RowTensors
+from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.state import OPTIONS, Places
+from penstock.executor.kernels.torch_inputs import ROWS_AT
+
+CHUNK = 256
+
+
+def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
+    """As the twin in `torch_inputs`."""
+    _assert_numbers(packed, state)
+    assert num_runs > 0 and longest > 0 and 0 <= first <= len(packed) - 3 * num_runs
+    _apply_runs[num_runs, triton.cdiv(longest, CHUNK)](packed, state, first, CHUNK=CHUNK)
+
+
+def prepare(
+    packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
+) -> RowTensors:
+    """As the twin in `torch_inputs`, where the block is described."""
+    _assert_numbers(packed, state)
+    assert rows > 0 and ROWS_AT + 1 + 4 * rows <= len(packed)
+    assert 0 < longest <= tokens and 0 < table_width <= places.max_blocks
+    assert max(places.blocks_at, places.options_at, places.spare) < len(state)
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=packed.device)
+
+    int32, int64, float32 = torch.int32, torch.int64, torch.float32
+    made = RowTensors(
+        tokens=empty(int32, tokens),
+        positions=empty(int32, tokens),
+        kv_slots=empty(int64, tokens),
+        context_lens=empty(int32, rows),
+        block_tables=empty(int32, rows, table_width),
+        targets=empty(int64, rows),
+        temperature=empty(float32, rows),
+        min_p=empty(float32, rows),
+        top_p=empty(float32, rows),
+        top_k=empty(int32, rows),
+        seeds=empty(int64, rows),
+    )
+    _prepare[rows, triton.cdiv(max(longest, table_width), CHUNK)](
+        packed,
+        state,
+        *made,
+        rows,
+        table_width,
+        places.width,
+        places.blocks_at,
+        places.max_blocks,
+        places.options_at,
+        places.spare,
+        PAGE=places.block_size,
+        ROWS_AT=ROWS_AT,
+        OPTIONS=OPTIONS,
+        CHUNK=CHUNK,
+        num_warps=4,
+    )
+    return made
+
+
+def _assert_numbers(packed: Tensor, state: Tensor) -> None:
+    """Both are flat rows of 32 bits, and short enough to be counted in 32."""
+    for numbers in (packed, state):
+        assert numbers.dtype == torch.int32 and numbers.dim() == 1 and numbers.is_contiguous() and len(numbers) < 2**31
+
+
+@kernel
+def _apply_runs(packed_ptr, state_ptr, first, CHUNK: tl.constexpr):
+    run_ptr = packed_ptr + first + 3 * tl.program_id(0)
+    to = tl.load(run_ptr)
+    source = tl.load(run_ptr + 1)
+    length = tl.load(run_ptr + 2)
+    place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    numbers = tl.load(packed_ptr + source + place, mask=place < length, other=0)
+    tl.store(state_ptr + to + place, numbers, mask=place < length)
+
+
+@kernel
+def _prepare(
+    packed_ptr,
+    state_ptr,
+    tokens_ptr,
+    positions_ptr,
+    kv_slots_ptr,
+    contexts_ptr,
+    tables_ptr,
+    targets_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    top_p_ptr,
+    top_k_ptr,
+    seeds_ptr,
+    rows,
+    table_width,
+    width,
+    blocks_at,
+    max_blocks,
+    options_at,
+    spare,
+    PAGE: tl.constexpr,
+    ROWS_AT: tl.constexpr,
+    OPTIONS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per row and chunk: of its tokens, and of its block table."""
+    row = tl.program_id(0)
+    place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    is_real = row < tl.load(packed_ptr)
+    begin = tl.load(packed_ptr + ROWS_AT + row)
+    count = tl.load(packed_ptr + ROWS_AT + row + 1) - begin
+    columns_ptr = packed_ptr + ROWS_AT + rows + 1 + row
+    slot = tl.load(columns_ptr, mask=is_real, other=0)
+    start = tl.load(columns_ptr + rows, mask=is_real, other=0)
+    write_from = tl.load(columns_ptr + 2 * rows, mask=is_real, other=0)
+    context = tl.where(is_real, start + count, 0)
+
+    position = tl.where(is_real, start + place, 0)
+    inside = place < count
+    read = inside & is_real
+    token = tl.load(state_ptr + slot * width + position, mask=read, other=0)
+    table_ptr = state_ptr + blocks_at + slot * max_blocks
+    block = tl.load(table_ptr + position // PAGE, mask=read & (position >= write_from), other=0)
+    tl.store(tokens_ptr + begin + place, token, mask=inside)
+    tl.store(positions_ptr + begin + place, position, mask=inside)
+    tl.store(kv_slots_ptr + begin + place, block.to(tl.int64) * PAGE + position % PAGE, mask=inside)
+
+    used = tl.load(table_ptr + place, mask=place < tl.cdiv(context, PAGE), other=0)
+    tl.store(tables_ptr + row.to(tl.int64) * table_width + place, used, mask=place < table_width)
+
+    if tl.program_id(1) == 0:
+        tl.store(contexts_ptr + row, context)
+        tl.store(targets_ptr + row, tl.where(is_real, slot * width + context, spare).to(tl.int64))
+        options_ptr = state_ptr + options_at + slot * OPTIONS
+        _options(options_ptr, is_real, row, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, seeds_ptr)
+
+
+@triton.jit
+def _options(options_ptr, is_real, row, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, seeds_ptr):
+    """How the row's request samples, from the numbers that `DeviceState.write_options` wrote."""
+    temperature = tl.load(options_ptr, mask=is_real, other=0)
+    tl.store(temperature_ptr + row, temperature.to(tl.float32, bitcast=True))
+    min_p = tl.load(options_ptr + 1, mask=is_real, other=0)
+    tl.store(min_p_ptr + row, min_p.to(tl.float32, bitcast=True))
+    top_p = tl.load(options_ptr + 2, mask=is_real, other=0)
+    tl.store(top_p_ptr + row, top_p.to(tl.float32, bitcast=True))
+    tl.store(top_k_ptr + row, tl.load(options_ptr + 3, mask=is_real, other=0))
+    low = tl.load(options_ptr + 4, mask=is_real, other=0).to(tl.uint32, bitcast=True).to(tl.int64)
+    high = tl.load(options_ptr + 5, mask=is_real, other=0).to(tl.int64)
+    tl.store(seeds_ptr + row, (high << 32) | low)

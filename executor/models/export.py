@@ -1,0 +1,109 @@
+"""A checkpoint of any kind written as the folder that vLLM and transformers load: config.json and safetensors.
+
+The tokenizer's files are not written here: text is the engine's. config.json is written last, so a folder
+that an interrupted export left behind does not pass for a model.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape
+from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.models.weights import CheckpointReader
+from penstock.executor.protocol import DType, ExecutorError
+
+SHARD_BYTES = 4 * 2**30  # also what an export holds in memory
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export(
+    checkpoint: Checkpoint,
+    out_dir: str | Path,
+    dtype: DType = "auto",
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Write `checkpoint` into `out_dir` (made if absent; it must not hold a model). "auto" is the config's dtype."""
+    folder = Path(out_dir)
+    name = _dtype_name(checkpoint.config, dtype)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        occupied = [path.name for path in folder.iterdir() if path.name == "config.json" or "safetensors" in path.name]
+        if occupied:
+            raise ExecutorError(f"{folder}: holds {min(occupied)!r} already; give a folder without a model")
+        _write_weights(checkpoint, folder, _DTYPES[name], shard_bytes, progress)
+        _write_json(folder / "generation_config.json", _generation_config(checkpoint.config))
+        _write_json(folder / "config.json", _config(checkpoint.config, name))
+    except (OSError, SafetensorError) as error:
+        raise ExecutorError(f"{folder}: the export could not be written: {error}") from error
+
+
+def _write_weights(
+    checkpoint: Checkpoint, folder: Path, dtype: torch.dtype, shard_bytes: int, progress: Callable[[str], None]
+) -> None:
+    kept = [name for name in checkpoint.names() if not name.endswith(SUFFIX)]
+    sizes = {name: math.prod(checkpoint.shape(name)) * dtype.itemsize for name in kept}
+    shards = _shards(sizes, shard_bytes)
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {name: _numbers(checkpoint, name, dtype) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+        progress(f"Wrote {file}, {number} of {len(shards)}")
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+    values, scales = checkpoint.read(name), None
+    if values.dtype is EIGHT_BITS:
+        read = CheckpointReader(checkpoint, "the model to export")
+        scales = read(f"{name}{SUFFIX}", scales_shape(*values.shape))
+    # A copy: what the checkpoint gives may be a view of its own file.
+    return Part(values, scales).numbers(values.device, dtype, copy=True).contiguous()
+
+
+def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
+    """The names in order, cut so that no shard is larger than `limit` unless one tensor alone is."""
+    shards: list[list[str]] = [[]]
+    room = limit
+    for name, size in sizes.items():
+        if size > room and shards[-1]:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _dtype_name(config: dict[str, Any], dtype: DType) -> str:
+    name = (config.get("dtype") or config.get("torch_dtype") or "float32") if dtype == "auto" else dtype
+    name = str(name).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ExecutorError(f"dtype: {name!r} given; one of {', '.join(_DTYPES)} is expected")
+    return name
+
+
+def _config(config: dict[str, Any], dtype_name: str) -> dict[str, Any]:
+    # transformers 4 and vLLM read torch_dtype; transformers 5 reads both and prefers dtype.
+    left_out = ("dtype", "quantization_config")  # the tensors are written as numbers
+    return {key: value for key, value in config.items() if key not in left_out} | {"torch_dtype": dtype_name}
+
+
+def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {key: config[key] for key in keys if config.get(key) is not None}
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

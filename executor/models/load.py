@@ -1,0 +1,140 @@
+"""From a path to a model ready to run: config, dtype, architecture, weights, fingerprint."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.eplb import Plan, plan
+from penstock.executor.kernels import Ops, select_ops
+from penstock.executor.kernels.linear import is_repacked
+from penstock.executor.loading.checkpoint import open_checkpoint
+from penstock.executor.loading.dummy import DummyWeights
+from penstock.executor.loading.fields import Fields
+from penstock.executor.models.registry import Model, Spec, find_architecture
+from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.models.weights import CheckpointReader, Weights
+from penstock.executor.parallel import Group
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    architecture: str
+    spec: Spec
+    model: Model
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    num_positions: int  # the tables' length: no position beyond can be computed
+    fingerprint: bytes
+    memory: dict[str, int]  # what the weights take
+    placement: Plan | None  # of experts, where ranks share out whole ones
+
+
+def load_model(
+    config: ExecutorConfig, device: torch.device, group: Group, progress: Callable[[str], None]
+) -> LoadedModel:
+    path = Path(config.model)
+    checkpoint = open_checkpoint(path, config)
+    fields = Fields(checkpoint.config, str(path / "config.json" if path.is_dir() else path))
+    name, architecture = find_architecture(fields)
+    spec = architecture.read_spec(fields)
+    is_gguf = path.suffix == ".gguf"
+    dtype = choose_dtype(config.dtype, "bfloat16" if is_gguf else _stored_dtype(fields), device)
+    ops = select_ops(device, dtype, spec.head_dim)
+    kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
+    has_blocks = "quantization_config" in fields
+    if config.max_model_len is not None and config.max_model_len > spec.max_positions:
+        raise ExecutorError(
+            f"max_model_len: {config.max_model_len} given; the model's positions end at {spec.max_positions}"
+        )
+    num_positions = config.max_model_len or spec.max_positions
+    progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
+    reader: CheckpointReader | None = None
+    placement = first_placement(config, spec, group.world)
+    if config.load_format == "dummy":
+        dummy = DummyWeights(config.seed, dtype, has_blocks)
+        weights = Weights(dummy, dtype, device, group, progress, placement, ops.blocks)
+    else:
+        reader = CheckpointReader(checkpoint, config.model)
+        weights = Weights(reader, dtype, device, group, progress, placement, ops.blocks)
+    model = architecture.build(spec, weights, ops, num_positions, device)
+    if reader is not None:
+        # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
+        ahead = range(model.num_layers, model.num_layers + fields.integer("num_nextn_predict_layers", 0, low=0))
+        reader.check_all_read(
+            ("lm_head.weight",) if spec.tied_head else (), tuple(f"model.layers.{index}." for index in ahead)
+        )
+    # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
+    computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
+    fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
+    memory = _memory(weights, dtype)
+    return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement)
+
+
+def _memory(weights: Weights, dtype: torch.dtype) -> dict[str, int]:
+    if not weights.num_widened_bytes:
+        return {"weights": weights.num_bytes}
+    name = f"FP8 weights as {str(dtype).removeprefix('torch.')}"
+    return {"weights": weights.num_bytes - weights.num_widened_bytes, name: weights.num_widened_bytes}
+
+
+def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | None:
+    """Where experts lie before anything is known of the load. Every rank has as many slots; what is left over, and
+    what is asked for beyond, holds second copies."""
+    if not config.enable_expert_parallel:
+        return None
+    sparse = [layer.moe for layer in spec.layers if layer.moe] if isinstance(spec, DecoderSpec) else []
+    if not sparse:
+        raise ExecutorError("enable_expert_parallel: given, but the model has no experts")
+    if world == 1:
+        return None
+    asked = sparse[0].num_experts + (config.eplb_config.redundant_experts if config.enable_eplb else 0)
+    return plan(np.ones((len(sparse), sparse[0].num_experts)), -(-asked // world) * world, world)
+
+
+def choose_dtype(asked: str, stored: str, device: torch.device) -> torch.dtype:
+    """The asked dtype if the device computes in it; for "auto" the stored one, or the nearest that it does.
+
+    A CPU computes in bfloat16 where our kernels have vector instructions for it (AVX2 suffices: weights are half
+    as long to read), in float16 never: float16 weights run as bfloat16 there. float32 weights stay float32.
+    """
+    if device.type != "cpu":
+        return DTYPES[stored if asked == "auto" else asked]
+    if asked == "float16":
+        raise ExecutorError("dtype: float16 is not supported on the CPU; choose bfloat16 or float32")
+    if asked != "auto":
+        return DTYPES[asked]
+    is_quick = is_repacked(torch.empty(2, 2, dtype=torch.bfloat16))
+    return torch.bfloat16 if stored != "float32" and is_quick else torch.float32
+
+
+def choose_kv_dtype(asked: KvDType, dtype: torch.dtype, ops: Ops, device: torch.device) -> torch.dtype:
+    """What pages hold. Eight bits have no scale: keys and values are kept as they are, up to ±448."""
+    if asked == "auto":
+        return dtype
+    if ops.blocks is None:
+        raise ExecutorError(
+            f"kv_cache_dtype: {asked!r} given; pages of eight bits need a GPU of compute capability 8.9 or later, "
+            f"and the model is on {_describe(device)}"
+        )
+    return torch.float8_e4m3fn
+
+
+def _describe(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "the CPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"a GPU of {major}.{minor}"
+
+
+def _stored_dtype(fields: Fields) -> str:
+    """What config.json says the weights are; transformers 5 calls the field `dtype`."""
+    name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
+    if name not in DTYPES:
+        raise fields.error("dtype", name, f"one of {', '.join(DTYPES)}")
+    return name

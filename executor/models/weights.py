@@ -1,0 +1,200 @@
+"""What a model asks for while it is built: tensors by name and shape, checked, converted, hashed, cut for a rank.
+
+A model's constructor is the only list of its tensors: what it asks for must be there in the expected shape, and
+what it did not ask for must not be there.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar
+
+import torch
+import xxhash
+
+from penstock.eplb import Plan
+from penstock.executor.kernels import BlockOps
+from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
+from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape, whole_blocks
+from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.parallel import Group
+from penstock.executor.progress import quarters
+from penstock.executor.protocol import ExecutorError
+
+Layer = TypeVar("Layer")
+# Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
+# columns (then the results are summed), or none.
+Split = Literal["rows", "columns"] | None
+
+# Buffers that old versions of transformers saved; they follow from the config.
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+LOAD_THREADS = 8
+
+
+class CheckpointReader:
+    """Reads tensors of an expected shape from a checkpoint and remembers which."""
+
+    def __init__(self, checkpoint: Checkpoint, where: str) -> None:
+        self._checkpoint, self._where = checkpoint, where
+        self._names = set(checkpoint.names())
+        self._read: set[str] = set()
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._names and name.removeprefix("model.") in self._names:
+            name = name.removeprefix("model.")  # saved without its head, as embedding models are
+        if name not in self._names:
+            raise ExecutorError(f"{self._where}: tensor {name!r} of shape {list(shape)} is missing")
+        found = self._checkpoint.shape(name)
+        if found != shape:
+            raise ExecutorError(
+                f"{self._where}: tensor {name!r} has shape {list(found)}; config.json calls for {list(shape)}"
+            )
+        self._read.add(name)
+        return self._checkpoint.read(name)
+
+    def check_all_read(self, ignored: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> None:
+        """`ignored`: how names end that may be left; `prefixes`: how they begin."""
+        left = sorted(
+            name
+            for name in self._names - self._read
+            if not name.endswith((*IGNORED_SUFFIXES, *ignored)) and not name.startswith(prefixes)
+        )
+        if left:
+            raise ExecutorError(
+                f"{self._where}: {len(left)} tensors that the architecture does not have: "
+                f"{', '.join(map(repr, left[:5]))}{' …' if len(left) > 5 else ''}"
+            )
+
+
+class Weights:
+    """Hands out the rank's part of each tensor in the model's dtype on its device."""
+
+    def __init__(
+        self,
+        read: Callable[[str, tuple[int, ...]], torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+        progress: Callable[[str], None],
+        placement: Plan | None = None,
+        block_ops: BlockOps | None = None,
+    ) -> None:
+        """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`."""
+        self._read, self._dtype, self._device, self._progress = read, dtype, device, progress
+        self.group = group
+        self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
+        self.num_bytes = 0  # as stored in memory, by this rank …
+        self.num_widened_bytes = 0  # … of which these were eight bits each, and are not here
+        self._block_ops = block_ops
+        self._digests: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: int | None = None) -> torch.Tensor:
+        part = self._cut(self._fetch(name, shape), split, units)
+        # A copy also where nothing is converted: the original may be a view of a mapped file.
+        return self._count(self._numbers(part, copy=True))
+
+    def norm(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
+        """A norm's weight, float32 as the kernels want it; `offset` is what the file leaves out."""
+        return self._count(self._fetch(name, (size,)).numbers(self._device, torch.float32) + offset)
+
+    def float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """What is computed in float32 whatever the model's dtype, whole on every rank."""
+        return self._count(self._fetch(name, shape).numbers(self._device, torch.float32, copy=True))
+
+    def pass_over(self, name: str, shape: tuple[int, ...]) -> None:
+        """A tensor of the model that this rank has no part in: checked and hashed, not kept."""
+        self._fetch(name, shape)
+
+    def linear(
+        self,
+        names: tuple[str, ...],
+        rows: tuple[int, ...],
+        columns: int,
+        bias: bool | tuple[bool, ...] = False,
+        split: Split | tuple[Split, ...] = None,
+        units: tuple[int | None, ...] | None = None,
+    ) -> Linear:
+        """One linear layer from one or several (their outputs side by side), by names without '.weight'.
+
+        `bias` and `split` are everyone's, or each one's own. `units` says into how many indivisible parts each one's
+        split dimension falls, heads for instance; every row or column is one by default.
+        """
+        biases = bias if isinstance(bias, tuple) else (bias,) * len(names)
+        splits = split if isinstance(split, tuple) else (split,) * len(names)
+        named = list(zip(names, rows, splits, units or (None,) * len(names), strict=True))
+        parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
+        added = self._bias(named, parts, biases) if any(biases) else None
+        blocks = None if self._block_ops is None else whole_blocks(parts, self._device)
+        if blocks is not None:
+            assert self._block_ops is not None
+            return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
+        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
+
+    def _bias(
+        self, named: list[tuple[str, int, Split, int | None]], parts: list[Part], given: tuple[bool, ...]
+    ) -> torch.Tensor | None:
+        """The biases side by side, zero where one of several layers has none."""
+        biases = [
+            self.tensor(f"{name}.bias", (size,), "rows" if split == "rows" else None, units)
+            if is_given
+            else torch.zeros(len(part.values), dtype=self._dtype, device=self._device)
+            for (name, size, split, units), part, is_given in zip(named, parts, given, strict=True)
+        ]
+        if named[0][2] == "columns" and not self.group.is_first:
+            return None  # the sum over ranks has the bias once
+        return torch.cat(biases)
+
+    def layers(self, num_layers: int, build: Callable[[int], Layer]) -> list[Layer]:
+        """Build layers side by side, so that reading, hashing, converting and reordering overlap."""
+        threads = min(LOAD_THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
+            built = pool.map(build, range(num_layers))
+            return list(quarters(built, num_layers, "Loaded {} of {} layers", self._progress))
+
+    def fingerprint(self, *others: str) -> bytes:
+        """A digest of every tensor as it was stored, and of what else changes the numbers."""
+        total = hashlib.sha256()
+        for name in sorted(self._digests):
+            total.update(f"{len(name)}:{name}".encode() + self._digests[name])
+        for other in others:
+            total.update(f"{len(other)}:{other}".encode())
+        return total.digest()
+
+    def _fetch(self, name: str, shape: tuple[int, ...]) -> Part:
+        values = self._stored(name, shape)
+        if values.dtype is not EIGHT_BITS:
+            return Part(values)
+        if len(shape) != 2:
+            raise ExecutorError(f"tensor {name!r} of shape {list(shape)} is stored in eight bits; only matrices can be")
+        return Part(values, self._stored(f"{name}{SUFFIX}", scales_shape(*shape)))
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._read(name, shape).contiguous()
+        content = xxhash.xxh3_128(tensor.view(torch.uint8).numpy() if tensor.dim() else b"").digest()
+        with self._lock:
+            self._digests[name] = f"{tensor.dtype}{list(shape)}".encode() + content
+        return tensor
+
+    def _numbers(self, part: Part, copy: bool = False) -> torch.Tensor:
+        numbers = part.numbers(self._device, self._dtype, copy)
+        if part.scales is not None:
+            with self._lock:
+                self.num_widened_bytes += numbers.numel() * numbers.element_size()
+        return numbers
+
+    def _cut(self, part: Part, split: Split, units: int | None) -> Part:
+        if split is None:
+            return part
+        dim = 0 if split == "rows" else 1
+        size = part.values.shape[dim]
+        first, end = self.group.share(units or size)
+        unit_size = size // (units or size)
+        return part.narrow(dim, first * unit_size, (end - first) * unit_size)
+
+    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._lock:
+            self.num_bytes += tensor.numel() * tensor.element_size()
+        return tensor

@@ -1,0 +1,47 @@
+"""How the ranks of one model meet: a store that the first opens, and a backend for every group of connections."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from penstock.executor.parallel import Group, naming
+from penstock.executor.ranks.wire import Rendezvous
+
+# Whoever watches the processes sees a dead or stuck rank much earlier; this is for when nobody does.
+COLLECTIVE_TIMEOUT_S = 300.0
+JOIN_TIMEOUT_S = 120.0
+
+
+def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> Group:
+    """Meet the other ranks and return the group of all: gloo on the CPU, NCCL on CUDA."""
+    if world == 1:
+        return Group()
+    with naming("join"):
+        store = dist.TCPStore(
+            at.host,
+            at.port,
+            world,
+            is_master=rank == 0,
+            timeout=timedelta(seconds=JOIN_TIMEOUT_S),
+            wait_for_workers=False,
+            master_listen_fd=at.listen_fd if rank == 0 else None,
+        )
+
+        def connect(name: str) -> dist.Backend:
+            return _backend(dist.PrefixStore(name, store), rank, world, at.address, device)
+
+        return Group(rank, world, connect, device)
+
+
+def _backend(store: dist.Store, rank: int, world: int, address: str, device: torch.device) -> dist.Backend:
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    if device.type == "cuda":
+        # Not run so far: the machines at hand had one GPU at most.
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, world, nccl)
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    return dist.ProcessGroupGloo(store, rank, world, gloo)

@@ -1,0 +1,124 @@
+"""Steps over several ranks: every rank gets the same ones and computes its share, the first samples and answers.
+
+Steps are sent ahead, so a rank starts the next one without waiting for anybody. They say only what changed: each
+worker holds the requests' state (executor/step/slots.py). A rank that dies, fails or hangs ends the executor.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from penstock.executor.protocol import ExecutorError, ModelInfo, Step, StepResult, TransferResult
+from penstock.executor.ranks.crew import Crew
+from penstock.executor.ranks.wire import CLOSE, MASKS, STEP, Done
+from penstock.executor.tiers.transfers import Merge
+
+# A step of 256 decoding requests is 17 KB; a prompt's tokens travel with its admission, 4 bytes each. What is larger
+# than a slot takes a way of its own, more slowly (see ring.py).
+RING_SLOTS = 8
+SLOT_BYTES = 1 << 20
+CLOSE_TIMEOUT_S = 1.0
+
+
+class Broadcast(Protocol):
+    """Tells all workers the same, in order. Buffers may be reused as soon as `send` returns."""
+
+    def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class RankedExecutor:
+    def __init__(
+        self, crew: Crew, broadcast: Broadcast, progress: Callable[[str], None], deadline_s: Callable[[int], float]
+    ) -> None:
+        self.crew, self._broadcast, self._deadline_s = crew, broadcast, deadline_s
+        self._encoder = msgspec.msgpack.Encoder()
+        self._due: deque[tuple[Step, float]] = deque()  # submitted, and when each must be done
+        self._results: deque[StepResult] = deque()
+        self._transfers: list[TransferResult] = []  # heard since the last result
+        self._merge = Merge(len(crew.workers))
+        try:
+            self.info = _agreed([loaded.info for loaded in crew.wait_loaded(progress)])
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, step: Step) -> None:
+        assert len(self._due) < self.info.max_in_flight, "too many steps in flight"
+        allowed_s = self._deadline_s(sum(row.count for row in step.rows))
+        self._tell((STEP, self._encoder.encode(step)), allowed_s)
+        before_s = self._due[-1][1] if self._due else time.monotonic()
+        self._due.append((step, before_s + allowed_s))
+
+    def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
+        step, due_s = self._due[-1]
+        assert step.step_id == step_id, "masks come before the next step is submitted"
+        self._tell((MASKS, rows, masks), due_s - time.monotonic())
+
+    def collect(self) -> StepResult:
+        step, due_s = self._due[0]
+        while not self._results:
+            left_s = due_s - time.monotonic()
+            if left_s <= 0:
+                what = f"step {step.step_id} of {len(step.rows)} rows is not done within its deadline"
+                self.crew.give_up(f"{what}: {self.crew.whereabouts()}")
+            self._hear(min(left_s, 1.0))
+        self._due.popleft()
+        result = self._results.popleft()
+        assert result.step_id == step.step_id, "results out of order"
+        return result
+
+    def fileno(self) -> int:
+        return self.crew.fileno()
+
+    def check(self) -> None:
+        self._hear(0.0)
+
+    def close(self) -> None:
+        """End the workers, in peace if they can be told to; nothing is left of them afterwards."""
+        try:
+            if not self.crew.has_failed:
+                self._broadcast.send((CLOSE,), timeout_s=CLOSE_TIMEOUT_S)
+                self.crew.stop()
+        except (ConnectionError, TimeoutError):
+            pass  # they are not told, they are killed
+        finally:
+            self.crew.close()
+            self._broadcast.close()
+
+    def _tell(self, message: tuple[Any, ...], timeout_s: float) -> None:
+        try:
+            self._broadcast.send(message, timeout_s=max(0.0, timeout_s))
+        except (ConnectionError, TimeoutError) as error:
+            self._hear(1.0)  # raises if it has come to the crew's ears, and says more
+            self.crew.give_up(f"a step could not be handed out: {error}; {self.crew.whereabouts()}")
+
+    def _hear(self, timeout_s: float) -> None:
+        for message in self.crew.hear(timeout_s):
+            if not isinstance(message, Done):
+                continue
+            if message.result.transfers is not None:
+                self._transfers.append(message.result.transfers)
+            if message.rank == 0:
+                self._results.append(self._with_transfers(message.result))
+
+    def _with_transfers(self, result: StepResult) -> StepResult:
+        """The first rank's result, with what all ranks have said of transfers up to now."""
+        if result.transfers is None:
+            return result
+        heard, self._transfers = self._transfers, []
+        return msgspec.structs.replace(result, transfers=self._merge.merge(heard))
+
+
+def _agreed(infos: list[ModelInfo]) -> ModelInfo:
+    """One model over all ranks; its bytes are what one rank holds."""
+    first = infos[0]
+    for rank, info in enumerate(infos):
+        if (info.fingerprint, info.num_blocks) != (first.fingerprint, first.num_blocks):
+            raise ExecutorError(f"model: rank {rank} has loaded other weights than rank 0; the files changed meanwhile")
+    return first

@@ -1,0 +1,219 @@
+"""The shared memory under the ring: how it is made, found by other processes, laid out, and who is alive in it.
+
+It knows nothing of messages (executor/ring/queue.py). The memory is a memfd: it has no name, so nothing can be left behind,
+the size of /dev/shm does not matter, and it is gone with the last process that has it, however that one ended. Another
+process of the same user opens it through /proc/<pid>/fd, with no need to be a child. It is sealed against shrinking
+and committed before use, so that no access can end in SIGBUS.
+"""
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from penstock._csrc import ffi, lib
+
+LINE = 64  # a cache line, and the grain of everything in the segment
+PAGE = mmap.PAGESIZE
+# The largest mask: 4,096 rows × 262,144 tokens / 8 = 128 MiB, and up to eight positions a row when guesses are checked.
+MAX_MESSAGE_BYTES = 1 << 30
+MAX_READERS = 256  # one per GPU of the largest node that there is, and room
+MAX_SLOTS = 4096
+NUM_SPILLS = 2  # so that one large message can be written while the one before is still read
+SPILL_KEEP_BYTES = 64 << 20  # of each spill; the mask of 1,024 rows of 152k tokens takes 19.4 MB
+
+ABSENT, CLAIMED, ATTACHED, LEFT = range(4)  # a line's state
+WRITER, ROOM, FIRST_READER = 0, 1, 2  # which line is whose
+_PREFACE = 64  # bytes before the lines: the secret that shows it is the right segment
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise of Linux 5.14; Python has no names for them
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """What a reader needs, for processes of the same user on the same machine: picklable, and packs into bytes."""
+
+    pid: int
+    fd: int
+    secret: bytes
+    num_readers: int
+    slots: int
+    slot_bytes: int
+
+    def pack(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+class Peer(NamedTuple):
+    pid: int
+    start: int  # in clock ticks after boot; a process id may be given out again
+
+    @classmethod
+    def of_this_process(cls) -> "Peer":
+        return cls(os.getpid(), _start_of(os.getpid()) or 0)
+
+    @property
+    def is_alive(self) -> bool:
+        return _start_of(self.pid) == self.start
+
+
+class Segment:
+    """The mapped memory of one process: lines that all may write, and message bytes that only the writer may."""
+
+    def __init__(self, fd: int, handle: Handle, is_writer: bool) -> None:
+        self.handle, self._fd, self._is_writer = handle, fd, is_writer
+        self.stride = LINE + padded(handle.slot_bytes)
+        self._slots_bytes = padded(handle.slots * self.stride, PAGE)
+        self._control = mmap.mmap(fd, _control_bytes(handle))
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if is_writer else 0)
+        self._data = mmap.mmap(fd, _data_bytes(handle), mmap.MAP_SHARED, access, offset=_control_bytes(handle))
+        with contextlib.suppress(OSError):  # only spares the first messages their page faults
+            self._data.madvise(_POPULATE_WRITE if is_writer else _POPULATE_READ, 0, self._slots_bytes)
+        self.data = memoryview(self._data)
+        self.base = int(ffi.cast("uintptr_t", ffi.from_buffer(self._data)))
+        self.lines = int(ffi.cast("uintptr_t", ffi.from_buffer(self._control))) + _PREFACE
+        self._line = ffi.cast("struct penstock_ring_line *", self.lines)
+        self._committed = [0] * NUM_SPILLS
+
+    @classmethod
+    def create(cls, num_readers: int, slots: int, slot_bytes: int) -> "Segment":
+        if sys.platform != "linux":
+            raise OSError("the shared-memory ring needs Linux; use executor 'uniproc'")
+        fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            handle = Handle(os.getpid(), fd, secrets.token_bytes(16), num_readers, slots, slot_bytes)
+            committed = _control_bytes(handle) + padded(slots * (LINE + padded(slot_bytes)), PAGE)
+            os.ftruncate(fd, _control_bytes(handle) + _data_bytes(handle))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            _commit(fd, 0, committed, f"slots: {slots} of {slot_bytes} bytes")
+            segment = cls(fd, handle, is_writer=True)
+        except BaseException:
+            os.close(fd)
+            raise
+        segment._control[: len(handle.secret)] = handle.secret
+        assert segment.claim(WRITER)
+        return segment
+
+    @classmethod
+    def attach(cls, handle: Handle) -> "Segment":
+        path = f"/proc/{handle.pid}/fd/{handle.fd}"
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConnectionError(f"the ring of process {handle.pid} cannot be opened: {error}") from error
+        try:
+            if os.fstat(fd).st_size != _control_bytes(handle) + _data_bytes(handle):
+                raise ConnectionError(f"{path} is not the ring of this handle: its process has ended")
+            segment = cls(fd, handle, is_writer=False)
+        finally:
+            os.close(fd)  # the maps hold the memory
+        if segment._control[: len(handle.secret)] != handle.secret:
+            segment.close()
+            raise ConnectionError(f"{path} is not the ring of this handle: its process has ended")
+        return segment
+
+    def claim(self, line: int) -> bool:
+        """Make this process the owner of a line; False if it has or had one."""
+        if lib.penstock_ring_change(self.lines, line, ABSENT, CLAIMED) != ABSENT:
+            return False
+        self._line[line].pid, self._line[line].start = Peer.of_this_process()
+        return bool(lib.penstock_ring_change(self.lines, line, CLAIMED, ATTACHED) == CLAIMED)
+
+    def leave(self, line: int) -> None:
+        lib.penstock_ring_change(self.lines, line, ATTACHED, LEFT)
+
+    def state(self, line: int) -> int:
+        return int(self._line[line].state)
+
+    def owner(self, line: int) -> Peer:
+        return Peer(int(self._line[line].pid), int(self._line[line].start))
+
+    def count(self, line: int) -> int:
+        return int(lib.penstock_ring_count(self.lines, line))
+
+    def busy(self, line: int) -> int:
+        return int(self._line[line].busy)
+
+    def set_busy(self, line: int, number: int) -> None:
+        self._line[line].busy = number
+
+    def slot(self, number: int) -> int:
+        """Where message `number`, from 1, has its header; offsets count from `data` and `base`."""
+        return (number - 1) % self.handle.slots * self.stride
+
+    def spill(self, index: int) -> int:
+        return self._slots_bytes + index * MAX_MESSAGE_BYTES
+
+    def commit_spill(self, index: int, size: int) -> None:
+        """See that the spill has memory for so many bytes."""
+        size = padded(size, PAGE)
+        if size > self._committed[index]:
+            _commit(self._fd, _control_bytes(self.handle) + self.spill(index), size, f"a message of {size} bytes")
+            self._committed[index] = size
+
+    def large_spills(self) -> list[int]:
+        return [index for index, size in enumerate(self._committed) if size > SPILL_KEEP_BYTES]
+
+    def shrink_spill(self, index: int) -> None:
+        """Give back what lies beyond the part that is kept; the spill must have been read by all."""
+        excess = self._committed[index] - SPILL_KEEP_BYTES
+        self._data.madvise(mmap.MADV_REMOVE, self.spill(index) + SPILL_KEEP_BYTES, excess)
+        self._committed[index] = SPILL_KEEP_BYTES
+
+    def close(self) -> None:
+        """The maps go with the last borrowed array that lies in them."""
+        if self._is_writer:
+            os.close(self._fd)
+        with contextlib.suppress(BufferError):
+            self.data.release()
+        for area in (self._data, self._control):
+            with contextlib.suppress(BufferError):
+                area.close()
+
+
+def padded(size: int, grain: int = LINE) -> int:
+    return -(-size // grain) * grain
+
+
+def _control_bytes(handle: Handle) -> int:
+    return padded(_PREFACE + (FIRST_READER + handle.num_readers) * LINE, PAGE)
+
+
+def _data_bytes(handle: Handle) -> int:
+    """The spills take addresses, not memory, until a message needs them."""
+    return padded(handle.slots * (LINE + padded(handle.slot_bytes)), PAGE) + NUM_SPILLS * MAX_MESSAGE_BYTES
+
+
+def _commit(fd: int, offset: int, size: int, what: str) -> None:
+    """Have the kernel set memory aside now; it would rather end a process later than refuse."""
+    free = _free_bytes()
+    if size > free:
+        raise MemoryError(f"{what}: the ring needs {size >> 20} MiB of shared memory, {free >> 20} MiB are free")
+    try:
+        os.posix_fallocate(fd, offset, size)
+    except OSError as error:
+        raise MemoryError(f"{what}: the ring gets no {size >> 20} MiB of shared memory: {error}") from error
+
+
+def _free_bytes() -> int:
+    """What this process may still take: of the machine, and of its control group if that one has a limit."""
+    meminfo = Path("/proc/meminfo").read_text()
+    free = int(meminfo.partition("MemAvailable:")[2].split(maxsplit=1)[0]) * 1024
+    group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
+    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"; the group's root has no such file
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used)
+    return free
+
+
+def _start_of(pid: int) -> int | None:
+    """When a living process started; None if there is none, or only its exit status is left."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,440 @@
+"""One writer tells N readers on the same machine everything in the same order, through shared memory.
+
+The engine core tells its workers their steps with it. An object is pickled with its arrays beside it (ring_frames.py)
+and lies in memory that all have mapped (ring_memory.py); an array is copied once on the way in, and once on the way
+out or, borrowed, not at all.
+
+    line WRITER    count: messages published · pid, start · bell: where readers sleep
+    line ROOM      bell: where the writer sleeps until readers have finished
+    line reader r  count: messages finished · busy: the one it is at · pid, start
+    ───────────────────────────────────────────────────────────────────────────────────── only the writer writes below
+    slot 0         header 64 bytes: number · area · sizes · sums of head, of buffers and of all this
+                   head: a length per buffer, the pickle   (padded to 64 bytes, so are the buffers)
+                   buffer 0 · buffer 1 · …
+    slot 1         …
+    spill 0, 1     head and buffers of a message that is larger than a slot; its header lies in a slot as ever.
+                   Addresses for 1 GiB each, memory only as messages have needed it
+
+Message n lies in slot (n - 1) mod slots. It is written when every reader has finished message n - slots, then the
+writer's count becomes n, one store: whoever dies before it has sent nothing, whoever dies after it has sent all. A
+reader's count likewise. Counts only grow and each has one owner, so no crash leaves a lock held or a slot half owned;
+csrc/ring.c says what orders the stores. `send` returns when the last byte is copied, on every path: what was sent may
+be overwritten at once.
+
+Pickle runs code, so a ring is for a parent and the workers of its own user that it has given the handle; the memory has
+no name that others could open, and a reader cannot write messages. Sums reject what a stray write or a flipped bit has
+changed, before the unpickler sees it; they are no defence against an enemy within.
+"""
+
+import contextlib
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from penstock._csrc import ffi, lib
+from penstock.executor.ring.frames import OUT_OF_BAND_BYTES, Buffer, Encoded
+from penstock.executor.ring.memory_segment import (
+    ATTACHED,
+    FIRST_READER,
+    LEFT,
+    LINE,
+    MAX_MESSAGE_BYTES,
+    MAX_READERS,
+    MAX_SLOTS,
+    NUM_SPILLS,
+    ROOM,
+    WRITER,
+    Handle,
+    Segment,
+    padded,
+)  # fmt: skip
+
+CHECK_S = 0.25  # how often whoever waits looks whether the others live
+LONGEST_SPIN_NS = 1_000_000  # while messages come close together
+SHORTEST_SPIN_NS = 20_000  # once they do not: about what falling asleep and waking up costs
+CLOSE_WAIT_S = 1.0  # for the thread that close() has interrupted
+
+SMALL_BYTES = 1 << 16  # a pickle up to here comes in few pieces and is joined; larger ones are copied piece by piece
+
+
+class RingClosed(ConnectionError):
+    """This end was closed, or the other one in good order."""
+
+
+class RingDamaged(ConnectionError):
+    """A message was changed on its way; it is skipped."""
+
+
+class PeerDied(ConnectionError):
+    """The process at the other end is gone. `rank` is the reader's number, None for the writer."""
+
+    def __init__(self, message: str, rank: int | None) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class MessageQueue:
+    """One end of the ring: the writer's from `create`, a reader's from `attach`. Any thread may call, one at a time."""
+
+    def __init__(self, segment: Segment, reader: int | None, out_of_band_bytes: int = OUT_OF_BAND_BYTES) -> None:
+        self._segment, self._reader = segment, reader
+        self._line = WRITER if reader is None else FIRST_READER + reader
+        self._out_of_band_bytes = out_of_band_bytes
+        self._count = 0  # messages that this end has sent or finished
+        self._lock = threading.RLock()
+        self._is_borrowed = False
+        self._header = ffi.new("struct penstock_ring_header *")  # of the message that is read
+        self._closed = ffi.new("int *")  # read by the C code while it waits
+        self._spilled = [0] * NUM_SPILLS  # the last message that lay in each
+        self._checked_s = time.monotonic()
+        self._spin_ns = SHORTEST_SPIN_NS
+
+    @classmethod
+    def create(
+        cls, num_readers: int, *, slots: int, slot_bytes: int, out_of_band_bytes: int = OUT_OF_BAND_BYTES
+    ) -> "MessageQueue":
+        _limit("num_readers", num_readers, MAX_READERS)
+        _limit("slots", slots, MAX_SLOTS)
+        _limit("slot_bytes", slot_bytes, MAX_MESSAGE_BYTES)
+        return cls(Segment.create(num_readers, slots, slot_bytes), None, out_of_band_bytes)
+
+    @classmethod
+    def attach(cls, handle: Handle, reader: int) -> "MessageQueue":
+        """Messages that were sent before are there; each reader's number can be taken once."""
+        if not 0 <= reader < handle.num_readers:
+            raise ValueError(f"reader: {reader} given, the ring has readers 0 to {handle.num_readers - 1}")
+        segment = Segment.attach(handle)
+        if not segment.claim(FIRST_READER + reader):
+            owner = segment.owner(FIRST_READER + reader)
+            segment.close()
+            raise ValueError(f"reader: {reader} is or was process {owner.pid} already")
+        return cls(segment, reader)
+
+    def handle(self) -> Handle:
+        return self._segment.handle
+
+    @staticmethod
+    def unpack_handle(packed: bytes) -> Handle:
+        return msgspec.msgpack.decode(packed, type=Handle)
+
+    def send(self, obj: Any, timeout_s: float | None = None) -> None:
+        """Waits for a slot if all are still being read. Everything is copied when it returns."""
+        assert self._reader is None, "readers do not send"
+        deadline_s = _deadline(timeout_s)
+        message = Encoded(obj, self._out_of_band_bytes)
+        self._take_turn(deadline_s, timeout_s)
+        try:
+            number = self._count + 1
+            if time.monotonic() - self._checked_s > CHECK_S:
+                self._check_readers()
+            self._write(message, number, deadline_s, timeout_s)
+            self._count = number
+            lib.penstock_ring_post(self._segment.lines, WRITER, WRITER, number)
+        finally:
+            self._lock.release()
+
+    def recv(self, timeout_s: float | None = None) -> Any:
+        """The next message. Arrays own their memory; those of one message share one piece of it."""
+        self._begin(timeout_s)
+        try:
+            body, sizes, start = self._read()
+            if not sizes:
+                return pickle.loads(body)
+            total = self._header.buffers_bytes
+            owned = np.empty(total, np.uint8)
+            if lib.penstock_ring_take(owned.ctypes.data, self._segment.base + start, total) != self._header.buffers_sum:
+                raise self._damaged("its buffers")
+            return pickle.loads(body, buffers=_cut(owned.data, 0, sizes))
+        finally:
+            self._finish()
+
+    @contextlib.contextmanager
+    def borrow(self, timeout_s: float | None = None) -> Iterator[Any]:
+        """The next message, its arrays lying in the ring, read-only. They must not be touched after the block."""
+        self._begin(timeout_s)
+        try:
+            body, sizes, start = self._read()
+            total = self._header.buffers_bytes
+            if sizes and lib.penstock_ring_take(0, self._segment.base + start, total) != self._header.buffers_sum:
+                raise self._damaged("its buffers")
+            yield pickle.loads(body, buffers=_cut(self._segment.data.toreadonly(), start, sizes))
+        finally:
+            self._finish()
+
+    def close(self) -> None:
+        """Ends every call that waits in another thread of this process. Readers still get what was sent before."""
+        if self._closed[0]:
+            return
+        self._closed[0] = 1
+        self._segment.leave(self._line)
+        for bell in (WRITER, ROOM):
+            lib.penstock_ring_wake(self._segment.lines, bell)
+        if self._lock.acquire(timeout=CLOSE_WAIT_S):
+            self._lock.release()
+            self._segment.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """What must hold at any time, whatever the others are doing."""
+        handle = self._segment.handle
+        done = [self._segment.count(FIRST_READER + reader) for reader in range(handle.num_readers)]
+        sent = self._segment.count(WRITER)
+        assert max(done) <= sent, f"a reader has finished {max(done)} of {sent} messages"
+        if self._reader is None:
+            assert sent == self._count and sent - min(done) <= handle.slots, (sent, self._count, done)
+            assert all(spilled <= sent for spilled in self._spilled), (self._spilled, sent)
+        else:
+            assert done[self._reader] == self._count, (done, self._count)
+
+    def _write(self, message: Encoded, number: int, deadline_s: float | None, timeout_s: float | None) -> None:
+        segment = self._segment
+        num_buffers = len(message.buffers)
+        body_bytes = sum(map(_nbytes, message.pieces))
+        buffers_bytes = sum(padded(buffer.nbytes) for buffer in message.buffers)
+        size = padded(8 * num_buffers + body_bytes) + buffers_bytes
+        if size > MAX_MESSAGE_BYTES:
+            raise ValueError(f"message: {size} bytes given, at most {MAX_MESSAGE_BYTES} can be sent")
+        room, spill = number - segment.handle.slots, None
+        if size > segment.stride - LINE:
+            spill = self._free_spill()
+            room = max(room, self._spilled[spill])
+        self._wait(ROOM, FIRST_READER, segment.handle.num_readers, room, deadline_s, timeout_s)
+        self._shrink_spills(spill)
+        slot = segment.base + segment.slot(number)
+        area, start = 0, slot + LINE
+        if spill is not None:
+            segment.commit_spill(spill, size)
+            self._spilled[spill] = number
+            area, start = 1 + spill, segment.base + segment.spill(spill)
+        if not num_buffers and body_bytes <= SMALL_BYTES:
+            body = message.pieces[0] if len(message.pieces) == 1 else b"".join(message.pieces)
+            lib.penstock_ring_write(segment.lines, WRITER, slot, start, number, area, bytes(body), body_bytes)
+            return
+        segment.set_busy(WRITER, number)
+        table = np.array([buffer.nbytes for buffer in message.buffers], "<u8").tobytes()
+        at, head_sum = _put(start, [table, *message.pieces])
+        buffers_sum = _put_apart(at, message.buffers)
+        fields = (number, area, body_bytes, num_buffers, buffers_bytes, head_sum, buffers_sum, 0)
+        lib.penstock_ring_seal(slot, ffi.new("struct penstock_ring_header *", fields))
+
+    def _free_spill(self) -> int:
+        """The first that all have read, for it is the one in the caches; else the one that will be read first."""
+        finished = self._finished()
+        free = (spill for spill, last in enumerate(self._spilled) if last <= finished)
+        return next(free, min(range(NUM_SPILLS), key=self._spilled.__getitem__))
+
+    def _shrink_spills(self, in_use: int | None) -> None:
+        """A huge message is rare; its memory goes back once it has been read."""
+        for spill in self._segment.large_spills():
+            if spill != in_use and self._finished() >= self._spilled[spill]:
+                self._segment.shrink_spill(spill)
+
+    def _finished(self) -> int:
+        """The last message that every reader has finished."""
+        return min(self._segment.count(FIRST_READER + reader) for reader in range(self._segment.handle.num_readers))
+
+    def _begin(self, timeout_s: float | None) -> None:
+        """Wait for the next message; from here to `_finish` this thread has this end for itself."""
+        assert self._reader is not None, "the writer does not receive"
+        deadline_s = _deadline(timeout_s)
+        self._take_turn(deadline_s, timeout_s)
+        try:
+            assert not self._is_borrowed, "the message before is still borrowed"
+            self._wait(WRITER, WRITER, 1, self._count + 1, deadline_s, timeout_s)
+            self._is_borrowed = True
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _finish(self) -> None:
+        """Also when the message was damaged or could not be unpickled: its slot must come free."""
+        self._is_borrowed = False
+        self._count += 1
+        lib.penstock_ring_post(self._segment.lines, self._line, ROOM, self._count)
+        self._lock.release()
+
+    def _read(self) -> tuple[memoryview, list[int], int]:
+        """The pickle, verified, the sizes of the buffers and where they begin; `_header` holds the rest."""
+        segment, header, slot = self._segment, self._header, self._segment.slot(self._count + 1)
+        damage = lib.penstock_ring_open(
+            segment.lines,
+            self._line,
+            segment.base + slot,
+            self._count + 1,
+            segment.stride - LINE,
+            segment.base + segment.spill(0),
+            NUM_SPILLS,
+            MAX_MESSAGE_BYTES,
+            header,
+        )
+        if damage:
+            raise self._damaged("its header" if damage == 1 else "its pickle")
+        start = segment.spill(header.area - 1) if header.area else slot + LINE
+        num_buffers, body = header.num_buffers, start + 8 * header.num_buffers
+        sizes = np.frombuffer(segment.data, "<u8", num_buffers, start).tolist() if num_buffers else []
+        end = body + header.body_bytes
+        return segment.data[body:end], sizes, start + padded(end - start)
+
+    def _damaged(self, what: str) -> RingDamaged:
+        return RingDamaged(f"reader {self._reader}: message {self._count + 1} was changed on its way: {what}")
+
+    def _take_turn(self, deadline_s: float | None, timeout_s: float | None) -> None:
+        """One thread at a time, and none once the ring is closed."""
+        while not self._lock.acquire(blocking=False):
+            left_s = CHECK_S if deadline_s is None else min(CHECK_S, _left(deadline_s))
+            if left_s > 0 and self._lock.acquire(timeout=left_s):
+                break
+            self._refuse_closed()
+            if left_s <= 0:
+                raise TimeoutError(f"another thread kept this end of the ring for {timeout_s} s")
+        try:
+            self._refuse_closed()
+        except RingClosed:
+            self._lock.release()
+            raise
+
+    def _refuse_closed(self) -> None:
+        if self._closed[0]:
+            raise RingClosed("the ring was closed at this end")
+
+    def _wait(
+        self, bell: int, first: int, number: int, target: int, deadline_s: float | None, timeout_s: float | None
+    ) -> None:
+        """Until `number` lines from `first` on count `target`."""
+        if target <= 0:
+            return
+        began_ns = time.monotonic_ns()
+        while True:
+            left_s = CHECK_S if deadline_s is None else min(CHECK_S, max(0.0, _left(deadline_s)))
+            spin_ns = min(self._spin_ns, int(left_s * 1e9))
+            found = lib.penstock_ring_wait(
+                self._segment.lines, bell, first, number, target, spin_ns, int(left_s * 1e9) - spin_ns,
+                self._closed,
+            )  # fmt: skip
+            self._refuse_closed()
+            if found >= 0:
+                self._tune(0 if found == 0 else time.monotonic_ns() - began_ns)
+                return
+            if self._reader is None:
+                self._check_readers()
+            else:
+                self._check_writer(target)
+            if deadline_s is not None and _left(deadline_s) <= 0:
+                raise TimeoutError(self._slowness(target, timeout_s))
+
+    def _tune(self, waited_ns: int) -> None:
+        """Spin where spinning would have been enough: a worker that computes for 10 ms a step soon hardly spins."""
+        if waited_ns <= LONGEST_SPIN_NS:
+            self._spin_ns = LONGEST_SPIN_NS
+        else:
+            self._spin_ns = max(self._spin_ns // 2, SHORTEST_SPIN_NS)
+
+    def _check_readers(self) -> None:
+        self._checked_s = time.monotonic()
+        for reader in range(self._segment.handle.num_readers):
+            state = self._segment.state(FIRST_READER + reader)
+            if state == LEFT:
+                raise RingClosed(f"{self._named(reader)} has closed its end; {self._doings(reader)}")
+            if state == ATTACHED and not self._segment.owner(FIRST_READER + reader).is_alive:
+                raise PeerDied(f"{self._named(reader)} has died; {self._doings(reader)}", reader)
+
+    def _check_writer(self, target: int) -> None:
+        """What the writer sent before it left or died is still received."""
+        has_left = self._segment.state(WRITER) == LEFT
+        is_alive = self._segment.owner(WRITER).is_alive
+        sent = self._segment.count(WRITER)
+        if sent >= target:
+            return
+        if has_left:
+            raise RingClosed(f"the writer has closed the ring after message {sent}")
+        if not is_alive:
+            at = self._segment.busy(WRITER)
+            doing = f"while it wrote message {at}" if at > sent else f"after message {sent}"
+            raise PeerDied(f"the writer (process {self._segment.owner(WRITER).pid}) has died {doing}", None)
+
+    def _slowness(self, target: int, timeout_s: float | None) -> str:
+        if self._reader is not None:
+            return f"reader {self._reader} waited {timeout_s} s for message {target}; the writer lives"
+        readers = range(self._segment.handle.num_readers)
+        late = [reader for reader in readers if self._segment.count(FIRST_READER + reader) < target]
+        whose = "; ".join(f"{self._named(reader)} {self._doings(reader)}" for reader in late)
+        return f"message {self._count + 1} waited {timeout_s} s for room: {whose}"
+
+    def _named(self, reader: int) -> str:
+        return f"rank {reader} (process {self._segment.owner(FIRST_READER + reader).pid})"
+
+    def _doings(self, reader: int) -> str:
+        line = FIRST_READER + reader
+        done, at = self._segment.count(line), self._segment.busy(line)
+        if self._segment.state(line) not in (ATTACHED, LEFT):
+            return "has not attached yet"
+        of = f"of {self._segment.count(WRITER)}"
+        return f"it was reading message {at} {of}" if at > done else f"it had finished message {done} {of}"
+
+
+def _put(at: int, pieces: list[Buffer]) -> tuple[int, int]:
+    """Copy pieces one behind the other. The sum takes multiples of 64 bytes, so what is over waits for the next."""
+    total, over = ffi.new("uint64_t[16]"), b""
+    if sum(map(_nbytes, pieces)) <= SMALL_BYTES:
+        pieces, over = [], b"".join(pieces)
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        if over:
+            lacking = LINE - len(over)
+            over, view = over + bytes(view[:lacking]), view[lacking:]
+            if len(over) < LINE:
+                continue
+            lib.penstock_ring_put(at, over, LINE, total)
+            at += LINE
+        whole = view.nbytes // LINE * LINE
+        lib.penstock_ring_put(at, ffi.from_buffer("uint8_t[]", view), whole, total)
+        at, over = at + whole, bytes(view[whole:])
+    lib.penstock_ring_put(at, over, len(over), total)
+    return at + padded(len(over)), lib.penstock_ring_digest(total)
+
+
+def _put_apart(at: int, buffers: list[memoryview]) -> int:
+    """Copy buffers, each to the beginning of a line."""
+    total = ffi.new("uint64_t[16]")
+    for buffer in buffers:
+        lib.penstock_ring_put(at, ffi.from_buffer("uint8_t[]", buffer), buffer.nbytes, total)
+        at += padded(buffer.nbytes)
+    return int(lib.penstock_ring_digest(total))
+
+
+def _cut(memory: memoryview, start: int, sizes: list[int]) -> list[memoryview]:
+    views = []
+    for size in sizes:
+        views.append(memory[start : start + size])
+        start += padded(size)
+    return views
+
+
+def _nbytes(piece: Buffer) -> int:
+    return len(piece) if isinstance(piece, bytes) else memoryview(piece).nbytes
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    return None if timeout_s is None else time.monotonic() + timeout_s
+
+
+def _left(deadline_s: float) -> float:
+    return deadline_s - time.monotonic()
+
+
+def _limit(name: str, value: int, most: int) -> None:
+    if not 1 <= value <= most:
+        raise ValueError(f"{name}: {value} given, 1 to {most} allowed")

@@ -1,0 +1,291 @@
+"""Chooses one token per row of logits, as each request asked.
+
+`start` only launches work and never waits for a device; what needs the host (log-probabilities, failures) is
+fetched by `Sampled.post` and `wait`. The draw depends on a request's seed and the token's position, never on the batch.
+
+Order, as in vLLM: raw log-probabilities; a grammar's mask; allowed, banned and (before min_tokens) stop tokens; logit bias;
+repetition, frequency and presence penalties; then the largest logit, or temperature, min-p, top-k, top-p
+and a draw. Greedy rows without edits cost one pass over the logits and no copy of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.executor.kernels import SamplingOps
+from penstock.executor.outbox import Mail, Outbox
+from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs, is_penalized
+from penstock.executor.sampling.draw import BLOCK, draw, filter_weights, uniforms
+from penstock.executor.sampling.edits import Edits, is_edited, is_plain
+from penstock.executor.sampling.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
+from penstock.executor.sampling.masking import RowMasks
+from penstock.executor.sampling.penalties import Seen
+from penstock.executor.staging import send, send_list
+
+__all__ = ["Sampled", "Sampler", "prompt_logprobs"]
+
+# Weights of so many bytes are worked on at once: on a CPU they stay in the cache.
+WORK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
+
+
+@dataclass
+class Sampled:
+    """One step's tokens. Rows that failed hold token 0."""
+
+    tokens: Tensor  # [S] int64, on the device
+    _largest: Tensor  # [2, S] float32, each row's largest logit before and after edits; not finite: failed
+    _logprobs: list[tuple[list[int], PendingLogprobs]]
+    _mail: Mail | None = None
+
+    def post(self, outbox: Outbox) -> None:
+        """Send all of it to the host."""
+        pending = [tensor for _, logprobs in self._logprobs for tensor in logprobs]
+        self._mail = outbox.send([self.tokens, self._largest, *pending])
+
+    def wait(self) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
+        """Tokens, and log-probabilities and failures, each by row."""
+        assert self._mail is not None, "waited for before it was posted"
+        tokens, largest, *pending = self._mail.wait()
+        errors: dict[int, str] = {}
+        finite = torch.isfinite(largest)
+        if not finite.all():
+            for row in (~finite.all(0)).nonzero()[:, 0].tolist():
+                empty = finite[0, row] and largest[1, row] == -torch.inf
+                errors[row] = NOTHING_LEFT if empty else NOT_FINITE
+        logprobs: dict[int, TokenLogprobs] = {}
+        for index, (rows, _) in enumerate(self._logprobs):
+            values = PendingLogprobs(*pending[3 * index : 3 * index + 3]).read()
+            logprobs |= {r: value for r, value in zip(rows, values, strict=True) if r not in errors}
+        return tokens.tolist(), logprobs, errors
+
+
+class Sampler:
+    """Keeps what sampling needs of the request in each slot. One step at a time, in order."""
+
+    def __init__(
+        self, vocab_size: int, max_num_seqs: int, device: torch.device, ops: SamplingOps | None = None
+    ) -> None:
+        """With `ops`, rows are drawn by a kernel, which knows every filter, instead of filter by filter."""
+        self._vocab_size, self._device, self._ops = vocab_size, device, ops
+        self._samplings: list[Sampling] = [Sampling()] * max_num_seqs
+        self._num_prompt = [0] * max_num_seqs
+        self._is_plain = np.ones(max_num_seqs, dtype=bool)
+        self._seen = Seen(max_num_seqs, vocab_size, device)
+        self._stride = -(-vocab_size // BLOCK) * BLOCK
+        self._part_rows = max(1, min(max_num_seqs, WORK_BYTES[device.type] // (4 * self._stride)))
+        # Columns beyond the vocabulary stay zero for ever: weights there are never drawn.
+        self._weights = torch.zeros(self._part_rows, self._stride, device=device)
+        self._scratch = torch.empty_like(self._weights) if ops is None else self._weights[:0]
+        self._plan: _Plan | None = None
+
+    def admit(self, slot: int, sampling: Sampling, tokens: np.ndarray, num_prompt: int) -> None:
+        """A request takes the slot. tokens [n] int32: its prompt and what it had sampled before a preemption."""
+        self._samplings[slot], self._num_prompt[slot] = sampling, num_prompt
+        self._is_plain[slot] = is_plain(sampling)
+        if is_penalized(sampling):
+            self._seen.admit(slot, tokens, num_prompt)
+        self._plan = None
+
+    def are_plain(self, slots: np.ndarray) -> bool:
+        """Whether all these requests want no more than `SamplingOps.choose` does, which is there."""
+        return self._ops is not None and bool(self._is_plain[slots].all())
+
+    def start_plain(self, logits: Tensor, options: tuple[Tensor, ...]) -> Sampled:
+        """As `start`, for requests that want no more than a draw: nothing is asked of the host. options [S] each, as
+        `SamplingOps.choose` takes them."""
+        assert self._ops is not None
+        tokens, largest = self._ops.choose(logits, *options)
+        return Sampled(tokens, largest.expand(2, -1), [])
+
+    def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
+        """Tokens that were not sampled join the request's history from `position` on."""
+        if is_penalized(self._samplings[slot]):
+            self._seen.extend(slot, position, tokens)
+
+    def sample(
+        self, logits: Tensor, slots: list[int], positions: list[int]
+    ) -> tuple[Tensor, dict[int, TokenLogprobs], dict[int, str]]:
+        """`start`, and wait: tokens [S], log-probabilities and failures by row."""
+        sampled = self.start(logits, slots, positions)
+        sampled.post(Outbox(self._device))
+        return sampled.tokens, *sampled.wait()[1:]
+
+    def start(
+        self,
+        logits: Tensor,
+        slots: list[int],
+        positions: list[int],
+        masks: RowMasks | None = None,
+        on_device: Tensor | None = None,
+    ) -> Sampled:
+        """logits [S, V], unchanged afterwards but for what `masks` takes away; positions[i] is where in its request
+        the token of row i will be. `on_device`: the positions once more, [S] int64, if the device has them already."""
+        key = tuple(slots)
+        if self._plan is None or self._plan.slots != key:
+            # The same requests decode step after step; what follows from their options alone is kept.
+            self._plan = self._make_plan(key)
+        plan = self._plan
+        raw, where = logits, np.asarray(positions)
+        if masks is not None:
+            raw = logits.clone() if plan.logprobs else logits
+            masks.apply(logits, self._ops)
+        if plan.draw is not None:
+            if on_device is None:
+                on_device = send(where.astype(np.int64), self._device)
+            tokens, largest = plan.draw.choose(logits, on_device)
+        elif plan.has_plain:
+            largest, tokens = logits.max(-1)
+        else:  # several times faster without the index
+            largest, tokens = logits.amax(-1), torch.zeros(len(slots), dtype=torch.int64, device=logits.device)
+        largest = largest.float()
+        edited = largest.clone()
+        for part in plan.parts:
+            chosen = self._sample_part(part, logits, largest, edited, where[part.rows], on_device)
+            tokens.index_copy_(0, part.index, chosen)
+        bounds = torch.stack([largest, edited])
+        tokens = torch.where(torch.isfinite(bounds).all(0), tokens, 0)
+        for part in plan.parts:
+            if part.edits is not None:
+                part.edits.count(tokens[part.index], where[part.rows], self._seen)
+        logprobs = [(rows, token_logprobs(raw[index], tokens[index], num)) for num, rows, index in plan.logprobs]
+        return Sampled(tokens, bounds, logprobs)
+
+    def _sample_part(
+        self,
+        part: "_Part",
+        logits: Tensor,
+        largest: Tensor,
+        edited: Tensor,
+        positions: np.ndarray,
+        on_device: Tensor | None,
+    ) -> Tensor:
+        """Tokens [R] of the part's rows; `edited` [S] receives their largest logits after edits."""
+        weights = self._weights[: len(part.rows)]
+        values = weights[:, : self._vocab_size]
+        rows = logits[part.rows[0] : part.rows[-1] + 1] if part.is_range else logits[part.index]
+        if part.edits is None:
+            top = largest[part.index]
+        else:
+            values.copy_(rows)
+            part.edits.apply(weights, positions, self._seen, self._ops)
+            if part.draw is not None:
+                assert on_device is not None
+                tokens, top = part.draw.choose(values, on_device.index_select(0, part.index))
+                edited.index_copy_(0, part.index, top)
+                return tokens
+            if part.is_greedy:
+                top, tokens = values.max(-1)
+                edited.index_copy_(0, part.index, top)
+                return tokens
+            top = values.amax(-1)
+            edited.index_copy_(0, part.index, top)
+            rows = values
+        torch.sub(rows, top[:, None], out=values)
+        if part.temperature is not None:
+            values.div_(part.temperature)
+        values.exp_()
+        filter_weights(weights, self._scratch[: len(weights)], part.min_p, part.top_k, part.top_p, part.max_top_k)
+        return draw(weights, send(uniforms(part.seeds, positions)[:, None], self._device))
+
+    def _make_plan(self, slots: tuple[int, ...]) -> "_Plan":
+        samplings = [self._samplings[slot] for slot in slots]
+        drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
+        edited = [row for row, sampling in enumerate(samplings) if is_edited(sampling)]
+        greedy = [row for row in edited if samplings[row].temperature == 0]
+        parts = [
+            self._make_part(np.array(rows[first : first + self._part_rows]), slots)
+            for rows in ((drawn, greedy) if self._ops is None else (edited,))
+            for first in range(0, len(rows), self._part_rows)
+        ]
+        logprobs = []
+        for num in {s.logprobs for s in samplings if s.logprobs is not None}:
+            rows = [row for row, sampling in enumerate(samplings) if sampling.logprobs == num]
+            for first in range(0, len(rows), self._part_rows):
+                part = rows[first : first + self._part_rows]
+                logprobs.append((num, part, self._tensor(part, torch.int64)))
+        # Rows that are drawn in a part are asked only for their largest logit here.
+        unedited = [Sampling(temperature=0.0) if is_edited(sampling) else sampling for sampling in samplings]
+        return _Plan(slots, parts, len(drawn) + len(greedy) < len(slots), logprobs, self._drawing(unedited))
+
+    def _make_part(self, rows: np.ndarray, slots: tuple[int, ...]) -> "_Part":
+        part_slots = [slots[row] for row in rows]
+        samplings = [self._samplings[slot] for slot in part_slots]
+
+        def column(values: Sequence[float], neutral: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            """[R, 1], or None when every row has the neutral value."""
+            return None if all(v == neutral for v in values) else self._tensor(values, dtype)[:, None]
+
+        top_ks = [min(s.top_k, self._stride) or self._stride for s in samplings]
+        edited = [(slot, s, self._num_prompt[slot]) for slot, s in zip(part_slots, samplings, strict=True)]
+        return _Part(
+            rows=rows,
+            index=self._tensor(rows.tolist(), torch.int64),
+            is_range=int(rows[-1] - rows[0]) + 1 == len(rows),
+            is_greedy=samplings[0].temperature == 0,
+            seeds=np.array([s.seed for s in samplings], dtype=np.uint64),
+            temperature=column([s.temperature for s in samplings], 1.0),
+            min_p=column([s.min_p for s in samplings], 0.0),
+            top_k=column(top_ks, self._stride, torch.int64),
+            top_p=column([s.top_p for s in samplings], 1.0, torch.float64),
+            max_top_k=max((k for k in top_ks if k < self._stride), default=0),
+            edits=Edits(edited, self._stride, self._device) if any(map(is_edited, samplings)) else None,
+            draw=self._drawing(samplings),
+        )
+
+    def _drawing(self, samplings: list[Sampling]) -> "_Drawing | None":
+        if self._ops is None:
+            return None
+        temperature, min_p, top_p = (
+            self._tensor([getattr(s, name) for s in samplings], torch.float32)
+            for name in ("temperature", "min_p", "top_p")
+        )
+        top_k = self._tensor([s.top_k for s in samplings], torch.int32)
+        seeds = send(np.array([s.seed for s in samplings], dtype=np.uint64).view(np.int64), self._device)
+        return _Drawing(self._ops, (temperature, min_p, top_k, top_p, seeds))
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return send_list(values, dtype, self._device)
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """What a drawing kernel, if there is one, is told of some rows."""
+
+    ops: SamplingOps
+    options: tuple[Tensor, ...]  # [R] each, as `SamplingOps.choose` takes them
+
+    def choose(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.ops.choose(logits, *self.options, positions)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of a batch that are worked on at once: all greedy with edits, or all drawn; with a kernel, all edited."""
+
+    rows: np.ndarray  # [R] rows of the batch, ascending
+    index: Tensor  # the same, on the device
+    is_range: bool
+    is_greedy: bool
+    seeds: np.ndarray  # [R] uint64
+    temperature: Tensor | None  # these are [R, 1]
+    min_p: Tensor | None
+    top_k: Tensor | None
+    top_p: Tensor | None
+    max_top_k: int
+    edits: Edits | None
+    draw: _Drawing | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What follows from the options of the requests in these slots."""
+
+    slots: tuple[int, ...]
+    parts: list[_Part]
+    has_plain: bool  # rows that are in no part: the largest logit is their token
+    logprobs: list[tuple[int, list[int], Tensor]]  # how many, and for which rows
+    draw: _Drawing | None  # with a kernel, which takes all rows that no part edits

@@ -1,0 +1,106 @@
+"""Steps that are made up before the first request, so that none waits for a kernel to be compiled or code to be loaded.
+
+What there is to compile follows from dtypes, from the model and from sizes: how many rows, tokens and positions a step
+has. Of sizes `tiles.sizes` says which suffice, and there is a request here for everything that one may ask for. The
+steps go through a runner like any other, but one whose slots, sampler and two KV blocks nobody else ever sees.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from penstock.executor.kernels.cuda.tiles import sizes
+from penstock.executor.progress import quarters
+from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling, Step
+from penstock.executor.step.runner import ModelRunner
+
+KV_BLOCKS = 2  # every position of every made-up request is in block 0
+GREEDY = Sampling(temperature=0.0)
+SAMPLINGS = (
+    GREEDY,
+    Sampling(temperature=0.7, top_k=2, top_p=0.9, min_p=0.1),
+    Sampling(temperature=0.0, logprobs=1),
+    Sampling(temperature=0.0, repetition_penalty=1.1),
+    Sampling(presence_penalty=0.1, frequency_penalty=0.1, logit_bias=((0, 1.0),), logprobs=1),
+    Sampling(allowed_ids=(0, 1)),
+    Sampling(banned_ids=(0,)),
+    Sampling(min_tokens=2, stop_ids=(0,)),
+)
+
+
+class Part(NamedTuple):
+    """A request's share of a made-up step: its last `num_tokens` positions."""
+
+    num_tokens: int
+    context: int
+    sampling: Sampling = GREEDY
+    pooling: Literal["last", "mean"] | None = None
+    samples: bool = True
+    is_masked: bool = False
+
+
+def warm_up(
+    runner: ModelRunner, config: ExecutorConfig, longest: int, vocab_size: int, progress: Callable[[str], None]
+) -> None:
+    """Run whatever requests of up to `longest` positions may bring. Several ranks do it side by side."""
+    planned = plan_steps(config.max_num_seqs, config.max_num_batched_tokens, longest)
+    for parts in quarters(planned, len(planned), "Warmed up by {} of {} steps", progress):
+        launched = runner.launch(_make_step(parts, longest))
+        if launched.unsampled is not None:
+            rows = np.array([row for row, part in enumerate(parts) if part.is_masked], dtype=np.int32)
+            words = np.full((len(rows), -(-vocab_size // 32)), -1, dtype=np.int32)  # everything is allowed
+            runner.sample_masked(launched, rows, words)
+        runner.finish(launched)
+
+
+def plan_steps(max_rows: int, max_tokens: int, longest: int) -> list[list[Part]]:
+    """The largest first: memory that does not suffice is found out before anything else takes time."""
+    max_tokens = min(max_tokens, max_rows * longest)
+    max_rows = min(max_rows, max_tokens)
+    end, few = min(longest, max_tokens), min(longest, max_tokens, 2)
+    everything = Sampling(temperature=0.0, prompt_logprobs=1)
+    single = Part(1, 1)
+    return [
+        *(
+            [Part(count, count, everything, "mean") for count in _split(tokens, longest)]
+            for tokens in sizes(max_tokens)
+        ),
+        [Part(end, longest)],
+        [Part(count, count) for count in _split(max_tokens, -(-max_tokens // max_rows))],
+        *([single] * rows for rows in sizes(max_rows)),
+        *([Part(1, context)] for context in sizes(longest)),
+        [Part(few, few, samples=False)],
+        [Part(few, few, pooling="last")],
+        [Part(few, few, pooling="mean")],
+        *([single._replace(sampling=sampling)] for sampling in (*SAMPLINGS, Sampling(logprobs=-1))),
+        [single._replace(sampling=SAMPLINGS[row % len(SAMPLINGS)]) for row in range(max_rows)],
+        [single._replace(is_masked=True)],
+        [single._replace(sampling=SAMPLINGS[row % len(SAMPLINGS)], is_masked=row % 3 > 0) for row in range(max_rows)],
+    ]
+
+
+def _split(total: int, most: int) -> list[int]:
+    """`total` in parts of `most`, the last one being what is left."""
+    return [min(most, total - first) for first in range(0, total, most)]
+
+
+def _make_step(parts: list[Part], longest: int) -> Step:
+    admissions, rows = [], []
+    for slot, part in enumerate(parts):
+        # Every position that is computed has a next token of the prompt, as far as a request may be that long.
+        is_asked = part.sampling.prompt_logprobs is not None
+        num_prompt = min(part.context + is_asked, longest)
+        admissions.append(
+            Admission(
+                slot=slot,
+                request_id=slot,
+                tokens=bytes(4 * num_prompt),
+                num_prompt=num_prompt,
+                sampling=part.sampling,
+                pooling=part.pooling,
+            )
+        )
+        sample = part.samples and part.pooling is None
+        rows.append(Row(slot, part.context - part.num_tokens, part.num_tokens, sample, masked=part.is_masked))
+    return Step(0, admissions, rows)

@@ -1,0 +1,260 @@
+"""All replicas, grouped by the model they serve; who may be asked, and who is asked next.
+
+The brain of a group chooses; the fleet tells it who is available, and bounds what misbehaviour may do: of a
+group, at most a share may be out for their conduct, however badly they behave. The dead are always out. Replicas
+that only compute prompts are a group of their own beside the one that answers.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.engine.http.errors import HttpError, clip
+from penstock.router.config import RouterConfig
+from penstock.router.fleet.budget import RetryBudget
+from penstock.router.fleet.replica import Replica, State
+from penstock.router.placement.brain import Brain, Charge, Prompt, ReplicaInfo
+
+log = logging.getLogger("penstock.router")
+
+NOBODY: frozenset[str] = frozenset()
+BY_CONDUCT = frozenset[State]({"suspect", "ejected"})
+
+
+class Group:
+    """The replicas of one model, and the brain that knows their caches."""
+
+    def __init__(self, root: str, brain: Brain) -> None:
+        self.root = root
+        self.brain = brain
+        self.replicas: dict[str, Replica] = {}
+        self.is_mixed = False  # whether some replica does not know a name that another answers to
+        self.full: set[str] = set()  # replicas that have as many requests as they may
+        self.prefills: Group | None = None  # who computes long prompts of this model, if others do
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(name for replica in self.replicas.values() for name in replica.models))
+
+    def lacking(self, name: str | None) -> frozenset[str]:
+        """Replicas of the group that do not serve the model under this name."""
+        if name is None or not self.is_mixed:
+            return frozenset()
+        return frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
+
+
+class Fleet:
+    def __init__(self, config: RouterConfig, new_brain: Callable[[], Brain], clock: Callable[[], float]) -> None:
+        self.config = config
+        self.replicas: dict[str, Replica] = {}
+        self.groups: dict[str, Group] = {}  # that answer clients
+        self.prefills: dict[str, Group] = {}  # that compute prompts for them
+        self._by_name: dict[str, Group] = {}
+        self.budget = RetryBudget(config.patience.retry_share)
+        self.num_under_way = 0
+        self.on_down: Callable[[Replica], None] = lambda replica: None  # requests that wait there are moved
+        self._new_brain = new_brain
+        self._clock = clock
+
+    def add(self, url: str, peer: str | None = None) -> Replica:
+        replica = self.replicas[url] = Replica(url, self.config.patience.connect_s, peer)
+        return replica
+
+    def introduce(self, replica: Replica, root: str, models: tuple[str, ...], info: ReplicaInfo) -> None:
+        """A replica has said what it serves; also when it has come back as something else."""
+        self._leave_group(replica)
+        groups = self._side(replica)
+        if root not in groups:
+            groups[root] = Group(root, self._new_brain())
+        group = groups[root]
+        replica.root, replica.models = root, models
+        group.replicas[replica.url] = replica
+        group.brain.add_replica(replica.url, info)
+        self._name_groups()
+        self.settle(replica)
+
+    def forget(self, replica: Replica) -> None:
+        self._leave_group(replica)
+        del self.replicas[replica.url]
+        replica.pool.close()
+
+    def home(self, replica: Replica) -> Group | None:
+        """Its group; None while nobody knows what it serves."""
+        return self._side(replica).get(replica.root or "")
+
+    @property
+    def has_prefills(self) -> bool:
+        return any(replica.peer is not None for replica in self.replicas.values())
+
+    def all_groups(self) -> Iterator[tuple[str, Group]]:
+        """Each with the role of its replicas."""
+        for group in self.groups.values():
+            yield "both" if group.prefills is None else "decode", group
+        for group in self.prefills.values():
+            yield "prefill", group
+
+    def group_of(self, model: str | None) -> Group:
+        """The group that serves `model`; where only one is served, its name may be left out."""
+        if model is None and len(self.groups) == 1:
+            return next(iter(self.groups.values()))
+        group = self._by_name.get(model or "")
+        if group is not None:
+            return group
+        if not self.groups:
+            raise HttpError(503, "no replica has been reached yet", headers={"retry-after": "1"})
+        served = ", ".join(name for group in self.groups.values() for name in group.names)
+        if model is None:
+            raise HttpError(400, f"model: several are served, so one must be named: {served}", param="model")
+        raise HttpError(404, f"model: {clip(model)!r} is not served here; {served} is", param="model")
+
+    def choose(
+        self,
+        group: Group,
+        model: str | None,
+        prompt: Prompt | None,
+        *,
+        num_tokens: int,
+        session: str | None,
+        tried: frozenset[str],
+        expects: bool = True,
+    ) -> Charge | None:
+        """Who should answer; None when nobody is left to ask."""
+        exclude = NOBODY
+        if tried or group.full or group.is_mixed:
+            exclude = group.lacking(model) | group.full | tried
+        return group.brain.choose(prompt, num_tokens=num_tokens, session=session, exclude=exclude, expects=expects)
+
+    def begin(self, replica: Replica) -> None:
+        """A request goes to the replica."""
+        replica.begin()
+        self.num_under_way += 1
+        if replica.num_under_way >= self._limit_of(replica):
+            self._count_full(replica)
+
+    def end(self, replica: Replica) -> None:
+        was_full = replica.num_under_way >= self._limit_of(replica)
+        replica.end()
+        self.num_under_way -= 1
+        if was_full:
+            self._count_full(replica)
+
+    def refusal(self, group: Group, model: str | None) -> HttpError:
+        """Why nobody was left to ask: all are full, or none is there."""
+        lacking = group.lacking(model)
+        here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
+        if here and all(each.num_under_way >= self._limit_of(each) for each in here):
+            count = sum(each.num_under_way for each in here)
+            return HttpError(
+                429,
+                f"{count} requests are under way at {len(here)} replicas, which is the limit (--max-requests)",
+                headers={"retry-after": "1"},
+            )
+        return HttpError(503, f"no replica of {clip(group.root)!r} is available", headers={"retry-after": "1"})
+
+    def settle(self, replica: Replica) -> None:
+        """Bring availability in line with the state of a replica that may have changed, and of its group."""
+        group = self.home(replica)
+        if group is not None:
+            for each in group.replicas.values():
+                group.brain.set_available(each.url, self.is_available(each))
+
+    def is_available(self, replica: Replica) -> bool:
+        if replica.is_up:
+            return True
+        group = self.home(replica)
+        return replica.state in BY_CONDUCT and group is not None and replica not in self._held_out(group)
+
+    def changed(self, replica: Replica, before: State) -> None:
+        """A state was set: say so, and let those who wait at a dead replica go elsewhere."""
+        if replica.state == before:
+            return
+        log.info("%s: %s → %s (%s)", replica.url, before, replica.state, replica.reason)
+        self._count_full(replica)
+        self.settle(replica)
+        if replica.state == "down":
+            self.on_down(replica)
+
+    def observing(self, replica: Replica) -> "_Observation":
+        """`with fleet.observing(replica): replica.failed(…)`: what follows from a change of state happens."""
+        return _Observation(self, replica)
+
+    def views(self) -> Iterator[dict[str, Any]]:
+        seen: dict[str, tuple[str | None, dict[str, Any] | None]] = {}
+        for side, group in self.all_groups():
+            seen |= {url: (side, view) for url, view in group.brain.view().items()}
+        for replica in self.replicas.values():
+            role, known = seen.get(replica.url, (None, None))
+            yield {
+                "url": replica.url,
+                "role": role,
+                "peer": replica.peer,
+                "state": replica.state,
+                "reason": replica.reason,
+                "models": list(replica.models),
+                "is_available": replica.root is not None and self.is_available(replica),
+                "requests_under_way": replica.num_under_way,
+                "requests": replica.num_requests,
+                "failures": replica.num_failures,
+                "ejections": replica.num_ejections,
+                "brain": known,
+            }
+
+    def _held_out(self, group: Group) -> set[Replica]:
+        """Of those out by conduct, the ones that stay out: the worst, up to the share."""
+        room = int(len(group.replicas) * self.config.patience.max_ejected_share)
+        out = [each for each in group.replicas.values() if each.state in BY_CONDUCT]
+        out.sort(key=lambda each: (each.state != "ejected", each.url))
+        return set(out[:room])
+
+    def _limit_of(self, replica: Replica) -> int:
+        return 1 if replica.state == "trial" else self.config.max_requests
+
+    def _count_full(self, replica: Replica) -> None:
+        group = self.home(replica)
+        if group is None:
+            return
+        if replica.num_under_way >= self._limit_of(replica):
+            group.full.add(replica.url)
+        else:
+            group.full.discard(replica.url)
+
+    def _name_groups(self) -> None:
+        self._by_name = {name: group for group in self.groups.values() for name in group.names}
+        for _, group in self.all_groups():
+            group.is_mixed = len({replica.models for replica in group.replicas.values()}) > 1
+        for root, group in self.groups.items():
+            group.prefills = self.prefills.get(root)
+
+    def _side(self, replica: Replica) -> dict[str, Group]:
+        return self.groups if replica.peer is None else self.prefills
+
+    def _leave_group(self, replica: Replica) -> None:
+        group = self.home(replica)
+        if group is not None and group.replicas.pop(replica.url, None) is not None:
+            group.brain.remove_replica(replica.url)
+            group.full.discard(replica.url)
+            if not group.replicas:
+                del self._side(replica)[group.root]
+        replica.root, replica.models = None, ()
+        self._name_groups()
+
+    def check(self) -> None:
+        assert self.num_under_way == sum(replica.num_under_way for replica in self.replicas.values())
+        for _, group in self.all_groups():
+            assert group.replicas, f"the group {group.root} is empty"
+            assert all(self.replicas.get(url) is each for url, each in group.replicas.items())
+            for url, each in group.replicas.items():
+                assert (url in group.full) == (each.num_under_way >= self._limit_of(each)), f"{url} is miscounted"
+        for replica in self.replicas.values():
+            replica.check()
+
+
+class _Observation:
+    def __init__(self, fleet: Fleet, replica: Replica) -> None:
+        self._fleet, self._replica, self._before = fleet, replica, replica.state
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self._fleet.changed(self._replica, self._before)

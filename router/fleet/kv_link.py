@@ -1,0 +1,122 @@
+"""Follows every replica's stream of cache events and hands the frames to its group's brain.
+
+One task per replica: connect, read, and when the stream breaks, stalls or has a gap, connect again; a stream begins
+with all that is cached. A replica without such a stream is left alone: the brain then goes by what it was sent.
+"""
+
+import asyncio
+import logging
+import random
+
+from penstock.engine.http.kv_stream import ALIVE_S, FrameReader, Snapshot, StreamError
+from penstock.router.config import RouterConfig
+from penstock.router.fleet.fleet import Fleet
+from penstock.router.fleet.replica import Replica
+from penstock.router.http.heads import AnswerHead
+from penstock.router.http.upstream import ConnectFailed, Dechunker, Upstream
+
+log = logging.getLogger("penstock.router")
+
+PATH = b"/kv_events"
+SILENT_S = 5 * ALIVE_S  # a stream that says nothing for so long is given up
+FIRST_PAUSE_S = 0.1  # before connecting again; doubled up to the next, with jitter
+LONGEST_PAUSE_S = 5.0
+
+
+class KvLinks:
+    def __init__(self, fleet: Fleet, config: RouterConfig) -> None:
+        self._fleet = fleet
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        key = config.backend_api_key
+        self._authorization = b"" if key is None else b"authorization: Bearer " + key.encode() + b"\r\n"
+
+    def watch(self, replica: Replica) -> None:
+        """From now on; a replica that has come back is asked anew."""
+        old = self._tasks.pop(replica.url, None)
+        if old is not None:
+            old.cancel()
+        self._tasks[replica.url] = asyncio.get_running_loop().create_task(self._watch(replica))
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _watch(self, replica: Replica) -> None:
+        pause_s = FIRST_PAUSE_S
+        while self._is_ours(replica):
+            stream = Stream(self._fleet, replica)
+            try:
+                upstream = await replica.pool.connect()
+                head = b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (PATH, replica.host_header, self._authorization)
+                upstream.send(head, b"", stream)
+                await self._follow(stream, upstream)
+            except ConnectFailed:
+                pass  # the probes say so too, and louder
+            if stream.status in (401, 403, 404, 405):
+                level = logging.INFO if stream.status in (404, 405) else logging.WARNING
+                log.log(level, "%s: no cache events (%d)", replica.url, stream.status)
+                return
+            pause_s = FIRST_PAUSE_S if stream.num_frames else min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s * (0.5 + random.random()))
+
+    async def _follow(self, stream: "Stream", upstream: Upstream) -> None:
+        """Until the stream is over, or says nothing for too long."""
+        try:
+            heard = -1
+            while not stream.over.is_set() and stream.num_pieces != heard:
+                heard = stream.num_pieces
+                try:
+                    async with asyncio.timeout(SILENT_S):
+                        await stream.over.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            upstream.drop(stream)
+
+    def _is_ours(self, replica: Replica) -> bool:
+        return self._fleet.replicas.get(replica.url) is replica and replica.state != "removing"
+
+
+class Stream:
+    """The leg of one event stream."""
+
+    def __init__(self, fleet: Fleet, replica: Replica) -> None:
+        self.status = 0
+        self.num_pieces = self.num_frames = 0
+        self.over = asyncio.Event()
+        self._fleet = fleet
+        self._replica = replica
+        self._frames = FrameReader()
+        self._body: Dechunker | None = None
+
+    def head(self, head: AnswerHead) -> None:
+        self.status = head.status
+        if head.is_chunked:
+            self._body = Dechunker()
+        if head.status != 200:
+            self.over.set()
+
+    def data(self, data: bytes) -> None:
+        self.num_pieces += 1
+        group = self._fleet.home(self._replica)
+        if self.over.is_set() or group is None or self._replica.url not in group.replicas:
+            return
+        try:
+            frames = self._frames.feed(self._body.feed(data) if self._body is not None else data)
+            self.num_frames += len(frames)
+            group.brain.apply_events(self._replica.url, frames)
+        except (StreamError, ValueError) as error:
+            log.warning("%s: its cache events are not understood: %s", self._replica.url, error)
+            self.num_frames = 0  # nothing to build on: the pauses grow
+            self.over.set()
+            return
+        is_whole = any(not isinstance(frame, Snapshot) or frame.is_last for frame in frames[1:])
+        if is_whole and group.brain.needs_snapshot(self._replica.url):
+            self.over.set()
+
+    def ended(self) -> None:
+        self.over.set()
+
+    def lost(self, reason: str) -> None:
+        self.over.set()

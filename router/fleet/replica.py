@@ -1,0 +1,129 @@
+"""One replica as the router knows it: where it is, whether it may be asked, and what is under way there.
+
+Two kinds of evidence. Its own word, `/ready`, asked twice a second: a replica that is not ready or does not
+answer is *down*. And its conduct: failures in a row of a replica that calls itself ready *eject* it for a while,
+then one request is let through as a trial. A broken connection makes it *suspect* until the next probe, which is
+sent at once, so a killed process is out of rotation within milliseconds.
+"""
+
+from typing import Literal
+from urllib.parse import urlsplit
+
+from penstock.router.http.upstream import Pool
+
+Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "moved", "late"]  # of asking it
+State = Literal["starting", "up", "suspect", "down", "draining", "ejected", "trial", "removing"]
+
+FAILURES_TO_EJECT = 5  # in a row, of answers by a replica that says it is ready
+EJECTION_S = 1.0  # the first time; doubled each time until a trial succeeds
+MAX_EJECTION_S = 30.0
+SILENT_PROBES = 2  # unanswered in a row: down. One may be a busy moment
+
+
+class Replica:
+    """`url` is its name. The fleet decides with `state` and the share of ejected ones who is asked."""
+
+    def __init__(self, url: str, connect_timeout_s: float, peer: str | None = None) -> None:
+        parts = urlsplit(url)
+        self.url = url
+        self.peer = peer  # of one that only computes prompts: where decode engines read its blocks
+        self.host_header = parts.netloc.encode()
+        self.pool = Pool(parts.hostname or "", parts.port or 80, connect_timeout_s)
+        self.state: State = "starting"
+        self.reason = "not probed yet"
+        self.models: tuple[str, ...] = ()  # the names it serves; the first one's root is its group
+        self.root: str | None = None
+        self.text_digest: str | None = None  # of its tokenizer and template; see router/placement/prompts.py
+        self.num_under_way = 0
+        self.num_requests = 0
+        self.num_failures = 0  # since it started
+        self.num_ejections = 0
+        self._failures_in_row = 0
+        self._silent_probes = 0
+        self._ejection_s = EJECTION_S
+        self._ejected_until_s = 0.0
+
+    @property
+    def is_up(self) -> bool:
+        return self.state in ("up", "trial")
+
+    @property
+    def is_sound(self) -> bool:
+        """Nothing is held against it: a good answer changes nothing."""
+        return self.state == "up" and self._failures_in_row == 0
+
+    def begin(self) -> None:
+        self.num_under_way += 1
+        self.num_requests += 1
+
+    def end(self) -> None:
+        self.num_under_way -= 1
+        assert self.num_under_way >= 0, f"{self.url}: a request ended twice"
+
+    # Its word.
+
+    def probe_passed(self, now_s: float) -> None:
+        self._silent_probes = 0
+        if self.state == "removing":
+            return
+        if self.state == "ejected":
+            if now_s >= self._ejected_until_s:
+                self._set("trial", "one request on trial")
+        elif self.state != "trial":
+            self._set("up", "ready")
+
+    def probe_refused(self, reason: str, *, is_draining: bool) -> None:
+        """It answered, and said no; or nobody listens there."""
+        self._silent_probes = 0
+        if self.state != "removing":
+            self._set("draining" if is_draining else "down", reason)
+
+    def probe_silent(self) -> None:
+        self._silent_probes += 1
+        if self.state != "removing" and self._silent_probes >= SILENT_PROBES:
+            self._set("down", f"{self._silent_probes} probes in a row were not answered")
+
+    # Its conduct.
+
+    def answered(self) -> None:
+        self._failures_in_row = 0
+        if self.state == "trial":
+            self._ejection_s = EJECTION_S
+            self._set("up", "the trial went well")
+
+    def connection_broke(self, reason: str, now_s: float) -> None:
+        """Perhaps the process died. `failed` as well; the probe that follows says which."""
+        self.failed(reason, now_s)
+        if self.state == "up":
+            self._set("suspect", reason)
+
+    def failed(self, reason: str, now_s: float) -> None:
+        self.num_failures += 1
+        self._failures_in_row += 1
+        if self.state == "trial" or (self.state == "up" and self._failures_in_row >= FAILURES_TO_EJECT):
+            self._ejected_until_s = now_s + self._ejection_s
+            self._ejection_s = min(2 * self._ejection_s, MAX_EJECTION_S)
+            self._failures_in_row = 0
+            self.num_ejections += 1
+            self._set("ejected", reason)
+
+    def unreachable(self, reason: str) -> None:
+        """Nobody accepts connections there."""
+        self.num_failures += 1
+        if self.state != "removing":
+            self._set("down", reason)
+
+    def said_it_drains(self) -> None:
+        if self.state in ("up", "suspect", "trial"):
+            self._set("draining", "it answered that it is shutting down")
+
+    def remove(self) -> None:
+        self._set("removing", "taken out by the operator")
+
+    def _set(self, state: State, reason: str) -> None:
+        self.state = state
+        self.reason = reason
+
+    def check(self) -> None:
+        assert self.num_under_way >= 0
+        self.pool.check()

@@ -1,0 +1,385 @@
+"""Client connections: HTTP/1.1 in, one request at a time, with limits on bytes and time.
+
+httptools parses strictly (it is the parser of the replicas too) and what it lets pass beyond our taste is refused
+here. A request is handed on when its body is complete: what goes to a replica is written anew with one
+Content-Length, so there is no framing of the client's that a replica could read differently. Knows neither
+routes nor replicas.
+"""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+import httptools
+
+from penstock.engine.http.errors import HttpError
+from penstock.engine.http.limits import KEEP_ALIVE_S, LINGER_S, MAX_REFUSALS, Limits
+from penstock.router.http.heads import Heads, Request
+from penstock.router.http.wire import CONTINUE, Headers, answer_head, written
+
+HIGH_WATER_BYTES = 64 * 1024  # unread by a client before its replica is made to wait
+NEVER = float("inf")
+
+
+class Handler(Protocol):
+    """The application behind the edge."""
+
+    def admit(self, request: Request) -> HttpError | None:
+        """Look at the headers; a refusal is answered before the body is read."""
+
+    def handle(self, request: Request, connection: "ClientConnection") -> None:
+        """Answer through the connection: `answer`, or `write` pieces and then `finish`."""
+
+
+class Reader(Protocol):
+    """Whoever is writing an answer: told when the client is slow, quick again, or gone."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def client_gone(self) -> None: ...
+
+
+class Edge:
+    """All client connections of one listener."""
+
+    def __init__(self, handler: Handler, limits: Limits) -> None:
+        self.handler = handler
+        self.limits = limits
+        self.heads = Heads(limits.max_header_bytes, limits.max_body_bytes)
+        self.connections: set[ClientConnection] = set()
+        self.refused: Counter[int] = Counter()  # status → what never became a request
+        self.is_closing = False
+        self._sweep_s = min(0.5, limits.header_timeout_s / 4, limits.body_timeout_s / 4, limits.write_timeout_s / 4)
+        self._due_s = NEVER  # the next sweep
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection(self) -> "ClientConnection":
+        return ClientConnection(self)
+
+    def start(self) -> None:
+        """One sweep looks after the deadlines of all connections: two timers a request would cost more than it."""
+        now_s = time.monotonic()
+        late_s = now_s - self._due_s
+        if late_s > self._sweep_s:  # the router was busy elsewhere: what has come meanwhile is not read yet
+            for connection in self.connections:
+                connection.deadline_s += late_s
+        for connection in [each for each in self.connections if each.deadline_s < now_s]:
+            connection.late()
+        self._due_s = now_s + self._sweep_s
+        self._timer = asyncio.get_running_loop().call_later(self._sweep_s, self.start)
+
+    def shutdown(self) -> None:
+        """From now on connections close with their answer; idle ones at once."""
+        self.is_closing = True
+        for connection in list(self.connections):
+            if connection.is_idle:
+                connection.transport.close()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection in list(self.connections):
+            connection.transport.abort()
+
+
+class ClientConnection(asyncio.Protocol):
+    transport: asyncio.Transport
+
+    def __init__(self, edge: Edge) -> None:
+        self.edge = edge
+        self.limits = edge.limits
+        self.deadline_s = NEVER
+        self.current: Request | None = None  # being answered
+        self.reader: Reader | None = None
+        self.is_paused = False  # the client does not read
+        self.has_begun = False  # a byte of the current answer is out
+        self._waiting: deque[Request | HttpError] = deque()  # pipelined behind it
+        self._parser = httptools.HttpRequestParser(self)
+        self._late: Callable[[], None] = self._close
+        self._arriving: Request | None = None  # headers are complete, the body is not
+        self._is_refused = False
+        self._num_messages = 0
+        self._body: list[bytes] = []
+        self._begin()
+
+    @property
+    def is_idle(self) -> bool:
+        return self.current is None and self._arriving is None and not self._is_inside_headers
+
+    # The transport.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+        self.edge.connections.add(self)
+        count = len(self.edge.connections) - self.limits.max_connections
+        if count > MAX_REFUSALS:
+            transport.abort()
+        elif count > 0:
+            self._refuse(
+                HttpError(503, f"the router has {self.limits.max_connections} connections open (--max-connections)")
+            )
+        else:
+            self._expect(self.limits.header_timeout_s, self._close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.edge.connections.discard(self)
+        self.deadline_s = NEVER
+        self._is_refused = True
+        self._waiting.clear()
+        reader, self.reader = self.reader, None
+        self.current = None
+        if reader is not None:
+            reader.client_gone()
+
+    def eof_received(self) -> bool:
+        return False  # a client that shuts its half down has left: what it asked for is dropped
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if not self._is_inside_headers and self._arriving is None and self.current is None:
+            if not self._waiting and (request := self.edge.heads.request(data)) is not None:
+                self._take_whole(request)
+                return
+            self._expect(self.limits.header_timeout_s, self._headers_are_late)
+        # Fed in slices of the limit: an endless header costs at most twice that.
+        limit = self.limits.max_header_bytes
+        for start in range(0, len(data), limit):
+            self._feed_slice(data[start : start + limit] if len(data) > limit else data)
+            if self._is_refused:
+                return
+
+    def _take_whole(self, request: Request) -> None:
+        """What `on_headers_complete` and `on_message_complete` do, where there is nothing to be waited for."""
+        request.keep_alive = not self.edge.is_closing
+        objection = self.edge.handler.admit(request)
+        if objection is not None:
+            self._refuse(objection)
+            return
+        self.deadline_s = NEVER
+        self._start(request)
+
+    def _feed_slice(self, data: bytes) -> None:
+        began_before = self._is_inside_headers
+        num_before = self._num_messages
+        self._feed(data)
+        if self._is_inside_headers and began_before and self._num_messages == num_before:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > self.limits.max_header_bytes:
+                self._refuse(HttpError(431, f"the headers are larger than {self.limits.max_header_bytes} bytes"))
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            assert self._is_refused  # by its headers
+        except httptools.HttpParserError:
+            self._refuse(HttpError(400, "this is not a valid HTTP/1.1 request"))
+        if self._waiting and not self._is_refused:
+            self.transport.pause_reading()
+
+    # What the parser finds.
+
+    def on_message_begin(self) -> None:
+        self._begin()
+        self._num_messages += 1
+        self._is_inside_headers = True
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._arriving is None:  # a trailer is dropped
+            name = name.lower()
+            self._headers.append((name, value))
+            self._fields[name] = value
+            self._num_field_bytes += len(name) + len(value) + 4
+
+    def on_headers_complete(self) -> None:
+        self._is_inside_headers = False
+        if self._is_refused:
+            return
+        version = self._parser.get_http_version()
+        request = Request.of(
+            self._parser.get_method(),
+            self._target,
+            self._headers,
+            is_http10=version == "1.0",
+            keep_alive=self._parser.should_keep_alive() and version == "1.1" and not self.edge.is_closing,
+        )
+        objection = self._objection(request, version) or self.edge.handler.admit(request)
+        self._arriving = request
+        if objection is not None:
+            self._refuse(objection)
+            return
+        self._expect(self.limits.body_timeout_s, self._body_is_late)
+        if self.current is None and self._fields.get(b"expect", b"").lower() == b"100-continue":
+            self.transport.write(CONTINUE)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > self.limits.max_body_bytes:  # chunked: nothing was declared
+            self._refuse(self._too_large())
+        elif not self._is_refused:
+            self._body.append(body)
+
+    def on_message_complete(self) -> None:
+        request, self._arriving = self._arriving, None
+        if self._is_refused or request is None:
+            return
+        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body = []
+        self.deadline_s = NEVER
+        if self.current is None and not self._waiting:
+            self._start(request)
+        else:
+            self._waiting.append(request)
+
+    def _objection(self, request: Request, version: str) -> HttpError | None:
+        """What is valid for the parser and not for us."""
+        if len(request.target) + self._num_field_bytes > self.limits.max_header_bytes:
+            return HttpError(431, f"the headers are larger than {self.limits.max_header_bytes} bytes")
+        if version not in ("1.1", "1.0"):
+            return HttpError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        if self._parser.should_upgrade():
+            return HttpError(400, "connection: the protocol cannot be changed", param="connection")
+        fields = self._fields
+        is_doubtful = len(fields) < len(self._headers)  # a name came twice; usually none does
+        if b"host" not in fields and version == "1.1" or is_doubtful and self._count(b"host") > 1:
+            return HttpError(400, "host: exactly one is expected", param="host")
+        if is_doubtful and self._count(b"transfer-encoding") > 1:
+            return HttpError(400, "transfer-encoding: given more than once", param="transfer-encoding")
+        coding = fields.get(b"transfer-encoding")
+        if coding is not None and (coding.lower() != b"chunked" or version == "1.0"):
+            return HttpError(501, "transfer-encoding: only 'chunked' is understood", param="transfer-encoding")
+        if int(fields.get(b"content-length", b"0")[:20]) > self.limits.max_body_bytes:
+            return self._too_large()
+        expect = fields.get(b"expect")
+        if expect is not None and expect.lower() != b"100-continue":
+            return HttpError(417, "expect: only '100-continue' is understood", param="expect")
+        return None
+
+    def _count(self, wanted: bytes) -> int:
+        return sum(name == wanted for name, _ in self._headers)
+
+    def _too_large(self) -> HttpError:
+        return HttpError(413, f"the body is larger than {self.limits.max_body_bytes} bytes (--max-body-bytes)")
+
+    # Answers.
+
+    def answer(self, status: int, headers: Headers, body: bytes) -> None:
+        """A whole answer of the router's own to the current request."""
+        request = self.current
+        if request is None:
+            return  # the client is gone
+        keep = request.keep_alive and not self.edge.is_closing
+        head = answer_head(status, written([*headers, (b"content-length", b"%d" % len(body))]), keep)
+        self.transport.write(head if request.method == b"HEAD" else head + body)
+        self.finish(keep)
+
+    def refuse(self, error: HttpError) -> None:
+        headers = [(b"content-type", b"application/json")]
+        headers += [(name.encode(), value.encode("latin-1")) for name, value in error.headers.items()]
+        self.answer(error.status, headers, error.body())
+
+    def finish(self, keep_alive: bool) -> None:
+        """The current answer is written."""
+        self.current = self.reader = None
+        self.has_begun = False
+        if keep_alive and self._waiting:
+            # Not from here: an answer that is ready at once would call us again, as deep as the client pipelines.
+            asyncio.get_running_loop().call_soon(self._next)
+        elif not keep_alive or self._is_refused:
+            self._is_refused = True
+            self._expect(self.limits.write_timeout_s, self.transport.abort)
+            self.transport.close()
+        elif self._is_inside_headers:
+            self._expect(self.limits.header_timeout_s, self._headers_are_late)
+        elif self._arriving is None:
+            self._expect(KEEP_ALIVE_S, self._close)
+        else:
+            self._expect(self.limits.body_timeout_s, self._body_is_late)
+
+    def _start(self, request: Request) -> None:
+        self.current = request
+        self.edge.handler.handle(request, self)
+
+    def _next(self) -> None:
+        if self.current is not None or not self._waiting or self.transport.is_closing():
+            return
+        following = self._waiting.popleft()
+        if not self._waiting:
+            self.transport.resume_reading()
+        if isinstance(following, HttpError):
+            self._write_refusal(following)
+        else:
+            self._start(following)
+
+    # A client that does not read.
+
+    def pause_writing(self) -> None:
+        self.is_paused = True
+        self._expect(self.limits.write_timeout_s, self.transport.abort)
+        if self.reader is not None:
+            self.reader.pause()
+
+    def resume_writing(self) -> None:
+        self.is_paused = False
+        self.deadline_s = NEVER
+        if self.reader is not None:
+            self.reader.resume()
+
+    # Time, and what is refused.
+
+    def late(self) -> None:
+        self.deadline_s = NEVER
+        self._late()
+
+    def _expect(self, seconds: float, otherwise: Callable[[], None]) -> None:
+        self.deadline_s = time.monotonic() + seconds
+        self._late = otherwise
+
+    def _close(self) -> None:
+        self.transport.abort()
+
+    def _headers_are_late(self) -> None:
+        self._refuse(HttpError(408, f"the headers did not arrive within {self.limits.header_timeout_s:g} s"))
+
+    def _body_is_late(self) -> None:
+        self._refuse(HttpError(408, f"the body did not arrive within {self.limits.body_timeout_s:g} s"))
+
+    def _refuse(self, error: HttpError) -> None:
+        """End the connection with `error`, in its turn: an answer under way comes first."""
+        if self._is_refused:
+            return
+        self._is_refused = True
+        self._arriving = None
+        self.edge.refused[error.status] += 1
+        if self.current is None and not self._waiting:
+            self._write_refusal(error)
+        else:
+            self._waiting.append(error)
+
+    def _write_refusal(self, error: HttpError) -> None:
+        """Written, then what the client still sends is thrown away for a moment: a reset would overtake it."""
+        body = error.body()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers += [(name.encode(), value.encode("latin-1")) for name, value in error.headers.items()]
+        self.transport.write(answer_head(error.status, written(headers), keep_alive=False) + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.transport.resume_reading()
+        self._expect(LINGER_S, self._close)
+
+    def _begin(self) -> None:
+        self._target = b""
+        self._headers: Headers = []
+        self._fields: dict[bytes, bytes] = {}
+        self._num_field_bytes = 0
+        self._body = []
+        self._num_body_bytes = 0
+        self._num_header_bytes = 0
+        self._is_inside_headers = False

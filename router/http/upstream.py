@@ -1,0 +1,338 @@
+"""Connections to one replica, and the answer of one request as it comes in.
+
+The parser runs over every byte, but only to find the end of the answer (0.2 µs a chunk): what is relayed is the
+replica's bytes with its own chunk framing. Bytes beyond the end of an answer are never passed on: they could
+only be taken for the answer to somebody else's request.
+"""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import httptools
+
+from penstock.router.http.deadline import within
+from penstock.router.http.heads import AnswerHead, Heads
+from penstock.router.http.wire import Headers
+
+MAX_HEAD_BYTES = 64 * 1024
+IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
+MAX_IDLE = 256
+HIGH_WATER_BYTES = 1 << 20  # a body on its way to a replica
+
+
+class ConnectFailed(Exception):
+    """The replica takes no connection; nothing was sent."""
+
+
+class Leg(Protocol):
+    """What a request learns of its answer. After `lost` or `ended` nothing follows."""
+
+    def head(self, head: AnswerHead) -> None: ...
+
+    def data(self, data: bytes) -> None:
+        """Raw bytes of the body, chunk framing included."""
+
+    def ended(self) -> None: ...
+    def lost(self, reason: str) -> None: ...
+
+
+class Upstream(asyncio.Protocol):
+    """One connection: one request at a time, kept for the next one when both sides agree."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: "Pool") -> None:
+        self.pool = pool
+        self.leg: Leg | None = None
+        self.num_answers = 0
+        self.idle_since_s = 0.0
+        self.has_heard = False  # a byte of the current answer has come
+        self.is_closed = False
+        self.is_at_boundary = False  # what came so far of a chunked body ends with a whole chunk
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: Headers = []
+        self._head = b""  # bytes until the head of an answer is complete
+        self._status = 0
+        self._headers_done = self._in_body = self._is_complete = self._is_framed = False
+        self._wants_more = self._keep = False
+        self._is_excess = False
+
+    def send(self, head: bytes, body: bytes, leg: Leg) -> None:
+        self.leg = leg
+        self.has_heard = False
+        self.pool.busy.add(self)
+        if len(body) < HIGH_WATER_BYTES // 8:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines([head, body])
+
+    def drop(self, leg: Leg) -> None:
+        """`leg` does not wait any more: the replica sees us leave and aborts. Without effect when its answer is
+        complete, for then the connection may be somebody else's already."""
+        if self.leg is leg:
+            self.leg = None
+            self._release(keep=False)
+
+    def abandon(self) -> None:
+        """A new connection that nobody needs any more."""
+        assert self.leg is None and self.num_answers == 0
+        self._release(keep=False)
+
+    # The transport.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        transport.set_write_buffer_limits(high=HIGH_WATER_BYTES)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_closed = True
+        leg, self.leg = self.leg, None
+        self.pool.forget(self)
+        if leg is not None:
+            if self._in_body and not self._is_framed and exc is None:
+                leg.ended()  # this is how an unframed body ends
+            else:
+                leg.lost("the connection broke" if self.has_heard else "the connection was closed without an answer")
+
+    def data_received(self, data: bytes) -> None:
+        leg = self.leg
+        if leg is not None and not self.has_heard and (plain := self.pool.heads.answer(data)) is not None:
+            self._take_whole(leg, *plain)
+            return
+        self.has_heard = True
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._fail("the answer is not valid HTTP")
+            return
+        if leg is None or self._is_excess:
+            self._fail("it sent more than was asked for")
+            return
+        if not self._in_body:
+            data = self._take_head(leg, data)
+        if data and self._in_body and self.leg is leg:
+            leg.data(data)
+        if self._is_complete and self.leg is leg:
+            self._finish(leg)
+
+    def _take_whole(self, leg: Leg, head: AnswerHead, body: bytes) -> None:
+        self.has_heard = self._keep = True
+        leg.head(head)
+        if body and self.leg is leg:
+            leg.data(body)
+        if self.leg is leg:
+            self._finish(leg)
+
+    def _take_head(self, leg: Leg, data: bytes) -> bytes:
+        """Collect the head; what follows it is the body's first piece."""
+        self._head += data
+        if not self._headers_done:
+            if len(self._head) > MAX_HEAD_BYTES:
+                self._fail(f"the headers of its answer are larger than {MAX_HEAD_BYTES} bytes")
+            return b""
+        status = self._status
+        if status < 200:
+            self._fail(f"it sent an interim answer ({status}) that nobody asked for")
+            return b""
+        rest = self._head.partition(b"\r\n\r\n")[2]
+        self._head = b""
+        self._in_body = True
+        head = AnswerHead.of(status, self._headers)
+        self._is_framed = head.is_framed
+        self._keep = head.is_framed and self._wants_more
+        leg.head(head)
+        return rest
+
+    def _finish(self, leg: Leg) -> None:
+        self.leg = None
+        self._in_body = self._is_complete = self._headers_done = False
+        self._headers = []
+        self.num_answers += 1
+        self._release(self._keep)
+        leg.ended()
+
+    def _fail(self, reason: str) -> None:
+        leg, self.leg = self.leg, None
+        self._release(keep=False)
+        if leg is not None:
+            leg.lost(reason)
+
+    def _release(self, keep: bool) -> None:
+        if keep and not self.transport.is_closing():
+            self.transport.resume_reading()
+            self.pool.put_back(self)
+        else:
+            self.pool.forget(self)
+            self.transport.abort()
+
+    # What the parser finds. No on_body: the bytes are passed on as they are.
+
+    def on_message_begin(self) -> None:
+        if self.leg is None or self._is_complete or self._headers_done:
+            self._is_excess = True
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._headers_done:
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        # Asked here and not later: with the end of a message the parser forgets.
+        self._status = self._parser.get_status_code()
+        self._wants_more = self._parser.should_keep_alive()
+        self._headers_done = True
+
+    def on_chunk_header(self) -> None:
+        self.is_at_boundary = False
+
+    def on_chunk_complete(self) -> None:
+        self.is_at_boundary = True
+
+    def on_message_complete(self) -> None:
+        self._is_complete = True
+
+
+class Pool:
+    """The connections to one replica. The last one used is taken first, so that spare ones grow old and go."""
+
+    def __init__(self, host: str, port: int, connect_timeout_s: float) -> None:
+        self.host = host
+        self.port = port
+        self.connect_timeout_s = connect_timeout_s
+        self.heads = Heads(MAX_HEAD_BYTES, sys.maxsize)
+        self.busy: set[Upstream] = set()
+        self._idle: list[Upstream] = []
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    def take_idle(self) -> Upstream | None:
+        while self._idle:
+            upstream = self._idle.pop()
+            if not upstream.is_closed and not upstream.transport.is_closing():
+                return upstream
+        return None
+
+    async def connect(self) -> Upstream:
+        loop = asyncio.get_running_loop()
+        try:
+            async with within(self.connect_timeout_s):
+                _, upstream = await loop.create_connection(lambda: Upstream(self), self.host, self.port)
+                return upstream
+        except TimeoutError:
+            raise ConnectFailed(f"no connection within {self.connect_timeout_s:g} s") from None
+        except OSError as error:
+            raise ConnectFailed(error.strerror or type(error).__name__) from None
+
+    def put_back(self, upstream: Upstream) -> None:
+        self.busy.discard(upstream)
+        if len(self._idle) < MAX_IDLE:
+            upstream.idle_since_s = time.monotonic()
+            self._idle.append(upstream)
+        else:
+            upstream.transport.abort()
+
+    def forget(self, upstream: Upstream) -> None:
+        self.busy.discard(upstream)
+        if upstream in self._idle:
+            self._idle.remove(upstream)
+
+    def sweep(self, is_kept: Callable[[float], bool] = lambda age_s: age_s < IDLE_S) -> None:
+        now_s = time.monotonic()
+        old = [each for each in self._idle if not is_kept(now_s - each.idle_since_s)]
+        self._idle = [each for each in self._idle if each not in old]
+        for upstream in old:
+            upstream.transport.abort()
+
+    def close(self) -> None:
+        """Cut all connections; who waits on one is told."""
+        idle, self._idle = self._idle, []
+        for upstream in [*idle, *self.busy]:
+            upstream.transport.abort()
+
+    def check(self) -> None:
+        assert not self.busy & set(self._idle), "a connection is busy and idle at once"
+        assert all(upstream.leg is None for upstream in self._idle), "an idle connection has a reader"
+
+
+class Collected:
+    """A whole small answer, for the router's own questions to replicas."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.is_chunked = False
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._parts: list[bytes] = []
+        self._size_bytes = 0
+
+    def head(self, head: AnswerHead) -> None:
+        self.status, self.is_chunked = head.status, head.is_chunked
+
+    def data(self, data: bytes) -> None:
+        self._size_bytes += len(data)
+        if self._size_bytes <= MAX_HEAD_BYTES * 16:
+            self._parts.append(data)
+
+    def ended(self) -> None:
+        if not self.future.done():
+            self.future.set_result(None)
+
+    def lost(self, reason: str) -> None:
+        if not self.future.done():
+            self.future.set_exception(ConnectFailed(reason))
+
+    @property
+    def body(self) -> bytes:
+        raw = b"".join(self._parts)
+        return Dechunker().feed(raw) if self.is_chunked else raw
+
+
+async def fetch(pool: Pool, path: str, headers: Headers, timeout_s: float) -> tuple[int, bytes]:
+    """GET from a replica: status and body. Raises ConnectFailed or TimeoutError."""
+    host = f"{pool.host}:{pool.port}".encode()
+    lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+    head = b"GET " + path.encode() + b" HTTP/1.1\r\nhost: " + host + b"\r\n" + lines + b"\r\n"
+    async with within(timeout_s):
+        while True:
+            kept = pool.take_idle()
+            upstream = kept or await pool.connect()
+            answer = Collected()
+            upstream.send(head, b"", answer)
+            try:
+                await answer.future
+                return answer.status, answer.body
+            except ConnectFailed:
+                if kept is None or upstream.has_heard:
+                    raise
+            finally:
+                upstream.drop(answer)
+
+
+class Dechunker:
+    """Takes the chunk framing off, piece by piece. The connection's parser has seen that the framing is right."""
+
+    def __init__(self) -> None:
+        self._left = 0  # of the current chunk, its line end included
+        self._line = b""
+        self._is_over = False
+
+    def feed(self, data: bytes) -> bytes:
+        parts = []
+        while data and not self._is_over:
+            if self._left:
+                piece, data = data[: self._left], data[self._left :]
+                parts.append(piece[: max(self._left - 2, 0)])
+                self._left -= len(piece)
+                continue
+            line, found, data = data.partition(b"\n")
+            self._line += line + found
+            if found:
+                size = int(self._line.partition(b";")[0], 16)
+                self._line = b""
+                if size == 0:
+                    self._is_over = True
+                self._left = size + 2
+        return b"".join(parts)

@@ -1,0 +1,283 @@
+"""The deciding half of the router: where a request goes, from what is known of caches and of load.
+
+One `Brain` per router process, called from the event loop; only `prepare` may run in another thread. It does no I/O
+and starts nothing: the data plane tells it who is there, feeds it the replicas' event frames, asks, and reports back
+through the charge it got.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from penstock.engine.http.kv_stream import Frame, Snapshot
+from penstock.router.placement.hasher import HashName, KeySpace
+from penstock.router.placement.index import Match
+from penstock.router.placement.knowledge import Knowledge, ReplicaCache
+from penstock.router.placement.load import Charge, Fleet, Ledger, ReplicaLoad
+from penstock.router.placement.policy import PolicyConfig
+
+UNKNOWN_BLOCKS = 2**14  # of a replica that does not say: little enough that the guess forgets in time
+NO_CACHE: frozenset[str] = frozenset()
+
+
+class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a replica says of itself. One that says nothing has keys of the router's own making, which serve to guess.
+
+    `num_blocks` 0: unknown. `prefill_tokens_per_s`: a hint for the time before anything is learned.
+    """
+
+    fingerprint: bytes = b""
+    block_size: int = 16
+    num_blocks: int = 0
+    max_num_batched_tokens: int = 8192
+    prefill_tokens_per_s: float | None = None
+    hash: HashName = "sha256"
+
+    def check(self) -> "ReplicaInfo":
+        KeySpace(self.hash, self.fingerprint, self.block_size).check()
+        for field, least in (("num_blocks", 0), ("max_num_batched_tokens", 1)):
+            if not least <= getattr(self, field) <= 2**31:
+                raise ValueError(f"{field}: {getattr(self, field)} is outside {least} … 2^31")
+        if self.prefill_tokens_per_s is not None and not self.prefill_tokens_per_s > 0:
+            raise ValueError(f"prefill_tokens_per_s: {self.prefill_tokens_per_s} is not above 0")
+        return self
+
+
+class Prompt(msgspec.Struct, frozen=True, gc=False):
+    """A prompt's keys in every key space of the fleet, and who held them when it was prepared."""
+
+    num_tokens: int
+    matches: tuple[tuple[KeySpace, Match], ...]
+
+
+class Replica(NamedTuple):
+    name: str
+    info: ReplicaInfo
+    load: ReplicaLoad
+    cache: ReplicaCache
+
+
+class Brain:
+    def __init__(
+        self,
+        policy: PolicyConfig = PolicyConfig(),  # noqa: B008
+        clock: Callable[[], float] = time.monotonic,
+        seed: int = 0,
+    ) -> None:
+        self.policy = policy.check()
+        self.fleet = Fleet(policy, seed)
+        self.knowledge = Knowledge(policy, clock)
+        self.ledger = Ledger(clock)
+        self._clock = clock
+        self._replicas: dict[str, Replica] = {}
+        self._rows: dict[int, Replica] = {}
+        self._spaces: tuple[KeySpace, ...] = ()  # replaced as a whole: `prepare` reads it from other threads
+        self._space_of_row = np.zeros(8, dtype=np.int64)
+        self._sessions: OrderedDict[str, str] = OrderedDict()
+
+    # -- who is there --------------------------------------------------------------------------------------
+
+    def add_replica(self, name: str, info: ReplicaInfo) -> None:
+        """It takes no requests before `set_available`."""
+        if name in self._replicas:
+            raise ValueError(f"name: {name!r} is a replica already")
+        info.check()
+        space = KeySpace(info.hash, info.fingerprint, info.block_size)
+        if space not in self._spaces:
+            self._spaces = (*self._spaces, space)
+        capacity = info.num_blocks * info.block_size or np.inf
+        told = info.prefill_tokens_per_s
+        row = self.fleet.add(capacity, told or self._usual_speed(), is_known=told is not None)
+        cache = self.knowledge.add(row, space, info.num_blocks or UNKNOWN_BLOCKS)
+        replica = Replica(name, info, ReplicaLoad(self.fleet, row), cache)
+        self._replicas[name] = self._rows[row] = replica
+        self._count_spaces()
+
+    def remove_replica(self, name: str) -> None:
+        """Its charges may still be released; they count for nothing."""
+        replica = self._replicas.pop(name)
+        del self._rows[replica.load.row]
+        replica.load.is_gone = True
+        self.knowledge.remove(replica.cache)
+        self.fleet.remove(replica.load.row)
+        in_use = {other.cache.space for other in self._replicas.values()}
+        self._spaces = tuple(space for space in self._spaces if space in in_use)
+        self._count_spaces()
+
+    def set_available(self, name: str, available: bool) -> None:
+        self.fleet.is_open[self._replicas[name].load.row] = float(available)
+
+    # -- a request -----------------------------------------------------------------------------------------
+
+    def prepare(self, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Prompt:
+        """Hash a prompt (bytes or buffer of little-endian int32) and match it. For any thread; the GIL is released."""
+        raw = tokens if isinstance(tokens, bytes) else bytes(memoryview(tokens).cast("B"))
+        matches = []
+        for space in self._spaces:
+            if space.hash == "v1" and (salt is not None or adapter is not None):
+                continue  # v1 numbers salts and adapters in a way of its own: nothing is known to match
+            root = _root(space, salt, adapter)
+            matches.append((space, self.knowledge.index.hash_and_match(raw, space, root)))
+        return Prompt(len(raw) // 4, tuple(matches))
+
+    def adopt(self, prompt: Prompt) -> Prompt:
+        """A prompt that another brain has prepared: its keys are the same here, who holds them is not."""
+        index = self.knowledge.index
+        return Prompt(prompt.num_tokens, tuple((space, index.match(match.keys)) for space, match in prompt.matches))
+
+    def choose(
+        self,
+        prompt: Prompt | None,
+        *,
+        num_tokens: int,
+        session: str | None = None,
+        exclude: frozenset[str] = NO_CACHE,
+        expects: bool = True,
+    ) -> Charge | None:
+        """The replica for a request, charged with it; None where nobody may take it. `expects`: the prompt will be in
+        its cache at once; else whoever charges says so when it is (`expect`)."""
+        self.knowledge.tick()
+        now_s = self._clock()
+        fleet = self.fleet
+        self._look_up(prompt)
+        sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
+        row = fleet.choose(
+            num_tokens,
+            now_s,
+            -1 if sticky is None else sticky.load.row,
+            [self._replicas[name].load.row for name in exclude if name in self._replicas] if exclude else (),
+        )
+        if row < 0:
+            return None
+        replica = self._rows[row]
+        if session is not None:
+            self._remember(session, replica.name)
+        cached, backlog, ttft = fleet.prediction(row)
+        if expects and prompt is not None:
+            self._expect(replica, prompt, int(cached))
+        self.ledger.num_placed += 1
+        return Charge(self.ledger, replica.load, replica.name, num_tokens, cached, backlog, ttft)
+
+    def expect(self, charge: Charge, prompt: Prompt) -> None:
+        """The prompt is in its replica's cache now, or about to be."""
+        replica = self._replicas.get(charge.replica)
+        if replica is not None:
+            self._expect(replica, prompt, charge.predicted_cached_tokens)
+
+    def _expect(self, replica: Replica, prompt: Prompt, num_cached: int) -> None:
+        for space, match in prompt.matches:
+            if space == replica.cache.space and len(match.keys):
+                num_known = num_cached // space.block_size + 1
+                self.knowledge.expect(replica.cache, match.keys, min(num_known, len(match.keys)))
+
+    def _look_up(self, prompt: Prompt | None) -> None:
+        """What of the prompt is cached where, into the fleet's column."""
+        cached = self.fleet.cached
+        cached.fill(0.0)
+        for space, match in () if prompt is None else prompt.matches:
+            if space in self._spaces:  # else the last replica that named blocks so has left since
+                index = self._spaces.index(space)
+                self.knowledge.cached_tokens(match, space.block_size, self._space_of_row, index, cached)
+
+    def _remember(self, session: str, name: str) -> None:
+        self._sessions[session] = name
+        self._sessions.move_to_end(session)
+        if len(self._sessions) > self.policy.max_sessions:
+            self._sessions.popitem(last=False)
+
+    # -- what replicas say ---------------------------------------------------------------------------------
+
+    def apply_events(self, name: str, batch: Iterable[Frame]) -> None:
+        """Frames of the replica's event stream, in the order in which they came."""
+        cache = self._replicas[name].cache
+        for frame in batch:
+            self.knowledge.take(cache, frame)
+
+    def needs_snapshot(self, name: str) -> bool:
+        """Something was missed, or nothing was heard yet: connect to the stream again, it begins with a snapshot."""
+        return self._replicas[name].cache.wants_snapshot
+
+    def apply_snapshot(self, name: str, keys: bytes, seq: int = 0, tier: str = "device") -> None:
+        """A whole snapshot at once, where it did not come as frames: the 8-byte keys, run together."""
+        self.knowledge.take(self._replicas[name].cache, Snapshot(seq, tier, keys, True, True))
+
+    # -- looking in ----------------------------------------------------------------------------------------
+
+    def view(self) -> dict[str, dict[str, Any]]:
+        """Per replica, what /replicas shows."""
+        now_s = self._clock()
+        return {name: self._view_one(replica, now_s) for name, replica in self._replicas.items()}
+
+    def _view_one(self, replica: Replica, now_s: float) -> dict[str, Any]:
+        row, cache = replica.load.row, replica.cache
+        return {
+            "available": bool(self.fleet.is_open[row]),
+            "active_requests": int(self.fleet.active[row]),
+            "queued_tokens": round(self.fleet.backlog_of(row, now_s)),
+            "held_tokens": int(self.fleet.held[row]),
+            "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
+            "prefill_tokens_per_s": round(float(self.fleet.speed[row]), 1),
+            "cached_blocks": self.knowledge.num_held(cache),
+            "knowledge": "approximate" if cache.is_guess else "events",
+            "events_seq": cache.seq,
+            "events_age_s": round(now_s - cache.heard_s, 3),
+            "events_gaps": cache.counts.num_gaps,
+            "events_stalls": cache.counts.num_stalls,
+            "keys_refused": cache.counts.num_refused,
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges of the whole router; what is per replica is in `view`."""
+        ledger, index = self.ledger, self.knowledge.index.stats()
+        caches, totals = [replica.cache for replica in self._replicas.values()], self.knowledge.totals
+        return {
+            "decisions_total": ledger.num_placed,
+            "requests_ok_total": ledger.num_ok,
+            "requests_failed_total": ledger.num_failed,
+            "compared_requests_total": ledger.num_compared,
+            "compared_prompt_tokens_total": ledger.compared_prompt_tokens,
+            "predicted_cached_tokens_total": ledger.predicted_cached_tokens,
+            "actual_cached_tokens_total": ledger.actual_cached_tokens,
+            "cached_tokens_error_total": ledger.error_tokens,
+            "predicted_ttft_seconds_total": ledger.predicted_ttft_s,
+            "actual_ttft_seconds_total": ledger.actual_ttft_s,
+            "approximate_replicas": sum(cache.is_guess for cache in caches),
+            "event_gaps_total": totals.num_gaps,
+            "event_repeats_total": totals.num_repeated,
+            "event_stalls_total": totals.num_stalls,
+            "keys_refused_total": totals.num_refused,
+            "index_facts": index.num_facts,
+            "index_hopes": index.num_hopes,
+            "index_evictions_total": index.num_evicted,
+            "index_reserved_bytes": index.reserved_bytes,
+            "sessions": len(self._sessions),
+        }
+
+    def check(self) -> None:
+        """Assert every invariant; O(index)."""
+        self.knowledge.check()
+        for name, replica in self._replicas.items():
+            assert self._rows[replica.load.row] is replica and replica.name == name
+            replica.load.check()
+        assert len(self._rows) == len(self._replicas)
+
+    def _usual_speed(self) -> float:
+        """What a newcomer is taken to do until it has shown it: the mean of the others."""
+        speeds = [float(self.fleet.speed[row]) for row in self._rows]
+        return float(np.mean(speeds)) if speeds else self.policy.first_tokens_per_s
+
+    def _count_spaces(self) -> None:
+        if len(self._space_of_row) < self.fleet.num_rows:
+            self._space_of_row = np.zeros(2 * self.fleet.num_rows, dtype=np.int64)
+        for row, replica in self._rows.items():
+            self._space_of_row[row] = self._spaces.index(replica.cache.space)
+
+
+@lru_cache(maxsize=4096)
+def _root(space: KeySpace, salt: str | None, adapter: str | None) -> bytes:
+    return space.root(salt, adapter)

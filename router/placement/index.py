@@ -1,0 +1,130 @@
+"""The index of who holds what: Python's side of csrc/route_index.c.
+
+It knows 64-bit keys and slot numbers, nothing of replicas, time or load. Any thread may call any method: the C side
+holds a lock, and the calls release the GIL. Memory is bounded at construction.
+"""
+
+import secrets
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from penstock._csrc import ffi, lib
+from penstock.router.placement.hasher import Keys, KeySpace, u64_pointer
+
+Counts = npt.NDArray[np.int32]
+MAX_SLOTS = 8192
+BYTES, I32S, U64S = map(
+    ffi.typeof, ("uint8_t[]", "int32_t[]", "uint64_t[]")
+)  # a type by name is looked up at each call
+
+
+class Match(msgspec.Struct, frozen=True, gc=False):
+    """Per slot, how many leading keys it holds; `version` tells whether the index has moved since."""
+
+    keys: Keys
+    counts: Counts
+    version: int
+
+
+class IndexStats(NamedTuple):
+    num_facts: int
+    num_hopes: int
+    num_evicted: int
+    num_slots: int
+    reserved_bytes: int
+    num_retired_slots: int
+
+
+class RouteIndex:
+    """Facts (what replicas said) are kept until they are taken back or evicted, hopes (our guesses) until they fade."""
+
+    def __init__(self, capacity: int, num_hopes: int = 2**17, seed: int | None = None) -> None:
+        for name, value in (("capacity", capacity), ("num_hopes", num_hopes)):
+            if not 1 <= value <= 2**31:
+                raise ValueError(f"{name}: {value} is outside 1 … 2^31")
+        seed = secrets.randbits(64) if seed is None else seed
+        opened = lib.penstock_route_open(capacity, num_hopes, MAX_SLOTS, seed)
+        if opened == ffi.NULL:
+            raise MemoryError(f"capacity: no memory for {capacity} facts and {num_hopes} hopes")
+        self._index = ffi.gc(opened, lib.penstock_route_close)
+        self.num_slots = 0
+
+    def add_slot(self, limit: int) -> int:
+        slot = lib.penstock_route_add_slot(self._index, limit)
+        if slot < 0:
+            raise RuntimeError(f"the index has no slot left: {MAX_SLOTS} are in use")
+        self.num_slots = max(self.num_slots, slot + 1)
+        return slot
+
+    def retire_slot(self, slot: int) -> None:
+        """Forget what it held. O(1): the bits are swept up later."""
+        lib.penstock_route_retire_slot(self._index, slot)
+
+    def store(self, slot: int, keys: bytes | Keys, key_bytes: int = 8) -> int:
+        """Returns how many keys the slot's limit refused."""
+        raw = ffi.from_buffer(BYTES, keys)
+        return lib.penstock_route_store(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
+
+    def remove(self, slot: int, keys: bytes | Keys, key_bytes: int = 8) -> None:
+        raw = ffi.from_buffer(BYTES, keys)
+        lib.penstock_route_remove(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
+
+    def hope(self, slot: int, keys: Keys, num_known: int | None = None) -> None:
+        """`num_known`: how many leading keys may be facts of this slot; where not given, all may."""
+        known = len(keys) if num_known is None else num_known
+        lib.penstock_route_hope(self._index, slot, ffi.from_buffer(U64S, keys), len(keys), known)
+
+    def fade(self) -> None:
+        lib.penstock_route_fade(self._index)
+
+    def match(self, keys: Keys) -> Match:
+        counts = np.empty(self.num_slots, dtype=np.int32)
+        version = lib.penstock_route_match(
+            self._index,
+            ffi.from_buffer(U64S, keys),
+            len(keys),
+            ffi.from_buffer(I32S, counts),
+            len(counts),
+        )
+        return Match(keys, counts, version)
+
+    def hash_and_match(
+        self, tokens: bytes, space: KeySpace, root: bytes, salt_id: int | None = None, lora_id: int | None = None
+    ) -> Match:
+        """Keys of a prompt (little-endian int32) and who holds them, in one call without the GIL."""
+        num_tokens = len(tokens) // 4
+        num_slots = self.num_slots
+        keys = np.empty(space.num_keys(num_tokens), dtype=np.uint64)
+        counts = np.empty(num_slots, dtype=np.int32)
+        is_v1 = space.hash == "v1"
+        version = lib.penstock_route_keys_and_match(
+            self._index,
+            ffi.NULL if is_v1 else root,
+            ffi.NULL if salt_id is None else u64_pointer("salt_id", salt_id),
+            ffi.NULL if lora_id is None else u64_pointer("lora_id", lora_id),
+            tokens,
+            max(num_tokens - 1, 0) if is_v1 else num_tokens,
+            space.block_size,
+            ffi.from_buffer(U64S, keys),
+            ffi.from_buffer(I32S, counts),
+            num_slots,
+        )
+        return Match(keys, counts, version)
+
+    def version(self) -> int:
+        return lib.penstock_route_version(self._index)
+
+    def num_held(self, slot: int) -> int:
+        return lib.penstock_route_num_held(self._index, slot)
+
+    def stats(self) -> IndexStats:
+        out = ffi.new("uint64_t[6]")
+        lib.penstock_route_stats(self._index, out)
+        return IndexStats(*out)
+
+    def check(self) -> None:
+        """Assert every invariant; O(entries)."""
+        assert lib.penstock_route_check(self._index) == 1, "the index is broken"

@@ -1,0 +1,237 @@
+"""What the router believes each replica has cached, and how sure it is.
+
+Facts come as frames of a replica's event stream. Beside them stand hopes: what requests that were just placed there
+will have put into the cache. A replica that says nothing is guessed at: what was sent to it counts as cached, in two
+generations of half its cache each, so that the guess forgets about as the replica does. docs/router.md draws it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock._csrc import ffi, lib
+from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
+from penstock.router.placement.hasher import Keys, KeySpace
+from penstock.router.placement.index import Match, RouteIndex
+from penstock.router.placement.load import Column
+from penstock.router.placement.policy import PolicyConfig
+
+TIERS = ("device", "host", "disk")
+OLDER = len(TIERS)  # a row's fourth slot: the older generation of a guess
+I32S, I64S, DOUBLES = map(ffi.typeof, ("int32_t[]", "int64_t[]", "double[]"))
+NOBODY = 0  # a slot that never holds anything
+
+
+@dataclass
+class StreamCounts:
+    """What went wrong in event streams, of one replica or of all that ever were."""
+
+    num_gaps: int = 0
+    num_repeated: int = 0
+    num_stalls: int = 0
+    num_refused: int = 0  # keys beyond the replica's limit
+
+
+class ReplicaCache:
+    """One replica's slots in the index and the state of its event stream."""
+
+    def __init__(self, row: int, space: KeySpace, num_blocks: int, now_s: float) -> None:
+        self.row = row
+        self.space = space
+        self.num_blocks = num_blocks
+        self.engine_id: str | None = None
+        self.seq: int | None = None  # of the last frame taken in; None: no snapshot yet
+        self.heard_s = now_s
+        self.is_guess = True  # until the first snapshot
+        self.wants_snapshot = True
+        self.counts = StreamCounts()
+
+
+class Knowledge:
+    """All replicas' caches over one index. `match` and `RouteIndex` are for any thread, the rest for one."""
+
+    def __init__(self, config: PolicyConfig, clock: Callable[[], float], seed: int | None = None) -> None:
+        self._config = config
+        self._clock = clock
+        self.totals = StreamCounts()
+        self.index = RouteIndex(config.max_facts, seed=seed)
+        nobody = self.index.add_slot(0)
+        assert nobody == NOBODY
+        self._slots = np.zeros((OLDER + 1, 8), dtype=np.int64)
+        self._c = ffi.new(
+            "struct penstock_slots *", {"host_credit": config.host_credit, "disk_credit": config.disk_credit}
+        )
+        self._name_slots()
+        self._caches: dict[int, ReplicaCache] = {}
+        self._num_deep = 0  # replicas with something in a tier beneath the device
+        self._faded_s = clock()
+
+    def add(self, row: int, space: KeySpace, num_blocks: int) -> ReplicaCache:
+        while row >= self._slots.shape[1]:
+            self._slots = np.concatenate([self._slots, np.zeros_like(self._slots)], axis=1)
+            self._name_slots()
+        cache = ReplicaCache(row, space, num_blocks, self._clock())
+        self._caches[row] = cache
+        self._slots[:, row] = NOBODY
+        self._slots[0, row] = self.index.add_slot(self._limit(cache))
+        return cache
+
+    def remove(self, cache: ReplicaCache) -> None:
+        for layer in range(OLDER + 1):
+            self._drop(cache, layer)
+        del self._caches[cache.row]
+
+    # -- what replicas say ---------------------------------------------------------------------------------
+
+    def take(self, cache: ReplicaCache, frame: Frame) -> None:
+        """Whatever a frame says, only the hit rate can suffer: limits hold for every replica by itself."""
+        self.heard(cache)
+        if isinstance(frame, Hello):
+            self._greet(cache, frame)
+        elif isinstance(frame, Snapshot):
+            self._take_snapshot(cache, frame)
+        elif isinstance(frame, Changes):
+            self._take_changes(cache, frame)
+        elif isinstance(frame, Alive) and cache.seq is not None and frame.seq != cache.seq:
+            self._miss(cache)
+
+    def heard(self, cache: ReplicaCache) -> None:
+        cache.heard_s = self._clock()
+
+    def _greet(self, cache: ReplicaCache, hello: Hello) -> None:
+        cache.wants_snapshot = False  # it follows
+        cache.seq = None
+        if cache.engine_id not in (None, hello.engine_id):  # a new process: it has nothing
+            self._forget(cache)
+        cache.engine_id = hello.engine_id
+
+    def _take_snapshot(self, cache: ReplicaCache, part: Snapshot) -> None:
+        if part.is_first:
+            self._forget(cache)
+            cache.wants_snapshot = False
+        self._store(cache, part.tier, part.keys)
+        if part.is_last:
+            cache.seq = part.seq
+            cache.is_guess = False
+
+    def _take_changes(self, cache: ReplicaCache, changes: Changes) -> None:
+        if cache.seq is not None:
+            if changes.seq <= cache.seq:
+                self._count(cache, "num_repeated")
+                return
+            if changes.seq > cache.seq + 1:
+                self._miss(cache)
+            cache.seq = changes.seq
+        layer = _layer(changes.tier)
+        if layer is None:
+            return
+        if changes.cleared:
+            self._drop(cache, layer)
+        # Behind a gap this is as true as ever; what was missed stays wrong until the snapshot.
+        if self._slots[layer, cache.row] != NOBODY:
+            self.index.remove(int(self._slots[layer, cache.row]), changes.removed)
+        self._store(cache, changes.tier, changes.stored)
+
+    def _miss(self, cache: ReplicaCache) -> None:
+        self._count(cache, "num_gaps")
+        cache.wants_snapshot = True
+        cache.seq = None
+
+    def _store(self, cache: ReplicaCache, tier: str, keys: bytes) -> None:
+        layer = _layer(tier)
+        if layer is None or not keys:
+            return
+        if self._slots[layer, cache.row] == NOBODY:
+            self._slots[layer, cache.row] = self.index.add_slot(self._limit(cache) * (16 if layer else 1))
+            self._num_deep += layer in (1, 2)
+        self._count(cache, "num_refused", self.index.store(int(self._slots[layer, cache.row]), keys))
+
+    def _count(self, cache: ReplicaCache, what: str, number: int = 1) -> None:
+        for counts in (cache.counts, self.totals):
+            setattr(counts, what, getattr(counts, what) + number)
+
+    def _forget(self, cache: ReplicaCache) -> None:
+        for layer in range(OLDER + 1):
+            self._drop(cache, layer)
+
+    def _drop(self, cache: ReplicaCache, layer: int) -> None:
+        slot = int(self._slots[layer, cache.row])
+        if slot != NOBODY:
+            self._slots[layer, cache.row] = NOBODY
+            self._num_deep -= layer in (1, 2)
+            self.index.retire_slot(slot)
+
+    def _limit(self, cache: ReplicaCache) -> int:
+        return 2 * cache.num_blocks + 1024  # twice what it can hold: room for changes on their way
+
+    # -- what the router thinks itself ---------------------------------------------------------------------
+
+    def expect(self, cache: ReplicaCache, keys: Keys, num_known: int) -> None:
+        """A request with these keys goes there now; the first `num_known` it should have."""
+        slot = int(self._slots[0, cache.row])
+        if slot == NOBODY:
+            slot = self._slots[0, cache.row] = self.index.add_slot(self._limit(cache))
+        if not cache.is_guess:
+            self.index.hope(slot, keys, num_known)
+            return
+        self.index.store(slot, keys)
+        if self.index.num_held(slot) >= max(cache.num_blocks // 2, 1):
+            self._drop(cache, OLDER)
+            self._slots[OLDER, cache.row] = slot
+            self._slots[0, cache.row] = self.index.add_slot(self._limit(cache))
+
+    def tick(self) -> None:
+        """Let hopes fade, and begin to guess where events have stalled. Cheap; called at every decision."""
+        now_s = self._clock()
+        if now_s - self._faded_s < self._config.hope_s / 2:
+            return
+        self._faded_s = now_s
+        self.index.fade()
+        for cache in self._caches.values():
+            if not cache.is_guess and now_s - cache.heard_s > self._config.stall_s:
+                cache.is_guess = cache.wants_snapshot = True
+                cache.seq = None
+                self._count(cache, "num_stalls")
+
+    # -- what it comes to ----------------------------------------------------------------------------------
+
+    def cached_tokens(
+        self, match: Match, block_size: int, space_of_row: npt.NDArray[np.int64], space: int, out: Column
+    ) -> None:
+        """Per row of the key space, how many tokens of the prompt need not be computed there; deeper tiers count in
+        part."""
+        # A slot may have come between sizing the counts and filling them, in the thread that prepared.
+        if match.version != self.index.version() or len(match.counts) < self.index.num_slots:
+            match = self.index.match(match.keys)
+        lib.penstock_cached_tokens(
+            self._c,
+            ffi.from_buffer(I32S, match.counts),
+            block_size,
+            ffi.from_buffer(I64S, space_of_row),
+            space,
+            self._num_deep,
+            len(out),
+            ffi.from_buffer(DOUBLES, out),
+        )
+
+    def _name_slots(self) -> None:
+        start, stride = ffi.from_buffer("int64_t[]", self._slots), self._slots.shape[1]
+        for layer, name in enumerate((*TIERS, "older")):
+            setattr(self._c, name, start + layer * stride)
+
+    def num_held(self, cache: ReplicaCache) -> dict[str, int]:
+        held = {tier: self.index.num_held(int(self._slots[layer, cache.row])) for layer, tier in enumerate(TIERS)}
+        held["device"] += self.index.num_held(int(self._slots[OLDER, cache.row]))
+        return held
+
+    def check(self) -> None:
+        self.index.check()
+        in_use = [int(slot) for slot in self._slots.ravel() if slot != NOBODY]
+        assert len(in_use) == len(set(in_use)), "two layers share a slot"
+        assert self.index.num_held(NOBODY) == 0
+
+
+def _layer(tier: str) -> int | None:
+    return TIERS.index(tier) if tier in TIERS else None  # a tier that came later than this router counts for nothing

@@ -1,0 +1,293 @@
+"""What each replica has been given to do: columns of numbers, and the charge that one request is.
+
+A charge is made when a request is placed and released exactly once, whatever becomes of the request. Health checks,
+drains and restarts never touch these numbers. From the charges' first tokens the replica's prefill speed is learned.
+"""
+
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock._csrc import ffi, lib
+from penstock.router.placement.policy import POLICIES, PolicyConfig
+
+Column = npt.NDArray[np.float64]
+
+SPEED_MEMORY = 0.9  # weight of the past at each sample
+UNKNOWN_CAPACITY = 2.0**18  # tokens
+MIN_SAMPLE_TOKENS = 256  # shorter waits say more about the network than about the replica
+
+
+class Fleet:
+    """One row per replica; a freed row is used again. Columns are views of one array that grows by doubling, and
+    csrc/route_choice.c chooses among them."""
+
+    FIELDS = (
+        "queued",
+        "waiting",
+        "head",
+        "head_since",
+        "active",
+        "held",
+        "capacity",
+        "speed",
+        "filled",
+        "per_capacity",
+        "is_open",
+        "cached",
+        "backlog",
+        "ttft",
+        "score",
+    )
+    queued: Column  # tokens placed there whose first token has not come
+    waiting: Column  # how many requests they belong to
+    head: Column  # of these tokens, the oldest request's
+    head_since: Column  # when that one's turn came, as far as we can tell
+    active: Column  # requests under way
+    held: Column  # tokens of KV that they hold or will need
+    capacity: Column  # tokens of KV there are
+    speed: Column  # learned, tokens of prefill per second
+    filled: Column  # tokens of new content that went there of late: what its cache had to make room for
+    per_capacity: Column  # one over the capacity, where that is not known over a middling one
+    is_open: Column  # 1: takes requests
+    cached: Column  # of a prompt that is to be placed: tokens that need not be computed there
+    backlog: Column  # at the last choice: queued tokens, less what the oldest request must have got done
+    ttft: Column  # and what it predicted
+    score: Column  # and what it went by
+
+    def __init__(self, policy: PolicyConfig = PolicyConfig(), seed: int = 0) -> None:  # noqa: B008
+        self._free: list[int] = []
+        self._unknown: set[int] = set()  # rows whose speed was neither learned nor told: that of the others is assumed
+        self.num_rows = 0
+        self._c = ffi.new(
+            "struct penstock_fleet *",
+            {
+                "wear": policy.wear,
+                "decode_s": policy.decode_s,
+                "affinity_s": policy.affinity_s,
+                "policy": POLICIES.index(policy.name),
+                "turn": -1,
+                "random": seed + 1,
+            },
+        )
+        self._columns = np.zeros((len(self.FIELDS), 8))
+        self._name_columns()
+
+    def add(self, capacity: float, speed: float, is_known: bool) -> int:
+        if self._free:
+            row = self._free.pop()
+        else:
+            row = self.num_rows
+            self.num_rows += 1
+            if self.num_rows > self._columns.shape[1]:
+                self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+            self._name_columns()
+        self._columns[:, row] = 0.0
+        self.capacity[row], self.speed[row] = capacity, speed
+        self.per_capacity[row] = 1.0 / (UNKNOWN_CAPACITY if np.isinf(capacity) else capacity)
+        if not is_known:
+            self._unknown.add(row)
+        self._count_rows()
+        return row
+
+    def remove(self, row: int) -> None:
+        self._columns[:, row] = 0.0
+        self.speed[row] = 1.0  # a divisor
+        self._unknown.discard(row)
+        self._free.append(row)
+        self._count_rows()
+
+    def choose(self, num_tokens: int, now_s: float, sticky: int = -1, excluded: Collection[int] = ()) -> int:
+        """The row for a request by what `cached` says of its prompt, -1 if none is open; `sticky` is its session's."""
+        rows = ffi.new("int64_t[]", list(excluded)) if excluded else ffi.NULL
+        return lib.penstock_fleet_choose(self._c, num_tokens, now_s, sticky, rows, len(excluded))
+
+    def place(self, row: int, own_tokens: float, held_tokens: float, now_s: float) -> None:
+        lib.penstock_fleet_place(self._c, row, own_tokens, held_tokens, now_s)
+
+    def answer(self, row: int, own_tokens: float, next_own_tokens: float, now_s: float) -> None:
+        lib.penstock_fleet_answer(self._c, row, own_tokens, next_own_tokens, now_s)
+
+    def leave(self, row: int, held_tokens: float) -> None:
+        lib.penstock_fleet_leave(self._c, row, held_tokens)
+
+    def prediction(self, row: int) -> tuple[float, float, float]:
+        """At the last choice: cached tokens, tokens queued before, and the time to the first token."""
+        return self._c.cached[row], self._c.backlog[row], self._c.ttft[row]
+
+    def learn(self, row: int, speed: float) -> None:
+        """Whoever has done nothing yet is taken to be like the others. A fixed guess would keep it idle for ever
+        where it is too low: what it is worth shows only in work."""
+        self.speed[row] = speed
+        self._unknown.discard(row)
+        if self._unknown:
+            known = set(range(self.num_rows)) - self._unknown - set(self._free)
+            self.speed[list(self._unknown)] = self.speed[list(known)].mean()
+
+    def backlog_of(self, row: int, now_s: float) -> float:
+        """Queued tokens, less what the oldest request must have got done since its turn came."""
+        done = min((now_s - self.head_since[row]) * self.speed[row], self.head[row])
+        return float(self.queued[row] - max(done, 0.0))
+
+    def _count_rows(self) -> None:
+        in_use = np.ones(self.num_rows, dtype=bool)
+        in_use[self._free] = False
+        self._c.num_in_use = int(in_use.sum())
+        self._c.total_capacity = (1.0 / self.per_capacity[in_use]).sum()
+
+    def _name_columns(self) -> None:
+        start, stride = ffi.from_buffer("double[]", self._columns), self._columns.shape[1]
+        for index, field in enumerate(self.FIELDS):
+            setattr(self, field, self._columns[index, : self.num_rows])
+            setattr(self._c, field, start + index * stride)
+        self._c.num_rows = self.num_rows
+
+
+class ReplicaLoad:
+    """One replica's row, its charges in order, and what is learned from them."""
+
+    def __init__(self, fleet: Fleet, row: int) -> None:
+        self.fleet = fleet
+        self.row = row
+        self.is_gone = False  # removed: charges still under way count for nothing
+        self.num_active = 0
+        self._waiting: dict[Charge, None] = {}  # no first token yet, oldest first
+        self._sample_tokens = self._sample_s = 0.0
+
+    def place(self, charge: "Charge", now_s: float) -> None:
+        self.num_active += 1
+        self._waiting[charge] = None
+        self.fleet.place(self.row, charge.own_tokens, charge.held_tokens, now_s)
+
+    def answer(self, charge: "Charge", now_s: float) -> None:
+        """Its first token has come, or never will."""
+        if self._waiting.pop(charge, self) is self or self.is_gone:
+            return
+        oldest = next(iter(self._waiting), None)
+        self.fleet.answer(self.row, charge.own_tokens, 0.0 if oldest is None else oldest.own_tokens, now_s)
+
+    def lighten(self, charge: "Charge", own_tokens: float) -> None:
+        """A waiting request turns out to be less work here."""
+        if not self.is_gone:
+            self.fleet.queued[self.row] -= charge.own_tokens - own_tokens
+            if next(iter(self._waiting)) is charge:
+                self.fleet.head[self.row] = own_tokens
+        charge.own_tokens = own_tokens
+
+    def leave(self, charge: "Charge") -> None:
+        self.num_active -= 1
+        if not self.is_gone:
+            self.fleet.leave(self.row, charge.held_tokens)
+
+    def learn(self, num_tokens: float, seconds: float) -> None:
+        """So many tokens of prefill were done in so long, queue and own prompt together."""
+        if num_tokens < MIN_SAMPLE_TOKENS or seconds <= 0 or self.is_gone:
+            return
+        self._sample_tokens = SPEED_MEMORY * self._sample_tokens + num_tokens
+        self._sample_s = SPEED_MEMORY * self._sample_s + seconds
+        self.fleet.learn(self.row, self._sample_tokens / self._sample_s)
+
+    def check(self) -> None:
+        if not self.is_gone:
+            queued = sum(charge.own_tokens for charge in self._waiting)
+            assert abs(self.fleet.queued[self.row] - queued) < 1e-3, (self.fleet.queued[self.row], queued)
+            assert self.fleet.active[self.row] == self.num_active >= len(self._waiting) == self.fleet.waiting[self.row]
+            assert self.fleet.speed[self.row] > 0
+
+
+class Charge:
+    """One request at one replica: `first_token`, `tokens` as they come, `release` at its end, which may be any time.
+
+    Whoever holds it must release it; a second release does nothing.
+    """
+
+    __slots__ = (
+        "replica", "predicted_cached_tokens", "predicted_ttft_s", "num_tokens", "own_tokens", "held_tokens",
+        "ahead_tokens", "placed_s", "is_answered", "is_released", "is_handed_over", "_load", "_ledger",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        ledger: "Ledger",
+        load: ReplicaLoad,
+        replica: str,
+        num_tokens: int,
+        cached_tokens: float,
+        ahead_tokens: float,
+        ttft_s: float,
+    ) -> None:
+        self.replica = replica
+        self.num_tokens = num_tokens
+        self.predicted_cached_tokens = int(cached_tokens)
+        self.predicted_ttft_s = ttft_s
+        self.own_tokens = max(num_tokens - cached_tokens, 1.0)
+        self.held_tokens = float(num_tokens)
+        self.ahead_tokens = ahead_tokens
+        self.is_answered = self.is_released = self.is_handed_over = False
+        self._load = load
+        self._ledger = ledger
+        self.placed_s = ledger.clock()
+        load.place(self, self.placed_s)
+
+    def hand_over(self, ttft_s: float) -> None:
+        """The prompt is computed elsewhere and comes as blocks, within `ttft_s` by what is known there: for the queue
+        here it is a single token. It says nothing of this replica's speed."""
+        assert not self.is_answered and not self.is_released, "only a prompt that waits can be computed elsewhere"
+        self.is_handed_over = True
+        self._load.lighten(self, 1.0)
+        self.predicted_cached_tokens, self.predicted_ttft_s = self.num_tokens - 1, ttft_s
+
+    def first_token(self, cached_tokens: int | None = None) -> None:
+        """The first token is here; `cached_tokens` as the replica counted them, where it says so."""
+        assert not self.is_released and not self.is_answered, "a first token comes once, before the release"
+        self.is_answered = True
+        now_s = self._ledger.clock()
+        own = self.own_tokens if cached_tokens is None else max(self.num_tokens - cached_tokens, 1)
+        if not self.is_handed_over:
+            self._load.learn(self.ahead_tokens + own, now_s - self.placed_s)
+        self._load.answer(self, now_s)
+        self._ledger.note_answer(self, cached_tokens, now_s - self.placed_s)
+
+    def tokens(self, count: int) -> None:
+        """So many tokens of the answer have come; each holds a place in the replica's cache."""
+        if not self.is_released and not self._load.is_gone:
+            self.held_tokens += count
+            self._load.fleet.held[self._load.row] += count
+
+    def release(self, ok: bool = True) -> None:
+        if self.is_released:
+            return
+        self.is_released = True
+        if not self.is_answered:
+            self._load.answer(self, self._ledger.clock())
+        self._load.leave(self)
+        self._ledger.note_end(self, ok)
+
+
+class Ledger:
+    """Sums over all charges: what was predicted, what came of it."""
+
+    def __init__(self, clock) -> None:  # type: ignore[no-untyped-def]
+        self.clock = clock
+        self.num_placed = self.num_ok = self.num_failed = 0
+        self.num_compared = 0
+        self.predicted_cached_tokens = self.actual_cached_tokens = self.error_tokens = 0
+        self.compared_prompt_tokens = 0
+        self.predicted_ttft_s = self.actual_ttft_s = 0.0
+
+    def note_answer(self, charge: Charge, cached_tokens: int | None, ttft_s: float) -> None:
+        self.predicted_ttft_s += charge.predicted_ttft_s
+        self.actual_ttft_s += ttft_s
+        if cached_tokens is not None:
+            self.num_compared += 1
+            self.compared_prompt_tokens += charge.num_tokens
+            self.predicted_cached_tokens += charge.predicted_cached_tokens
+            self.actual_cached_tokens += cached_tokens
+            self.error_tokens += abs(cached_tokens - charge.predicted_cached_tokens)
+
+    def note_end(self, charge: Charge, ok: bool) -> None:
+        if ok:
+            self.num_ok += 1
+        else:
+            self.num_failed += 1

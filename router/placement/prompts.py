@@ -1,0 +1,206 @@
+"""From a request's body to what the brain needs: token ids, a salt, a length. And the body that carries the ids.
+
+Tokenizing happens here once, in threads, and the engine is sent the ids. They are sent only where they are beyond
+doubt what the engine would have made itself: from fields that are known not to touch the prompt, and to a replica
+with the same tokenizer and template. In every other case the ids are no more than a hint about its cache, and the
+replica gets the client's own bytes. Without a tokenizer four bytes of JSON stand for a token: no engine knows
+such keys, but requests that begin alike still meet.
+"""
+
+import asyncio
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from penstock.engine.http import token_form
+from penstock.engine.http.body import split_object
+from penstock.engine.text.model_text import text_digest
+from penstock.engine.text.segments import SegmentCache
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.router.placement.brain import Brain, Prompt
+
+INLINE_BYTES = 2048  # done on the event loop: about as long as handing it to a thread takes
+THREADS = 2
+MAX_CHARS_PER_TOKEN = 128  # as in the engine: a text beyond this times the context is refused there, unread here
+BYTES_PER_TOKEN = 4
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+# Fields that do not touch the prompt. One that is not listed keeps the ids at home.
+BESIDE_THE_PROMPT = frozenset(
+    {
+        *("model", "stream", "stream_options", "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature"),
+        *("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop"),
+        *("stop_token_ids", "include_stop_str_in_output", "ignore_eos", "logit_bias", "allowed_token_ids"),
+        *("banned_token_ids", "skip_special_tokens", "return_token_ids", "priority", "cache_salt", "request_id"),
+        *("logprobs", "top_logprobs", "prompt_logprobs", "user", "metadata", "store", "service_tier"),
+        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"),
+    }
+)
+RENDERED = frozenset(
+    {
+        *("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"),
+        "add_special_tokens",
+    }
+)
+# What a template is told by fields of their own; the engine refuses them inside chat_template_kwargs.
+TEMPLATE_FIELDS = frozenset(
+    {"tools", "documents", "add_generation_prompt", "continue_final_message", "reasoning_effort"}
+)
+PLAIN_MESSAGE = frozenset({"role", "content", "name", "reasoning_content"})
+PLAIN_ROLES = frozenset({"system", "developer", "user", "assistant"})
+
+_TEXT = msgspec.json.Decoder(str)
+_FLAG = msgspec.json.Decoder(bool | None)
+_IDS = msgspec.json.Decoder(list[int])
+
+
+class Asked(msgspec.Struct):
+    """The fields that the router looks at. The rest is between the client and the replica."""
+
+    model: str | None = None
+    prompt: Raw = msgspec.field(default_factory=Raw)
+    messages: Raw = msgspec.field(default_factory=Raw)
+    cache_salt: str | None = None
+    session_id: Any = None
+    prompt_cache_key: Any = None
+    kv_transfer_params: Raw = msgspec.field(default_factory=Raw)
+
+    @property
+    def session(self) -> str | None:
+        if self.session_id is None and self.prompt_cache_key is None:
+            return None
+        for given in (self.session_id, self.prompt_cache_key):
+            if isinstance(given, str) and given:
+                return given[:256]
+        return None
+
+
+class Chat(msgspec.Struct):
+    """What a chat template is told."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_special_tokens: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+_CHAT = msgspec.json.Decoder(Chat)
+
+
+class Prepared(msgspec.Struct, frozen=True, gc=False):
+    prompt: Prompt | None
+    num_tokens: int
+    body_with_ids: bytes | None = None
+
+
+class Ids(NamedTuple):
+    """int32 little-endian. `is_exact`: the engine would have made the same."""
+
+    packed: bytes
+    is_exact: bool
+
+
+class Texts:
+    def __init__(self, tokenizer: Tokenizer | None = None, template: ChatTemplate | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.segments = SegmentCache(tokenizer) if tokenizer is not None else None
+        self.digest = text_digest(tokenizer, template) if tokenizer is not None else None
+        self.max_model_len = 0  # the longest context of the replicas; 0: not known yet
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="text")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def is_long(self, path: str, body: bytes) -> bool:
+        """Whether preparing it would hold up the event loop: then it is done aside, in a thread."""
+        return len(body) > INLINE_BYTES and path in (CHAT, COMPLETIONS)
+
+    async def prepare_aside(self, path: str, body: bytes, asked: Asked, brain: Brain) -> Prepared:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.prepare, path, body, asked, brain)
+
+    def prepare(self, path: str, body: bytes, asked: Asked, brain: Brain) -> Prepared:
+        """Raises HttpError for a body that no replica would take. Safe in any thread."""
+        if path not in (CHAT, COMPLETIONS):
+            return Prepared(None, len(body) // BYTES_PER_TOKEN)
+        ids = self._ids(path, body, asked)
+        if ids is None:
+            text = bytes(asked.messages if path == CHAT else asked.prompt)
+            whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
+            return Prepared(brain.prepare(whole, asked.cache_salt, None), len(text) // BYTES_PER_TOKEN)
+        prompt = brain.prepare(ids.packed, asked.cache_salt, None)
+        num_tokens = len(ids.packed) // 4
+        if not ids.is_exact:
+            return Prepared(prompt, num_tokens)
+        form = token_form.pack(body, "messages" if path == CHAT else "prompt", ids.packed)
+        return Prepared(prompt, num_tokens, form)
+
+    def _ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
+        """None: no tokenizer, several prompts, or something that only the replica can judge."""
+        if path == COMPLETIONS and bytes(asked.prompt)[:1] == b"[":
+            return _given_ids(asked.prompt, split_object(body))
+        limit = MAX_CHARS_PER_TOKEN * self.max_model_len
+        if self.segments is None or (limit and len(body) > 4 * limit):
+            return None
+        fields = split_object(body)
+        try:
+            return self._render(body, fields) if path == CHAT else self._complete(asked.prompt, fields)
+        except (ValueError, RecursionError, msgspec.MsgspecError):
+            return None  # the replica says what is wrong, in its own words
+
+    def _complete(self, prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
+        if bytes(prompt)[:1] != b'"' or self.segments is None:
+            return None
+        adds = _FLAG.decode(fields.get("add_special_tokens", b"null"))
+        is_exact = fields.keys() <= BESIDE_THE_PROMPT | {"prompt", "add_special_tokens"}
+        return Ids(self.segments.encode(_TEXT.decode(prompt), adds is not False), is_exact)
+
+    def _render(self, body: bytes, fields: dict[str, Raw]) -> Ids | None:
+        if self.template is None or self.segments is None:
+            return None
+        chat = _CHAT.decode(body)
+        variables = dict(chat.chat_template_kwargs or {})
+        if TEMPLATE_FIELDS & variables.keys():
+            return None
+        if chat.reasoning_effort is not None:
+            variables["reasoning_effort"] = chat.reasoning_effort
+        continues, opens = bool(chat.continue_final_message), chat.add_generation_prompt
+        text = self.template.render(
+            [{name: value for name, value in message.items() if value is not None} for message in chat.messages],
+            add_generation_prompt=not continues if opens is None else opens,
+            continue_final_message=continues,
+            tools=chat.tools,
+            documents=chat.documents,
+            **variables,
+        )
+        is_exact = fields.keys() <= BESIDE_THE_PROMPT | RENDERED and all(map(_is_plain, chat.messages))
+        return Ids(self.segments.encode(text, bool(chat.add_special_tokens)), is_exact)
+
+
+def _given_ids(prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
+    """Ids that the client gave: no text to make of them, but binary saves the engine reading them as JSON."""
+    try:
+        ids = array("i", _IDS.decode(prompt))
+    except (msgspec.MsgspecError, OverflowError):
+        return None  # several prompts, or ids that the replica will refuse
+    is_exact = bool(ids) and fields.keys() <= BESIDE_THE_PROMPT | {"prompt", "add_special_tokens", "echo"}
+    return Ids(ids.tobytes(), is_exact)
+
+
+def _is_plain(message: dict[str, Any]) -> bool:
+    """Nothing in it but what every version of the engine renders."""
+    return (
+        message.keys() <= PLAIN_MESSAGE
+        and message.get("role") in PLAIN_ROLES
+        and isinstance(message.get("content"), (str, list))
+    )

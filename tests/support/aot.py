@@ -1,0 +1,125 @@
+"""Compiles for a GPU that is not there whatever the launchers launch, and reports on the machine code.
+
+A process of its own: where kernels are interpreted they cannot be compiled. The launchers run on CPU tensors, so that
+dtypes, alignment and tile sizes are the ones a GPU would see; the launch itself is left out. Run as
+
+    python tests/support/aot.py GROUP CARD …
+
+it writes one JSON line per card, case and compiled kernel: registers, stack, shared memory, tensor-core and copy
+instructions, accesses of 16 bytes; or what the card lacks for a case, or what the compiler said. The cases of each group
+are in aot_cases.py, the cards in executor/kernels/card.py.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+PINNED = Path(sys.prefix) / "triton"
+if PINNED.is_dir():
+    sys.path.insert(0, str(PINNED))
+
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+INSTRUCTIONS = ("HGMMA", "QGMMA", "HMMA", "QMMA", "UTCHMMA", "UTCQMMA", "LDGSTS", "LDL", "STL")
+ACCESSES = {  # of 16 bytes, and of one or two
+    "wide_loads": r"\b(?:LDG|LDGSTS)\.E\S*\.128",
+    "wide_stores": r"\bSTG\.E\S*\.128",
+    "narrow": r"\b(?:LDG|STG)\.E\S*\.[US](?:8|16)\b",
+}
+
+
+class Absent:
+    """As much of a driver as compiling asks for. A card is a device of its own: each has its own variants."""
+
+    def __init__(self) -> None:
+        self.index, self.capability = 0, (0, 0)
+
+    def get_current_target(self) -> GPUTarget:
+        major, minor = self.capability
+        return GPUTarget("cuda", 10 * major + minor, 32)
+
+    def get_current_device(self) -> int:
+        return self.index
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> Any:
+        raise AssertionError("compiling needs no device")
+
+
+def main(group: str, *names: str) -> None:
+    driver = Absent()
+    triton.runtime.driver.set_active(driver)
+    compiled: dict[int, tuple[str, int, Any]] = {}  # those of one case, each once
+
+    def launch(self: JITFunction, grid: Any) -> Any:
+        def compile_only(*arguments: Any, **options: Any) -> None:
+            kernel = self.run(*arguments, grid=grid, warmup=True, **options)
+            compiled[id(kernel)] = (self.__name__, grid[0], kernel)
+
+        return compile_only
+
+    JITFunction.__getitem__ = launch
+
+    from penstock.executor.kernels import card as cards
+    from tests.support.aot_cases import GROUPS, lack
+
+    for driver.index, name in enumerate(names):
+        card = getattr(cards, name)
+        driver.capability = card.capability
+        with mock.patch.object(cards, "_WITHOUT_GPU", card):
+            for case, call in GROUPS[group].items():
+                told = {"card": name, "case": case}
+                if lacking := lack(case, card):
+                    print(json.dumps(told | {"lacking": lacking}), flush=True)
+                    continue
+                compiled.clear()
+                try:
+                    call()
+                except Exception as error:
+                    print(json.dumps(told | {"error": f"{type(error).__name__}: {error}"[:1000]}), flush=True)
+                for kernel, programs, code in compiled.values():
+                    print(json.dumps(told | {"kernel": kernel, "programs": programs} | describe(code)), flush=True)
+
+
+def describe(kernel: Any) -> dict[str, Any]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = run(TOOLS / "cuobjdump", "-res-usage", file.name)
+        code = run(TOOLS / "nvdisasm", file.name)
+    counts = {name: len(re.findall(rf"\b{name}\b", code)) for name in INSTRUCTIONS}
+    counts |= {name: len(re.findall(pattern, code)) for name, pattern in ACCESSES.items()}
+    registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[0]) for what in ("REG", "STACK"))
+    # Before its turn a kernel may neither read nor write what other kernels do, and not leave.
+    before, wait, _ = code.partition("ACQBULK")
+    early = len(re.findall(r"\b(LDG|LDGSTS|STG|ATOMG|ATOM|RED|REDG|EXIT)\b", before)) if wait else None
+    return {
+        "registers": registers,
+        "stack": stack,
+        "shared": kernel.metadata.shared,
+        "warps": kernel.metadata.num_warps,
+        "joins": kernel.asm["ptx"].count("atom.global.gpu.acq_rel.add"),
+        "is_dependent": bool(kernel.metadata.launch_pdl),
+        "waits": kernel.asm["ptx"].count("griddepcontrol.wait"),
+        "launches": kernel.asm["ptx"].count("griddepcontrol.launch_dependents"),
+        "early": early,
+        **counts,
+    }
+
+
+def run(*command: Any) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

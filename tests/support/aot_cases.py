@@ -1,0 +1,299 @@
+"""Calls of the launchers with the shapes of models people serve, by group; `aot.py` compiles what they launch.
+
+`quick` is compiled for an H200 with every run of the suite, and `few` for the other cards; `all` with `-m slow` for all of
+them. A case's name says what is special about it: "eight-bit", "dependent", "float32", "prompts", "a batch".
+"""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels.card import Card
+from penstock.executor.kernels.cuda import dependent as launch
+from penstock.executor.kernels.cuda import expert_products as moe
+from penstock.executor.kernels.cuda import fp8
+from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
+from penstock.executor.kernels.state import Places
+from penstock.executor.models.spec import MoeSpec
+
+BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+PAGE = 16
+LAYERS = 4
+
+
+def batch(singles: int, prompts: int, context: int = 4096) -> ForwardBatch:
+    rows = singles + prompts
+    return ForwardBatch(
+        tokens=torch.zeros(rows, dtype=torch.int32),
+        positions=torch.zeros(rows, dtype=torch.int32),
+        kv_slots=torch.zeros(rows, dtype=torch.int64),
+        query_starts=torch.zeros(rows + 1, dtype=torch.int32),
+        context_lens=torch.zeros(rows, dtype=torch.int32),
+        block_tables=torch.zeros(rows, context // PAGE, dtype=torch.int32),
+        wanted=None,
+        num_single_rows=singles,
+        query_lens=(64,) * prompts,
+        query_contexts=(context,) * prompts,
+        max_context_len=context,
+        max_single_context=context if singles else 0,
+    )
+
+
+def pages(width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    kv = torch.zeros(2, LAYERS, 2, PAGE, width).to(dtype)
+    return kv[:, 1, 0], kv[:, 1, 1]
+
+
+def attention(
+    singles: int,
+    prompts: int,
+    dim: int,
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype = BF16,
+    page_dtype: torch.dtype | None = None,
+    window: int | None = None,
+) -> Callable[[], None]:
+    def call() -> None:
+        q = torch.zeros(singles + 64 * prompts, heads, dim, dtype=dtype)
+        cache = pages(kv_heads * dim, page_dtype or dtype)
+        OPS.paged_attention(q, *cache, batch(singles, prompts), dim**-0.5, window)
+
+    return call
+
+
+def latent(
+    singles: int, prompts: int, heads: int, dtype: torch.dtype = BF16, page_dtype: torch.dtype | None = None
+) -> Callable[[], None]:
+    def call() -> None:
+        q = torch.zeros(singles + 64 * prompts, heads, 64 + 512, dtype=dtype)
+        OPS.latent_attention(q, pages(64 + 512, page_dtype or dtype)[0], batch(singles, prompts), 0.1, 64)
+
+    return call
+
+
+def expanded(
+    prompts: int, heads: int, dtype: torch.dtype = BF16, page_dtype: torch.dtype | None = None
+) -> Callable[[], None]:
+    def call() -> None:
+        given, latents = batch(4, prompts), pages(64 + 512, page_dtype or dtype)[0]
+        q, expand = torch.zeros(64 * prompts, heads, 64 + 128, dtype=dtype), torch.zeros(heads, 256, 512, dtype=dtype)
+        OPS.expanded_attention(q, latents, expand, given, 4, 0.1, 64)
+
+    return call
+
+
+def latent_rope(heads: int, is_whole: bool, page_dtype: torch.dtype = BF16) -> Callable[[], None]:
+    def call() -> None:
+        q, down = torch.zeros(8, heads * 192 + 576, dtype=BF16).split((heads * 192, 576), dim=1)
+        goal = torch.zeros(8, heads, 64 + (128 if is_whole else 512), dtype=BF16)
+        tables, index, latents = torch.zeros(64, 32), torch.zeros(8).long(), pages(576, page_dtype)[0]
+        given = torch.zeros(512), 1e-6, tables, tables, index.int(), latents, index
+        OPS.latent_rope_and_store(goal, q.unflatten(1, (heads, 192)), down, *given, 0, is_whole)
+
+    return call
+
+
+def gated(tokens: int, width: int, inner: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
+    def call() -> None:
+        assert OPS.gated_linear is not None
+        x, weight = torch.zeros(tokens, width, dtype=dtype), torch.empty(2 * inner, width, dtype=dtype)
+        OPS.gated_linear(x, weight, "silu")
+
+    return call
+
+
+def rope(dim: int, heads: int, kv_heads: int, normed: bool, page_dtype: torch.dtype = BF16) -> Callable[[], None]:
+    def call() -> None:
+        merged = torch.zeros(8, heads + 2 * kv_heads, dim, dtype=BF16)
+        q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
+        tables = torch.zeros(64, dim // 2)
+        index = torch.zeros(8, dtype=torch.int64)
+        weights = (torch.zeros(dim), torch.zeros(dim), 1e-6) if normed else (None, None, 0.0)
+        OPS.rope_and_store(q, k, v, tables, tables, index.int(), *pages(kv_heads * dim, page_dtype), index, *weights)
+
+    return call
+
+
+def rows(width: int, inner: int) -> Callable[[], None]:
+    def call() -> None:
+        x, weight = torch.zeros(8, width, dtype=BF16), torch.zeros(width)
+        OPS.rms_norm(x, weight, 1e-6)
+        OPS.add_rms_norm(x, x, weight, 1e-6)
+        OPS.silu_mul(torch.zeros(8, 2 * inner, dtype=BF16))
+        OPS.gelu_tanh_mul(torch.zeros(8, 2 * inner, dtype=BF16))
+
+    return call
+
+
+def router(experts: int, top_k: int, num_shared: int, **given: Any) -> Callable[[], None]:
+    def call() -> None:
+        moe = MoeSpec(num_experts=experts, top_k=top_k, intermediate_size=1, renormalize=True, **given)
+        bias = torch.zeros(experts) if moe.has_bias else None
+        OPS.choose_experts(torch.zeros(8, experts + moe.has_shared_gate), bias, moe, num_shared)
+
+    return call
+
+
+def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
+    def call() -> None:
+        slots = torch.zeros(tokens, top_k, dtype=torch.int32)
+        gate_up = torch.empty(num, 2 * inner, width, dtype=dtype)
+        down = torch.empty(num, width, inner, dtype=dtype)
+        hidden = torch.zeros(tokens, width, dtype=dtype)
+        moe.fused_experts(hidden, slots, torch.zeros(tokens, top_k), gate_up, down, 0, "silu")
+
+    return call
+
+
+def block_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> Callable[[], None]:
+    def call() -> None:
+        slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, width, dtype=BF16)
+        weights = []
+        for shape in ((num, 2 * inner, width), (num, width, inner)):
+            weights += [torch.empty(shape, dtype=FP8), torch.empty(num, shape[1] // 128, -(-shape[2] // 512) * 4)]
+        moe.fused_block_experts(hidden, slots, torch.zeros(tokens, top_k), *weights, 0, "silu")
+
+    return call
+
+
+def eight_bits(tokens: int, width: int, depth: int) -> Callable[[], None]:
+    def call() -> None:
+        x, norm = torch.zeros(tokens, depth, dtype=BF16), torch.zeros(depth)
+        fp8.quantize(x)
+        fp8.silu_mul_quantize(torch.zeros(tokens, 2 * depth, dtype=BF16))
+        quantized, _ = fp8.add_rms_norm_quantize(x, x, norm, 1e-6)
+        weight = torch.empty(width, depth, dtype=FP8)
+        fp8.block_linear(quantized, weight, torch.zeros(width // 128, depth // 128), BF16)
+
+    return call
+
+
+def inputs(rows: int, tokens: int, max_blocks: int) -> Callable[[], None]:
+    def call() -> None:
+        places = Places(16 * max_blocks + 1, 1000, max_blocks, 2000, 0, PAGE)
+        packed, state = torch.zeros(4 + 5 * rows, dtype=torch.int32), torch.zeros(4000, dtype=torch.int32)
+        INPUT_OPS.apply_runs(packed, state, 9, 3, 100)
+        INPUT_OPS.prepare(packed, state, places, rows, tokens, tokens // rows, max_blocks)
+
+    return call
+
+
+def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
+    def call() -> None:
+        logits = torch.zeros(2, vocab_size, dtype=dtype)
+        edited = torch.zeros(2, -(-vocab_size // 256) * 256)[:, :vocab_size]
+        floats, ints, words = torch.zeros(2), torch.zeros(2, dtype=torch.int64), -(-vocab_size // 32)
+        for rows in (logits, edited):
+            SAMPLING_OPS.choose(rows, floats, floats, ints.int(), floats, ints, ints)
+        counts = torch.zeros(2, vocab_size, dtype=torch.int32)
+        SAMPLING_OPS.penalize(edited, ints, ints, counts, 1 << 30, torch.zeros(2, 3))
+        SAMPLING_OPS.mask(logits, ints, torch.zeros(2, words, dtype=torch.int32))
+
+    return call
+
+
+def dependent(call: Callable[[], None]) -> Callable[[], None]:
+    """The same with programs that start before the last kernel's end."""
+
+    def changed() -> None:
+        with mock.patch.object(launch, "ENABLED", True):
+            call()
+
+    return changed
+
+
+QUICK: dict[str, Callable[[], None]] = {
+    "Qwen3-0.6B: one row": attention(1, 0, 128, 16, 8),
+    "Qwen3-0.6B: prompts": attention(0, 2, 128, 16, 8),
+    "Qwen3-0.6B: rope": rope(128, 16, 8, True),
+    "Qwen3-0.6B: rows": rows(1024, 3072),
+    "Qwen3-0.6B: gate and up, one row": gated(1, 1024, 3072),
+    "Qwen3-0.6B: one row, dependent": dependent(attention(1, 0, 128, 16, 8)),
+    "Qwen3-0.6B: rope, dependent": dependent(rope(128, 16, 8, True)),
+    "Qwen3-0.6B: rows, dependent": dependent(rows(1024, 3072)),
+    "Qwen3-0.6B: gate and up, one row, dependent": dependent(gated(1, 1024, 3072)),
+    "a step's inputs": inputs(7, 300, 2560),
+}
+
+ALL: dict[str, Callable[[], None]] = QUICK | {
+    "Qwen3-0.6B: sampling": sample(151936, BF16),
+    "Qwen3-0.6B: full batch": attention(256, 0, 128, 16, 8),
+    "Qwen3-0.6B: eight-bit pages": attention(1, 1, 128, 16, 8, page_dtype=FP8),
+    "Qwen3-0.6B: rope into eight-bit pages": rope(128, 16, 8, True, FP8),
+    "Llama-3.1-8B: attention": attention(4, 1, 128, 32, 8),
+    "Llama-3.1-8B: float16": attention(4, 1, 128, 32, 8, dtype=F16),
+    "Llama-3.1-8B: rows": rows(4096, 14336),
+    "Llama-3.1-8B: gate and up, one row": gated(1, 4096, 14336),
+    "Llama-3.1-8B: gate and up, 32 rows": gated(32, 4096, 14336),
+    "Llama-3.1-70B: rows": rows(8192, 28672),
+    "SmolLM2-135M: attention": attention(4, 1, 64, 9, 3),
+    "SmolLM2-135M: sampling": sample(49152, F32),
+    "Gemma-3-4B: sampling": sample(262208, BF16),
+    "GPT-2: sampling, an odd vocabulary": sample(50257, F16),
+    "SmolLM2-135M: float32": attention(4, 1, 64, 9, 3, dtype=F32),
+    "SmolLM2-135M: rope": rope(64, 9, 3, False),
+    "SmolLM2-135M: rows": rows(576, 1536),
+    "SmolLM2-135M: gate and up": gated(4, 576, 1536),
+    "SmolLM2-135M: gate and up, float32": gated(4, 576, 1536, F32),
+    "Gemma-3-4B: rope": rope(256, 8, 4, True),
+    "Qwen3-30B-A3B: narrow rows": rows(512, 768),
+    "Gemma-3-4B: attention": attention(4, 1, 256, 8, 4),
+    "Gemma-3-4B: windowed attention": attention(4, 1, 256, 8, 4, window=1024),
+    "Qwen3-30B-A3B: router": router(128, 8, 0),
+    "Qwen2-57B-A14B: router": router(64, 8, 8, has_shared_gate=True),
+    "DeepSeek-V2: router": router(160, 6, 2, num_groups=8, top_groups=3),
+    "DeepSeek-V3: router": router(256, 8, 1, scoring="sigmoid", num_groups=8, top_groups=4, has_bias=True),
+    "Qwen3-30B-A3B: experts, one row": experts(1, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: experts, a batch": experts(512, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: experts, prompts": experts(4096, 128, 8, 2048, 768),
+    "DeepSeek-V2-Lite: experts and shared ones, one row": experts(1, 66, 8, 2048, 1408),
+    "DeepSeek-V2-Lite: experts and shared ones, prompts": experts(4096, 66, 8, 2048, 1408),
+    "Mixtral-8x7B: experts": experts(64, 8, 2, 4096, 14336),
+    "SmallMoE: float32 experts": experts(64, 8, 2, 64, 96, F32),
+    "Qwen3-30B-A3B: eight-bit experts, one row": block_experts(1, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: eight-bit experts, a batch": block_experts(512, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: eight-bit experts, prompts": block_experts(4096, 128, 8, 2048, 768),
+    "DeepSeek-V3: eight-bit experts and a shared one, one row": block_experts(1, 33, 9, 7168, 2048),
+    "DeepSeek-V3: eight-bit experts and a shared one, prompts": block_experts(1024, 33, 9, 7168, 2048),
+    "Qwen3-8B: eight bits, one row": eight_bits(1, 6144, 4096),
+    "Qwen3-8B: eight bits, a batch": eight_bits(64, 6144, 4096),
+    "Qwen3-8B: eight bits, prompts": eight_bits(256, 6144, 4096),
+    "Qwen3-8B: eight bits, one row, dependent": dependent(eight_bits(1, 4096, 12288)),
+    "Qwen3-8B: eight bits over ranks, one row": eight_bits(1, 1024, 4096),
+    "DeepSeek-V2-Lite: attention": latent(4, 1, 16),
+    "DeepSeek-V2-Lite: attention, dependent": dependent(latent(4, 1, 16)),
+    "Qwen3-30B-A3B: router, dependent": dependent(router(128, 8, 0)),
+    "Qwen3-30B-A3B: experts, one row, dependent": dependent(experts(1, 128, 8, 2048, 768)),
+    "Qwen3-30B-A3B: experts, a batch, dependent": dependent(experts(512, 128, 8, 2048, 768)),
+    "DeepSeek-V2-Lite: full batch": latent(1024, 0, 16),
+    "DeepSeek-V2-Lite: float32": latent(4, 1, 16, F32),
+    "DeepSeek-V2-Lite: rope": latent_rope(16, False),
+    "DeepSeek-V2-Lite: rope of prompts": latent_rope(16, True),
+    "DeepSeek-V2-Lite: rope into eight-bit pages": latent_rope(16, False, FP8),
+    "DeepSeek-V2-Lite: rope, dependent": dependent(latent_rope(16, False)),
+    "DeepSeek-V3: rope": latent_rope(128, False),
+    "DeepSeek-V2-Lite: prompts": expanded(2, 16),
+    "DeepSeek-V2-Lite: prompts, eight-bit pages": expanded(2, 16, page_dtype=FP8),
+    "DeepSeek-V2-Lite: prompts, float32": expanded(2, 16, F32),
+    "DeepSeek-V3: attention": latent(4, 1, 128),
+    "DeepSeek-V3: eight-bit pages": latent(4, 1, 128, page_dtype=FP8),
+    "OPT-2.7B: attention": attention(4, 1, 80, 32, 32),
+    "Phi: attention": attention(4, 1, 96, 32, 32),
+}
+
+FEW = {name: QUICK[name] for name in ("Qwen3-0.6B: one row", "Qwen3-0.6B: prompts", "Qwen3-0.6B: rows")}
+
+GROUPS = {"few": FEW, "quick": QUICK, "all": ALL}
+
+
+def lack(case: str, card: Card) -> str | None:
+    """What the card would need for it."""
+    if "eight" in case and not card.has_eight_bits:
+        return "numbers of eight bits"
+    if "dependent" in case and not card.has_dependent_launch:
+        return "launches before the last kernel's end"
+    return None

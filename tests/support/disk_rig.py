@@ -1,0 +1,102 @@
+"""A small disk tier to be unkind to, with payloads that say whether a byte is wrong."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.cache.tiers.disk.tier import Completion, DiskTier, least_capacity, slots_within
+from penstock.cache.tiers.memory import huge_buffer
+
+ROOT = Path(__file__).parents[2]
+CHUNK = 8000  # neither whole pages nor less than one
+
+
+def key_of(name: object) -> bytes:
+    return hashlib.sha256(repr(name).encode()).digest()
+
+
+def payload_of(name: object, size: int = CHUNK) -> bytes:
+    return hashlib.shake_128(repr(name).encode()).digest(size)
+
+
+def capacity_for(slots: int, chunk: int = CHUNK) -> int:
+    capacity = least_capacity(chunk)
+    while slots_within(capacity, chunk) < slots:
+        capacity += chunk
+    return capacity
+
+
+def start_python(code: str, *arguments: object, **more: Any) -> "subprocess.Popen[str]":
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, **more)
+
+
+class Rig:
+    """A tier and what a caller does around it. Every load that ends well is compared."""
+
+    def __init__(self, path: Path, slots: int = 16, chunk: int = CHUNK, fingerprint: bytes = b"model", **more: Any):
+        capacity = capacity_for(slots, chunk)
+        self.chunk = chunk
+        self.tier = DiskTier(path, capacity_bytes=capacity, chunk_bytes=chunk, fingerprint=fingerprint, **more)
+
+    def buffer(self, content: bytes = b"") -> memoryview:
+        buffer = huge_buffer(self.chunk)
+        buffer[: len(content)] = content
+        return buffer
+
+    def wait(self, count: int = 1, timeout_s: float = 30.0) -> list[Completion]:
+        """The next `count` completions."""
+        ended: list[Completion] = []
+        deadline_s = time.monotonic() + timeout_s
+        while len(ended) < count:
+            ended += self.tier.poll()
+            assert time.monotonic() < deadline_s, f"{count - len(ended)} completions are missing"
+            time.sleep(0.0002)
+        assert len(ended) == count
+        return ended
+
+    def store(self, *names: object) -> int:
+        """How many of these were stored; the others were dropped or are there already."""
+        stored = 0
+        for name in names:
+            if self.tier.put(key_of(name), self.buffer(payload_of(name, self.chunk))):
+                [completion] = self.wait()
+                assert (completion.kind, completion.key) == ("store", key_of(name))
+                stored += completion.ok
+        return stored
+
+    def load(self, name: object) -> bytes | None:
+        """The payload, which is the right one; None for a miss."""
+        out = self.buffer()
+        ticket = self.tier.start_load(key_of(name), out)
+        if ticket is None:
+            return None
+        [completion] = self.wait()
+        assert (completion.kind, completion.ticket, completion.key) == ("load", ticket, key_of(name))
+        if not completion.ok:
+            return None
+        assert bytes(out) == payload_of(name, self.chunk), f"wrong bytes for {name!r}"
+        return bytes(out)
+
+    def hits(self, *names: object) -> int:
+        return sum(self.load(name) is not None for name in names)
+
+    def finish_scan(self) -> None:
+        """Wait until a restart after a crash has looked into every slot."""
+        while self.tier.stats()["scan_left"]:
+            time.sleep(0.001)
+        assert self.tier.poll() == []
+
+    def close(self) -> None:
+        self.tier.close()
+
+    def __enter__(self) -> "Rig":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -1,0 +1,212 @@
+"""A stand-in for the engine behind the server: repeats the prompt, and can stall, fill up, fail and die on demand.
+
+The tokenizer and the template are real ones, the tokenizer over a vocabulary of single bytes, so token i of "abc" is the i-th byte.
+"""
+
+import asyncio
+from array import array
+from typing import Any
+
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import BPE
+
+from penstock.engine.front.answer import Choice, TextStream
+from penstock.engine.front.client import EngineDead, Generation, Health, QueueFull
+from penstock.engine.front.submit import check_length, check_room, token_bytes
+from penstock.engine.messages import CacheNews, Output, Stats
+from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.text.detokenize import byte_alphabet
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.executor.protocol import ModelInfo, TokenLogprobs
+
+EOS = 256
+INFO = ModelInfo(
+    architecture="Fake",
+    dtype="float32",
+    device="cpu",
+    vocab_size=300,
+    hidden_size=4,
+    max_model_len=1000,
+    block_size=16,
+    num_blocks=64,
+    block_bytes=1024,
+    fingerprint=b"\x01" * 32,
+    max_in_flight=2,
+)
+
+
+def byte_tokenizer(*special: str) -> Tokenizer:
+    """Ids are bytes, then `EOS`, then these special tokens."""
+    backend = Backend(BPE(byte_alphabet(), []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in ("<eos>", *special)])
+    return Tokenizer(backend, eos_ids=frozenset({EOS}))
+
+
+def line_template() -> ChatTemplate:
+    """`role: content` lines, and the variables that a request may set, so that a test can see what arrived."""
+    return ChatTemplate(
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+        "{% if enable_thinking is defined %}[thinking {{ enable_thinking }}]{% endif %}"
+        "{% if reasoning_effort is defined %}[effort {{ reasoning_effort }}]{% endif %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+
+
+class FakeEngine:
+    """Answers with the prompt, over and over. `delay_s` is the time of a step; `hold` stops all steps."""
+
+    def __init__(
+        self,
+        *,
+        delay_s: float = 0.0,
+        max_open: int = 4096,
+        info: ModelInfo = INFO,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        self.info = info
+        self.reply: str | None = None  # what it says in place of the prompt
+        self.max_num_batched_tokens = 2048
+        self.stats = Stats(num_blocks=info.num_blocks)
+        self.on_step: Any = None
+        self.on_cache_news: Any = None
+        self.is_watched = False
+        self.delay_s = delay_s
+        self.max_open = max_open
+        self.hold = False
+        self.fail_next: str | None = None  # ends every running sequence with this error
+        self.submitted: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
+        self.aborted: list[str] = []
+        self.num_admissions = 0
+        self._death: str | None = None
+        self._is_healthy = True
+        self._open: dict[str, asyncio.Task[None]] = {}
+        self._count = 0
+        self._tokenizer = tokenizer or byte_tokenizer()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def health(self) -> Health:
+        if self._death is not None:
+            return Health(False, False, self._death)
+        return Health(self._is_healthy, self._is_healthy, "ok" if self._is_healthy else "a step hangs")
+
+    def admit(self, num_sequences: int = 1) -> None:
+        self.num_admissions += 1
+        if self._death is not None:
+            raise EngineDead(self._death)
+        if len(self._open) + num_sequences > self.max_open:
+            raise QueueFull(f"{len(self._open)} sequences are under way", retry_after_s=7)
+
+    def generate(self, prompt_ids: list[int], params: SamplingParams, **options: Any) -> Generation:
+        params.check(self.info.vocab_size)
+        token_bytes(prompt_ids, self.info.vocab_size)
+        check_length(len(prompt_ids), self.info)
+        if options.get("pooling") is None:
+            check_room(len(prompt_ids), params.max_tokens, self.info)
+        self.admit(params.n)
+        self.submitted.append((prompt_ids, params, options))
+        self._count += 1
+        choices = [
+            Choice(i, params, self._stream(params, **options) if params.detokenize else None) for i in range(params.n)
+        ]
+        generation = Generation(self, str(self._count), len(prompt_ids), choices)  # type: ignore[arg-type]
+        for index in range(params.n):
+            name = f"{self._count}.{index}"
+            said = prompt_ids if self.reply is None else [*self._tokenizer.encode(self.reply, False), EOS]
+            self._open[name] = asyncio.ensure_future(self._run(name, generation, index, said, params, options))
+        return generation
+
+    def watch_cache(self, is_on: bool) -> None:
+        self.is_watched = is_on
+        if is_on:
+            self.on_cache_news(CacheNews("device", b"", b"", True))
+
+    async def reset_prefix_cache(self) -> bool:
+        return not self._open
+
+    def _stream(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset(), **options: Any) -> TextStream:
+        return self._tokenizer.stream(params.skip_special_tokens, shown_ids=shown_ids)
+
+    def abort(self, request_ids: Any) -> None:
+        for name in list(request_ids):
+            task = self._open.get(name)
+            if task is not None and not task.done():
+                self.aborted.append(name)
+                task.cancel()
+
+    def die(self, reason: str) -> None:
+        self._death = reason
+        for task in list(self._open.values()):
+            task.cancel()
+
+    def hang(self) -> None:
+        """Unhealthy, but no request learns of it."""
+        self.hold, self._is_healthy = True, False
+
+    async def close(self) -> None:
+        if self._death is None:
+            self.die("the engine is closed")
+        while self._open:
+            await asyncio.sleep(0)
+
+    async def _run(
+        self, name: str, generation: Generation, index: int, prompt: list[int], params: SamplingParams, options: Any
+    ) -> None:
+        max_tokens = params.max_tokens or (self.info.max_model_len - len(prompt) if self.reply is None else len(prompt))
+        try:
+            if options.get("pooling"):
+                await self._step()
+                vector = array("f", [float(len(prompt)), float(prompt[0]), 2.0, 4.0])
+                generation._take(index, Output(name, [], finish_reason="length", embedding=vector.tobytes()))
+                return
+            for position in range(max_tokens):
+                await self._step()
+                if self.fail_next is not None:
+                    generation._take(index, Output(name, [], finish_reason="error", error=self.fail_next))
+                    return
+                is_last = position == max_tokens - 1
+                generation._take(index, self._output(name, prompt, params, position, is_last))
+                if prompt[position % len(prompt)] == EOS and not params.ignore_eos:
+                    return
+        except asyncio.CancelledError:
+            reason = "abort" if self._death is None else "error"
+            generation._take(index, Output(name, [], finish_reason=reason, error=self._death))
+        finally:
+            del self._open[name]
+
+    async def _step(self) -> None:
+        await asyncio.sleep(self.delay_s)
+        while self.hold:
+            await asyncio.sleep(0.005)
+
+    def _output(self, name: str, prompt: list[int], params: SamplingParams, position: int, is_last: bool) -> Output:
+        token = prompt[position % len(prompt)]
+        is_stop = token in (params.stop_token_ids or ()) or (token == EOS and not params.ignore_eos)
+        first = position == 0
+        return Output(
+            name,
+            [token],
+            finish_reason="stop" if is_stop else "length" if is_last else None,
+            stop_token=token if is_stop else None,
+            num_cached_tokens=len(prompt) // 16 * 16 if first else None,
+            logprobs=None if params.logprobs is None else [_logprobs(token, params.logprobs)],
+            prompt_logprobs=None
+            if params.prompt_logprobs is None or not first
+            else [_logprobs(each, params.prompt_logprobs) for each in prompt[1:]],
+            queued_s=0.001 if first else None,
+        )
+
+
+def _logprobs(token: int, count: int) -> TokenLogprobs:
+    """The token is the likeliest, its neighbours follow; the last one is impossible."""
+    ids = tuple((token + step) % 256 for step in range(count))
+    values = [-0.5 * (step + 1) for step in range(count)]
+    if count > 1:
+        values[-1] = float("-inf")
+    return TokenLogprobs((token, *ids), (-0.5, *values), 1)

@@ -1,0 +1,161 @@
+"""Replicas for fleets: the real HTTP server and the real scheduler over the oracle executor, at the speed of a GPU.
+
+    python -m tests.support.mock_replica --prefill-tps 20000 --inter-token-s 0.01
+
+Prints its port. Fleets fork theirs (tests/support/nursery.py), so that eight of them start at once; kill, stop and drain them
+as you like. The engine core lives in the server's process: a step takes the time that its tokens would take, and no
+more CPU.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from penstock.engine.config import EngineConfig, engine_config
+from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.front.client import AsyncEngine, EngineDead
+from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
+from penstock.engine.server.lifetime import serve
+from penstock.engine.server.server_config import ServerConfig, resolve
+from penstock.executor.oracle import OracleExecutor
+from tests.support.fake_engine import byte_tokenizer, line_template
+
+MODEL = "mock"
+TRANSFER_STEP_S = 0.001  # of a step that only waits for blocks
+
+
+class MockEngine(AsyncEngine):
+    """The engine's client with its core in the same process, whose steps take `tokens / prefill_tps + inter_token_s`."""
+
+    def __init__(self, config: EngineConfig, *, prefill_tps: float, inter_token_s: float, **options: Any) -> None:
+        super().__init__(config, **options)
+        self._prefill_tps = prefill_tps
+        self._inter_token_s = inter_token_s
+        self._work = asyncio.Event()
+        self._core = EngineCore(config, OracleExecutor(config.executor, max_in_flight=1))
+
+    async def start(self) -> None:
+        self._ready = asyncio.get_running_loop().create_future()
+        self._receive(Ready(self._core.info))
+        self.info = await self._ready
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        self._closing = True
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._die("the engine is closed")
+
+    def _send(self, message: ToCore) -> None:
+        if isinstance(message, Submit):
+            refused = [self._core.submit(message)]
+        elif isinstance(message, Abort):
+            refused = [self._core.abort(request_id) for request_id in message.request_ids]
+        elif isinstance(message, WatchCache):
+            self._core.cache_log.watch(message.is_on)
+            asyncio.get_running_loop().call_soon(self._tell_cache)
+            return
+        else:
+            assert isinstance(message, Shutdown)
+            raise EngineDead("the core has no process of its own")
+        self._work.set()
+        outputs = [output for output in refused if output is not None]
+        if outputs:
+            # Not from here: the request is not listed yet.
+            asyncio.get_running_loop().call_soon(self._receive, Outputs(outputs, self._core.stats(), 0))
+
+    def _tell_cache(self) -> None:
+        for news in self._core.cache_news():
+            self._receive(news)
+
+    async def _run(self) -> None:
+        """Steps while there is work. Time is slept, so that many replicas fit on a core."""
+        core, beaten_s = self._core, 0.0
+        while True:
+            if (now_s := time.monotonic()) > beaten_s + 1.0:
+                self._receive(Heartbeat(core.num_collected, 0.0, 0.0))
+                beaten_s = now_s
+            if not core.has_work() and not core.is_settled:
+                core.step()  # blocks on their way to the host tier
+                await asyncio.sleep(TRANSFER_STEP_S)
+                continue
+            if not core.has_work():
+                self._work.clear()
+                core.scheduler.check()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._work.wait(), 1.0)
+                continue
+            outputs = core.step()
+            num_tokens = core.last_step_tokens
+            step_s = num_tokens / self._prefill_tps + self._inter_token_s if num_tokens else TRANSFER_STEP_S
+            await asyncio.sleep(step_s)
+            self._receive(Outputs(outputs, core.stats(), core.last_step_tokens))
+            self._tell_cache()
+
+
+async def replica(options: argparse.Namespace, server: ServerConfig, announce: Callable[[str], None]) -> int:
+    config = engine_config(
+        "oracle",
+        {
+            "executor": "oracle",
+            "kv_cache_bytes": 8 * options.kv_tokens,
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "max_queued_requests": options.max_queued,
+            "hf_overrides": {"vocab_size": 300},  # of the byte tokenizer
+            "kv_host_bytes": options.kv_host_bytes or None,
+            "kv_peer_listen": options.kv_peer_listen,
+            "kv_peers": options.kv_peer,
+        },
+    )
+    tokenizer = byte_tokenizer()
+    engine = MockEngine(
+        config,
+        prefill_tps=options.prefill_tps,
+        inter_token_s=options.inter_token_s,
+        eos_ids=frozenset(),
+        text_stream=tokenizer.stream,
+    )
+    await engine.start()
+    try:
+        return await serve(engine, tokenizer, line_template(), server, on_listening=announce)
+    finally:
+        await engine.close()
+
+
+def report(url: str) -> None:
+    print(url.rpartition(":")[2], flush=True)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prefill-tps", type=float, default=1e6)
+    parser.add_argument("--inter-token-s", type=float, default=0.0)
+    parser.add_argument("--kv-tokens", type=int, default=1 << 20)
+    parser.add_argument("--kv-host-bytes", type=int, default=0)
+    parser.add_argument("--kv-peer-listen", default="", help="of a single replica")
+    parser.add_argument("--kv-peer", nargs="+", default=[])
+    parser.add_argument("--max-model-len", type=int, default=65536)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--max-queued", type=int, default=4096)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--model", nargs="+", default=[MODEL])
+    parser.add_argument("--api-key", action="append", default=[])
+    add_engine_arguments(parser)
+    options = parser.parse_args()
+    keys = tuple(options.api_key)
+    server = ServerConfig(port=options.port, served_model_names=tuple(options.model), api_keys=keys)
+    return uvloop.run(replica(options, resolve(server, {}), report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""Processes of the tests that are forked instead of started: what they import has been imported once.
+
+A nursery is a process without threads that has imported a module. It forks itself, and in the child the module's
+`main()` runs with the arguments, the environment and the file descriptors that were asked for. Importing torch is most
+of what a small rank costs. What is tested about starting and dying with a parent needs processes of the real kind.
+"""
+
+import atexit
+import fcntl
+import functools
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_BYTES, MAX_FDS = 1 << 17, 16
+
+
+@functools.cache
+def nursery(module: str) -> "Nursery":
+    made = Nursery(module)
+    atexit.register(made.close)
+    return made
+
+
+class Nursery:
+    def __init__(self, module: str) -> None:
+        self._turn = threading.Lock()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.nursery", module, str(theirs.fileno())],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT)))},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+        self.pid = self._process.pid
+
+    def start(self, *arguments: str, fds: dict[int, int]) -> "Child":
+        """`fds`: our descriptors, by the number that each has in the child."""
+        asked = {"arguments": arguments, "environment": dict(os.environ), "numbers": list(fds)}
+        return Child(self, self._ask(asked, list(fds.values())))
+
+    def reap(self, pid: int) -> int:
+        """How the child ended that has ended, as `Popen` says it."""
+        return self._ask({"reap": pid}, [])
+
+    def _ask(self, what: dict[str, Any], fds: list[int]) -> int:
+        with self._turn:
+            socket.send_fds(self._socket, [json.dumps(what).encode()], fds)
+            answer = self._socket.recv(64)
+        assert answer, "the nursery has died"
+        return int(answer)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait(20)
+
+
+class Child:
+    """A forked process, with what a `Popen` has."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._nursery = nursery
+        self._fd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        return self._wait(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self._wait(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        return code
+
+    def _wait(self, timeout: float | None) -> int | None:
+        if self.returncode is None:
+            ended = select.poll()
+            ended.register(self._fd, select.POLLIN)
+            if ended.poll(None if timeout is None else timeout * 1000):
+                self.returncode = self._nursery.reap(self.pid)
+                os.close(self._fd)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def main() -> None:
+    name, fd = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests, which then hang up
+    module = importlib.import_module(name)
+    ours = socket.socket(fileno=int(fd))
+    living: set[int] = set()
+    while True:
+        data, fds, _, _ = socket.recv_fds(ours, MAX_BYTES, MAX_FDS)
+        if not data:
+            break
+        asked = json.loads(data)
+        if "reap" in asked:
+            living.discard(asked["reap"])
+            answer = os.waitstatus_to_exitcode(os.waitpid(asked["reap"], 0)[1])
+        else:
+            answer = os.fork()
+            if answer == 0:
+                ours.close()
+                grow_up(module, dict(zip(asked["numbers"], fds, strict=True)), asked)
+            living.add(answer)
+            for each in fds:
+                os.close(each)
+        ours.send(str(answer).encode())
+    for pid in living:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def grow_up(module: Any, fds: dict[int, int], asked: dict[str, Any]) -> None:
+    code = 1
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        aside = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, 1000) for number, fd in fds.items()}  # numbers may be swapped
+        for fd in fds.values():
+            os.close(fd)
+        for number, fd in aside.items():
+            os.dup2(fd, number)
+            os.close(fd)
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        sys.argv[1:] = asked["arguments"]
+        code = module.main()
+        sys.stdout.flush()
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Engines that share blocks over loopback, each with a core process of its own, over the oracle executor."""
+
+from penstock.engine.config import EngineConfig, SchedulerConfig
+from penstock.engine.front.client import AsyncEngine
+from penstock.executor.protocol import ExecutorConfig
+from tests.support.fake_engine import EOS, byte_tokenizer
+from tests.support.running_server import Running
+
+SECRET = "a secret that is long enough"
+
+
+def engine(**options: object) -> AsyncEngine:
+    shape = {"kind": "oracle", "max_model_len": 2000, "hf_overrides": {"vocab_size": 256}, "kv_host_bytes": 2**22}
+    config = EngineConfig(executor=ExecutorConfig(**shape, **options), scheduler=SchedulerConfig())
+    return AsyncEngine(config, eos_ids=[EOS], text_stream=byte_tokenizer().stream)
+
+
+def is_connected(server: Running) -> bool:
+    server.complete(max_tokens=1)  # an idle core hears of nothing
+    return 'kv_tier_is_open{model_name="tiny",tier="peer"} 1.0' in server.http.get("/metrics").text

@@ -1,0 +1,187 @@
+"""Both ends of the peer tier in one process, over loopback: what is given, and peers that do everything wrong."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import zmq
+from xxhash import xxh3_64_intdigest
+
+from penstock.cache.tiers.health import HealthLimits
+from penstock.cache.tiers.peer.link import LinkLimits
+from penstock.cache.tiers.peer.server import PeerServer
+from penstock.cache.tiers.peer.store import PeerTier
+from penstock.cache.tiers.peer.wire import Block, Get, Hello, Keys, ToPeer, Welcome, seed_of
+
+CHUNK = 96 * 1024  # more than zmq copies when it is asked not to
+FINGERPRINT = b"f" * 32
+SECRET = "a secret that is long enough"
+QUICK = LinkLimits(
+    deadline_s=30.0, reconnect_s=(0.02, 0.1), health=HealthLimits(first_pause_s=0.05, longest_pause_s=0.2)
+)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(4, "big") * 8
+
+
+def content(number: int) -> bytes:
+    return bytes([number % 251]) * CHUNK
+
+
+@dataclass
+class FakeSource:
+    memory: dict[bytes, bytes] = field(default_factory=dict)
+    disk: dict[bytes, bytes] = field(default_factory=dict)
+    does_disk_hang: bool = False
+
+    def __post_init__(self) -> None:
+        self._changed: dict[bytes, bool] = {}
+        self._reads: list[tuple[int, bool]] = []
+        self._num_reads = 0
+
+    def keys(self) -> list[bytes]:
+        return [*self.memory, *self.disk]
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        changed, self._changed = self._changed, {}
+        return [key for key, has in changed.items() if has], [key for key, has in changed.items() if not has]
+
+    def copy(self, key: bytes, out: memoryview) -> bool:
+        if key not in self.memory:
+            return False
+        out[:] = self.memory[key]
+        return True
+
+    def start_read(self, key: bytes, out: memoryview) -> int | None:
+        if key not in self.disk:
+            return None
+        self._num_reads += 1
+        if not self.does_disk_hang:
+            out[:] = self.disk[key]
+            self._reads.append((self._num_reads, True))
+        return self._num_reads
+
+    def take_reads(self) -> list[tuple[int, bool]]:
+        reads, self._reads = self._reads, []
+        return reads
+
+    def add(self, server: PeerServer, key: bytes, data: bytes) -> None:
+        self.memory[key] = data
+        self._changed[key] = True
+        server.call()
+
+    def remove(self, server: PeerServer, key: bytes) -> None:
+        del self.memory[key]
+        self._changed[key] = False
+        server.call()
+
+
+@contextlib.contextmanager
+def serving(source: FakeSource, endpoint: str = "tcp://127.0.0.1:*", **options) -> Iterator[PeerServer]:
+    options = {"fingerprint": FINGERPRINT, "serve_bytes": 64 * CHUNK} | options
+    server = PeerServer(endpoint, source, chunk_bytes=CHUNK, **options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def tier(endpoint: str, **options) -> PeerTier:
+    return PeerTier(endpoint, chunk_bytes=CHUNK, **({"fingerprint": FINGERPRINT, "limits": QUICK} | options))
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    """Wait for what another thread does; the time is only there to end a broken test."""
+    ends_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < ends_s, f"never: {what}"
+        time.sleep(0.002)
+
+
+def free_addresses(count: int, ranks: int = 1) -> list[str]:
+    """On this machine, each with as many ports in a row."""
+    found: list[str] = []
+    while len(found) < count:
+        with contextlib.ExitStack() as held:
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            try:
+                for rank in range(1, ranks):
+                    held.enter_context(socket.create_server(("127.0.0.1", first + rank)))
+            except (OSError, OverflowError):
+                continue
+            found.append(f"127.0.0.1:{first}")
+    return found
+
+
+def ended(peer: PeerTier, count: int) -> dict[int, bool]:
+    """Ticket → ok of so many loads, each ended once."""
+    seen: dict[int, bool] = {}
+
+    def poll() -> bool:
+        for completion in peer.poll():
+            assert completion.ticket not in seen, "a load ended twice"
+            seen[completion.ticket] = completion.ok
+        return len(seen) >= count
+
+    until(poll, f"{count} loads end")
+    return seen
+
+
+class LyingPeer:
+    """Greets as it should and says that it has `keys`; what it answers to a `Get` is up to `answer(get, send)`."""
+
+    def __init__(self, keys: list[bytes], answer: Callable[[Get, Callable], None]) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.bind("tcp://127.0.0.1:*")
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.asked: list[Get] = []
+        self.num_greetings = 0
+        self.greets = True
+        self._keys, self._answer = keys, answer
+        self._is_over = False
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over = True
+        self._thread.join()
+        self._socket.close()
+        self._context.term()
+
+    def __enter__(self) -> "LyingPeer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        while not self._is_over:
+            if not self._socket.poll(5):
+                continue
+            client, body = self._socket.recv_multipart()
+            message = msgspec.msgpack.decode(body, type=ToPeer)
+            if isinstance(message, Hello):
+                self.num_greetings += 1
+                if self.greets:
+                    self._send(client, Welcome())
+                    self._send(client, Keys(b"".join(self._keys), b"", True))
+            else:
+                self.asked.append(message)
+                self._answer(message, lambda *frames, client=client: self._send(client, *frames))
+
+    def _send(self, client: bytes, message: object, *payload: bytes) -> None:
+        head = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+        self._socket.send_multipart([client, head, *payload])
+
+
+def right(get: Get, send: Callable) -> None:
+    data = content(get.key[3])
+    send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(FINGERPRINT))), data)

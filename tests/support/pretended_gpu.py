@@ -1,0 +1,522 @@
+"""A GPU that is none: torch's calls to CUDA do on the CPU what they would do there, and every access is seen.
+
+Tensors of the device are torch's with another device's name on them; each operation runs on the CPU as soon as it is
+launched, so the numbers are always right. What is not done at once on a GPU is left to the clocks of
+tests/support/races.py: streams, events, the host's waits, copies to and from pinned memory. Memory lies where torch's
+allocators would put it (tests/support/pretended_memory.py).
+
+Operations are seen as torch's dispatcher does, those of kernels as those of their twins; of operations that pick by
+index, the rows they touch and no others. What a kernel of Triton's does by itself is not seen, and neither is a read of
+pinned memory through numpy.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.executor import kernels
+from tests.support.pretended_memory import CPU, Block, PinnedPool, Pool
+from tests.support.races import Clock, Place, Races, cells, here, runs
+
+aten = torch.ops.aten
+
+
+class Tracked(torch.Tensor):
+    """A tensor in memory that is watched: the device's, or the host's where it is pinned. `inner` is plain."""
+
+    inner: torch.Tensor
+    block: Block
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, block: Block) -> "Tracked":
+        with torch.inference_mode(False):  # some are made outside of it, and views are of the kind of what they show
+            made = torch.Tensor._make_wrapper_subclass(
+                cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype
+            )
+        made.inner, made.block = inner, block
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Where the mode is not active any more."""
+        tracked = next(each for each in leaves((args, kwargs)) if isinstance(each, Tracked))
+        return tracked.block.pool.gpu.run(func, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.block.pool.device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cuda"
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self
+
+    @data.setter
+    def data(self, other: "Tracked") -> None:
+        self.inner, self.block = other.inner, other.block
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"on {self.device}: {self.inner}"
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+        with torch.inference_mode():  # where it is seen as a whole
+            return super().to(*args, **kwargs)
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.to("cpu")
+
+    def tolist(self) -> Any:
+        return self.block.pool.gpu.fetch(self).tolist()
+
+    def numpy(self) -> np.ndarray:  # type: ignore[override]
+        assert not self.is_cuda
+        watched = self.inner.numpy().view(Watched)
+        watched.gpu = self.block.pool.gpu
+        return watched
+
+
+class Watched(np.ndarray):
+    """Pinned memory as numpy sees it: writes are noted."""
+
+    gpu: "PretendedGpu | None" = None
+
+    def __array_finalize__(self, of: Any) -> None:
+        self.gpu = getattr(of, "gpu", None)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        target = np.ndarray.__getitem__(self, key)
+        if self.gpu is not None and isinstance(target, np.ndarray):
+            self.gpu.touch_array(target, is_write=True)
+        super().__setitem__(key, value)
+
+
+class Stream:
+    def __init__(self, gpu: "PretendedGpu", name: str) -> None:
+        self.gpu, self.name = gpu, name
+        self.actor = gpu.races.actor(name)
+        gpu.streams.append(self.actor)
+        self.pool = Pool(gpu, name)
+
+    def launch(self) -> None:
+        """What is launched comes after all that the host has done."""
+        self.gpu.races.wait(self.actor, self.gpu.races.now(self.gpu.host))
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: "Event") -> None:
+        self.launch()
+        self.gpu.races.wait(self.actor, event.moment)
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event(self.gpu)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.gpu.races.wait(self.gpu.host, self.gpu.races.now(self.actor))
+
+
+class Event:
+    def __init__(self, gpu: "PretendedGpu", enable_timing: bool = False) -> None:
+        self.gpu, self.has_timing = gpu, enable_timing
+        self.moment: Clock = np.zeros(1, np.int64)
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.gpu.stream
+        stream.launch()
+        self.moment = self.gpu.races.now(stream.actor)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.gpu.stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        self.gpu.races.wait(self.gpu.host, self.moment)
+
+    def elapsed_time(self, other: "Event") -> float:
+        assert self.has_timing and other.has_timing
+        return 1.0
+
+
+class Op(NamedTuple):
+    """One operation on plain tensors, as a graph repeats it."""
+
+    func: Any
+    args: Any
+    kwargs: Any
+    reads: list[tuple[torch.Tensor, Any]]  # and which of its elements, if not all: a function as in PICKING
+    writes: list[tuple[torch.Tensor, Any]]
+    made: list[tuple[int, torch.Tensor]]  # new tensors: which result, and the memory that it has
+    place: Place
+
+    def repeat(self) -> None:
+        results = [*leaves(self.func(*self.args, **self.kwargs))]
+        for index, target in self.made:
+            target.copy_(results[index])
+
+
+class Graph:
+    def __init__(self, gpu: "PretendedGpu") -> None:
+        self._gpu = gpu
+        self.ops: list[Op] = []
+        self.num_replays = 0
+
+    def replay(self) -> None:
+        self.num_replays += 1
+        self._gpu.stream.launch()
+        with torch.inference_mode():
+            for op in self.ops:
+                self._gpu.note(op, self._gpu.stream.actor)
+                op.repeat()
+
+
+class PretendedGpu(TorchDispatchMode):
+    """`with` it active, torch's device "cuda" is this one. It knows one thread, which may say to be another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.races = Races()
+        self.streams: list[int] = []  # their actors
+        self.host = self.races.actor("the host")  # the thread that is being run
+        self._threads: dict[str, int] = {}  # others, which are only said to be some
+        self.stream = Stream(self, "the computing stream")
+        self._capture_stream: Stream | None = None
+        self._num_streams = 0
+        self._pinned = PinnedPool(self)
+        self._graph: tuple[Graph, Pool] | None = None  # that is being captured
+        self._count = torch.arange(1 << 12)
+        self.graphs: list[Graph] = []
+        self._patches = pytest.MonkeyPatch()
+
+    def __enter__(self) -> "PretendedGpu":
+        self._num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        self._patch()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.undo()
+        torch.set_num_threads(self._num_threads)
+
+    @contextlib.contextmanager
+    def thread(self, name: str) -> Iterator[None]:
+        """Do something as another thread of the host would that has been told to just now, and that nobody waits for."""
+        before = self.host
+        if name not in self._threads:
+            self._threads[name] = self.races.actor(name)
+        self.host = self._threads[name]
+        self.races.wait(self.host, self.races.now(before))
+        try:
+            yield
+        finally:
+            self.host = before
+
+    # -- torch.cuda ----------------------------------------------------------------------------------------
+
+    def _patch(self) -> None:
+        for name, value in {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "Stream": lambda *_: self.new_stream(),
+            "Event": lambda enable_timing=False: Event(self, enable_timing),
+            "current_stream": lambda *_: self.stream,
+            "stream": self.on,
+            "synchronize": lambda *_: self.synchronize(),
+            "CUDAGraph": lambda: Graph(self),
+            "graph_pool_handle": lambda: Pool(self, "graphs"),
+            "graph": self.capture,
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=self.register),
+            "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda *_: None,
+            **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), lambda *_: 0),
+            "mem_get_info": lambda *_: (80 << 30, 80 << 30),
+        }.items():
+            self._patches.setattr(torch.cuda, name, value)
+        self._patches.setattr(kernels, "_has_triton_kernels", lambda _: False)  # but their twins
+        tensor = torch.tensor
+        self._patches.setattr(torch, "tensor", lambda data, device=CPU, **kwargs: tensor(data, **kwargs).to(device))
+        self._patches.setattr(torch.Tensor, "pin_memory", lambda tensor: self._pin(tensor))
+
+    def new_stream(self) -> Stream:
+        self._num_streams += 1
+        return Stream(self, f"stream {self._num_streams} of {here_name()}")
+
+    def has_waited(self, stream: Stream, other: Stream) -> bool:
+        """Whether what `stream` does next comes after all that `other` has done so far."""
+        return bool(self.races.now(stream.actor)[other.actor] == self.races.now(other.actor)[other.actor])
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def synchronize(self) -> None:
+        for actor in self.streams:
+            self.races.wait(self.host, self.races.now(actor))
+
+    @contextlib.contextmanager
+    def capture(self, graph: Graph, pool: Pool, capture_error_mode: str = "global") -> Iterator[None]:
+        self.synchronize()
+        self._capture_stream = self._capture_stream or Stream(self, "capturing")
+        self._graph = graph, pool
+        self.graphs.append(graph)
+        try:
+            with self.on(self._capture_stream):
+                yield
+        finally:
+            self._graph = None
+
+    def register(self, address: int, size: int, flags: int) -> int:
+        self.races.watch("a pinned arena", address, size)
+        return 0
+
+    # -- operations ----------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("pin_memory"):
+            return self._pin(func(*args, **{**kwargs, "pin_memory": False}))
+        packet = func.overloadpacket
+        flat = [*leaves((args, kwargs))]
+        device = next((each for each in flat if isinstance(each, torch.device)), None)
+        tracked = [each for each in flat if isinstance(each, Tracked)]
+        if not tracked and (device is None or device.type == "cpu"):
+            return func(*args, **kwargs)
+        if packet in (aten.to, aten._to_copy) and device is not None and device.type != args[0].device.type:
+            return self._bring(args[0], device, kwargs.get("non_blocking", False))
+        if packet is aten.copy_ and args[0].device.type != args[1].device.type:
+            self._transfer(args[0], args[1], any(each is True for each in (*args[2:], *kwargs.values())))
+            return args[0]
+        is_on_gpu = (device or CPU).type == "cuda" or any(each.is_cuda for each in tracked)
+        if is_on_gpu and packet in WAITING:
+            return func(*(self.fetch(each) if isinstance(each, Tracked) else each for each in args), **kwargs)
+        return self._launch(func, args, kwargs, tracked, is_on_gpu)
+
+    def _launch(self, func: Any, args: Any, kwargs: Any, tracked: list[Tracked], is_on_gpu: bool) -> Any:
+        graph = self._graph[0] if self._graph is not None and is_on_gpu else None
+        written = written_by(func, args, kwargs)
+        stood_in: dict[int, Tracked] = {}
+
+        def stand_in(value: Any) -> Any:
+            plain = _plain(value)
+            if isinstance(value, Tracked):
+                if graph is not None and id(value) in written and value.block.graph is not graph:
+                    plain = plain.clone()  # nothing of it happens before the graph is replayed
+                stood_in[id(plain)] = value
+            return plain
+
+        op = Op(func, replaced(args, _plain), replaced(kwargs, _plain), [], [], [], here())
+        given, named = replaced(args, stand_in), replaced(kwargs, stand_in)
+        count = itertools.count()
+        results = replaced(
+            func(*given, **named), lambda result: self._wrap(next(count), result, stood_in, is_on_gpu, op)
+        )
+        if op.made or written or not isinstance(results, Tracked | list | tuple):  # else it is a view
+            pick = PICKING.get(func.overloadpacket)
+            for each in tracked:
+                which = pick if each is args[0] else None
+                (op.writes if id(each) in written else op.reads).append((each.inner, which))
+        if graph is not None:
+            graph.ops.append(op)
+        elif is_on_gpu:
+            self.stream.launch()
+            self.note(op, self.stream.actor)
+        else:
+            self.note(op, self.host)
+        return results
+
+    def _wrap(self, index: int, result: Any, stood_in: dict[int, Tracked], is_on_gpu: bool, op: Op) -> Any:
+        if not isinstance(result, torch.Tensor):
+            return result
+        if id(result) in stood_in:
+            return stood_in[id(result)]
+        storage = result.untyped_storage().data_ptr()
+        for each in stood_in.values():
+            if each.inner.untyped_storage().data_ptr() == storage and each.block.holds(result):
+                return Tracked(result, each.block)
+        if not is_on_gpu:
+            return result
+        if 0 in result.stride():
+            result = result.contiguous()
+        made = self._allocate(result)
+        if op.func.overloadpacket not in EMPTY:
+            made.inner.copy_(result)
+            op.made.append((index, made.inner))
+        return made
+
+    def _allocate(self, like: torch.Tensor) -> Tracked:
+        graph, pool = self._graph or (None, self.stream.pool)
+        block = pool.allocate(like.untyped_storage().nbytes())
+        block.graph = graph
+        return Tracked(block.segment.place(block.start, like), block)
+
+    def note(self, op: Op, actor: int) -> None:
+        number = self.races.access(actor, op.place)
+        for tensor, which in op.reads:
+            self._touch(number, tensor, op, which, is_write=False)
+        for tensor, which in op.writes:
+            self._touch(number, tensor, op, which, is_write=True)
+        for _, tensor in op.made:
+            self._touch(number, tensor, op, None, is_write=True)
+
+    def _touch(self, number: int, tensor: torch.Tensor, op: Op | None, which: Any, is_write: bool) -> None:
+        memory = self.races.memory(tensor.data_ptr()) if tensor.numel() else None
+        if memory is None:
+            return
+        size = tensor.element_size()
+        if which is None:
+            strides = [stride * size for stride in tensor.stride()]
+            touched = cells(memory, tensor.data_ptr(), tensor.shape, strides, size)
+        else:
+            assert op is not None
+            picked = which(self._offsets(tensor), *op.args[1:]).flatten().numpy()
+            touched = runs(picked * size + tensor.untyped_storage().data_ptr() - memory.base, size)
+        (self.races.write if is_write else self.races.read)(number, memory, touched)
+
+    def _offsets(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of the elements in their storage."""
+        needed = tensor.untyped_storage().nbytes() // tensor.element_size()
+        if len(self._count) < needed:
+            self._count = torch.arange(needed)
+        return self._count.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    # -- between host and device ---------------------------------------------------------------------------
+
+    def _pin(self, tensor: torch.Tensor) -> Tracked:
+        made = self._pinned_like(tensor)
+        made.inner.copy_(tensor)
+        self._touch(self.races.access(self.host, here()), made.inner, None, None, is_write=True)
+        return made
+
+    def _pinned_like(self, tensor: torch.Tensor) -> Tracked:
+        tensor = tensor.contiguous()
+        block = self._pinned.allocate(tensor.untyped_storage().nbytes())
+        return Tracked(block.segment.place(block.start, tensor), block)
+
+    def _bring(self, source: torch.Tensor, device: torch.device, is_async: bool) -> torch.Tensor:
+        """`source.to(device)`"""
+        plain = _plain(source)
+        target: torch.Tensor
+        if device.type == "cuda":
+            target = self._allocate(torch.empty_like(plain, memory_format=torch.contiguous_format))
+        else:
+            target = self._pinned_like(plain) if is_async else torch.empty_like(plain)
+        self._transfer(target, source, is_async)
+        return target
+
+    def _transfer(self, target: torch.Tensor, source: torch.Tensor, is_async: bool) -> None:
+        assert self._graph is None, "a graph does not copy from or to the host"
+        self.stream.launch()
+        number = self.races.access(self.stream.actor, here())
+        self._touch(number, _plain(source), None, None, is_write=False)
+        self._touch(number, _plain(target), None, None, is_write=True)
+        _plain(target).copy_(_plain(source))
+        host = source if target.device.type == "cuda" else target
+        if not is_async or self.races.memory(_plain(host).data_ptr()) is None:  # not pinned: the host waits
+            self.stream.synchronize()
+
+    def fetch(self, tensor: Tracked) -> torch.Tensor:
+        """For the host to look at."""
+        assert self._graph is None, "a graph cannot wait for the device"
+        if tensor.is_cuda:
+            self.stream.launch()
+        actor = self.stream.actor if tensor.is_cuda else self.host
+        self._touch(self.races.access(actor, here()), tensor.inner, None, None, is_write=False)
+        if tensor.is_cuda and not is_kernel():
+            self.stream.synchronize()
+        return tensor.inner
+
+    def touch_array(self, array: np.ndarray, is_write: bool) -> None:
+        """The host reads or writes memory that may be pinned."""
+        address = array.__array_interface__["data"][0]
+        memory = self.races.memory(address) if array.size else None
+        if memory is not None:
+            touched = cells(memory, address, array.shape, array.strides, array.itemsize)
+            number = self.races.access(self.host, here())
+            (self.races.write if is_write else self.races.read)(number, memory, touched)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tracked):
+        return value.inner
+    return CPU if isinstance(value, torch.device) else value
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list | tuple):
+        for each in value:
+            yield from leaves(each)
+    elif isinstance(value, dict):
+        yield from leaves(list(value.values()))
+    else:
+        yield value
+
+
+def replaced(value: Any, by: Callable[[Any], Any]) -> Any:
+    if isinstance(value, list | tuple):
+        return [replaced(each, by) for each in value]
+    if isinstance(value, dict):
+        return {name: replaced(each, by) for name, each in value.items()}
+    return by(value)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> set[int]:
+    """Which of the arguments, by id."""
+    places, names = written_arguments(func)
+    return {id(args[place]) for place in places if place < len(args)} | {id(kwargs[n]) for n in names if n in kwargs}
+
+
+@cache
+def written_arguments(func: Any) -> tuple[list[int], list[str]]:
+    written = [(at, a.name) for at, a in enumerate(func._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    return [at for at, _ in written], [name for _, name in written]
+
+
+def _pick_rows(offsets: torch.Tensor, dim: int, index: torch.Tensor, *_: Any) -> torch.Tensor:
+    return offsets.index_select(dim, index)
+
+
+def _pick_each(offsets: torch.Tensor, indices: list[torch.Tensor | None], *_: Any) -> torch.Tensor:
+    return aten.index.Tensor(offsets, indices)
+
+
+# What these read or write of their first argument.
+PICKING: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.index_select: _pick_rows,
+    aten.index_copy_: _pick_rows,
+    aten.index_add_: _pick_rows,
+    aten.index_fill_: _pick_rows,
+    aten.index: _pick_each,
+    aten.index_put_: _pick_each,
+    aten.gather: lambda offsets, dim, index, *_: offsets.gather(dim, index),
+}
+EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+WAITING = {aten.item, aten._local_scalar_dense, aten.equal, aten.is_nonzero}
+
+
+def here_name() -> str:
+    return here()[0][0].co_filename.rpartition("/")[2]
+
+
+def is_kernel() -> bool:
+    """Whether this is the twin of a kernel, which looks at numbers of the device's as the kernel does: there."""
+    return "/kernels/torch_" in here()[0][0].co_filename

@@ -1,0 +1,36 @@
+"""Raw requests to a router, byte by byte."""
+
+import socket
+
+from tests.support import running_server as running
+from tests.support.running_server import read_all
+
+__all__ = ["connect", "exchange", "post", "read_all", "status"]
+
+
+def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.settimeout(10)
+    sock.connect(("127.0.0.1", port))
+    return sock
+
+
+def exchange(port: int, request: bytes) -> bytes:
+    """Everything the router says until it closes; sending stops where it does not listen any more."""
+    with connect(port) as sock:
+        return running.exchange(sock, request)
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1])
+
+
+def post(body: bytes = b'{"prompt":"abc"}', *headers: bytes, close: bool = True) -> bytes:
+    lines = [b"POST /v1/completions HTTP/1.1", b"host: x", b"content-type: application/json", *headers]
+    if close:
+        lines.append(b"connection: close")
+    if not any(header.lower().startswith((b"content-length", b"transfer-encoding")) for header in headers):
+        lines.append(b"content-length: %d" % len(body))
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body

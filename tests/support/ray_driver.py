@@ -1,0 +1,72 @@
+"""A program that runs a model over a Ray cluster and says what happens, one line of JSON at a time.
+
+argv: the model's folder. Lines on standard input: arguments of `run`, which prints the ranks' processes and tokens, then
+goes on generating until the executor fails, and prints the failure; "enough", which ends it in peace.
+"""
+
+import json
+import queue
+import sys
+import threading
+
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.ranks import ray_executor
+from tests.support.driver import Driver
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def run(model: str, num_ranks: int, place_timeout_s: float) -> None:
+    config = ExecutorConfig(
+        model=model,
+        tensor_parallel_size=num_ranks,
+        kv_cache_bytes=2**22,
+        block_size=8,
+        dtype="float32",
+        max_num_seqs=8,
+    )
+    ray_executor.PLACE_TIMEOUT_S = place_timeout_s
+    try:
+        executor = ray_executor.open_ray(config)
+    except ExecutorError as error:
+        say(error=str(error))
+        return
+    driver = Driver(executor)
+    first = driver.admit([5, 6, 7, 8, 9])
+    driver.generate(first, count=12)
+    say(
+        tokens=first.output,
+        pids=[worker.pid for worker in executor.crew.workers],
+        names=[worker.name for worker in executor.crew.workers],
+    )
+    try:
+        while not enough.is_set():
+            driver.generate(driver.admit([1, 2, 3]), count=4)
+            driver._next_slot = 1
+            driver.free = list(range(20, executor.info.num_blocks))
+        executor.close()
+        say(closed=True)
+    except ExecutorError as error:
+        say(error=str(error))
+        executor.close()
+
+
+if __name__ == "__main__":
+    asked: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
+    enough = threading.Event()
+
+    def hear() -> None:
+        for line in sys.stdin:
+            if line.strip() == "enough":
+                enough.set()
+            else:
+                enough.clear()
+                asked.put(json.loads(line))
+        enough.set()
+        asked.put(None)
+
+    threading.Thread(target=hear, daemon=True).start()
+    while (what := asked.get()) is not None:
+        run(sys.argv[1], **what)

@@ -1,0 +1,140 @@
+"""Fleets for tests: mock replicas as processes, and the router in a thread with an event loop of its own."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import httpx
+import uvloop
+
+from penstock.engine.http.limits import Limits
+from penstock.engine.http.listen import bind_socket
+from penstock.router.config import Patience, RouterConfig, resolve
+from penstock.router.placement.prompts import Texts
+from penstock.router.serve import Router
+from tests.support.fake_engine import byte_tokenizer, line_template
+from tests.support.nursery import nursery
+
+QUICK = Patience(probe_interval_s=0.05, probe_timeout_s=2.0, connect_s=2.0)
+
+
+class MockReplica:
+    def __init__(self, port: int, pid: int) -> None:
+        self.port = port
+        self.pid = pid
+        self.url = f"http://127.0.0.1:{port}"
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(self.url + "/metrics").text
+        return next((float(line.split()[-1]) for line in text.splitlines() if line.startswith(name)), 0.0)
+
+
+@contextlib.contextmanager
+def mock_replicas(count: int = 1, **settings: Any) -> Iterator[list[MockReplica]]:
+    """`settings` are the flags of mock_replica.py."""
+    flags = [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name.replace('_', '-')}", *map(str, value if isinstance(value, list) else [value]))
+    ]
+    with contextlib.ExitStack() as stack:
+        started = [_start(stack, flags) for _ in range(count)]
+        yield [MockReplica(int(said.readline()), pid) for pid, said in started]
+
+
+def _start(stack: contextlib.ExitStack, flags: list[str]) -> tuple[int, TextIO]:
+    """A process that ends with the stack, and what it says."""
+    reads, writes = os.pipe()
+    said = stack.enter_context(os.fdopen(reads))
+    child = nursery("tests.support.mock_replica").start(*flags, fds={1: writes})
+    os.close(writes)
+    stack.callback(child.wait, 20)
+    stack.callback(child.kill)
+    return child.pid, said
+
+
+class RunningRouter:
+    def __init__(self, loop: asyncio.AbstractEventLoop, router: Router, port: int) -> None:
+        self.loop = loop
+        self.router = router
+        self.app = router.app
+        self.fleet = router.fleet
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=30)
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in the router's thread."""
+
+        async def run() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
+    def complete(self, prompt: Any = "abc", **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 4, "temperature": 0, **fields})
+
+    def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0, **fields}
+        return self.http.post("/v1/chat/completions", json=body)
+
+    def states(self) -> list[str]:
+        return [replica.state for replica in self.fleet.replicas.values()]
+
+
+@contextlib.contextmanager
+def running_router(
+    *backends: str, wait_for: int | None = None, tokenizes: bool = False, limits: Limits | None = None, **settings: Any
+) -> Iterator[RunningRouter]:
+    """A router in front of `backends`, once `wait_for` of them (all, unless given) are up."""
+    config = resolve(
+        RouterConfig(**{"port": 0, "backends": backends, "patience": QUICK, "limits": limits or Limits(), **settings}),
+        {},
+    )
+    texts = Texts(byte_tokenizer(), line_template()) if tokenizes else Texts()
+    started: list[RunningRouter] = []
+    is_up, stop = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        router = Router(config, texts)
+        sock = bind_socket(config.host, 0)
+        await router.start(sock)
+        started.append(RunningRouter(asyncio.get_running_loop(), router, sock.getsockname()[1]))
+        is_up.set()
+        await stop.wait()
+        router.fleet.check()
+        await router.close()
+
+    def main() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    assert is_up.wait(30)
+    running = started[0]
+    try:
+        expected = len(backends) if wait_for is None else wait_for
+        until(lambda: running.states().count("up") >= expected)
+        yield running
+    finally:
+        running.http.close()
+        running.loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    waiter = threading.Event()
+    for _ in range(int(timeout_s / 0.01)):
+        if condition():
+            return
+        waiter.wait(0.01)
+    raise AssertionError("the condition never came true")

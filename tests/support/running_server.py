@@ -1,0 +1,120 @@
+"""The real server on a free port, in a thread with an event loop of its own, over a fake engine."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import uvloop
+
+from penstock.engine.front.client import AsyncEngine
+from penstock.engine.http.listen import Listener, bind_socket
+from penstock.engine.server.app import App, build_app
+from penstock.engine.server.server_config import ServerConfig, resolve
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
+from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
+
+MODEL = "tiny"
+
+
+class Running:
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: FakeEngine, app: App, listener: Listener) -> None:
+        self.loop = loop
+        self.engine = engine
+        self.app = app
+        self.listener = listener
+        self.url = listener.url
+        self.port = listener.sock.getsockname()[1]
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in the server's thread."""
+
+        async def run() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
+    def connect(self, receive_buffer: int | None = None) -> socket.socket:
+        sock = socket.socket()
+        if receive_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        sock.settimeout(10)
+        sock.connect(("127.0.0.1", self.port))
+        return sock
+
+    def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def complete(self, prompt: Any = "abc", **fields: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"model": MODEL, "prompt": prompt, **fields})
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        messages = fields.pop("messages", [{"role": "user", "content": "hello"}])
+        return self.post("/v1/chat/completions", {"model": MODEL, "messages": messages, **fields})
+
+
+@contextlib.contextmanager
+def running(
+    engine: FakeEngine | None = None,
+    tokenizer: Tokenizer | None = None,
+    template: ChatTemplate | None = None,
+    **settings: Any,
+) -> Iterator[Running]:
+    tokenizer = tokenizer or byte_tokenizer()
+    engine = engine or FakeEngine(tokenizer=tokenizer)
+    config = resolve(ServerConfig(**{"port": 0, "served_model_names": (MODEL,), **settings}), {})
+    started: list[Running] = []
+    is_up, stop = threading.Event(), asyncio.Event()
+
+    async def serve() -> None:
+        if isinstance(engine, AsyncEngine):
+            await engine.start()
+        app = build_app(engine, tokenizer, template or line_template(), config)  # type: ignore[arg-type]
+        async with Listener(app, bind_socket(config.host, 0), config.limits, app.service.metrics.refused) as listener:
+            started.append(Running(asyncio.get_running_loop(), engine, app, listener))
+            is_up.set()
+            await stop.wait()
+        await engine.close()
+
+    def main() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=main)
+    thread.start()
+    assert is_up.wait(30)
+    try:
+        yield started[0]
+    finally:
+        started[0].http.close()
+        started[0].loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition never came true"
+        time.sleep(0.005)
+
+
+def exchange(sock: socket.socket, request: bytes) -> bytes:
+    """Send raw bytes and read until the server closes."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        sock.sendall(request)
+    return read_all(sock)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    parts = []
+    with contextlib.suppress(ConnectionResetError):
+        while data := sock.recv(65536):
+            parts.append(data)
+    return b"".join(parts)

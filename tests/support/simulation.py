@@ -1,0 +1,221 @@
+"""A deterministic world for the scheduler: random requests, aborts and preemptions over the oracle executor.
+
+One seed is one run. After every step all invariants are checked; every finished request is compared with the
+tokens that it gets alone with an ample pool.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.engine.config import SchedulerConfig, SpeculativeConfig
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.messages import Output, Submit
+from penstock.executor.oracle import OracleExecutor
+from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling, Step, TokenLogprobs
+from penstock.executor.tiers.transfers import ALIGNMENT
+from tests.support.flaky_store import FlakyStore
+
+BLOCK_SIZE = 4
+
+
+def submit(request_id: str, tokens: list[int], max_tokens: int = 8, **options) -> Submit:
+    sampling = options.pop("sampling", None) or Sampling(temperature=0.0, stop_ids=options.pop("stop_ids", ()))
+    return Submit(request_id, np.array(tokens, "<i4").tobytes(), sampling, max_tokens, **options)
+
+
+@dataclass
+class World:
+    """A scheduler over an oracle, with a clock that moves by `step_s` per step."""
+
+    num_blocks: int = 200
+    max_in_flight: int = 2
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 16
+    vocab_size: int = 50
+    max_model_len: int = 64
+    patience_s: float = 1000.0
+    enable_prefix_caching: bool = True
+    max_queued_requests: int = 4096
+    host_slots: int = 0  # 0: no tiers
+    store: FlakyStore | None = None  # beneath the host, as its disk
+    drafts: SpeculativeConfig | None = None
+    kv_peers: tuple[str, ...] = ()
+    kv_peer_listen: str = ""
+    step_s: float = 1.0  # what a step takes on the clock
+    now_s: float = 0.0
+    outputs: dict[str, list[Output]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        executor_config = ExecutorConfig(
+            max_model_len=self.max_model_len,
+            block_size=BLOCK_SIZE,
+            kv_cache_bytes=self.num_blocks * BLOCK_SIZE * 8,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            kv_host_bytes=self.host_slots * ALIGNMENT,
+            kv_peers=self.kv_peers,
+            kv_peer_listen=self.kv_peer_listen,
+            hf_overrides={"vocab_size": self.vocab_size},
+        )
+        stores = {} if self.store is None else {"disk": self.store}
+        self.executor = OracleExecutor(executor_config, self.max_in_flight, stores)
+        scheduler_config = SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            patience_s=self.patience_s,
+            enable_prefix_caching=self.enable_prefix_caching,
+            max_queued_requests=self.max_queued_requests,
+            speculative_config=self.drafts,
+        )
+        self.scheduler = Scheduler(scheduler_config, self.executor.info, lambda: self.now_s)
+
+    def submit(self, message: Submit) -> None:
+        self.outputs[message.request_id] = []
+        self._keep(self.scheduler.submit(message))
+
+    def abort(self, request_id: str) -> None:
+        self._keep(self.scheduler.abort(request_id))
+
+    def step(self, check: bool = True) -> None:
+        """Fill the pipeline, take in one result."""
+        self.now_s += self.step_s
+        while self.scheduler.num_under_way < self.max_in_flight:
+            step = self.scheduler.schedule()
+            if check:
+                self.scheduler.check()
+            if step is None:
+                break
+            self.executor.submit(step)
+        if self.scheduler.num_under_way:
+            for output in self.scheduler.apply(self.executor.collect()):
+                self._keep(output)
+            if check:
+                self.scheduler.check()
+            return
+        assert not self.scheduler.has_work(), "requests wait and nothing moves"
+
+    def run(self, check: bool = True, limit: int = 10_000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work():
+                return
+            self.step(check)
+        raise AssertionError(f"not finished after {limit} steps")
+
+    def settle(self, limit: int = 1000) -> None:
+        """Step until nothing is on its way between the tiers."""
+        self.run()
+        for _ in range(limit):
+            if self.scheduler.tiers is None or self.scheduler.tiers.is_idle:
+                return
+            self.step()
+        raise AssertionError(f"transfers are still under way after {limit} steps")
+
+    def compare(self, messages: Mapping[str, Submit], counts: dict[str, int], where: str) -> None:
+        """Every request has ended with what it gets alone, or with the beginning of it if it was aborted."""
+        for name, message in messages.items():
+            last, tokens = self.last(name), self.tokens(name)
+            expected, embedding, prompt_logprobs = alone(message, self.vocab_size, self.max_model_len)
+            if tokens:
+                assert self.outputs[name][0].prompt_logprobs == prompt_logprobs, f"{where}, request {name}"
+            if last.finish_reason == "abort":
+                counts["aborted"] += 1
+                assert tokens == expected[: len(tokens)], f"{where}, request {name}"
+            else:
+                counts["finished"] += 1
+                assert tokens == expected and last.embedding == embedding, f"{where}, request {name}"
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for output in self.outputs[request_id] for token in output.tokens]
+
+    def last(self, request_id: str) -> Output:
+        return self.outputs[request_id][-1]
+
+    def _keep(self, output: Output | None) -> None:
+        if output is not None:
+            seen = self.outputs[output.request_id]
+            assert not seen or seen[-1].finish_reason is None, f"{output.request_id}: news after its end"
+            seen.append(output)
+
+
+def alone(
+    message: Submit, vocab_size: int = 50, max_model_len: int = 64
+) -> tuple[list[int], bytes | None, list[TokenLogprobs] | None]:
+    """Tokens, embedding and the prompt's log-probabilities of a request that has an oracle for itself, with no
+    scheduler at all."""
+    config = ExecutorConfig(
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_model_len,
+        block_size=max_model_len,
+        kv_cache_bytes=2 * max_model_len * 8,
+        hf_overrides={"vocab_size": vocab_size},
+    )
+    executor = OracleExecutor(config)
+    num_prompt = len(message.tokens) // 4
+    admission = Admission(
+        slot=0,
+        request_id=0,
+        tokens=message.tokens,
+        num_prompt=num_prompt,
+        sampling=message.sampling,
+        pooling=message.pooling,
+        adapter=message.adapter,
+    )
+    tokens: list[int] = []
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    row = Row(0, 0, num_prompt, message.pooling is None, 0, (1,))
+    for step_id in range(1, max_model_len):
+        executor.submit(Step(step_id, [admission] if step_id == 1 else [], [row]))
+        result = executor.collect()
+        if message.pooling is not None:
+            return [], result.embeddings[0], None
+        if step_id == 1:
+            prompt_logprobs = result.prompt_logprobs.get(0) or None
+        tokens += result.tokens
+        length = num_prompt + len(tokens)
+        if tokens[-1] in message.sampling.stop_ids or len(tokens) == message.max_tokens or length == max_model_len:
+            break
+        row = Row(0, length - 1, 1, True)
+    return tokens, None, prompt_logprobs
+
+
+def random_drafts(rng: random.Random) -> SpeculativeConfig:
+    least = rng.randint(1, 3)
+    return SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=rng.randint(1, 9),
+        prompt_lookup_min=least,
+        prompt_lookup_max=least + rng.randint(0, 3),
+        max_draft_rows=rng.choice([1, 5, 64]),
+    )
+
+
+def random_request(
+    rng: random.Random, number: int, vocab_size: int, max_model_len: int, repeats: bool = False
+) -> Submit:
+    """Prompts share prefixes often, so that hits, duplicates and full hits are common. With `repeats`, answers are
+    written with one to three tokens, so that drafts are right often, but not always."""
+    shared = random.Random(rng.randrange(4)).choices(range(vocab_size), k=40)
+    length = rng.choice([rng.randint(1, 30), BLOCK_SIZE * rng.randint(1, 7)])
+    keep = rng.randint(0, length)
+    tokens = shared[:keep] + rng.choices(range(vocab_size), k=length - keep) if rng.random() < 0.7 else shared[:length]
+    stop_ids = (3,) if rng.random() < 0.3 else ()
+    allowed = rng.choice([(7,), (7,), (8, 9), (3, 8, 9)]) if repeats else ()
+    return submit(
+        f"r{number}",
+        tokens,
+        max_tokens=rng.randint(1, max_model_len - length - 1),
+        sampling=Sampling(
+            temperature=0.0,
+            stop_ids=stop_ids,
+            allowed_ids=allowed,
+            prompt_logprobs=1 if random.Random(number).random() < 0.05 else None,
+        ),
+        priority=rng.choice([0, 0, 0, 1, -1]),
+        cache_salt=rng.choice([None, None, "a", "b"]),
+        adapter=rng.choice([None, None, None, "x"]),
+        skip_prefix_cache=rng.random() < 0.1,
+        pooling=rng.choice([None] * 12 + ["last", "mean"]),
+    )

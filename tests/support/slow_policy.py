@@ -1,0 +1,45 @@
+"""The choice of a replica, slowly and from the formulas, in numpy: what csrc/route_choice.c must agree with."""
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.router.placement.load import Column, Fleet
+from penstock.router.placement.policy import PolicyConfig
+
+TIE_S = 1e-6
+
+
+def cached_tokens(
+    counts: npt.NDArray[np.int32], slots: npt.NDArray[np.int64], block_size: int, policy: PolicyConfig
+) -> Column:
+    """`slots`: rows device, host, disk, older; a column per replica."""
+    blocks = np.maximum(counts[slots[0]], counts[slots[3]]).astype(float)
+    reach = blocks.copy()
+    for layer, credit in ((1, policy.host_credit), (2, policy.disk_credit)):
+        blocks += credit * np.maximum(counts[slots[layer]] - reach, 0)
+        reach = np.maximum(reach, counts[slots[layer]])
+    return blocks * block_size
+
+
+def scores(fleet: Fleet, cached: Column, num_tokens: int, now_s: float, policy: PolicyConfig) -> Column:
+    """Of predicted-ttft, whoever is open."""
+    own = num_tokens - np.minimum(cached, num_tokens - 1)
+    done = np.minimum((now_s - fleet.head_since) * fleet.speed, fleet.head)
+    backlog = fleet.queued - np.maximum(done, 0)
+    overflow = np.maximum(fleet.held + num_tokens - fleet.capacity, 0)
+    share = fleet.filled * fleet.per_capacity
+    crowding = share / share[fleet.capacity > 0].mean() if share.any() else share
+    ttft = (backlog + own + overflow) / fleet.speed + policy.decode_s * fleet.active
+    return ttft + policy.wear * crowding * own / fleet.speed
+
+
+def prefix_scores(fleet: Fleet, cached: Column, is_open: npt.NDArray[np.bool_], num_tokens: int) -> Column:
+    cached = np.minimum(cached, num_tokens - 1)
+    counts = (3 * cached >= num_tokens) & (fleet.active <= 1.5 * fleet.active[is_open].mean() + 8)
+    return fleet.active / (fleet.active.sum() + 1) - np.where(counts, cached, 0)
+
+
+def equals(scores: Column, is_open: npt.NDArray[np.bool_]) -> set[int]:
+    """The rows among which a lot decides."""
+    scores = np.where(is_open, scores, np.inf)
+    return set(np.flatnonzero(scores <= scores.min() + TIE_S).tolist())

@@ -1,0 +1,76 @@
+"""What models of each format write, right and wrong, and the shortest way to have it read."""
+
+from collections.abc import Iterable, Sequence
+
+from penstock.engine.text.tools.answer_reader import AnswerReader
+from penstock.engine.text.tools.formats import CODER, HERMES, LLAMA, Calls, Format, Function, mistral
+from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
+from penstock.engine.text.tools.thinking import Thinking
+
+WEATHER = Function(
+    "weather",
+    {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+)
+CLOCK = Function("clock", {"type": "object", "properties": {}, "additionalProperties": False})
+FORMATS: dict[str, Format] = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA,
+    "mistral": mistral(False),
+    "mistral with args": mistral(True),
+    "qwen2_5_coder": CODER,
+}
+# What each format makes of one call, and of several.
+CALL = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Ulm"}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Ulm"}}]',
+    "mistral with args": '[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}',
+    "qwen2_5_coder": '```json\n{"name": "weather", "arguments": {"city": "Ulm"}}\n```',
+}
+CALLS = {
+    "hermes": CALL["hermes"] + '\n<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    "llama3_json": CALL["llama3_json"] + '; {"name": "clock", "parameters": {}}',
+    "mistral": CALL["mistral"][:-1] + ', {"name": "clock", "arguments": {}}]',
+    "mistral with args": CALL["mistral with args"] + "[TOOL_CALLS]clock[ARGS]{}",
+    "qwen2_5_coder": CALL["qwen2_5_coder"].replace("\n```", '\n{"name": "clock", "arguments": {}}\n```'),
+}
+
+# The reader's answer: reasoning, content, calls.
+Read = tuple[str, str, list[tuple[str, str]]]
+
+
+def calls_of(name: str, *, must: bool = False, many: bool = True) -> Calls:
+    return Calls(FORMATS[name], [WEATHER, CLOCK], must, many)
+
+
+def read(
+    pieces: Iterable[str], calls: Calls | None, thinking: Thinking | None = None, *, certain: bool = False
+) -> Read:
+    """Everything that a reader makes of a text that comes in these pieces."""
+    reader = AnswerReader(calls, thinking, is_certain=certain)
+    found: list[Piece] = []
+    for piece in pieces:
+        found += reader.feed(piece)
+        reader.check()
+    return gathered([*found, *reader.finish()])
+
+
+def gathered(pieces: Sequence[Piece]) -> Read:
+    """The pieces by kind; calls must be numbered as they come, and have arguments only after their name."""
+    calls: list[tuple[str, str]] = []
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            assert piece.call == len(calls)
+            calls.append((piece.name, ""))
+        elif isinstance(piece, Arguments):
+            assert piece.call == len(calls) - 1 and piece.text
+            calls[-1] = (calls[-1][0], calls[-1][1] + piece.text)
+        else:
+            assert piece.text
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    return reasoning, "".join(piece.text for piece in pieces if isinstance(piece, Content)), calls
