@@ -29,7 +29,7 @@ check: $(EXTENSION)
 	@$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q tests/test_layers.py
+	$(BIN)/pytest -q -n0 tests/test_layers.py
 	echo "building the sdist, and the wheel from it, in isolation (half a minute)"
 	rm -rf dist/check && mkdir -p dist/check
 	$(BIN)/python -m build --outdir dist/check . > dist/check/log 2>&1 || { cat dist/check/log; exit 1; }

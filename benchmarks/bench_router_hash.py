@@ -23,7 +23,7 @@ from penstock.router.placement.hasher import route_keys
 from penstock.router.placement.policy import PolicyConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.support.slow_hash import v1_chain  # noqa: E402
+from tests.support.slow_hash import v1_chain
 
 BLOCKS_EACH = 65_536
 

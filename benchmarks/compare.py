@@ -172,7 +172,7 @@ def table(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]
             both = [Pair(a[figure], b[figure]) for a, b in zip(found[first], found[other], strict=True)]
             if min(min(pair) for pair in both) > 0:
                 verdict = judge(both, higher_is_better=is_higher)
-                ratios[other][figure] = {name: value for name, value in verdict._asdict().items()}
+                ratios[other][figure] = dict(verdict._asdict().items())
                 line += f"   {first}/{other} {verdict}"
         print(line)
     return ratios

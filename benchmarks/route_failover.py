@@ -23,7 +23,7 @@ from bench_route import process, wait_ready
 from pairs import record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.support.router_fleet import MockReplica, mock_replicas  # noqa: E402
+from tests.support.router_fleet import MockReplica, mock_replicas
 
 
 async def ask(

@@ -30,7 +30,7 @@ from penstock.router.placement.hasher import KeySpace
 from penstock.router.placement.policy import PolicyConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.support.slow_hash import v1_chain  # noqa: E402
+from tests.support.slow_hash import v1_chain
 
 NUM_REPLICAS = 8
 BLOCK_SIZE = 32

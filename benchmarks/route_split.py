@@ -24,8 +24,8 @@ from bench_route import process, wait_ready
 from pairs import alternate, judge, record
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.support.peer_rig import free_addresses  # noqa: E402
-from tests.support.router_fleet import mock_replicas  # noqa: E402
+from tests.support.peer_rig import free_addresses
+from tests.support.router_fleet import mock_replicas
 
 SETTLE_S = 1.0  # for the answers to be under way
 

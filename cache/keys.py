@@ -51,7 +51,7 @@ def namespace_root(*, model: bytes = b"", adapter: str | bytes | None = None, sa
     return digest.digest()
 
 
-def block_keys(tokens: Tokens, block_size: int, *, root: bytes = namespace_root()) -> list[bytes]:  # noqa: B008
+def block_keys(tokens: Tokens, block_size: int, *, root: bytes = namespace_root()) -> list[bytes]:
     """The keys of the full blocks of `tokens`: key_0 = SHA-256(root ‖ tokens), key_i = SHA-256(key_{i-1} ‖ tokens).
 
     `tokens` is a list of ids, an integer array, or bytes holding little-endian int32 (as in `Admission.tokens`).

@@ -117,7 +117,7 @@ class Metrics(Collector):
                 family.add_metric(values, count)
             yield family
         for name, histogram in self._histograms():
-            yield _histogram(name, histogram.bounds, dict((labels[0], value) for labels, value in by_name[name]))
+            yield _histogram(name, histogram.bounds, {labels[0]: value for labels, value in by_name[name]})
         yield from _brain(by_name.get("brain", []))
         yield from self._of_replicas()
 

@@ -117,7 +117,7 @@ class _Rules:
         self._texts(calls, thinking)
         called, missed = [], []
         for kind, before in (("FIRST", ""), ("FREE", "called "), ("OTHER", "missed ")):
-            if kind == "FREE" and not calls.many or kind == "OTHER" and not form.is_bare:
+            if (kind == "FREE" and not calls.many) or (kind == "OTHER" and not form.is_bare):
                 continue
             for index, mark in enumerate(mark for mark in form.marks if mark not in form.fences):
                 self._until(f"{kind.lower()}_{index}", mark, kind)

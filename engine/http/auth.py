@@ -36,7 +36,7 @@ class Keys:
         if scheme.lower() != b"bearer":
             return False
         given = _digest(key.strip())
-        return any([hmac.compare_digest(given, digest) for digest in self._digests])  # a list: no early exit
+        return any(hmac.compare_digest(given, digest) for digest in self._digests)  # a list: no early exit
 
 
 class Authentication:

@@ -72,7 +72,7 @@ class App:
     def __init__(self, service: Service, keys: Keys, allowed_origins: Sequence[str] = ()) -> None:
         self.service = service
         routes = _routes(service)
-        handlers = {error: _refuse for error in REFUSALS} | {
+        handlers = dict.fromkeys(REFUSALS, _refuse) | {
             HTTPException: _refuse_route,
             Exception: _fail,
         }

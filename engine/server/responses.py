@@ -31,7 +31,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int | UnsetType = UNSET
-    prompt_tokens_details: CachedTokens | None | UnsetType = UNSET
+    prompt_tokens_details: CachedTokens | UnsetType | None = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct):
@@ -60,7 +60,7 @@ class Completion(msgspec.Struct):
     model: str
     choices: list[CompletionChoice]
     object: Literal["text_completion"] = "text_completion"
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class TopLogprob(msgspec.Struct):
@@ -146,7 +146,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: ChatFinish | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -156,7 +156,7 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 

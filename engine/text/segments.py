@@ -90,7 +90,7 @@ class SegmentCache:
 
 def _cuts(tokenizer: Tokenizer) -> dict[str, bytes]:
     """The special tokens at which a text may be cut, and their ids; none if the tokenizer fails the test."""
-    added = {token_id: token for token_id, token in tokenizer.backend.get_added_tokens_decoder().items()}
+    added = dict(tokenizer.backend.get_added_tokens_decoder().items())
     texts = [token.content for token in added.values()]
     cuts = {
         token.content: _pack([token_id])

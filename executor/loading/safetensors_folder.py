@@ -54,7 +54,7 @@ class SafetensorsFolder:
         single = self._single_file()
         if single is not None:
             file = _open(single)
-            return {name: (single, file) for name in file.keys()}  # noqa: SIM118 - not a dict
+            return dict.fromkeys(file.keys(), (single, file))
         paths = self._indexed_paths()
         files = {path: _open(path) for path in set(paths.values())}
         stored = {path: set(file.keys()) for path, file in files.items()}

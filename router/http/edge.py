@@ -248,7 +248,7 @@ class ClientConnection(asyncio.Protocol):
             return HttpError(400, "connection: the protocol cannot be changed", param="connection")
         fields = self._fields
         is_doubtful = len(fields) < len(self._headers)  # a name came twice; usually none does
-        if b"host" not in fields and version == "1.1" or is_doubtful and self._count(b"host") > 1:
+        if (b"host" not in fields and version == "1.1") or (is_doubtful and self._count(b"host") > 1):
             return HttpError(400, "host: exactly one is expected", param="host")
         if is_doubtful and self._count(b"transfer-encoding") > 1:
             return HttpError(400, "transfer-encoding: given more than once", param="transfer-encoding")

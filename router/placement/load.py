@@ -203,8 +203,19 @@ class Charge:
     """
 
     __slots__ = (
-        "replica", "predicted_cached_tokens", "predicted_ttft_s", "num_tokens", "own_tokens", "held_tokens",
-        "ahead_tokens", "placed_s", "is_answered", "is_released", "is_handed_over", "_load", "_ledger",
+        "_ledger",
+        "_load",
+        "ahead_tokens",
+        "held_tokens",
+        "is_answered",
+        "is_handed_over",
+        "is_released",
+        "num_tokens",
+        "own_tokens",
+        "placed_s",
+        "predicted_cached_tokens",
+        "predicted_ttft_s",
+        "replica",
     )  # fmt: skip
 
     def __init__(

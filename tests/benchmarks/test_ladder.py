@@ -37,7 +37,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Hiding
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
     monkeypatch.setattr(sys, "argv", ["ladder", "--output", str(folder), *options])
-    monkeypatch.setattr(machine, "prepare", lambda: [])
+    monkeypatch.setattr(machine, "prepare", list)
     code = ladder.main()
     return code, [json.loads(line) for line in (folder / "ladder.jsonl").read_text().splitlines()]
 
@@ -207,7 +207,7 @@ def test_tokens_that_the_host_was_told_wrong_are_found(monkeypatch: pytest.Monke
         answers, wrong = graph_part.play(executor, traffic.steps(size.steps), traffic, 2)
     assert wrong and all((held + 1) % 512 == told for _, _, told, held in wrong)
     assert {request for request, *_ in wrong} <= answers.keys()
-    other = {request: told[:-1] + [told[-1] + 1] for request, told in answers.items()}
+    other = {request: [*told[:-1], told[-1] + 1] for request, told in answers.items()}
     assert graph_part.diverged(answers, answers) == []
     assert graph_part.diverged(other, answers) == [[request, len(told) - 1] for request, told in answers.items()]
 

@@ -183,7 +183,7 @@ def test_a_request_may_name_no_peer_but_those_of_the_operator():
 def storm(seed: int, num_steps: int) -> dict[str, int]:
     """Two engines under pressure that read from each other, with disks that fail, aborts, resets and hints."""
     rng = random.Random(seed)
-    shape = dict(vocab_size=50, max_model_len=64)
+    shape = {"vocab_size": 50, "max_model_len": 64}
     shapes = [
         dict(
             num_blocks=rng.choice([17, 30]),
@@ -196,7 +196,7 @@ def storm(seed: int, num_steps: int) -> dict[str, int]:
         )
         for _ in range(2)
     ]
-    counts = dict(finished=0, aborted=0, resets=0)
+    counts = {"finished": 0, "aborted": 0, "resets": 0}
     with worlds(*shapes) as made:
         messages: list[dict[str, Submit]] = [{}, {}]
         for step in range(10**9):

@@ -207,7 +207,7 @@ def test_the_prefix_cache_is_reset_only_when_idle():
 def storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]:
     """A random world under pressure; every finished request must have the tokens that it gets alone."""
     rng = random.Random(seed)
-    shape = dict(vocab_size=50, max_model_len=64)
+    shape = {"vocab_size": 50, "max_model_len": 64}
     world = World(
         num_blocks=rng.choice([17, 20, 30, 100]),
         max_in_flight=rng.choice([1, 2, 3]),
@@ -217,7 +217,7 @@ def storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]
         **shape,
     )
     messages: dict[str, Submit] = {}
-    counts = dict(steps=0, finished=0, aborted=0, preempted=0, hits=0)
+    counts = {"steps": 0, "finished": 0, "aborted": 0, "preempted": 0, "hits": 0}
     while counts["steps"] < num_steps or world.scheduler.has_work():
         if counts["steps"] < num_steps and rng.random() < 0.3 and len(world.scheduler.waiting) < 20:
             message = random_request(rng, len(messages), repeats=has_drafts, **shape)

@@ -237,7 +237,7 @@ def test_a_store_that_was_slow_is_measured_again_without_anybody_waiting():
 def tier_storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]:
     """A random world under pressure with a store that does everything wrong that it may."""
     rng = random.Random(seed)
-    shape = dict(vocab_size=50, max_model_len=64)
+    shape = {"vocab_size": 50, "max_model_len": 64}
     store = FlakyStore(
         seed=seed,
         delay=rng.choice([0, 2, 12]),
@@ -261,7 +261,7 @@ def tier_storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str,
     tiers = world.scheduler.tiers
     tiers._restores_per_step = rng.choice([1, 3, 100])
     messages: dict[str, Submit] = {}
-    counts = dict(steps=0, finished=0, aborted=0, preempted=0)
+    counts = {"steps": 0, "finished": 0, "aborted": 0, "preempted": 0}
     while counts["steps"] < num_steps or world.scheduler.has_work():
         if counts["steps"] < num_steps and rng.random() < 0.3 and len(world.scheduler.waiting) < 20:
             message = random_request(rng, len(messages), repeats=has_drafts, **shape)

@@ -75,7 +75,7 @@ def test_the_command_prints_tables_and_writes_an_image(tmp_path: Path, capsys: p
     for row in saved["plans"]:
         assert row["published"] - 1e-6 <= row["balance"] <= row["bound"] + 1e-9
         assert row["repeats"] == 0
-    assert [row["moved %"] == 0 for row in saved["moves"]][0]
+    assert next(row["moved %"] == 0 for row in saved["moves"])
 
 
 @pytest.mark.parametrize("option", ["--seeds", "--repeats"])

@@ -70,7 +70,7 @@ def test_with_the_prompt_in_chunks_beside_others(case: str, dtype: str, chunk: i
 @pytest.mark.parametrize("cached", [8, 56])
 def test_after_a_prefix_hit(case: str, dtype: str, cached: int) -> None:
     driver = driver_of(case, dtype)
-    owner = driver.admit(PROMPT[:cached] + [1, 2, 3])
+    owner = driver.admit([*PROMPT[:cached], 1, 2, 3])
     driver.generate(owner, count=5, chunk=13)
     hit = driver.admit(PROMPT, FULL)
     hit.blocks, hit.computed = owner.blocks[: cached // BLOCK], cached

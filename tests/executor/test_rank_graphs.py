@@ -64,7 +64,7 @@ class Threads:
         self._wait(1)
 
     def collect(self) -> StepResult:
-        return [self.ranks[r].runner.finish(self._launched[r]) for r in range(WORLD)][0]
+        return next(self.ranks[r].runner.finish(self._launched[r]) for r in range(WORLD))
 
     def close(self) -> None:
         for jobs in self._jobs:

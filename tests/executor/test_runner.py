@@ -40,11 +40,11 @@ def test_what_stale_blocks_hold_does_not_matter(driver: Driver) -> None:
 
 
 def test_a_row_reads_blocks_that_an_earlier_row_of_the_same_step_fills(driver: Driver) -> None:
-    first, second = driver.admit(PROMPT), driver.admit(PROMPT[:40] + [9, 9, 9])
+    first, second = driver.admit(PROMPT), driver.admit([*PROMPT[:40], 9, 9, 9])
     whole = driver.row(first)
     second.blocks, second.computed = first.blocks[:5], 40
     driver.step((first, whole), (second, driver.row(second)))
-    expected = [greedy(CASE, PROMPT, 10)[0], greedy(CASE, PROMPT[:40] + [9, 9, 9], 10)[0]]
+    expected = [greedy(CASE, PROMPT, 10)[0], greedy(CASE, [*PROMPT[:40], 9, 9, 9], 10)[0]]
     assert driver.generate(first, second, count=10) == expected
 
 

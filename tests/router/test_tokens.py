@@ -100,7 +100,7 @@ def test_special_tokens_that_take_their_spaces_along_are_no_places_to_cut():
 
 
 def test_answers_are_the_same_with_and_without_tokenizing(tokenizing):
-    plain = [each.url for each in tokenizing.fleet.replicas.values()][0]
+    plain = next(each.url for each in tokenizing.fleet.replicas.values())
     bodies = [
         {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0},
         {"messages": [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "ab"}], "max_tokens": 8,

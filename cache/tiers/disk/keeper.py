@@ -81,7 +81,7 @@ class Keeper:
                 self._wake.wait(TICK_S)
             with self._lock:
                 self._write_rows()
-                if not self._is_whole or self._is_dirty and time.monotonic() - self._snapshot_s > SNAPSHOT_S:
+                if not self._is_whole or (self._is_dirty and time.monotonic() - self._snapshot_s > SNAPSHOT_S):
                     self._snapshot(clean=False)
             for _ in range(min(SCAN_STRIDE, len(self._to_scan))):
                 self._scan(self._to_scan.popleft())

@@ -240,11 +240,10 @@ def _add_product(acc, x, x_scale, weight, scale_ptr, SCALED: tl.constexpr, QUANT
     """A step of the depth lies within one block of scales, as do a tile's columns."""
     if QUANTIZED:
         return acc + tl.dot(x, weight) * (x_scale * tl.load(scale_ptr))[:, None]
-    elif SCALED:  # by way of float32: before 9.0 there is no shorter one
+    if SCALED:  # by way of float32: before 9.0 there is no shorter one
         weight = weight.to(tl.float32).to(x.dtype)
         return acc + tl.dot(x, weight, input_precision="ieee") * tl.load(scale_ptr)
-    else:
-        return tl.dot(x, weight, acc, input_precision="ieee")
+    return tl.dot(x, weight, acc, input_precision="ieee")
 
 
 @kernel

@@ -264,5 +264,4 @@ def narrow(x, goal):
     """To the dtype that `goal` points to; eight-bit pages take what they can hold, never infinity or NaN for it."""
     if goal.dtype.scalar.element_ty == tl.float8e4nv:
         return tl.minimum(tl.maximum(x.to(tl.float32), -FP8_MAX), FP8_MAX).to(tl.float8e4nv)
-    else:
-        return x.to(goal.dtype.scalar.element_ty)
+    return x.to(goal.dtype.scalar.element_ty)

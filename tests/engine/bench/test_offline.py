@@ -53,7 +53,7 @@ def run(module: ModuleType, *options: str) -> int:
     return module.run(parser.parse_args(options))
 
 
-def test_throughput_counts_prompts_and_all_answers(counting, tmp_path: Path, capsys) -> None:  # noqa: ANN001
+def test_throughput_counts_prompts_and_all_answers(counting, tmp_path: Path, capsys) -> None:
     path = tmp_path / "out.json"
     options = ("--num-prompts", "4", "--input-len", "10", "--output-len", "3", "--n", "2", "--num-warmups", "1")
     assert run(throughput, *options, "--model", "m", "--dtype", "float32", "--output-json", str(path)) == 0
@@ -69,7 +69,7 @@ def test_throughput_counts_prompts_and_all_answers(counting, tmp_path: Path, cap
     assert saved["requests_per_second"] == pytest.approx(4 / saved["elapsed_time"])
 
 
-def test_throughput_runs_every_request_to_its_full_length(counting) -> None:  # noqa: ANN001
+def test_throughput_runs_every_request_to_its_full_length(counting) -> None:
     run(throughput, "--num-prompts", "50", "--input-len", "10", "--output-len", "20", "--random-range-ratio", "0.5")
     ((prompts, params),) = counting.made[0].batches
     assert all(each.ignore_eos for each in params)
@@ -77,7 +77,7 @@ def test_throughput_runs_every_request_to_its_full_length(counting) -> None:  # 
     assert max(max(prompt) for prompt in prompts) < 300
 
 
-def test_latency_reports_the_measured_iterations_only(counting, tmp_path: Path, capsys) -> None:  # noqa: ANN001
+def test_latency_reports_the_measured_iterations_only(counting, tmp_path: Path, capsys) -> None:
     path = tmp_path / "out.json"
     options = ("--num-iters-warmup", "2", "--num-iters", "5", "--batch-size", "3", "--input-len", "6")
     assert run(latency, *options, "--output-len", "4", "--output-json", str(path)) == 0
@@ -93,13 +93,13 @@ def test_latency_reports_the_measured_iterations_only(counting, tmp_path: Path, 
     assert printed[3] == f"50% percentile latency: {saved['percentiles']['50']} seconds"
 
 
-def test_latency_never_repeats_a_prompt(counting) -> None:  # noqa: ANN001
+def test_latency_never_repeats_a_prompt(counting) -> None:
     run(latency, "--num-iters-warmup", "1", "--num-iters", "3", "--batch-size", "2")
     prompts = [tuple(prompt) for batch, _ in counting.made[0].batches for prompt in batch]
     assert len(set(prompts)) == len(prompts) == 8
 
 
-def test_a_count_out_of_range_is_named(counting) -> None:  # noqa: ANN001
+def test_a_count_out_of_range_is_named(counting) -> None:
     with pytest.raises(ConfigError, match="num_iters: 0 given; at least 1"):
         run(latency, "--num-iters", "0")
     assert not counting.made, "nothing was loaded for it"

@@ -38,7 +38,7 @@ def load(path: Path) -> Tokenizer:
 
 def byte_level_file(path: Path, pre: str, **changes: Any) -> tuple[Path, list[str], list[str]]:
     model = json.loads(samples.byte_level().to_str())["model"]
-    tokens = sorted(model["vocab"], key=model["vocab"].get) + ["<think>", "[PAD0]"]
+    tokens = [*sorted(model["vocab"], key=model["vocab"].get), "<think>", "[PAD0]"]
     types = [CONTROL] * 3 + [NORMAL] * (len(tokens) - 5) + [USER_DEFINED, UNUSED]
     merges = [" ".join(merge) for merge in model["merges"]]
     metadata = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types, "merges": merges}
