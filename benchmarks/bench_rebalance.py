@@ -23,7 +23,7 @@ from penstock.executor.protocol import (
     EplbConfig,
     Executor,
     ExecutorConfig,
-    ExpertNews,
+    ExpertUpdate,
     Row,
     Sampling,
     Step,
@@ -56,7 +56,7 @@ QWEN3_MOE = {
 
 class Run(NamedTuple):
     gaps_ms: np.ndarray  # between the results of two steps
-    news: ExpertNews | None  # the last
+    news: ExpertUpdate | None  # the last
 
 
 class Decoder:
@@ -65,7 +65,7 @@ class Decoder:
     def __init__(self, executor: Executor, args: argparse.Namespace) -> None:
         self._executor, self._args = executor, args
         self._step_id = 0
-        self._news: ExpertNews | None = None
+        self._news: ExpertUpdate | None = None
 
     def run(self, seed: int) -> Run:
         """Prefill, then `steps` tokens for every request."""
@@ -146,7 +146,7 @@ def measure(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     return figures(pairs, runs, first, args)
 
 
-def figures(pairs: list[Pair], runs: dict[bool, list[Run]], first: ExpertNews, args: argparse.Namespace) -> dict:
+def figures(pairs: list[Pair], runs: dict[bool, list[Run]], first: ExpertUpdate, args: argparse.Namespace) -> dict:
     """Ratios are moving / still: what p99 and p50 grow by."""
     halves = {
         "p99": [Pair(pair.theirs, pair.ours) for pair in pairs],

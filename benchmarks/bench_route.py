@@ -4,7 +4,7 @@
 
 Backend and client are raw sockets (benchmarks/route_load.py). A proxy's figure is requests or chunks divided by
 the CPU seconds of its own process, so it is per core whoever else is busy. The router runs as its users run it: the
-default policy, probes, its brain; the aiohttp proxy does nothing but pass on. Latency is that of a client at half
+default policy, probes, its placement; the aiohttp proxy does nothing but pass on. Latency is that of a client at half
 of the router's own throughput, through the router and straight to the backend by turns.
 """
 

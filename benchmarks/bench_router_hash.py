@@ -18,8 +18,8 @@ import numpy as np
 import pairs
 
 from penstock.cache.keys import block_keys_v1
-from penstock.router.placement.brain import Brain, ReplicaInfo
 from penstock.router.placement.hasher import route_keys
+from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -42,39 +42,39 @@ def measure(call: Callable[..., Any], rounds: int, given: Iterable[tuple[Any, ..
     return {"p50": wall[rounds // 2], "p99": wall[at_99], "cpu_p50": cpu[rounds // 2], "cpu_p99": cpu[at_99]}
 
 
-def full_brain(num_replicas: int, block_size: int) -> Brain:
+def full_placement(num_replicas: int, block_size: int) -> Placement:
     """Every replica holds as many other blocks as a real one."""
-    brain = Brain(PolicyConfig())
+    placement = Placement(PolicyConfig())
     rng = np.random.default_rng(0)
     for name in (f"r{number}" for number in range(num_replicas)):
-        brain.add_replica(name, ReplicaInfo(b"model", block_size, BLOCKS_EACH))
-        brain.set_available(name, True)
-        brain.apply_snapshot(name, rng.integers(0, 2**64, BLOCKS_EACH - 2**13, dtype=np.uint64).tobytes())
-    return brain
+        placement.add_replica(name, ReplicaInfo(b"model", block_size, BLOCKS_EACH))
+        placement.set_available(name, True)
+        placement.apply_snapshot(name, rng.integers(0, 2**64, BLOCKS_EACH - 2**13, dtype=np.uint64).tobytes())
+    return placement
 
 
-def decisions(brain: Brain, tokens: bytes, block_size: int, rounds: int) -> dict[str, dict[str, float]]:
+def decisions(placement: Placement, tokens: bytes, block_size: int, rounds: int) -> dict[str, dict[str, float]]:
     """The replicas hold the prompt to different depths, one of them all of it."""
     num_tokens = len(tokens) // 4
-    keys = brain.prepare(tokens).matches[0][1].keys
-    for number, replica in enumerate(brain.view()):
-        brain.apply_snapshot(replica, keys[: len(keys) * (number + 1) // len(brain.view())].tobytes())
+    keys = placement.prepare(tokens).matches[0][1].keys
+    for number, replica in enumerate(placement.view()):
+        placement.apply_snapshot(replica, keys[: len(keys) * (number + 1) // len(placement.view())].tobytes())
 
     def place(prepared: Any) -> None:
-        charge = brain.choose(prepared, num_tokens=num_tokens)
+        charge = placement.choose(prepared, num_tokens=num_tokens)
         assert charge is not None
         charge.release(True)
 
-    prompt = brain.prepare(tokens)
+    prompt = placement.prepare(tokens)
     fresh = np.random.default_rng(1).integers(0, 150_000, (rounds, 8), dtype="<i4")
     unseen = ((row.tobytes() + tokens[32:],) for row in fresh)
     return {
-        f"match of {len(keys):,} keys": measure(lambda: brain.knowledge.index.match(keys), 10 * rounds),
-        f"keys and match in one call, block {block_size}": measure(lambda: brain.prepare(tokens), rounds),
+        f"match of {len(keys):,} keys": measure(lambda: placement.knowledge.index.match(keys), 10 * rounds),
+        f"keys and match in one call, block {block_size}": measure(lambda: placement.prepare(tokens), rounds),
         f"choose and charge, block {block_size}": measure(lambda: place(prompt), rounds),
-        f"whole decision, block {block_size}, known prompt": measure(lambda: place(brain.prepare(tokens)), rounds),
+        f"whole decision, block {block_size}, known prompt": measure(lambda: place(placement.prepare(tokens)), rounds),
         f"whole decision, block {block_size}, new prompt": measure(
-            lambda tokens: place(brain.prepare(tokens)), rounds, unseen
+            lambda tokens: place(placement.prepare(tokens)), rounds, unseen
         ),
     }
 
@@ -94,8 +94,8 @@ def main() -> None:
         "SHA-256 keys, block 16": measure(lambda: route_keys(tokens, 16, root=root), args.rounds),
     }
     for block_size in (32, 16):
-        brain = full_brain(args.replicas, block_size)
-        figures |= decisions(brain, tokens, block_size, args.rounds)
+        placement = full_placement(args.replicas, block_size)
+        figures |= decisions(placement, tokens, block_size, args.rounds)
     times = pairs.alternate(
         lambda: measure(lambda: block_keys_v1(tokens, 32), 20)["cpu_p50"],
         lambda: measure(lambda: v1_chain(as_list, 32), 1)["cpu_p50"],

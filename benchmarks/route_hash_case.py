@@ -32,18 +32,18 @@ from tests.support.slow_hash import v1_chain  # noqa: E402
 def run_router(hasher: str, backend: int) -> None:
     """The router as it is, or with the Python loop run first and on the event loop."""
     from penstock.router.config import RouterConfig, resolve
-    from penstock.router.placement.brain import Brain
+    from penstock.router.placement.placement import Placement
     from penstock.router.placement.prompts import Texts
     from penstock.router.serve import bind_socket, serve
 
     if hasher == "slow":
-        prepare = Brain.prepare
+        prepare = Placement.prepare
 
-        def slowly(self: Brain, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Any:
+        def slowly(self: Placement, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Any:
             v1_chain(memoryview(tokens).cast("i").tolist(), 32)
             return prepare(self, tokens, salt, adapter)
 
-        Brain.prepare = slowly  # type: ignore[method-assign]
+        Placement.prepare = slowly  # type: ignore[method-assign]
         Texts.is_long = lambda self, path, body: False  # type: ignore[method-assign]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     config = resolve(RouterConfig(backends=(f"http://127.0.0.1:{backend}",), port=0, max_requests=4096), {})

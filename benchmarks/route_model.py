@@ -1,4 +1,4 @@
-"""The router's brain under simulated time, over replicas that are models of engines. Benchmarks and tests share it.
+"""The router's placement under simulated time, over replicas that are models of engines. Benchmarks and tests share it.
 
 Nothing of the router is replaced but its clock and its sockets: event frames arrive after a lag, first tokens and ends
 are reported to the charges. A model replica prefills one prompt after the other, keeps a least-recently-used cache of
@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.brain import Brain, Prompt, ReplicaInfo
 from penstock.router.placement.hasher import Keys, KeySpace
 from penstock.router.placement.load import Charge
+from penstock.router.placement.placement import Placement, Prompt, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
 
 BLOCK_SIZE = 512  # of the traces' hash ids
@@ -141,21 +141,21 @@ class Simulation:
     def __init__(self, settings: Settings, policy: PolicyConfig, seed: int = 0) -> None:
         self.world = World()
         self.settings = settings
-        self.brain = Brain(policy, self.world, seed)
-        self.say: Callable[[str, Frame], None] = lambda name, frame: self.brain.apply_events(name, [frame])
+        self.placement = Placement(policy, self.world, seed)
+        self.say: Callable[[str, Frame], None] = lambda name, frame: self.placement.apply_events(name, [frame])
         self.replicas = {
             name: ModelReplica(self.world, name, settings, lambda name, frame: self.say(name, frame))
             for name in (f"r{number}" for number in range(settings.num_replicas))
         }
         info = ReplicaInfo(SPACE.fingerprint, BLOCK_SIZE, settings.num_blocks)
         for name, replica in self.replicas.items():
-            self.brain.add_replica(name, info)
-            self.brain.set_available(name, True)
-            self.brain.apply_events(name, replica.snapshot())
+            self.placement.add_replica(name, info)
+            self.placement.set_available(name, True)
+            self.placement.apply_events(name, replica.snapshot())
 
     def arrive(self, arrival: Arrival) -> None:
-        prompt = Prompt(arrival.num_tokens, ((SPACE, self.brain.knowledge.index.match(arrival.keys)),))
-        charge = self.brain.choose(prompt, num_tokens=arrival.num_tokens, session=arrival.session)
+        prompt = Prompt(arrival.num_tokens, ((SPACE, self.placement.knowledge.index.match(arrival.keys)),))
+        charge = self.placement.choose(prompt, num_tokens=arrival.num_tokens, session=arrival.session)
         assert charge is not None
         self.replicas[charge.replica].send(arrival, charge)
 

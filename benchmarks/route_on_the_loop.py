@@ -2,7 +2,7 @@
 
 128 clients send prompts of 39,000 tokens, one after the other, over one event loop; replicas answer from a model (so many
 tokens of prefill per second), so the router's CPU is the only thing that differs. `python` computes v1 keys in a Python
-loop on the event loop; `c` calls Brain.prepare in a thread, as the router does. Prints requests per second and the time
+loop on the event loop; `c` calls Placement.prepare in a thread, as the router does. Prints requests per second and the time
 to the first token for both, by turns.
 
     python benchmarks/route_on_the_loop.py [--clients 128] [--seconds 10] [--pairs 3]
@@ -25,8 +25,8 @@ import uvloop
 
 from penstock.cache.keys import block_keys_v1
 from penstock.engine.http.kv_stream import Changes
-from penstock.router.placement.brain import Brain, Prompt, ReplicaInfo
 from penstock.router.placement.hasher import KeySpace
+from penstock.router.placement.placement import Placement, Prompt, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -58,12 +58,12 @@ class Backend:
 async def drive(kind: str, args: argparse.Namespace) -> dict[str, float]:
     """Every client has a conversation of its own: the prompt is known but for its last tokens."""
     loop = asyncio.get_running_loop()
-    brain = Brain(PolicyConfig())
+    placement = Placement(PolicyConfig())
     backends = {f"r{number}": Backend(args.tokens_per_s) for number in range(NUM_REPLICAS)}
     for name in backends:
-        brain.add_replica(name, INFO)
-        brain.set_available(name, True)
-        brain.apply_snapshot(name, b"")
+        placement.add_replica(name, INFO)
+        placement.set_available(name, True)
+        placement.apply_snapshot(name, b"")
     prompts = [
         np.random.default_rng(number).integers(0, 150_000, args.tokens, dtype="<i4") for number in range(args.clients)
     ]
@@ -71,21 +71,21 @@ async def drive(kind: str, args: argparse.Namespace) -> dict[str, float]:
         name = f"r{number % NUM_REPLICAS}"
         backends[name].known.add(number)
         keys = block_keys_v1(prompt[: -args.new_tokens], BLOCK_SIZE)[:-1]
-        brain.apply_events(name, [Changes(number // NUM_REPLICAS + 1, "device", keys.tobytes(), b"")])
+        placement.apply_events(name, [Changes(number // NUM_REPLICAS + 1, "device", keys.tobytes(), b"")])
     ttft: list[float] = []
     with ThreadPoolExecutor(2) as threads:
 
         async def in_c(tokens: bytes) -> Prompt:
-            return await loop.run_in_executor(threads, brain.prepare, tokens)
+            return await loop.run_in_executor(threads, placement.prepare, tokens)
 
         async def in_python(tokens: bytes) -> Prompt:
             keys = np.array(v1_chain(np.frombuffer(tokens, "<i4").tolist(), BLOCK_SIZE), dtype=np.uint64)
-            return Prompt(len(tokens) // 4, ((SPACE, brain.knowledge.index.match(keys)),))
+            return Prompt(len(tokens) // 4, ((SPACE, placement.knowledge.index.match(keys)),))
 
         prepare: Callable[[bytes], Awaitable[Prompt]] = in_c if kind == "c" else in_python
         end_s = time.monotonic() + args.seconds
         await asyncio.gather(
-            *(_client(n, prompt, args, brain, backends, prepare, ttft, end_s) for n, prompt in enumerate(prompts))
+            *(_client(n, prompt, args, placement, backends, prepare, ttft, end_s) for n, prompt in enumerate(prompts))
         )
     ttft.sort()
     return {
@@ -99,7 +99,7 @@ async def _client(
     number: int,
     tokens: npt.NDArray[np.int32],
     args: argparse.Namespace,
-    brain: Brain,
+    placement: Placement,
     backends: dict[str, Backend],
     prepare: Callable[[bytes], Awaitable[Prompt]],
     ttft: list[float],
@@ -108,7 +108,7 @@ async def _client(
     while time.monotonic() < end_s:
         start_s = time.monotonic()
         tokens[-args.new_tokens :] = np.random.default_rng().integers(0, 150_000, args.new_tokens, dtype="<i4")
-        charge = brain.choose(await prepare(tokens.tobytes()), num_tokens=args.tokens)
+        charge = placement.choose(await prepare(tokens.tobytes()), num_tokens=args.tokens)
         assert charge is not None
         charge.first_token(await backends[charge.replica].first_token(number, args.tokens, args.new_tokens))
         ttft.append(time.monotonic() - start_s)

@@ -1,4 +1,4 @@
-"""A trace of requests through the router's brain, under simulated time, against the other policies and a pooled cache.
+"""A trace of requests through the router's placement, under simulated time, against the other policies and a pooled cache.
 
     python benchmarks/route_sim.py TRACE.jsonl                     # Mooncake's format: timestamp, lengths, hash_ids
     python benchmarks/route_sim.py --scale                         # 8 to 1,000 replicas: memory, churn, decision time
@@ -19,7 +19,7 @@ import pairs
 from route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
 
 from penstock.engine.http.kv_stream import Changes
-from penstock.router.placement.brain import Brain, ReplicaInfo
+from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import POLICIES, PolicyConfig
 
 
@@ -45,14 +45,14 @@ def read_trace(path: Path) -> list[Arrival]:
 def measure_scale(num_replicas: int, blocks_each: int, num_tokens: int) -> dict[str, float]:
     """A full index, churn at full speed, and decisions in the midst of it. CPU time of this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    brain = Brain(PolicyConfig(max_facts=max(2 * num_replicas * blocks_each, 2**16)))
+    placement = Placement(PolicyConfig(max_facts=max(2 * num_replicas * blocks_each, 2**16)))
     rng = np.random.default_rng(0)
     held: dict[str, Any] = {}
     for name in (f"r{number}" for number in range(num_replicas)):
-        brain.add_replica(name, ReplicaInfo(b"model", 32, blocks_each))
-        brain.set_available(name, True)
+        placement.add_replica(name, ReplicaInfo(b"model", 32, blocks_each))
+        placement.set_available(name, True)
         held[name] = rng.integers(0, 2**64, blocks_each, dtype=np.uint64)
-        brain.apply_snapshot(name, held[name].tobytes())
+        placement.apply_snapshot(name, held[name].tobytes())
     memory_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     prompts = [rng.integers(0, 150_000, num_tokens, dtype="<i4").tobytes() for _ in range(20)]
     seqs = dict.fromkeys(held, 0)
@@ -67,21 +67,21 @@ def measure_scale(num_replicas: int, blocks_each: int, num_tokens: int) -> dict[
             batches.append((name, Changes(seqs[name], "device", keys[at : at + 64].tobytes(), gone)))
         start = time.thread_time()
         for name, changes in batches:
-            brain.apply_events(name, [changes])
+            placement.apply_events(name, [changes])
         churn_s += time.thread_time() - start
         num_events += 8 * 128
         start = time.thread_time()
-        prompt = brain.prepare(prompts[number % len(prompts)])
+        prompt = placement.prepare(prompts[number % len(prompts)])
         middle = time.thread_time()
-        charge = brain.choose(prompt, num_tokens=num_tokens)
+        charge = placement.choose(prompt, num_tokens=num_tokens)
         end = time.thread_time()
         assert charge is not None
         charge.first_token(None)
         charge.release(True)
         decide_us.append((end - start) * 1e6)
         choose_us.append((end - middle) * 1e6)
-    brain.check()
-    stats = brain.knowledge.index.stats()
+    placement.check()
+    stats = placement.knowledge.index.stats()
     return {
         "replicas": num_replicas,
         "facts": stats.num_facts,

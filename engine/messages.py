@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.executor.protocol import ExpertNews, ModelInfo, Sampling, TokenLogprobs
+from penstock.executor.protocol import ExpertUpdate, ModelInfo, Sampling, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -90,7 +90,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     draft_tokens: int = 0  # … how many in all …
     accepted_tokens: int = 0  # … and how many of them were sampled
     tiers: dict[str, dict[str, float]] = {}  # "host", "disk", …: gauges and counters of each
-    experts: ExpertNews | None = None  # where they move between ranks
+    experts: ExpertUpdate | None = None  # where they move between ranks
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
@@ -99,7 +99,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     step_tokens: int = 0  # positions computed by the step these come from
 
 
-class CacheNews(msgspec.Struct, frozen=True, tag="cache", array_like=True):
+class CacheUpdate(msgspec.Struct, frozen=True, tag="cache", array_like=True):
     """What a tier has cached since the last news: the first 8 bytes of keys, run together. No key is in both."""
 
     tier: str
@@ -143,4 +143,4 @@ class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset", array_like=True
     ok: bool
 
 
-FromCore = Connected | Outputs | CacheNews | Progress | Ready | Heartbeat | Dead | CacheReset
+FromCore = Connected | Outputs | CacheUpdate | Progress | Ready | Heartbeat | Dead | CacheReset

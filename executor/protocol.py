@@ -149,7 +149,7 @@ class TransferResult(msgspec.Struct, frozen=True, array_like=True):
     stores: dict[str, dict[str, float]] = {}  # store → its gauges and counters, when they were last asked
 
 
-class ExpertNews(msgspec.Struct, frozen=True, array_like=True):
+class ExpertUpdate(msgspec.Struct, frozen=True, array_like=True):
     """How evenly experts' work is spread over the ranks, and what moving them took; counters since the start."""
 
     balance: float  # mean load of a rank / load of the fullest, mean over the layers, at the last look
@@ -182,7 +182,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     errors: dict[int, str] = {}  # a failure that is one row's own; its request ends, the others go on
     elapsed_s: float = 0.0
     transfers: TransferResult | None = None
-    experts: ExpertNews | None = None  # when there is news
+    experts: ExpertUpdate | None = None  # when there is news
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -164,7 +164,7 @@ class App:
             raise HttpError(400, message, param="kv_transfer_params")
         exchange = Exchange(self, request, connection)
         if not self.texts.is_long(request.path, request.body):
-            prepared = self.texts.prepare(request.path, request.body, asked, group.brain)
+            prepared = self.texts.prepare(request.path, request.body, asked, group.placement)
             self._begin(exchange, group, asked, prepared)
         else:
             self.spawn(self._prepare_aside(exchange, group, asked))
@@ -174,7 +174,7 @@ class App:
         connection.reader = exchange
         self.exchanges.add(exchange)
         try:
-            prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.brain)
+            prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.placement)
         except HttpError as error:
             exchange.refuse(error)
             return

@@ -24,7 +24,7 @@ from penstock.router.http.edge import ClientConnection
 from penstock.router.http.heads import AnswerHead, Request
 from penstock.router.http.upstream import ConnectFailed, Dechunker, Upstream
 from penstock.router.http.wire import answer_head, request_head
-from penstock.router.placement.brain import Charge, Prompt
+from penstock.router.placement.placement import Charge, Prompt
 from penstock.router.prefill import PrefillLeg, place
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Exchange:
         if self.prefill is not None:
             charge.hand_over(self.prefill.predicted_ttft_s)
         elif plan.prompt is not None:
-            self._group.brain.expect(charge, plan.prompt)
+            self._group.placement.expect(charge, plan.prompt)
 
     def _blocks_came(self, leg: PrefillLeg) -> None:
         """Or the time was over; in either case who answers needs nobody any more, and has the prompt in its cache.
@@ -164,7 +164,7 @@ class Exchange:
         self.app.metrics.split_requests["split"] += 1
         leg.drop()
         if self._status < 400 and self._plan.prompt is not None and self._charge is not None:
-            self._group.brain.expect(self._charge, self._plan.prompt)
+            self._group.placement.expect(self._charge, self._plan.prompt)
 
     def _prefill_failed(self, leg: PrefillLeg, outcome: Outcome) -> None:
         """Nothing is out yet: withdraw the question from who answers, and begin again, with another to compute the
@@ -365,7 +365,7 @@ class Exchange:
             self._settle("moved")
 
     def look(self, now_s: float, response_s: float) -> None:
-        """Called twice a second: tells the brain of the progress, and ends what has stood still for too long."""
+        """Called twice a second: tells the placement of the progress, and ends what has stood still for too long."""
         if self._num_data != self._num_data_then or self._upstream is None or self.connection.is_paused:
             self._num_data_then, self._quiet_since_s = self._num_data, now_s
             self._report_progress()

@@ -97,7 +97,9 @@ class Metrics(Collector):
             found |= {_key(name, place): count for place, count in enumerate(histogram.counts)}
             found[_key(name, "sum")] = histogram.total
         for role, group in self.fleet.all_groups():
-            found |= {_key("brain", group.root, role, name): value for name, value in group.brain.metrics().items()}
+            found |= {
+                _key("placement", group.root, role, name): value for name, value in group.placement.metrics().items()
+            }
         return found
 
     def describe(self) -> Iterable[Metric]:
@@ -118,7 +120,7 @@ class Metrics(Collector):
             yield family
         for name, histogram in self._histograms():
             yield _histogram(name, histogram.bounds, {labels[0]: value for labels, value in by_name[name]})
-        yield from _brain(by_name.get("brain", []))
+        yield from _placement(by_name.get("placement", []))
         yield from self._of_replicas()
 
     def _histograms(self) -> Iterator[tuple[str, Histogram]]:
@@ -148,8 +150,8 @@ def _histogram(name: str, bounds: Sequence[float], counts: dict[str, float]) -> 
     return HistogramMetricFamily(f"penstock:router_{name}", help_text, buckets=buckets, sum_value=counts["sum"])
 
 
-def _brain(found: list[tuple[list[str], float]]) -> Iterator[Metric]:
-    """The brain's own counters and gauges, per model: predicted against actual cached tokens among them."""
+def _placement(found: list[tuple[list[str], float]]) -> Iterator[Metric]:
+    """The placement's own counters and gauges, per model: predicted against actual cached tokens among them."""
     families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
     for (root, role, name), value in found:
         is_counter = name.endswith("_total")

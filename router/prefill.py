@@ -13,7 +13,7 @@ from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.heads import AnswerHead
 from penstock.router.http.upstream import ConnectFailed, Upstream
 from penstock.router.http.wire import request_head
-from penstock.router.placement.brain import Charge
+from penstock.router.placement.placement import Charge
 from penstock.router.placement.prompts import COMPLETIONS
 from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
 
@@ -143,7 +143,7 @@ def place(
     charge = app.fleet.choose(
         prefills,
         plan.model,
-        prefills.brain.adopt(plan.prompt),
+        prefills.placement.adopt(plan.prompt),
         num_tokens=plan.num_tokens,
         session=plan.session,
         tried=tried,

@@ -28,7 +28,7 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
 from penstock.router.fleet.probe import Prober, ServedModel
 from penstock.router.fleet.replica import Replica
-from penstock.router.placement.brain import Brain, PolicyConfig
+from penstock.router.placement.placement import Placement, PolicyConfig
 from penstock.router.placement.prompts import Texts
 
 log = logging.getLogger("penstock.router")
@@ -157,7 +157,7 @@ class Router:
     def __init__(self, config: RouterConfig, texts: Texts) -> None:
         self.config = config
         self.texts = texts
-        self.fleet = Fleet(config, lambda: Brain(PolicyConfig(config.policy)), time.monotonic)
+        self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)), time.monotonic)
         self.app = App(config, self.fleet, texts, __version__)
         self.prober = Prober(self.fleet, config, self._on_info)
         self.links = KvLinks(self.fleet, config)

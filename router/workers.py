@@ -1,6 +1,6 @@
 """Several router processes on one port: the kernel deals connections out (SO_REUSEPORT).
 
-Each has its own brain, pools, probes and event links: the replicas send their events to all of them, so what is
+Each has its own placement, pools, probes and event links: the replicas send their events to all of them, so what is
 cached is known to each, while load is known only as far as a process has sent it itself. The parent serves nothing.
 It starts the workers, starts one again that dies, passes signals on, carries changes of the fleet to all, and adds
 up their counters so that any of them can answer `/metrics` for all.

@@ -26,7 +26,7 @@ from penstock.engine.server.answers import _SHARED
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 from penstock.router import serve as route
 from penstock.router.config import RouteError
-from tests.support.nursery import ROOT
+from tests.support.fork_server import ROOT
 
 # Values for flags whose kind does not say one, and what a flag needs beside it.
 SAID = {

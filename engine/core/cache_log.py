@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from penstock.engine.http.kv_stream import KEY_BYTES
-from penstock.engine.messages import CacheNews
+from penstock.engine.messages import CacheUpdate
 
 
 class Source(Protocol):
@@ -27,10 +27,10 @@ class CacheLog:
         for source in self._sources.values():
             source.changes = {} if is_on else None
 
-    def news(self) -> list[CacheNews]:
+    def news(self) -> list[CacheUpdate]:
         if self._is_new:
             self._is_new = False
-            return [CacheNews(tier, shortened(source.cached_keys()), b"", True) for tier, source in self._fresh()]
+            return [CacheUpdate(tier, shortened(source.cached_keys()), b"", True) for tier, source in self._fresh()]
         return [self._changes(tier, source) for tier, source in self._sources.items() if source.changes]
 
     def _fresh(self) -> Iterable[tuple[str, Source]]:
@@ -38,12 +38,12 @@ class CacheLog:
             source.changes = {}
             yield tier, source
 
-    def _changes(self, tier: str, source: Source) -> CacheNews:
+    def _changes(self, tier: str, source: Source) -> CacheUpdate:
         assert source.changes is not None
         stored = shortened(key for key, is_cached in source.changes.items() if is_cached)
         removed = shortened(key for key, is_cached in source.changes.items() if not is_cached)
         source.changes = {}
-        return CacheNews(tier, stored, removed)
+        return CacheUpdate(tier, stored, removed)
 
 
 def shortened(keys: Iterable[bytes]) -> bytes:

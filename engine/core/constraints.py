@@ -16,7 +16,7 @@ from penstock.executor.protocol import Executor
 COMPILED_WAIT_S = 0.005  # how long a core with nothing else to do waits for a grammar before it looks at its inbox
 
 
-class GrammarDesk:
+class Constraints:
     def __init__(self, scheduler: Scheduler, executor: Executor, compiler: Compiler) -> None:
         self._scheduler, self._executor, self._compiler = scheduler, executor, compiler
         self._compiled: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()

@@ -12,11 +12,11 @@ import msgspec
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.cache_log import CacheLog
-from penstock.engine.core.constraints import GrammarDesk
+from penstock.engine.core.constraints import Constraints
 from penstock.engine.core.scheduler import Scheduler, refusal
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.messages import CacheNews, Output, Stats, Submit
-from penstock.executor.protocol import STEP_DEADLINE_S, Executor, ExpertNews, ModelInfo, step_deadline_s
+from penstock.engine.messages import CacheUpdate, Output, Stats, Submit
+from penstock.executor.protocol import STEP_DEADLINE_S, Executor, ExpertUpdate, ModelInfo, step_deadline_s
 
 # Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
 POLL_S = 0.0005
@@ -37,13 +37,13 @@ class EngineCore:
         """Without a compiler, requests with a grammar are refused."""
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
-        self._desk = None if compiler is None else GrammarDesk(self.scheduler, executor, compiler)
+        self._constraints = None if compiler is None else Constraints(self.scheduler, executor, compiler)
         self.cache_log = CacheLog(self.scheduler.pools())
         self._clock = clock
         self.last_step_tokens = 0
         # What a heartbeat of another thread reads; each is one assignment.
         self.num_collected = 0
-        self._experts: ExpertNews | None = None
+        self._experts: ExpertUpdate | None = None
         self.step_started_s: float | None = None
         self.step_deadline_s = STEP_DEADLINE_S
         if executor.info.stores:
@@ -56,17 +56,17 @@ class EngineCore:
     def submit(self, message: Submit) -> Output | None:
         if message.grammar is None:
             return self.scheduler.submit(message)
-        if self._desk is None:
+        if self._constraints is None:
             return refusal(message, "grammar: this engine has no tokenizer to constrain an answer with")
-        return self._desk.submit(message)
+        return self._constraints.submit(message)
 
     def abort(self, request_id: str) -> Output | None:
         return self.scheduler.abort(request_id)
 
     def warm_grammars(self) -> None:
         """Make the vocabulary in a thread before the first constrained request needs it; again is without effect."""
-        if self._desk is not None:
-            self._desk.warm()
+        if self._constraints is not None:
+            self._constraints.warm()
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -77,22 +77,22 @@ class EngineCore:
         The masks of constrained rows follow from all tokens before them. So those of a step that is submitted behind
         another are set as soon as that one is collected; those of a step that is alone are filled while it computes.
         """
-        scheduler, desk = self.scheduler, self._desk
-        outputs = [] if desk is None else desk.take_compiled()
+        scheduler, constraints = self.scheduler, self._constraints
+        outputs = [] if constraints is None else constraints.take_compiled()
         while scheduler.num_under_way < self.info.max_in_flight:
             step = scheduler.schedule()
             if step is None:
                 break
             self._expect(sum(row.count for row in step.rows))
-            if desk is None or scheduler.num_under_way > 1:
+            if constraints is None or scheduler.num_under_way > 1:
                 self.executor.submit(step)
             else:
-                desk.begin_masks()
+                constraints.begin_masks()
                 self.executor.submit(step)
-                outputs += desk.set_masks()
+                outputs += constraints.set_masks()
         if not scheduler.num_under_way:
-            if desk is not None and scheduler.held:
-                return outputs + desk.wait_for_compiled()
+            if constraints is not None and scheduler.held:
+                return outputs + constraints.wait_for_compiled()
             # A pool that holds the longest request alone can always admit somebody.
             assert not scheduler.has_work(), "requests wait, and nothing runs that could make room"
             return outputs
@@ -101,14 +101,14 @@ class EngineCore:
         self.step_started_s = self._clock() if scheduler.num_under_way > 1 else None
         self._experts = result.experts or self._experts
         outputs += scheduler.apply(result)
-        if desk is not None and scheduler.num_under_way:
-            outputs += desk.set_masks()
+        if constraints is not None and scheduler.num_under_way:
+            outputs += constraints.set_masks()
         transfers = result.transfers
         if not result.tokens and transfers and not (transfers.completions or transfers.num_copied):
             time.sleep(POLL_S)
         return outputs
 
-    def cache_news(self) -> list[CacheNews]:
+    def cache_updates(self) -> list[CacheUpdate]:
         """What has changed in the cache since the last call; nothing while nobody watches."""
         return self.cache_log.news()
 
@@ -138,8 +138,8 @@ class EngineCore:
 
     def close(self) -> None:
         self.settle()
-        if self._desk is not None:
-            self._desk.close()
+        if self._constraints is not None:
+            self._constraints.close()
         self.executor.close()
 
     def _expect(self, num_tokens: int) -> None:

@@ -39,7 +39,7 @@ from penstock.engine.messages import (
     ToCore,
     WatchCache,
 )
-from penstock.executor.lifeline import die_with
+from penstock.executor.process_life import die_with
 from penstock.executor.protocol import ExecutorError, open_executor
 
 HEARTBEAT_S = 1.0
@@ -161,7 +161,7 @@ def _serve(core: EngineCore, link: Link) -> None:
         if core.has_work():
             outputs += core.step()
         link.send(Outputs(outputs, core.stats(), core.last_step_tokens))
-        for news in core.cache_news():
+        for news in core.cache_updates():
             link.send(news)
 
 

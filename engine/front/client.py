@@ -25,8 +25,8 @@ from penstock.engine.front.answer import Choice, RequestMetrics, Update, joined
 from penstock.engine.front.submit import KvTransfer, Pooling, check_length, check_room, submissions, token_bytes
 from penstock.engine.messages import (
     Abort,
-    CacheNews,
     CacheReset,
+    CacheUpdate,
     Connected,
     Dead,
     FromCore,
@@ -161,7 +161,7 @@ class AsyncEngine:
         self._process: asyncio.subprocess.Process | None = None
         self._directory: Path | None = None
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
-        self.on_cache_news: Callable[[CacheNews], None] | None = None  # after `watch_cache`
+        self.on_cache_news: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
 
     # -- life ----------------------------------------------------------------------------------------------
 
@@ -364,7 +364,7 @@ class AsyncEngine:
                 self._deliver(output)
             if self.on_step is not None:
                 self.on_step(message)
-        elif isinstance(message, CacheNews):
+        elif isinstance(message, CacheUpdate):
             if self.on_cache_news is not None:
                 self.on_cache_news(message)
         elif isinstance(message, CacheReset):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from penstock.executor.protocol import ExpertNews
+from penstock.executor.protocol import ExpertUpdate
 
 COUNTERS = {
     "num_rebalances": ("rebalances", "Plans carried out."),
@@ -18,7 +18,7 @@ COUNTERS = {
 }
 
 
-def expert_families(news: ExpertNews, model_name: str) -> Iterator[Metric]:
+def expert_families(news: ExpertUpdate, model_name: str) -> Iterator[Metric]:
     balance = GaugeMetricFamily(
         "penstock:expert_balance",
         "Mean load of a rank over the load of the fullest, mean over the layers.",

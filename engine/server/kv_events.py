@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine.http.errors import ClientGone
 from penstock.engine.http.kv_stream import ALIVE_S, FRAME_KEYS, KEY_BYTES, Alive, Changes, Hello, Snapshot, pack
-from penstock.engine.messages import CacheNews
+from penstock.engine.messages import CacheUpdate
 from penstock.engine.server.endpoint import unless_gone
 from penstock.engine.server.service import Service
 
@@ -79,7 +79,7 @@ class KvEvents:
             self._mirror = None
             self._service.engine.watch_cache(False)
 
-    def _take(self, news: CacheNews) -> None:
+    def _take(self, news: CacheUpdate) -> None:
         if news.is_snapshot:
             if self._mirror is None:
                 self._mirror = {}

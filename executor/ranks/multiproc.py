@@ -1,7 +1,7 @@
 """The executor of several ranks on one machine: a process each, below this one.
 
 Starting them is all there is here. They are told their steps through a shared-memory ring (executor/ring/queue.py), they
-answer through socket pairs, executor/ranks/crew.py watches them and executor/ranks/ranked.py runs steps over them.
+answer through socket pairs, executor/ranks/worker_watch.py watches them and executor/ranks/ranked.py runs steps over them.
 """
 
 import os
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, step_deadline_s
-from penstock.executor.ranks.crew import Crew
 from penstock.executor.ranks.ranked import RING_SLOTS, SLOT_BYTES, RankedExecutor
 from penstock.executor.ranks.wire import Channel, FromWorker, Rendezvous, Start
+from penstock.executor.ranks.worker_watch import WorkerWatch
 from penstock.executor.ring.memory_segment import MAX_READERS
 from penstock.executor.ring.queue import MessageQueue
 
@@ -32,11 +32,11 @@ def open_multiproc(
     if config.tensor_parallel_size > MAX_READERS:
         raise ExecutorError(f"tensor_parallel_size: {config.tensor_parallel_size} given; at most {MAX_READERS} can be")
     ring = MessageQueue.create(config.tensor_parallel_size, slots=RING_SLOTS, slot_bytes=SLOT_BYTES)
-    crew = start_processes(config, ring.handle().pack())
-    return RankedExecutor(crew, ring, progress, deadline_s)
+    worker_watch = start_processes(config, ring.handle().pack())
+    return RankedExecutor(worker_watch, ring, progress, deadline_s)
 
 
-def start_processes(config: ExecutorConfig, ring: bytes) -> Crew:
+def start_processes(config: ExecutorConfig, ring: bytes) -> WorkerWatch:
     world = config.tensor_parallel_size
     workers: list[Process] = []
     channels: list[Channel] = []
@@ -50,7 +50,7 @@ def start_processes(config: ExecutorConfig, ring: bytes) -> Crew:
             channels.append(channel)
             meet = Rendezvous(host, port, host, fds[0] if fds else None)
             channel.send(Start(config, rank, world, world, rank, meet, ring, rank))
-    return Crew(list(workers), Sockets(channels))
+    return WorkerWatch(list(workers), Sockets(channels))
 
 
 def _spawn(rank: int, fds: tuple[int, ...]) -> tuple["Process", Channel]:

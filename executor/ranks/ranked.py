@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from penstock.executor.protocol import ExecutorError, ModelInfo, Step, StepResult, TransferResult
-from penstock.executor.ranks.crew import Crew
 from penstock.executor.ranks.wire import CLOSE, MASKS, STEP, Done
+from penstock.executor.ranks.worker_watch import WorkerWatch
 from penstock.executor.tiers.transfers import Merge
 
 # A step of 256 decoding requests is 17 KB; a prompt's tokens travel with its admission, 4 bytes each. What is larger
@@ -34,16 +34,20 @@ class Broadcast(Protocol):
 
 class RankedExecutor:
     def __init__(
-        self, crew: Crew, broadcast: Broadcast, progress: Callable[[str], None], deadline_s: Callable[[int], float]
+        self,
+        worker_watch: WorkerWatch,
+        broadcast: Broadcast,
+        progress: Callable[[str], None],
+        deadline_s: Callable[[int], float],
     ) -> None:
-        self.crew, self._broadcast, self._deadline_s = crew, broadcast, deadline_s
+        self.worker_watch, self._broadcast, self._deadline_s = worker_watch, broadcast, deadline_s
         self._encoder = msgspec.msgpack.Encoder()
         self._due: deque[tuple[Step, float]] = deque()  # submitted, and when each must be done
         self._results: deque[StepResult] = deque()
         self._transfers: list[TransferResult] = []  # heard since the last result
-        self._merge = Merge(len(crew.workers))
+        self._merge = Merge(len(worker_watch.workers))
         try:
-            self.info = _agreed([loaded.info for loaded in crew.wait_loaded(progress)])
+            self.info = _agreed([loaded.info for loaded in worker_watch.wait_loaded(progress)])
         except BaseException:
             self.close()
             raise
@@ -66,7 +70,7 @@ class RankedExecutor:
             left_s = due_s - time.monotonic()
             if left_s <= 0:
                 what = f"step {step.step_id} of {len(step.rows)} rows is not done within its deadline"
-                self.crew.give_up(f"{what}: {self.crew.whereabouts()}")
+                self.worker_watch.give_up(f"{what}: {self.worker_watch.whereabouts()}")
             self._hear(min(left_s, 1.0))
         self._due.popleft()
         result = self._results.popleft()
@@ -74,7 +78,7 @@ class RankedExecutor:
         return result
 
     def fileno(self) -> int:
-        return self.crew.fileno()
+        return self.worker_watch.fileno()
 
     def check(self) -> None:
         self._hear(0.0)
@@ -82,24 +86,24 @@ class RankedExecutor:
     def close(self) -> None:
         """End the workers, in peace if they can be told to; nothing is left of them afterwards."""
         try:
-            if not self.crew.has_failed:
+            if not self.worker_watch.has_failed:
                 self._broadcast.send((CLOSE,), timeout_s=CLOSE_TIMEOUT_S)
-                self.crew.stop()
+                self.worker_watch.stop()
         except (ConnectionError, TimeoutError):
             pass  # they are not told, they are killed
         finally:
-            self.crew.close()
+            self.worker_watch.close()
             self._broadcast.close()
 
     def _tell(self, message: tuple[Any, ...], timeout_s: float) -> None:
         try:
             self._broadcast.send(message, timeout_s=max(0.0, timeout_s))
         except (ConnectionError, TimeoutError) as error:
-            self._hear(1.0)  # raises if it has come to the crew's ears, and says more
-            self.crew.give_up(f"a step could not be handed out: {error}; {self.crew.whereabouts()}")
+            self._hear(1.0)  # raises if it has come to the worker_watch's ears, and says more
+            self.worker_watch.give_up(f"a step could not be handed out: {error}; {self.worker_watch.whereabouts()}")
 
     def _hear(self, timeout_s: float) -> None:
-        for message in self.crew.hear(timeout_s):
+        for message in self.worker_watch.hear(timeout_s):
             if not isinstance(message, Done):
                 continue
             if message.result.transfers is not None:

@@ -2,7 +2,7 @@
 
 Ray finds the places, starts the actors and ends them with their driver; nothing of a step goes through it. Ranks on
 the driver's node hear steps through the shared-memory ring, the others over encrypted TCP (executor/ranks/network.py); all
-answer over the latter. executor/ranks/crew.py watches them and executor/ranks/ranked.py runs steps over them.
+answer over the latter. executor/ranks/worker_watch.py watches them and executor/ranks/ranked.py runs steps over them.
 """
 
 import faulthandler
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, step_deadline_s
-from penstock.executor.ranks.crew import Crew
 from penstock.executor.ranks.network import Hub, Spoke, Ticket
 from penstock.executor.ranks.ranked import RING_SLOTS, SLOT_BYTES, RankedExecutor
 from penstock.executor.ranks.wire import MASKS, STACKS, Failed, FromWorker, Rendezvous, Start
+from penstock.executor.ranks.worker_watch import WorkerWatch
 from penstock.executor.ring.queue import MessageQueue
 
 try:
@@ -63,8 +63,8 @@ def open_ray(
         ranks.end()
         raise
     remote = [rank for rank in range(len(workers)) if rank not in local]
-    crew = Crew(list(workers), Voices(hub, workers, ranks))
-    return RankedExecutor(crew, Spread(hub, ring, remote), progress, deadline_s)
+    worker_watch = WorkerWatch(list(workers), Voices(hub, workers, ranks))
+    return RankedExecutor(worker_watch, Spread(hub, ring, remote), progress, deadline_s)
 
 
 class Ranks:
@@ -184,7 +184,7 @@ def _end() -> NoReturn:
 
 
 class Actor:
-    """One rank's actor, as the crew touches it."""
+    """One rank's actor, as the worker_watch touches it."""
 
     def __init__(self, rank: int, place: Place, actor: Any, done: Any, hub: Hub) -> None:
         self.rank, self._actor, self._done, self._hub = rank, actor, done, hub
@@ -214,7 +214,7 @@ class Actor:
 
 
 class Voices:
-    """The crew's post: what the hub hears, and from time to time what Ray knows of actors that say nothing."""
+    """The worker_watch's post: what the hub hears, and from time to time what Ray knows of actors that say nothing."""
 
     def __init__(self, hub: Hub, workers: list[Actor], ranks: Ranks) -> None:
         self._hub, self._workers, self._ranks = hub, workers, ranks

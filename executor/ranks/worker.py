@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.executor.lifeline import die_with
 from penstock.executor.parallel import CollectiveError, Group
+from penstock.executor.process_life import die_with
 from penstock.executor.protocol import ExecutorError, Step, TransferResult
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank, choose_device

@@ -24,7 +24,7 @@ from penstock.eplb.measure import rank_loads
 from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import Experts
 from penstock.executor.parallel import CollectiveError, Group
-from penstock.executor.protocol import EplbConfig, ExpertNews
+from penstock.executor.protocol import EplbConfig, ExpertUpdate
 
 ASK_EVERY = 8  # steps, while the first rank plans
 RUNNING, ARRIVED, FAILED = 1, 2, 0  # ordered: the least over the ranks decides
@@ -78,7 +78,7 @@ class Rebalancer:
         self._pending: list[int] = []  # layers that are still to be moved, in order
         self._move: Move | None = None
         self._is_over = False  # transfers cannot be trusted any more
-        self._news = ExpertNews(balance=1.0)
+        self._news = ExpertUpdate(balance=1.0)
         self._told = self._news
 
     def boundary(self) -> None:
@@ -98,7 +98,7 @@ class Rebalancer:
             return
         self._note(stall_s=self._news.stall_s + time.perf_counter() - started_s)
 
-    def news(self) -> ExpertNews | None:
+    def news(self) -> ExpertUpdate | None:
         """What has changed since the last time."""
         if self._news is self._told:
             return None

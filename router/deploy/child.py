@@ -33,7 +33,7 @@ class Sight(msgspec.Struct, frozen=True):
 
 class Child:
     def __init__(self, words: Sequence[str], env: Mapping[str, str], node: str) -> None:
-        self._command = [sys.executable, "-m", "penstock.executor.lifeline", str(os.getpid()), sys.executable, "-m"]
+        self._command = [sys.executable, "-m", "penstock.executor.process_life", str(os.getpid()), sys.executable, "-m"]
         self._command += words
         self._env = {name: value for name, value in os.environ.items() if name not in RAYS_OWN} | dict(env)
         self._node = node

@@ -1,6 +1,6 @@
 """All replicas, grouped by the model they serve; who may be asked, and who is asked next.
 
-The brain of a group chooses; the fleet tells it who is available, and bounds what misbehaviour may do: of a
+The placement of a group chooses; the fleet tells it who is available, and bounds what misbehaviour may do: of a
 group, at most a share may be out for their conduct, however badly they behave. The dead are always out. Replicas
 that only compute prompts are a group of their own beside the one that answers.
 """
@@ -13,7 +13,7 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import Replica, State
-from penstock.router.placement.brain import Brain, Charge, Prompt, ReplicaInfo
+from penstock.router.placement.placement import Charge, Placement, Prompt, ReplicaInfo
 
 log = logging.getLogger("penstock.router")
 
@@ -22,11 +22,11 @@ BY_CONDUCT = frozenset[State]({"suspect", "ejected"})
 
 
 class Group:
-    """The replicas of one model, and the brain that knows their caches."""
+    """The replicas of one model, and the placement that knows their caches."""
 
-    def __init__(self, root: str, brain: Brain) -> None:
+    def __init__(self, root: str, placement: Placement) -> None:
         self.root = root
-        self.brain = brain
+        self.placement = placement
         self.replicas: dict[str, Replica] = {}
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
@@ -44,7 +44,9 @@ class Group:
 
 
 class Fleet:
-    def __init__(self, config: RouterConfig, new_brain: Callable[[], Brain], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, config: RouterConfig, new_placement: Callable[[], Placement], clock: Callable[[], float]
+    ) -> None:
         self.config = config
         self.replicas: dict[str, Replica] = {}
         self.groups: dict[str, Group] = {}  # that answer clients
@@ -53,7 +55,7 @@ class Fleet:
         self.budget = RetryBudget(config.patience.retry_share)
         self.num_under_way = 0
         self.on_down: Callable[[Replica], None] = lambda replica: None  # requests that wait there are moved
-        self._new_brain = new_brain
+        self._new_placement = new_placement
         self._clock = clock
 
     def add(self, url: str, peer: str | None = None) -> Replica:
@@ -65,11 +67,11 @@ class Fleet:
         self._leave_group(replica)
         groups = self._side(replica)
         if root not in groups:
-            groups[root] = Group(root, self._new_brain())
+            groups[root] = Group(root, self._new_placement())
         group = groups[root]
         replica.root, replica.models = root, models
         group.replicas[replica.url] = replica
-        group.brain.add_replica(replica.url, info)
+        group.placement.add_replica(replica.url, info)
         self._name_groups()
         self.settle(replica)
 
@@ -122,7 +124,7 @@ class Fleet:
         exclude = NOBODY
         if tried or group.full or group.is_mixed:
             exclude = group.lacking(model) | group.full | tried
-        return group.brain.choose(prompt, num_tokens=num_tokens, session=session, exclude=exclude, expects=expects)
+        return group.placement.choose(prompt, num_tokens=num_tokens, session=session, exclude=exclude, expects=expects)
 
     def begin(self, replica: Replica) -> None:
         """A request goes to the replica."""
@@ -156,7 +158,7 @@ class Fleet:
         group = self.home(replica)
         if group is not None:
             for each in group.replicas.values():
-                group.brain.set_available(each.url, self.is_available(each))
+                group.placement.set_available(each.url, self.is_available(each))
 
     def is_available(self, replica: Replica) -> bool:
         if replica.is_up:
@@ -181,7 +183,7 @@ class Fleet:
     def views(self) -> Iterator[dict[str, Any]]:
         seen: dict[str, tuple[str | None, dict[str, Any] | None]] = {}
         for side, group in self.all_groups():
-            seen |= {url: (side, view) for url, view in group.brain.view().items()}
+            seen |= {url: (side, view) for url, view in group.placement.view().items()}
         for replica in self.replicas.values():
             role, known = seen.get(replica.url, (None, None))
             yield {
@@ -196,7 +198,7 @@ class Fleet:
                 "requests": replica.num_requests,
                 "failures": replica.num_failures,
                 "ejections": replica.num_ejections,
-                "brain": known,
+                "placement": known,
             }
 
     def _held_out(self, group: Group) -> set[Replica]:
@@ -231,7 +233,7 @@ class Fleet:
     def _leave_group(self, replica: Replica) -> None:
         group = self.home(replica)
         if group is not None and group.replicas.pop(replica.url, None) is not None:
-            group.brain.remove_replica(replica.url)
+            group.placement.remove_replica(replica.url)
             group.full.discard(replica.url)
             if not group.replicas:
                 del self._side(replica)[group.root]

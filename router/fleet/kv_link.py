@@ -1,7 +1,7 @@
-"""Follows every replica's stream of cache events and hands the frames to its group's brain.
+"""Follows every replica's stream of cache events and hands the frames to its group's placement.
 
 One task per replica: connect, read, and when the stream breaks, stalls or has a gap, connect again; a stream begins
-with all that is cached. A replica without such a stream is left alone: the brain then goes by what it was sent.
+with all that is cached. A replica without such a stream is left alone: the placement then goes by what it was sent.
 """
 
 import asyncio
@@ -105,14 +105,14 @@ class Stream:
         try:
             frames = self._frames.feed(self._body.feed(data) if self._body is not None else data)
             self.num_frames += len(frames)
-            group.brain.apply_events(self._replica.url, frames)
+            group.placement.apply_events(self._replica.url, frames)
         except (StreamError, ValueError) as error:
             log.warning("%s: its cache events are not understood: %s", self._replica.url, error)
             self.num_frames = 0  # nothing to build on: the pauses grow
             self.over.set()
             return
         is_whole = any(not isinstance(frame, Snapshot) or frame.is_last for frame in frames[1:])
-        if is_whole and group.brain.needs_snapshot(self._replica.url):
+        if is_whole and group.placement.needs_snapshot(self._replica.url):
             self.over.set()
 
     def ended(self) -> None:

@@ -16,7 +16,7 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.http.wire import Headers
-from penstock.router.placement.brain import ReplicaInfo
+from penstock.router.placement.placement import ReplicaInfo
 
 log = logging.getLogger("penstock.router")
 
@@ -130,7 +130,7 @@ class Prober:
 
 
 def replica_info(model: ServedModel) -> ReplicaInfo:
-    """What the brain works with. An engine that says nothing of its blocks is guessed at."""
+    """What the placement works with. An engine that says nothing of its blocks is guessed at."""
     if model.fingerprint is None or model.block_size is None:
         return ReplicaInfo()
     return ReplicaInfo(

@@ -1,4 +1,4 @@
-"""From a request's body to what the brain needs: token ids, a salt, a length. And the body that carries the ids.
+"""From a request's body to what the placement needs: token ids, a salt, a length. And the body that carries the ids.
 
 Tokenizing happens here once, in threads, and the engine is sent the ids. They are sent only where they are beyond
 doubt what the engine would have made itself: from fields that are known not to touch the prompt, and to a replica
@@ -21,7 +21,7 @@ from penstock.engine.text.model_text import text_digest
 from penstock.engine.text.segments import SegmentCache
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.router.placement.brain import Brain, Prompt
+from penstock.router.placement.placement import Placement, Prompt
 
 INLINE_BYTES = 2048  # done on the event loop: about as long as handing it to a thread takes
 THREADS = 2
@@ -126,10 +126,12 @@ class Texts:
         """Whether preparing it would hold up the event loop: then it is done aside, in a thread."""
         return len(body) > INLINE_BYTES and path in (CHAT, COMPLETIONS)
 
-    async def prepare_aside(self, path: str, body: bytes, asked: Asked, brain: Brain) -> Prepared:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.prepare, path, body, asked, brain)
+    async def prepare_aside(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Prepared:
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self.prepare, path, body, asked, placement
+        )
 
-    def prepare(self, path: str, body: bytes, asked: Asked, brain: Brain) -> Prepared:
+    def prepare(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Prepared:
         """Raises HttpError for a body that no replica would take. Safe in any thread."""
         if path not in (CHAT, COMPLETIONS):
             return Prepared(None, len(body) // BYTES_PER_TOKEN)
@@ -137,8 +139,8 @@ class Texts:
         if ids is None:
             text = bytes(asked.messages if path == CHAT else asked.prompt)
             whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
-            return Prepared(brain.prepare(whole, asked.cache_salt, None), len(text) // BYTES_PER_TOKEN)
-        prompt = brain.prepare(ids.packed, asked.cache_salt, None)
+            return Prepared(placement.prepare(whole, asked.cache_salt, None), len(text) // BYTES_PER_TOKEN)
+        prompt = placement.prepare(ids.packed, asked.cache_salt, None)
         num_tokens = len(ids.packed) // 4
         if not ids.is_exact:
             return Prepared(prompt, num_tokens)

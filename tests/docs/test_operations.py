@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.messages import Stats
-from penstock.executor.protocol import ExpertNews
+from penstock.executor.protocol import ExpertUpdate
 from tests.support.running_server import running
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,7 +22,7 @@ def exported() -> set[str]:
     tiers = {tier: {"hit_tokens": 1, "used_blocks": 2, "corrupt_reads": 0} for tier in ("host", "disk")}
     with running() as server:
         server.engine.stats = Stats(
-            num_blocks=4, tiers=tiers, experts=ExpertNews(balance=1.0, rank_load=shares, expert_load=shares)
+            num_blocks=4, tiers=tiers, experts=ExpertUpdate(balance=1.0, rank_load=shares, expert_load=shares)
         )
         server.http.get("/health")
         families = list(text_string_to_metric_families(server.http.get("/metrics").text))

@@ -7,11 +7,11 @@ import numpy as np
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.core.cache_log import CacheLog, shortened
-from penstock.engine.messages import CacheNews
+from penstock.engine.messages import CacheUpdate
 from tests.support.simulation import BLOCK_SIZE, World, random_request, submit
 
 
-def apply(known: set[bytes], news: list[CacheNews]) -> None:
+def apply(known: set[bytes], news: list[CacheUpdate]) -> None:
     for each in news:
         assert each.tier == "device"
         stored, removed = ({run[at : at + 8] for at in range(0, len(run), 8)} for run in (each.stored, each.removed))
@@ -77,4 +77,4 @@ def test_a_block_that_came_and_went_between_two_news_is_only_gone():
     pool.register(pool.allocate(1)[0], b"a" * 32)
     pool.release([1])
     pool.allocate(1)
-    assert log.news() == [CacheNews("device", b"", b"a" * 8)]
+    assert log.news() == [CacheUpdate("device", b"", b"a" * 8)]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import penstock.executor  # noqa: F401 - before torch: it sets how torch's threads wait
-from tests.support.nursery import Child, nursery
+from tests.support.fork_server import Child, fork_server
 from tests.support.pretended_gpu import PretendedGpu
 
 
@@ -18,7 +18,7 @@ def gpu() -> Iterator[PretendedGpu]:
 @pytest.fixture
 def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of `open_multiproc` are forked, not started: for tests of what ranks say, not of how they live."""
-    ranks = nursery("penstock.executor.ranks.worker")
+    ranks = fork_server("penstock.executor.ranks.worker")
 
     def fork(command: list[str], stdin: int, pass_fds: tuple[int, ...]) -> Child:
         *_, fd, _, is_tied = command

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from penstock import LLM, SamplingParams
 from penstock.eplb import choose, plan
 from penstock.executor.models.moe import SlotTable
-from penstock.executor.protocol import EplbConfig, ExecutorError, ExpertNews
+from penstock.executor.protocol import EplbConfig, ExecutorError, ExpertUpdate
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.step.rebalance import refuse_unregistered
 from penstock.executor.uniproc import UniprocExecutor
@@ -54,7 +54,7 @@ def test_moving_experts_at_every_step_changes_no_token() -> None:
     restless = EplbConfig(window=2, interval=1, redundant_experts=2, target=1.0, min_gain_per_gib=0.0)
     config = config_of("deepseek-v3", 2, enable_expert_parallel=True, enable_eplb=True, eplb_config=restless)
     executor = open_multiproc(config)
-    news = ExpertNews(balance=0.0)
+    news = ExpertUpdate(balance=0.0)
     try:
         driver = Driver(executor)
         sequences = [driver.admit(prompt) for prompt in given]

@@ -33,7 +33,7 @@ def running(config: ExecutorConfig, **options: object) -> Iterator[RankedExecuto
         yield executor
     finally:
         executor.close()
-    assert all(worker._popen.returncode is not None for worker in executor.crew.workers)
+    assert all(worker._popen.returncode is not None for worker in executor.worker_watch.workers)
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -157,7 +157,7 @@ def test_a_killed_rank_is_named_though_the_other_one_complains_too(rank: int) ->
         driver = Driver(executor)
         sequence = driver.admit([1, 2, 3])
         driver.advance(sequence)
-        executor.crew.workers[rank].kill()
+        executor.worker_watch.workers[rank].kill()
         with pytest.raises(ExecutorError, match=rf"rank {rank} \(process \d+\) was killed by SIGKILL"):
             for _ in range(5):
                 driver.advance(sequence)
@@ -172,7 +172,7 @@ def test_a_rank_that_dies_while_nothing_runs_is_seen_through_the_file_descriptor
     with running(config_of("llama", 2)) as executor:
         poll = select.poll()
         poll.register(executor.fileno(), select.POLLIN)
-        executor.crew.workers[1].kill()
+        executor.worker_watch.workers[1].kill()
         with pytest.raises(ExecutorError, match="rank 1 .* was killed by SIGKILL"):
             while poll.poll(10_000):  # beats come this way too
                 executor.check()
@@ -183,7 +183,7 @@ def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capf
         driver = Driver(executor)
         sequence = driver.admit([1, 2, 3])
         driver.advance(sequence)
-        os.kill(executor.crew.workers[1].pid, signal.SIGSTOP)
+        os.kill(executor.worker_watch.workers[1].pid, signal.SIGSTOP)
         with pytest.raises(
             ExecutorError, match=r"step 2 of 1 rows is not done .*: rank 0 .* was last .*; rank 1 .* was last"
         ):
@@ -193,9 +193,9 @@ def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capf
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_stopped_rank_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.ranks.crew.BEAT_LIMIT_S", 2.5)
+    monkeypatch.setattr("penstock.executor.ranks.worker_watch.BEAT_LIMIT_S", 2.5)
     with running(config_of("llama", 2)) as executor:
-        os.kill(executor.crew.workers[1].pid, signal.SIGSTOP)
+        os.kill(executor.worker_watch.workers[1].pid, signal.SIGSTOP)
         with pytest.raises(ExecutorError, match=r"rank 1 \(process \d+\) has not been heard of for \d+ s"):
             while True:
                 time.sleep(0.2)
@@ -215,7 +215,7 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         "def work():\n"
         f"    executor = open_multiproc(ExecutorConfig(model={str(folder('llama'))!r}, tensor_parallel_size=2,\n"
         "        kv_cache_bytes=2**22))\n"
-        "    print(*[worker.pid for worker in executor.crew.workers], flush=True)\n"
+        "    print(*[worker.pid for worker in executor.worker_watch.workers], flush=True)\n"
         "    time.sleep(60)\n"
         "threading.Thread(target=work).start()\n"
     )
@@ -234,12 +234,12 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def test_closing_ends_every_process_with_code_0_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "penstock.executor.ranks.crew.STOP_GRACE_S", 60.0
+        "penstock.executor.ranks.worker_watch.STOP_GRACE_S", 60.0
     )  # a busy machine takes more than five seconds
     before = threading.active_count()
     with running(config_of("llama", 2)) as executor:
         Driver(executor).advance()
-    assert [worker._popen.returncode for worker in executor.crew.workers] == [0, 0]
+    assert [worker._popen.returncode for worker in executor.worker_watch.workers] == [0, 0]
     assert threading.active_count() == before
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.messages import Stats
-from penstock.executor.protocol import ExpertNews
+from penstock.executor.protocol import ExpertUpdate
 from tests.support.default_model import default_model
 from tests.support.fake_engine import FakeEngine
 from tests.support.router_fleet import running_router
@@ -251,7 +251,7 @@ def test_the_live_view_shows_what_the_engine_says(browser):
         num_steps=4,
         step_s=0.1,
         tiers={"host": {"used_blocks": 5, "capacity_blocks": 50}, "disk": {"used_blocks": 7}},
-        experts=ExpertNews(balance=0.5, num_moved=9, **loads),
+        experts=ExpertUpdate(balance=0.5, num_moved=9, **loads),
     )
     with running(engine) as server, visit(browser, f"{server.url}/#watch") as page:
         server.complete("abc", max_tokens=5)

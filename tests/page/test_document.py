@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.http.page.document import NAMES, document
 from penstock.engine.messages import Stats
-from penstock.executor.protocol import ExpertNews
+from penstock.executor.protocol import ExpertUpdate
 from penstock.router.app import OWN, PROXIED
 from tests.support.router_fleet import running_router
 from tests.support.router_stub import stub
@@ -93,7 +93,7 @@ def test_every_metric_that_it_shows_is_one_that_is_said(kind):
     else:
         with running() as server:
             tiers = {"host": {"used_blocks": 1, "capacity_blocks": 2}}
-            server.engine.stats = Stats(num_blocks=4, tiers=tiers, experts=ExpertNews(balance=1.0))
+            server.engine.stats = Stats(num_blocks=4, tiers=tiers, experts=ExpertUpdate(balance=1.0))
             said = server.http.get("/metrics").text
     families = set(re.findall(r"^# TYPE (\S+)", said, re.MULTILINE))
     named = set(re.findall(r"\"((?:vllm|penstock|process)[_:]\w+)\"", html(kind)))

@@ -8,8 +8,8 @@ import pytest
 from benchmarks.route_model import Arrival, Settings, Simulation, World, pooled_hit
 
 from penstock.engine.http.kv_stream import Changes, Frame, Snapshot
-from penstock.router.placement.brain import Brain, ReplicaInfo
 from penstock.router.placement.load import Charge
+from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import POLICIES, PolicyConfig
 
 SMALL = Settings(num_replicas=4, num_blocks=120)
@@ -37,8 +37,8 @@ def play(arrivals: list[Arrival], policy: str = "predicted-ttft", settings: Sett
     simulation = Simulation(settings, PolicyConfig(name=policy, **options), seed=1)
     simulation.run(arrivals)
     assert len(simulation.outcomes) == len(arrivals)
-    simulation.brain.check()
-    loads = simulation.brain.view().values()
+    simulation.placement.check()
+    loads = simulation.placement.view().values()
     assert all(load["active_requests"] == load["queued_tokens"] == 0 for load in loads), "all load is released"
     return simulation
 
@@ -82,11 +82,11 @@ def test_one_tenants_flood_leaves_the_others_their_hits():
     hit = [outcome for outcome in simulation.outcomes if outcome.cached_tokens]
     assert len(names) == 300
     assert sum(outcome.cached_tokens for outcome in hit) >= 0.95 * sum(o.cached_tokens for o in alone.outcomes)
-    assert simulation.brain.metrics()["index_facts"] <= 2**13
+    assert simulation.placement.metrics()["index_facts"] <= 2**13
 
 
 class Trouble:
-    """Stands between the replicas and the brain: loses, repeats, holds back and forges frames."""
+    """Stands between the replicas and the placement: loses, repeats, holds back and forges frames."""
 
     def __init__(self, simulation: Simulation, seed: int) -> None:
         self.simulation = simulation
@@ -96,7 +96,7 @@ class Trouble:
         simulation.say = self.say
 
     def say(self, name: str, frame: Frame) -> None:
-        brain, chance = self.simulation.brain, self.rng.random()
+        placement, chance = self.simulation.placement, self.rng.random()
         if chance < 0.1:  # lost
             return
         if chance < 0.2:  # late, behind others
@@ -104,17 +104,17 @@ class Trouble:
             return
         if chance < 0.25 and isinstance(frame, Changes):  # forged
             frame = Changes(frame.seq, "device", keys(self.rng.randrange(10**6), 200).tobytes(), b"")
-        brain.apply_events(name, [frame] * self.rng.choice((1, 1, 2)))
+        placement.apply_events(name, [frame] * self.rng.choice((1, 1, 2)))
         while self.held_back and self.rng.random() < 0.5:
             late, old = self.held_back.pop()
-            brain.apply_events(late, [old])
+            placement.apply_events(late, [old])
 
     def reconnect(self, simulation: Simulation) -> None:
         """What the data plane does once a second."""
         for name, replica in simulation.replicas.items():
-            if simulation.brain.needs_snapshot(name):
+            if simulation.placement.needs_snapshot(name):
                 self.num_reconnects += 1
-                simulation.brain.apply_events(name, replica.snapshot())
+                simulation.placement.apply_events(name, replica.snapshot())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -124,9 +124,9 @@ def test_events_that_are_lost_repeated_reordered_and_forged_cost_hits_and_nothin
     trouble = Trouble(simulation, seed)
     simulation.run(arrivals, every=trouble.reconnect)
     assert len(simulation.outcomes) == len(arrivals) and trouble.num_reconnects > 5
-    simulation.brain.check()
+    simulation.placement.check()
     assert simulation.report()["hit"] >= 0.8 * play(arrivals).report()["hit"]
-    for view in simulation.brain.view().values():
+    for view in simulation.placement.view().values():
         assert view["cached_blocks"]["device"] <= 2 * SMALL.num_blocks + 1024
 
 
@@ -135,12 +135,12 @@ def test_without_any_events_the_guess_keeps_most_of_the_hits():
     simulation = Simulation(SMALL, PolicyConfig(), seed=1)
     simulation.say = lambda name, frame: None
     simulation.run(arrivals)
-    assert simulation.brain.metrics()["approximate_replicas"] == 4
+    assert simulation.placement.metrics()["approximate_replicas"] == 4
     assert simulation.report()["hit"] >= 0.8 * play(arrivals).report()["hit"]
 
 
 def test_predictions_agree_with_what_the_replicas_found():
-    metrics = play(conversations(gap_s=0.4)).brain.metrics()
+    metrics = play(conversations(gap_s=0.4)).placement.metrics()
     assert metrics["compared_requests_total"] == 240
     assert metrics["cached_tokens_error_total"] <= 0.02 * metrics["compared_prompt_tokens_total"]
     assert metrics["actual_cached_tokens_total"] > 0
@@ -151,7 +151,7 @@ def test_the_speed_of_each_replica_is_learned():
     slow = simulation.replicas["r3"]
     slow.settings = SMALL._replace(tokens_per_s=3_000.0)
     simulation.run(conversations(count=100, gap_s=0.2))
-    speeds = {name: view["prefill_tokens_per_s"] for name, view in simulation.brain.view().items()}
+    speeds = {name: view["prefill_tokens_per_s"] for name, view in simulation.placement.view().items()}
     assert all(9_000 < speeds[name] < 15_000 for name in ("r0", "r1", "r2")) and 2_000 < speeds["r3"] < 4_000
     done = {name: replica.num_tokens_done for name, replica in simulation.replicas.items()}
     assert done["r3"] < 0.7 * min(done["r0"], done["r1"], done["r2"])
@@ -159,26 +159,26 @@ def test_the_speed_of_each_replica_is_learned():
 
 def test_a_full_replica_is_passed_over_for_one_with_room():
     simulation = Simulation(Settings(num_replicas=2, num_blocks=100), PolicyConfig(wear=0.0), seed=1)
-    brain = simulation.brain
-    full = brain.choose(None, num_tokens=51_000, exclude=frozenset({"r1"}))
+    placement = simulation.placement
+    full = placement.choose(None, num_tokens=51_000, exclude=frozenset({"r1"}))
     assert full is not None
     full.first_token(0)
-    brain.apply_events("r0", [Snapshot(1, "device", keys(1, 18).tobytes(), True, True)])
+    placement.apply_events("r0", [Snapshot(1, "device", keys(1, 18).tobytes(), True, True)])
     simulation.arrive(Arrival(0.0, 512 * 20, 1, keys(1, 20)))
     assert len(simulation.replicas["r1"].outcomes) == 0 and simulation.replicas["r1"]._is_busy
 
 
 def test_a_session_stays_where_it_was_unless_another_is_much_better():
     simulation = Simulation(SMALL, PolicyConfig(affinity_s=0.05), seed=1)
-    first = simulation.brain.choose(None, num_tokens=10, session="chat")
+    first = simulation.placement.choose(None, num_tokens=10, session="chat")
     assert first is not None
     for _ in range(20):
-        charge = simulation.brain.choose(None, num_tokens=10, session="chat")
+        charge = simulation.placement.choose(None, num_tokens=10, session="chat")
         assert charge is not None and charge.replica == first.replica
         charge.release(True)
     for _ in range(4):
-        simulation.brain.choose(None, num_tokens=1_000, exclude=frozenset(simulation.replicas) - {first.replica})
-    moved = simulation.brain.choose(None, num_tokens=10, session="chat")
+        simulation.placement.choose(None, num_tokens=1_000, exclude=frozenset(simulation.replicas) - {first.replica})
+    moved = simulation.placement.choose(None, num_tokens=10, session="chat")
     assert moved is not None and moved.replica != first.replica
 
 
@@ -187,7 +187,7 @@ def test_equals_are_chosen_by_lot_and_the_lot_is_repeatable():
         simulation = Simulation(SMALL, PolicyConfig(wear=0.0), seed=seed)
         names = []
         for _ in range(40):
-            charge = simulation.brain.choose(None, num_tokens=0)
+            charge = simulation.placement.choose(None, num_tokens=0)
             assert charge is not None
             names.append(charge.replica)
             charge.release(True)
@@ -198,9 +198,9 @@ def test_equals_are_chosen_by_lot_and_the_lot_is_repeatable():
 
 
 def test_round_robin_takes_turns_among_those_that_are_available():
-    brain = Simulation(SMALL, PolicyConfig(name="round-robin"), seed=1).brain
-    brain.set_available("r2", False)
-    charges = [brain.choose(None, num_tokens=1) for _ in range(7)]
+    placement = Simulation(SMALL, PolicyConfig(name="round-robin"), seed=1).placement
+    placement.set_available("r2", False)
+    charges = [placement.choose(None, num_tokens=1) for _ in range(7)]
     assert [charge.replica for charge in charges if charge] == ["r0", "r1", "r3", "r0", "r1", "r3", "r0"]
 
 
@@ -208,19 +208,19 @@ def test_round_robin_takes_turns_among_those_that_are_available():
 def test_through_a_random_life_of_the_fleet_every_invariant_holds(seed):
     rng = random.Random(seed)
     world = World()
-    brain = Brain(PolicyConfig(name=rng.choice(POLICIES), max_facts=3000, max_sessions=5), world, seed)
+    placement = Placement(PolicyConfig(name=rng.choice(POLICIES), max_facts=3000, max_sessions=5), world, seed)
     charges: list[Charge] = []
     seqs = Counter[str]()
     for step in range(1500):
         world.now_s += rng.choice((0.0, 0.01, 0.5, 3.0))
-        names, action = list(brain.view()), rng.random()
+        names, action = list(placement.view()), rng.random()
         if len(names) < 2 or action < 0.02:
             block_size = rng.choice((16, 32))
-            brain.add_replica(f"r{step}", ReplicaInfo(b"m", block_size, rng.choice((0, 50, 400))))
+            placement.add_replica(f"r{step}", ReplicaInfo(b"m", block_size, rng.choice((0, 50, 400))))
         elif action < 0.03:
-            brain.remove_replica(rng.choice(names))
+            placement.remove_replica(rng.choice(names))
         elif action < 0.15:
-            brain.set_available(rng.choice(names), rng.random() < 0.8)
+            placement.set_available(rng.choice(names), rng.random() < 0.8)
         elif action < 0.35:
             name = rng.choice(names)
             seqs[name] += rng.choice((0, 1, 1, 1, 2))
@@ -229,16 +229,16 @@ def test_through_a_random_life_of_the_fleet_every_invariant_holds(seed):
                 Changes(seqs[name], rng.choice(("device", "host")), run, run[:80] if rng.random() < 0.3 else b""),
                 Snapshot(seqs[name], "device", run, True, rng.random() < 0.9),
             )
-            brain.apply_events(name, [frames[rng.random() < 0.2]])
+            placement.apply_events(name, [frames[rng.random() < 0.2]])
         elif action < 0.65:
             tokens = np.random.default_rng(rng.randrange(30)).integers(0, 1000, rng.randrange(1, 900), dtype="<i4")
-            prompt = brain.prepare(tokens, rng.choice((None, "salt")), None) if rng.random() < 0.9 else None
+            prompt = placement.prepare(tokens, rng.choice((None, "salt")), None) if rng.random() < 0.9 else None
             session = rng.choice((None, str(rng.randrange(9))))
             exclude = frozenset(rng.sample(names, rng.randrange(2)))
-            charge = brain.choose(prompt, num_tokens=len(tokens), session=session, exclude=exclude)
+            charge = placement.choose(prompt, num_tokens=len(tokens), session=session, exclude=exclude)
             if charge is not None:
                 assert charge.replica in names and charge.replica not in exclude
-                assert brain.view()[charge.replica]["available"]
+                assert placement.view()[charge.replica]["available"]
                 assert 0 <= charge.predicted_cached_tokens < max(len(tokens), 1)
                 assert charge.predicted_ttft_s >= 0
                 charges.append(charge)
@@ -252,11 +252,11 @@ def test_through_a_random_life_of_the_fleet_every_invariant_holds(seed):
                 charge.release(rng.random() < 0.9)
                 charges.remove(charge)
         if step % 50 == 0:
-            brain.check()
+            placement.check()
     for charge in charges:
         charge.release(True)
-    brain.check()
-    for view in brain.view().values():
+    placement.check()
+    for view in placement.view().values():
         assert view["active_requests"] == view["queued_tokens"] == view["held_tokens"] == 0
-    metrics = brain.metrics()
+    metrics = placement.metrics()
     assert metrics["decisions_total"] == metrics["requests_ok_total"] + metrics["requests_failed_total"] > 200

@@ -1,4 +1,4 @@
-"""What the brain believes when streams lose, repeat, reorder, forge, stall and come back."""
+"""What the placement believes when streams lose, repeat, reorder, forge, stall and come back."""
 
 import random
 
@@ -6,163 +6,165 @@ import numpy as np
 import pytest
 
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
-from penstock.router.placement.brain import Brain, ReplicaInfo
+from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
-from tests.router.test_brain import INFO, cached, fleet, ids, live, short_keys
+from tests.router.test_placement import INFO, cached, fleet, ids, live, short_keys
 
 
-def knowledge(brain: Brain, name: str) -> str:
-    return brain.view()[name]["knowledge"]
+def knowledge(placement: Placement, name: str) -> str:
+    return placement.view()[name]["knowledge"]
 
 
 def test_a_prediction_bridges_the_time_until_the_event_and_fades_without_one():
-    brain, clock = fleet(1)
-    live(brain, "r0")
+    placement, clock = fleet(1)
+    live(placement, "r0")
     prompt = ids(1)
-    charge = brain.choose(brain.prepare(prompt), num_tokens=160)
+    charge = placement.choose(placement.prepare(prompt), num_tokens=160)
     assert charge is not None and charge.predicted_cached_tokens == 0
-    assert cached(brain, prompt) == {"r0": 160}
+    assert cached(placement, prompt) == {"r0": 160}
     for _ in range(6):
         clock.now_s += 1.0
-        brain.apply_events("r0", [Alive(0)])
-        brain.choose(None, num_tokens=1)
-    assert cached(brain, prompt) == {"r0": 0}
+        placement.apply_events("r0", [Alive(0)])
+        placement.choose(None, num_tokens=1)
+    assert cached(placement, prompt) == {"r0": 0}
 
 
-def test_where_events_stall_the_brain_guesses_says_so_and_goes_back_to_events():
-    brain, clock = fleet(1)
-    live(brain, "r0")
-    assert knowledge(brain, "r0") == "events" and brain.metrics()["approximate_replicas"] == 0
+def test_where_events_stall_the_placement_guesses_says_so_and_goes_back_to_events():
+    placement, clock = fleet(1)
+    live(placement, "r0")
+    assert knowledge(placement, "r0") == "events" and placement.metrics()["approximate_replicas"] == 0
     clock.now_s += 20.0
-    brain.choose(None, num_tokens=1)
-    assert knowledge(brain, "r0") == "approximate" and brain.needs_snapshot("r0")
-    assert (brain.metrics()["approximate_replicas"], brain.metrics()["event_stalls_total"]) == (1, 1)
+    placement.choose(None, num_tokens=1)
+    assert knowledge(placement, "r0") == "approximate" and placement.needs_snapshot("r0")
+    assert (placement.metrics()["approximate_replicas"], placement.metrics()["event_stalls_total"]) == (1, 1)
     prompt = ids(1)
-    brain.choose(brain.prepare(prompt), num_tokens=160)
+    placement.choose(placement.prepare(prompt), num_tokens=160)
     clock.now_s += 60.0
-    brain.choose(None, num_tokens=1)
-    assert cached(brain, prompt) == {"r0": 160}, "a guess does not fade in seconds"
-    live(brain, "r0", ids(2))
-    assert knowledge(brain, "r0") == "events" and cached(brain, prompt) == {"r0": 0}
-    assert cached(brain, ids(2)) == {"r0": 160}
-    brain.check()
+    placement.choose(None, num_tokens=1)
+    assert cached(placement, prompt) == {"r0": 160}, "a guess does not fade in seconds"
+    live(placement, "r0", ids(2))
+    assert knowledge(placement, "r0") == "events" and cached(placement, prompt) == {"r0": 0}
+    assert cached(placement, ids(2)) == {"r0": 160}
+    placement.check()
 
 
 def test_a_guess_forgets_about_as_the_replica_does():
-    brain, _ = fleet(0)
-    brain.add_replica("r0", ReplicaInfo(b"model", 16, num_blocks=100))
-    brain.set_available("r0", True)
+    placement, _ = fleet(0)
+    placement.add_replica("r0", ReplicaInfo(b"model", 16, num_blocks=100))
+    placement.set_available("r0", True)
     for seed in range(40):
-        brain.choose(brain.prepare(ids(seed)), num_tokens=160)
-    assert cached(brain, ids(39)) == {"r0": 160} and cached(brain, ids(0)) == {"r0": 0}
-    assert 50 <= brain.view()["r0"]["cached_blocks"]["device"] <= 110
-    brain.check()
+        placement.choose(placement.prepare(ids(seed)), num_tokens=160)
+    assert cached(placement, ids(39)) == {"r0": 160} and cached(placement, ids(0)) == {"r0": 0}
+    assert 50 <= placement.view()["r0"]["cached_blocks"]["device"] <= 110
+    placement.check()
 
 
 def test_a_replica_that_says_nothing_of_itself_is_guessed_at():
-    brain, _ = fleet(0)
-    brain.add_replica("r0", ReplicaInfo())
-    brain.set_available("r0", True)
-    brain.choose(brain.prepare(ids(1)), num_tokens=160)
-    assert cached(brain, ids(1)) == {"r0": 160} and knowledge(brain, "r0") == "approximate"
-    assert brain.view()["r0"]["capacity_tokens"] is None
+    placement, _ = fleet(0)
+    placement.add_replica("r0", ReplicaInfo())
+    placement.set_available("r0", True)
+    placement.choose(placement.prepare(ids(1)), num_tokens=160)
+    assert cached(placement, ids(1)) == {"r0": 160} and knowledge(placement, "r0") == "approximate"
+    assert placement.view()["r0"]["capacity_tokens"] is None
 
 
 def test_repeated_frames_change_nothing():
-    brain, _ = fleet(1)
-    live(brain, "r0")
+    placement, _ = fleet(1)
+    live(placement, "r0")
     prompt, keys = ids(1), short_keys(ids(1))
     frames = [Changes(1, "device", keys, b""), Changes(2, "device", b"", keys[-8:]), Changes(3, "device", b"", b"")]
     for frame in frames:
-        brain.apply_events("r0", [frame])
-    brain.apply_events("r0", frames[:1])
-    assert cached(brain, prompt) == {"r0": 144} and not brain.needs_snapshot("r0")
+        placement.apply_events("r0", [frame])
+    placement.apply_events("r0", frames[:1])
+    assert cached(placement, prompt) == {"r0": 144} and not placement.needs_snapshot("r0")
 
 
 def test_an_alive_that_is_ahead_shows_that_changes_were_lost():
-    brain, _ = fleet(1)
-    live(brain, "r0", seq=4)
-    brain.apply_events("r0", [Alive(4)])
-    assert not brain.needs_snapshot("r0")
-    brain.apply_events("r0", [Alive(5)])
-    assert brain.needs_snapshot("r0") and brain.view()["r0"]["events_gaps"] == 1
+    placement, _ = fleet(1)
+    live(placement, "r0", seq=4)
+    placement.apply_events("r0", [Alive(4)])
+    assert not placement.needs_snapshot("r0")
+    placement.apply_events("r0", [Alive(5)])
+    assert placement.needs_snapshot("r0") and placement.view()["r0"]["events_gaps"] == 1
 
 
 def test_another_process_behind_the_same_address_starts_with_an_empty_cache():
-    brain, _ = fleet(1)
-    live(brain, "r0", ids(1))
-    brain.apply_events("r0", [Hello("r0", "sha256", b"model", 16, 1000)])
-    assert cached(brain, ids(1)) == {"r0": 160}, "the same process: what it had it still has"
-    brain.apply_events("r0", [Hello("another", "sha256", b"model", 16, 1000)])
-    assert cached(brain, ids(1)) == {"r0": 0}
+    placement, _ = fleet(1)
+    live(placement, "r0", ids(1))
+    placement.apply_events("r0", [Hello("r0", "sha256", b"model", 16, 1000)])
+    assert cached(placement, ids(1)) == {"r0": 160}, "the same process: what it had it still has"
+    placement.apply_events("r0", [Hello("another", "sha256", b"model", 16, 1000)])
+    assert cached(placement, ids(1)) == {"r0": 0}
 
 
 def test_a_snapshot_in_parts_replaces_what_was_known():
-    brain, _ = fleet(1)
-    live(brain, "r0", ids(1))
+    placement, _ = fleet(1)
+    live(placement, "r0", ids(1))
     keys = short_keys(ids(2))
     parts = [Snapshot(5, "device", keys[:40], True, False), Snapshot(5, "device", keys[40:], False, True)]
-    brain.apply_events("r0", parts)
-    assert cached(brain, ids(1)) == {"r0": 0} and cached(brain, ids(2)) == {"r0": 160}
-    assert brain.view()["r0"]["events_seq"] == 5
+    placement.apply_events("r0", parts)
+    assert cached(placement, ids(1)) == {"r0": 0} and cached(placement, ids(2)) == {"r0": 160}
+    assert placement.view()["r0"]["events_seq"] == 5
 
 
 def test_deeper_tiers_count_in_part_and_only_where_they_reach_further():
-    brain, _ = fleet(3, host_credit=0.5, disk_credit=0.25)
+    placement, _ = fleet(3, host_credit=0.5, disk_credit=0.25)
     keys = short_keys(ids(1))
     for name in ("r0", "r1", "r2"):
-        live(brain, name)
-    brain.apply_events("r0", [Changes(1, "device", keys[:16], b""), Changes(2, "host", keys[:48], b"")])
-    brain.apply_events("r1", [Changes(1, "device", keys[:48], b""), Changes(2, "host", keys[:32], b"")])
-    brain.apply_events("r2", [Changes(1, "disk", keys, b""), Changes(2, "attic", keys, b"")])
-    assert cached(brain, ids(1)) == {"r0": 32 + 32, "r1": 96, "r2": 40}
-    brain.apply_events("r0", [Changes(3, "disk", keys[:56], b"")])
-    assert cached(brain, ids(1))["r0"] == 32 + 32 + 4, "the disk counts only from where the host ends"
-    assert brain.view()["r0"]["cached_blocks"] == {"device": 2, "host": 6, "disk": 7}
-    brain.apply_events("r0", [Changes(4, "host", b"", b"", cleared=True), Changes(5, "disk", b"", b"", cleared=True)])
-    assert cached(brain, ids(1))["r0"] == 32
-    brain.check()
+        live(placement, name)
+    placement.apply_events("r0", [Changes(1, "device", keys[:16], b""), Changes(2, "host", keys[:48], b"")])
+    placement.apply_events("r1", [Changes(1, "device", keys[:48], b""), Changes(2, "host", keys[:32], b"")])
+    placement.apply_events("r2", [Changes(1, "disk", keys, b""), Changes(2, "attic", keys, b"")])
+    assert cached(placement, ids(1)) == {"r0": 32 + 32, "r1": 96, "r2": 40}
+    placement.apply_events("r0", [Changes(3, "disk", keys[:56], b"")])
+    assert cached(placement, ids(1))["r0"] == 32 + 32 + 4, "the disk counts only from where the host ends"
+    assert placement.view()["r0"]["cached_blocks"] == {"device": 2, "host": 6, "disk": 7}
+    placement.apply_events(
+        "r0", [Changes(4, "host", b"", b"", cleared=True), Changes(5, "disk", b"", b"", cleared=True)]
+    )
+    assert cached(placement, ids(1))["r0"] == 32
+    placement.check()
 
 
 def test_what_was_learned_since_a_prompt_was_prepared_counts():
-    brain, _ = fleet(2)
+    placement, _ = fleet(2)
     for name in ("r0", "r1"):
-        live(brain, name)
-    prompt = brain.prepare(ids(1))
-    brain.apply_events("r1", [Changes(1, "device", short_keys(ids(1)), b"")])
-    charge = brain.choose(prompt, num_tokens=160)
+        live(placement, name)
+    prompt = placement.prepare(ids(1))
+    placement.apply_events("r1", [Changes(1, "device", short_keys(ids(1)), b"")])
+    charge = placement.choose(prompt, num_tokens=160)
     assert charge is not None and (charge.replica, charge.predicted_cached_tokens) == ("r1", 159)
 
 
 def test_salts_and_adapters_match_only_themselves():
-    brain, _ = fleet(1)
-    brain.apply_events("r0", [Snapshot(0, "device", short_keys(ids(1), salt="a"), True, True)])
-    assert cached(brain, ids(1), "a") == {"r0": 160}
-    assert cached(brain, ids(1)) == {"r0": 0}
-    assert cached(brain, ids(1), "a", "lora") == {"r0": 0}
+    placement, _ = fleet(1)
+    placement.apply_events("r0", [Snapshot(0, "device", short_keys(ids(1), salt="a"), True, True)])
+    assert cached(placement, ids(1), "a") == {"r0": 160}
+    assert cached(placement, ids(1)) == {"r0": 0}
+    assert cached(placement, ids(1), "a", "lora") == {"r0": 0}
 
 
 def test_replicas_of_several_block_sizes_and_hashes_are_each_matched_by_their_own_keys():
-    brain, _ = fleet(1)
-    brain.add_replica("big", ReplicaInfo(b"model", 32, 500))
-    brain.add_replica("v1", ReplicaInfo(b"", 32, 500, hash="v1"))
+    placement, _ = fleet(1)
+    placement.add_replica("big", ReplicaInfo(b"model", 32, 500))
+    placement.add_replica("v1", ReplicaInfo(b"", 32, 500, hash="v1"))
     for name in ("r0", "big", "v1"):
-        brain.set_available(name, True)
-        brain.choose(brain.prepare(ids(1)), num_tokens=160, exclude=frozenset(brain._replicas) - {name})
-    assert cached(brain, ids(1)) == {"r0": 160, "big": 160, "v1": 160}
-    assert cached(brain, ids(1)[: 4 * 100]) == {"r0": 96, "big": 96, "v1": 96}
-    brain.remove_replica("big")
-    assert cached(brain, ids(1)) == {"r0": 160, "v1": 160}
-    brain.check()
+        placement.set_available(name, True)
+        placement.choose(placement.prepare(ids(1)), num_tokens=160, exclude=frozenset(placement._replicas) - {name})
+    assert cached(placement, ids(1)) == {"r0": 160, "big": 160, "v1": 160}
+    assert cached(placement, ids(1)[: 4 * 100]) == {"r0": 96, "big": 96, "v1": 96}
+    placement.remove_replica("big")
+    assert cached(placement, ids(1)) == {"r0": 160, "v1": 160}
+    placement.check()
 
 
 def test_whatever_a_stream_says_memory_stays_bounded_and_others_keep_what_they_have():
-    brain, _ = fleet(3, max_facts=20_000)
+    placement, _ = fleet(3, max_facts=20_000)
     rng = random.Random(1)
-    live(brain, "r1", ids(1))
+    live(placement, "r1", ids(1))
     for name in ("r0", "r2"):
-        live(brain, name)
-    reserved = brain.metrics()["index_reserved_bytes"]
+        live(placement, name)
+    reserved = placement.metrics()["index_reserved_bytes"]
     forged = np.random.default_rng(2).integers(0, 2**64, 500_000, dtype=np.uint64).tobytes()
     seq = 0
     for _ in range(400):
@@ -177,36 +179,36 @@ def test_whatever_a_stream_says_memory_stays_bounded_and_others_keep_what_they_h
                 Hello(str(rng.randrange(3)), "sha256", b"", 16, 2**40),
             )
         )
-        brain.apply_events("r0", [frame])
-    brain.check()
-    metrics = brain.metrics()
+        placement.apply_events("r0", [frame])
+    placement.check()
+    metrics = placement.metrics()
     assert metrics["index_reserved_bytes"] == reserved and metrics["index_facts"] <= 20_000
-    held = brain.view()["r0"]["cached_blocks"]
+    held = placement.view()["r0"]["cached_blocks"]
     assert held["device"] <= 2 * INFO.num_blocks + 1024
-    assert cached(brain, ids(1))["r1"] == 160
-    charge = brain.choose(brain.prepare(ids(1)), num_tokens=160)
+    assert cached(placement, ids(1))["r1"] == 160
+    charge = placement.choose(placement.prepare(ids(1)), num_tokens=160)
     assert charge is not None and charge.replica == "r1"
 
 
 def test_a_removed_replicas_charges_may_still_be_released_and_its_row_serves_the_next():
-    brain, _ = fleet(2)
-    charges = [brain.choose(brain.prepare(ids(seed)), num_tokens=160) for seed in range(6)]
-    brain.remove_replica("r0")
-    brain.add_replica("r9", INFO)
-    brain.set_available("r9", True)
-    assert cached(brain, ids(0))["r9"] == 0
-    later = brain.choose(None, num_tokens=50, exclude=frozenset({"r1"}))
+    placement, _ = fleet(2)
+    charges = [placement.choose(placement.prepare(ids(seed)), num_tokens=160) for seed in range(6)]
+    placement.remove_replica("r0")
+    placement.add_replica("r9", INFO)
+    placement.set_available("r9", True)
+    assert cached(placement, ids(0))["r9"] == 0
+    later = placement.choose(None, num_tokens=50, exclude=frozenset({"r1"}))
     assert later is not None and later.replica == "r9"
     for charge in charges:
         assert charge is not None
         charge.first_token(0)
         charge.tokens(5)
         charge.release(True)
-    view = brain.view()
+    view = placement.view()
     assert view["r9"]["active_requests"] == 1 and view["r9"]["queued_tokens"] == 50
     assert view["r1"]["active_requests"] == view["r1"]["queued_tokens"] == 0
     later.release(True)
-    brain.check()
+    placement.check()
 
 
 @pytest.mark.parametrize(
@@ -219,10 +221,10 @@ def test_a_removed_replicas_charges_may_still_be_released_and_its_row_serves_the
     ],
 )
 def test_a_replica_that_cannot_be_is_refused_by_name(given, message):
-    brain, _ = fleet(0)
+    placement, _ = fleet(0)
     with pytest.raises(ValueError, match=message):
-        brain.add_replica("r0", ReplicaInfo(**given))
-    brain.check()
+        placement.add_replica("r0", ReplicaInfo(**given))
+    placement.check()
 
 
 @pytest.mark.parametrize(
@@ -236,4 +238,4 @@ def test_a_replica_that_cannot_be_is_refused_by_name(given, message):
 )
 def test_a_policy_that_cannot_be_is_refused_by_name(given, message):
     with pytest.raises(ValueError, match=message):
-        Brain(PolicyConfig(**given))
+        Placement(PolicyConfig(**given))

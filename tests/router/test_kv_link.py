@@ -8,7 +8,7 @@ from tests.support.router_fleet import mock_replicas, running_router, until
 
 
 def view(router, url: str) -> dict:
-    return next(each for each in router.http.get("/replicas").json()["replicas"] if each["url"] == url)["brain"]
+    return next(each for each in router.http.get("/replicas").json()["replicas"] if each["url"] == url)["placement"]
 
 
 def test_what_a_replica_caches_is_known_and_predicted_exactly():
@@ -17,7 +17,7 @@ def test_what_a_replica_caches_is_known_and_predicted_exactly():
         router.chat("a long beginning " * 20)
         until(lambda: view(router, replica.url)["cached_blocks"]["device"] > 10)
         router.chat("a long beginning " * 20)
-        metrics = router.call(lambda: next(iter(router.fleet.groups.values())).brain.metrics())
+        metrics = router.call(lambda: next(iter(router.fleet.groups.values())).placement.metrics())
         assert metrics["predicted_cached_tokens_total"] == metrics["actual_cached_tokens_total"] > 0
 
 

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from penstock.router.config import RouteError, RouterConfig, canonical_url, resolve
-from tests.support.nursery import ROOT
+from tests.support.fork_server import ROOT
 from tests.support.raw_http import connect, post, read_all, status
 from tests.support.router_fleet import mock_replicas, until
 

@@ -63,8 +63,8 @@ def split_fleet(
 def is_at_rest(router: Router) -> bool:
     """Nothing is charged any more."""
     for _, group in router.fleet.all_groups():
-        group.brain.check()
-    active = sum(group.brain.fleet.active.sum() for _, group in router.fleet.all_groups())
+        group.placement.check()
+    active = sum(group.placement.fleet.active.sum() for _, group in router.fleet.all_groups())
     return router.fleet.num_under_way == active == 0 and not router.app.exchanges
 
 

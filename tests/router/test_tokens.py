@@ -11,7 +11,7 @@ from penstock.engine.http import token_form
 from penstock.engine.http.errors import HttpError
 from penstock.engine.text.model_text import load_text, text_digest
 from penstock.engine.text.segments import SegmentCache
-from penstock.router.placement.brain import Brain, PolicyConfig, ReplicaInfo
+from penstock.router.placement.placement import Placement, PolicyConfig, ReplicaInfo
 from penstock.router.placement.prompts import CHAT, COMPLETIONS, Asked, Texts
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.router_fleet import mock_replicas, running_router
@@ -136,11 +136,13 @@ def _timeless(answer: dict) -> dict:
 
 
 def _prepared(body: dict, texts: Texts | None = None):
-    brain = Brain(PolicyConfig())
-    brain.add_replica("a", ReplicaInfo(fingerprint=b"m", block_size=16, num_blocks=64))
+    placement = Placement(PolicyConfig())
+    placement.add_replica("a", ReplicaInfo(fingerprint=b"m", block_size=16, num_blocks=64))
     raw = json.dumps(body).encode()
     texts = texts or Texts(byte_tokenizer(), line_template())
-    return texts.prepare(CHAT if "messages" in body else COMPLETIONS, raw, msgspec.json.decode(raw, type=Asked), brain)
+    return texts.prepare(
+        CHAT if "messages" in body else COMPLETIONS, raw, msgspec.json.decode(raw, type=Asked), placement
+    )
 
 
 USER = [{"role": "user", "content": "hello"}]
@@ -172,7 +174,9 @@ def test_ids_are_sent_only_where_they_are_beyond_doubt(body, is_exact):
 def test_a_field_that_two_names_share_is_refused_before_anything_is_made_of_it():
     raw = b'{"prompt":"a","prompt":"b"}'
     with pytest.raises(HttpError, match="more than once"):
-        Texts(byte_tokenizer()).prepare(COMPLETIONS, raw, msgspec.json.decode(raw, type=Asked), Brain(PolicyConfig()))
+        Texts(byte_tokenizer()).prepare(
+            COMPLETIONS, raw, msgspec.json.decode(raw, type=Asked), Placement(PolicyConfig())
+        )
 
 
 def test_without_a_tokenizer_a_token_is_four_bytes():

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from penstock.engine.front.answer import Choice, TextStream
 from penstock.engine.front.client import EngineDead, Generation, Health, QueueFull
 from penstock.engine.front.submit import check_length, check_room, token_bytes
-from penstock.engine.messages import CacheNews, Output, Stats
+from penstock.engine.messages import CacheUpdate, Output, Stats
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
 from penstock.engine.text.template import ChatTemplate
@@ -125,7 +125,7 @@ class FakeEngine:
     def watch_cache(self, is_on: bool) -> None:
         self.is_watched = is_on
         if is_on:
-            self.on_cache_news(CacheNews("device", b"", b"", True))
+            self.on_cache_news(CacheUpdate("device", b"", b"", True))
 
     async def reset_prefix_cache(self) -> bool:
         return not self._open

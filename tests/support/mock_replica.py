@@ -2,7 +2,7 @@
 
     python -m tests.support.mock_replica --prefill-tps 20000 --inter-token-s 0.01
 
-Prints its port. Fleets fork theirs (tests/support/nursery.py), so that eight of them start at once; kill, stop and drain them
+Prints its port. Fleets fork theirs (tests/support/fork_server.py), so that eight of them start at once; kill, stop and drain them
 as you like. The engine core lives in the server's process: a step takes the time that its tokens would take, and no
 more CPU.
 """
@@ -71,7 +71,7 @@ class MockEngine(AsyncEngine):
             asyncio.get_running_loop().call_soon(self._receive, Outputs(outputs, self._core.stats(), 0))
 
     def _tell_cache(self) -> None:
-        for news in self._core.cache_news():
+        for news in self._core.cache_updates():
             self._receive(news)
 
     async def _run(self) -> None:

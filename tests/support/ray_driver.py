@@ -38,8 +38,8 @@ def run(model: str, num_ranks: int, place_timeout_s: float) -> None:
     driver.generate(first, count=12)
     say(
         tokens=first.output,
-        pids=[worker.pid for worker in executor.crew.workers],
-        names=[worker.name for worker in executor.crew.workers],
+        pids=[worker.pid for worker in executor.worker_watch.workers],
+        names=[worker.name for worker in executor.worker_watch.workers],
     )
     try:
         while not enough.is_set():

@@ -17,7 +17,7 @@ from penstock.router.config import Patience, RouterConfig, resolve
 from penstock.router.placement.prompts import Texts
 from penstock.router.serve import Router
 from tests.support.fake_engine import byte_tokenizer, line_template
-from tests.support.nursery import nursery
+from tests.support.fork_server import fork_server
 
 QUICK = Patience(probe_interval_s=0.05, probe_timeout_s=2.0, connect_s=2.0)
 
@@ -53,7 +53,7 @@ def _start(stack: contextlib.ExitStack, flags: list[str]) -> tuple[int, TextIO]:
     """A process that ends with the stack, and what it says."""
     reads, writes = os.pipe()
     said = stack.enter_context(os.fdopen(reads))
-    child = nursery("tests.support.mock_replica").start(*flags, fds={1: writes})
+    child = fork_server("tests.support.mock_replica").start(*flags, fds={1: writes})
     os.close(writes)
     stack.callback(child.wait, 20)
     stack.callback(child.kill)

@@ -183,15 +183,15 @@ def _counts(pairs: Iterable[tuple[str, float | None]]) -> Iterator[Line]:
 
 
 def _replica(replica: Mapping[str, Any]) -> tuple[str, ...]:
-    brain = replica.get("brain") or {}
-    cached = brain.get("cached_blocks") or {}
+    placement = replica.get("placement") or {}
+    cached = placement.get("cached_blocks") or {}
     state = clean(replica["state"])
     return (
         clean(replica["url"]),
         state if state == "up" else f"{state} ({clean(replica['reason'])[:40]})",
         number(replica["requests_under_way"]),
-        number(brain.get("queued_tokens")),
-        number(brain.get("prefill_tokens_per_s")),
+        number(placement.get("queued_tokens")),
+        number(placement.get("prefill_tokens_per_s")),
         " ".join(f"{number(count)} {clean(tier)}" for tier, count in cached.items() if count) or "–",
         number(replica["requests"]),
         number(replica["failures"]),

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.messages import Outputs, Stats
-from penstock.executor.protocol import ExpertNews
+from penstock.executor.protocol import ExpertUpdate
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import running, until
 
@@ -95,7 +95,7 @@ def test_tiers_are_labelled_and_absent_without_any(server):
 def test_experts_are_told_by_rank_and_by_expert_and_absent_without_any(server):
     assert not [name for name in samples(server) if "expert" in name]
     loads = {"rank_load": array("f", [0.25, 0.75]).tobytes(), "expert_load": array("f", [0.5, 0.25, 0.25]).tobytes()}
-    server.engine.stats = Stats(experts=ExpertNews(balance=0.5, num_moved=3, **loads))
+    server.engine.stats = Stats(experts=ExpertUpdate(balance=0.5, num_moved=3, **loads))
     seen = samples(server)
     assert seen["penstock:expert_balance{}"] == 0.5 and seen["penstock:expert_moved_total{}"] == 3
     assert [seen[f"penstock:expert_rank_load{{rank={rank}}}"] for rank in range(2)] == [0.25, 0.75]

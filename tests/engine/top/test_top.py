@@ -14,7 +14,7 @@ import pytest
 from penstock.engine.commands.top.command import ENTER, LEAVE, frame
 from penstock.engine.commands.top.screen import Piece
 from penstock.engine.messages import Stats
-from penstock.executor.protocol import ExpertNews
+from penstock.executor.protocol import ExpertUpdate
 from tests.support.fake_engine import FakeEngine
 from tests.support.router_fleet import running_router
 from tests.support.router_stub import stub
@@ -32,7 +32,9 @@ STATS = Stats(
     num_steps=4,
     step_s=0.1,
     tiers={"host": {"used_blocks": 5, "capacity_blocks": 50}, "disk": {"used_blocks": 7}},
-    experts=ExpertNews(balance=0.5, rank_load=b"\x00\x00\x80\x3e\x00\x00\x40\x3f", expert_load=b"\x00\x00\x00\x3f" * 2),
+    experts=ExpertUpdate(
+        balance=0.5, rank_load=b"\x00\x00\x80\x3e\x00\x00\x40\x3f", expert_load=b"\x00\x00\x00\x3f" * 2
+    ),
 )
 
 

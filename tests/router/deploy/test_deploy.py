@@ -20,7 +20,7 @@ import pytest
 
 from tests.support import ray_cluster
 from tests.support.fake_engine import byte_tokenizer
-from tests.support.nursery import ROOT
+from tests.support.fork_server import ROOT
 from tests.support.programs import Program, all_gone
 from tests.support.router_fleet import until
 from tests.test_serve import MODEL

@@ -1,6 +1,6 @@
 """Processes of the tests that are forked instead of started: what they import has been imported once.
 
-A nursery is a process without threads that has imported a module. It forks itself, and in the child the module's
+A fork_server is a process without threads that has imported a module. It forks itself, and in the child the module's
 `main()` runs with the arguments, the environment and the file descriptors that were asked for. Importing torch is most
 of what a small rank costs. What is tested about starting and dying with a parent needs processes of the real kind.
 """
@@ -26,19 +26,19 @@ MAX_BYTES, MAX_FDS = 1 << 17, 16
 
 
 @functools.cache
-def nursery(module: str) -> "Nursery":
-    made = Nursery(module)
+def fork_server(module: str) -> "ForkServer":
+    made = ForkServer(module)
     atexit.register(made.close)
     return made
 
 
-class Nursery:
+class ForkServer:
     def __init__(self, module: str) -> None:
         self._turn = threading.Lock()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.support.nursery", module, str(theirs.fileno())],
+                [sys.executable, "-m", "tests.support.fork_server", module, str(theirs.fileno())],
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT)))},
                 stdin=subprocess.DEVNULL,
@@ -59,7 +59,7 @@ class Nursery:
         with self._turn:
             socket.send_fds(self._socket, [json.dumps(what).encode()], fds)
             answer = self._socket.recv(64)
-        assert answer, "the nursery has died"
+        assert answer, "the fork_server has died"
         return int(answer)
 
     def close(self) -> None:
@@ -70,10 +70,10 @@ class Nursery:
 class Child:
     """A forked process, with what a `Popen` has."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
+    def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._nursery = nursery
+        self._nursery = fork_server
         self._fd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:

@@ -1,6 +1,6 @@
 """The deciding half of the router: where a request goes, from what is known of caches and of load.
 
-One `Brain` per router process, called from the event loop; only `prepare` may run in another thread. It does no I/O
+One `Placement` per router process, called from the event loop; only `prepare` may run in another thread. It does no I/O
 and starts nothing: the data plane tells it who is there, feeds it the replicas' event frames, asks, and reports back
 through the charge it got.
 """
@@ -62,7 +62,7 @@ class Replica(NamedTuple):
     cache: ReplicaCache
 
 
-class Brain:
+class Placement:
     def __init__(
         self,
         policy: PolicyConfig = PolicyConfig(),  # noqa: B008
@@ -126,7 +126,7 @@ class Brain:
         return Prompt(len(raw) // 4, tuple(matches))
 
     def adopt(self, prompt: Prompt) -> Prompt:
-        """A prompt that another brain has prepared: its keys are the same here, who holds them is not."""
+        """A prompt that another placement has prepared: its keys are the same here, who holds them is not."""
         index = self.knowledge.index
         return Prompt(prompt.num_tokens, tuple((space, index.match(match.keys)) for space, match in prompt.matches))
 

@@ -65,7 +65,7 @@ class _State:
         self.is_gone = False
 
 
-class Crew:
+class WorkerWatch:
     def __init__(self, workers: list[Worker], post: Post) -> None:
         self.workers, self._post = workers, post
         self._states = [_State() for _ in workers]

@@ -1,6 +1,6 @@
 """How a child process lives exactly as long as its parent. It knows nothing else of ours.
 
-`python -m penstock.executor.lifeline PARENT COMMAND…` becomes COMMAND, tied to that parent: for those that start a
+`python -m penstock.executor.process_life PARENT COMMAND…` becomes COMMAND, tied to that parent: for those that start a
 program from a process with many threads, where no code of ours may run between fork and exec.
 """
 
