@@ -198,7 +198,7 @@ class Fleet:
                 "requests": replica.num_requests,
                 "failures": replica.num_failures,
                 "ejections": replica.num_ejections,
-                "placement": known,
+                "brain": known,
             }
 
     def _held_out(self, group: Group) -> set[Replica]:

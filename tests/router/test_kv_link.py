@@ -8,7 +8,7 @@ from tests.support.router_fleet import mock_replicas, running_router, until
 
 
 def view(router, url: str) -> dict:
-    return next(each for each in router.http.get("/replicas").json()["replicas"] if each["url"] == url)["placement"]
+    return next(each for each in router.http.get("/replicas").json()["replicas"] if each["url"] == url)["brain"]
 
 
 def test_what_a_replica_caches_is_known_and_predicted_exactly():

@@ -183,7 +183,7 @@ def _counts(pairs: Iterable[tuple[str, float | None]]) -> Iterator[Line]:
 
 
 def _replica(replica: Mapping[str, Any]) -> tuple[str, ...]:
-    placement = replica.get("placement") or {}
+    placement = replica.get("brain") or {}
     cached = placement.get("cached_blocks") or {}
     state = clean(replica["state"])
     return (
