@@ -1,4 +1,4 @@
-# The words of the README: serve test check bench gpu fmt. Whichever comes first makes .venv, which takes minutes.
+# The words of the README: serve test check size bench gpu fmt. Whichever comes first makes .venv, which takes minutes.
 # For a machine with a GPU that is bare: gpu-wheels here, then gpu-first there.
 #
 #   make serve ARGS='--port 9000'      make test ARGS='tests/cache -k keys'      make bench ARGS=--full
@@ -6,7 +6,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
-.PHONY: serve test check bench gpu gpu-first gpu-wheels fmt
+.PHONY: serve test check size bench gpu gpu-first gpu-wheels fmt
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -29,12 +29,17 @@ check: $(EXTENSION)
 	@$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n0 tests/test_layers.py
+	$(BIN)/pytest -q -n0 tests/test_layers.py tests/test_words.py
+	$(BIN)/python -m tests.size
 	echo "building the sdist, and the wheel from it, in isolation (half a minute)"
 	rm -rf dist/check && mkdir -p dist/check
 	$(BIN)/python -m build --outdir dist/check . > dist/check/log 2>&1 || { cat dist/check/log; exit 1; }
 	$(BIN)/pip install -q --no-deps --target dist/check/site dist/check/*.whl
 	PYTHONPATH=dist/check/site $(BIN)/python tests/smoke_installed.py dist/check
+
+# Lines per room beside the budgets of pyproject.toml.
+size: $(EXTENSION)
+	@$(BIN)/python -m tests.size
 
 bench: $(EXTENSION) $(MODEL)
 	@[ -n "$(BENCH)" ] || exec $(BIN)/python -m benchmarks.published $(ARGS)
