@@ -54,7 +54,7 @@ ToCore = Submit | Abort | WatchCache | ResetCache | Shutdown
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """News of one sequence. The one with a `finish_reason` is its last, and there is always exactly one."""
+    """What is new of one sequence. The one with a `finish_reason` is its last, and there is always exactly one."""
 
     request_id: str
     tokens: list[int]
@@ -70,7 +70,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     is_refusal: bool = False  # with an error: the request itself is at fault
 
 
-class Stats(msgspec.Struct, frozen=True, array_like=True):
+class Stats(msgspec.Struct, array_like=True):
     """Gauges as of now and counters since the core started."""
 
     num_running: int = 0
@@ -85,7 +85,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     step_s: float = 0.0  # total time of all steps
-    forced_tokens: int = 0  # of the generated ones: what a grammar left no choice about, so nobody sampled it
+    forced_tokens: int = 0  # of the generated ones: what a grammar left no choice about, so they were not sampled
     num_drafts: int = 0  # rows that brought drafts along …
     draft_tokens: int = 0  # … how many in all …
     accepted_tokens: int = 0  # … and how many of them were sampled
@@ -100,7 +100,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
 
 
 class CacheUpdate(msgspec.Struct, frozen=True, tag="cache", array_like=True):
-    """What a tier has cached since the last news: the first 8 bytes of keys, run together. No key is in both."""
+    """What a tier has cached since the last update: the first 8 bytes of keys, run together. No key is in both."""
 
     tier: str
     stored: bytes
@@ -137,7 +137,7 @@ class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
 
 
 class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset", array_like=True):
-    """`ok` is False where requests or transfers were under way, and nothing was forgotten."""
+    """`ok` is False where requests or transfers were in flight, and nothing was forgotten."""
 
     number: int
     ok: bool

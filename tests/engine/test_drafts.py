@@ -1,4 +1,4 @@
-"""Drafts from a request's own text: where they are found, who gets them, and that nobody's tokens change by them."""
+"""Drafts from a request's own text: where they are found, who gets them, and that they change no tokens."""
 
 import random
 from array import array
@@ -95,11 +95,11 @@ def test_a_request_without_a_repeat_stays_one_step_ahead_and_one_with_a_repeat_w
     num_planned = []
     while world.scheduler.has_work():
         world.step()
-        ahead = world.scheduler._under_way[-1] if world.scheduler.num_under_way else None
+        ahead = world.scheduler.in_flight[-1] if world.scheduler.in_flight else None
         for request in world.scheduler.running:
             if request.drafts:
                 assert request.num_pending <= 1, "something is planned beside drafts"
-        num_planned.append({} if ahead is None else {request.request_id for request in ahead.requests})
+        num_planned.append({} if ahead is None else {request.message.request_id for request in ahead.requests})
     assert {"free"} in num_planned and {"free", "copy"} in num_planned
     assert world.scheduler.stats().accepted_tokens > 10
 
@@ -200,7 +200,7 @@ def test_drafts_of_a_step_are_bounded():
     assert most == 4  # one place of each slot is taken by its request: 8 - 4, and the oracle would object to more
 
 
-def test_an_abort_with_drafts_under_way_leaves_nothing():
+def test_an_abort_with_drafts_in_flight_leaves_nothing():
     for steps in range(1, 14):
         world = World(max_in_flight=2, drafts=NGRAM)
         world.submit(submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7))

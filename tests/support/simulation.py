@@ -82,14 +82,14 @@ class World:
     def step(self, check: bool = True) -> None:
         """Fill the pipeline, take in one result."""
         self.now_s += self.step_s
-        while self.scheduler.num_under_way < self.max_in_flight:
+        while len(self.scheduler.in_flight) < self.max_in_flight:
             step = self.scheduler.schedule()
             if check:
                 self.scheduler.check()
             if step is None:
                 break
             self.executor.submit(step)
-        if self.scheduler.num_under_way:
+        if self.scheduler.in_flight:
             for output in self.scheduler.apply(self.executor.collect()):
                 self._keep(output)
             if check:
@@ -105,13 +105,13 @@ class World:
         raise AssertionError(f"not finished after {limit} steps")
 
     def settle(self, limit: int = 1000) -> None:
-        """Step until nothing is on its way between the tiers."""
+        """Step until nothing is in flight between the tiers."""
         self.run()
         for _ in range(limit):
             if self.scheduler.tiers is None or self.scheduler.tiers.is_idle:
                 return
             self.step()
-        raise AssertionError(f"transfers are still under way after {limit} steps")
+        raise AssertionError(f"transfers are still in flight after {limit} steps")
 
     def compare(self, messages: Mapping[str, Submit], counts: dict[str, int], where: str) -> None:
         """Every request has ended with what it gets alone, or with the beginning of it if it was aborted."""
@@ -136,7 +136,7 @@ class World:
     def _keep(self, output: Output | None) -> None:
         if output is not None:
             seen = self.outputs[output.request_id]
-            assert not seen or seen[-1].finish_reason is None, f"{output.request_id}: news after its end"
+            assert not seen or seen[-1].finish_reason is None, f"{output.request_id}: an output after its end"
             seen.append(output)
 
 
