@@ -24,7 +24,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     cache_salt: str | None = None
     adapter: str | None = None
     pooling: Literal["last", "mean"] | None = None
-    skip_prefix_cache: bool = False
     grammar: str | None = None  # what the answer must match, as engine/grammar/source.py wrote it
     peer: str | None = None  # the store that has the prompt's blocks …
     peer_wait_s: float = 0.0  # … or will have them so many seconds from now
@@ -112,7 +111,7 @@ class Connected(msgspec.Struct, frozen=True, tag="connected", array_like=True):
     """The first thing on each of the core's two connections, before anything is loaded."""
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
     """A line about a stage of the start."""
 
     line: str
@@ -143,4 +142,4 @@ class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset", array_like=True
     ok: bool
 
 
-FromCore = Connected | Outputs | CacheUpdate | Progress | Ready | Heartbeat | Dead | CacheReset
+FromCore = Connected | Outputs | CacheUpdate | LoadProgress | Ready | Heartbeat | Dead | CacheReset

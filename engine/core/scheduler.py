@@ -91,7 +91,7 @@ class Scheduler:
             tokens,
             min(message.max_tokens, most - len(tokens)),
             namespace_root(model=self.info.fingerprint, adapter=message.adapter, salt=message.cache_salt),
-            needs_all or message.skip_prefix_cache or not self.config.enable_prefix_caching,
+            needs_all or not self.config.enable_prefix_caching,
             matcher,
         )
         self._holdings.extend_keys(request)

@@ -46,7 +46,7 @@ CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when t
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
 
 
-class Post(NamedTuple):
+class PostRoute(NamedTuple):
     """A POST route, and the schemas of what goes in and comes out."""
 
     path: str
@@ -57,16 +57,16 @@ class Post(NamedTuple):
 
 
 POSTS = (
-    Post("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
-    Post("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
-    Post("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
-    Post("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
-    Post("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
-    Post("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
+    PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
+    PostRoute("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
+    PostRoute("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
+    PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
+    PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
+    PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
 )
 
 
-class App:
+class ServerApp:
     """The whole application. `service` is what the server's life and the tests need to see."""
 
     def __init__(self, service: Service, keys: Keys, allowed_origins: Sequence[str] = ()) -> None:
@@ -118,16 +118,18 @@ class App:
         return path if path in self.templates else "unmatched"
 
 
-def build_app(engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig) -> App:
+def build_app(
+    engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig
+) -> ServerApp:
     """The application over a started engine; `config` is a resolved one."""
-    return App(Service(engine, tokenizer, template, config), Keys(config.api_keys), config.allowed_origins)
+    return ServerApp(Service(engine, tokenizer, template, config), Keys(config.api_keys), config.allowed_origins)
 
 
 def _routes(service: Service) -> list[Route]:
     started = int(time.time())
     page = document("live")
 
-    async def models(request: Request) -> Response:
+    async def models(_request: Request) -> Response:
         await service.know_text_digest()
         return _json(reply.Models([_model(service, name, started) for name in service.config.served_model_names]))
 
@@ -135,20 +137,20 @@ def _routes(service: Service) -> list[Route]:
         await service.know_text_digest()
         return _json(_model(service, service.check_model(request.path_params["model"]), started))
 
-    async def health(request: Request) -> Response:
+    async def health(_request: Request) -> Response:
         state = service.engine.health()
         return _json(reply.Status(state.reason), 200 if state.alive else 503)
 
-    async def ready(request: Request) -> Response:
+    async def ready(_request: Request) -> Response:
         state = service.engine.health()
         if service.is_draining:
             return _json(reply.Status("the server is shutting down"), 503)
         return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
 
-    async def metrics(request: Request) -> Response:
+    async def metrics(_request: Request) -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    async def version(request: Request) -> Response:
+    async def version(_request: Request) -> Response:
         return _json(reply.Version(pages.version()))
 
     gets = {
@@ -164,11 +166,11 @@ def _routes(service: Service) -> list[Route]:
     described = pages.openapi(POSTS, [*gets, "/kv_events", "/openapi.json", "/docs"], ErrorReply)
     encoded = msgspec.json.encode(described)
 
-    async def openapi(request: Request) -> Response:
+    async def openapi(_request: Request) -> Response:
         return Response(encoded, media_type="application/json")
 
     gets |= {"/openapi.json": openapi, "/docs": _page(pages.docs(described), pages.HEADERS)}
-    gets_by_path: dict[str, Callable] = {**gets, "/kv_events": KvEvents(service)}
+    gets_by_path: dict[str, Callable[..., Awaitable[Response]] | KvEvents] = {**gets, "/kv_events": KvEvents(service)}
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets_by_path.items()] + [
         Route(post.path, Endpoint(service, post.handler), methods=["POST"]) for post in POSTS
     ]
@@ -190,7 +192,7 @@ def _model(service: Service, name: str, started: int) -> reply.Model:
 
 
 def _page(html: str | bytes, headers: Mapping[str, str]) -> Callable[[Request], Awaitable[Response]]:
-    async def page(request: Request) -> Response:
+    async def page(_request: Request) -> Response:
         return HTMLResponse(html, headers=headers)
 
     return page
@@ -200,7 +202,7 @@ def _json(body: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
+async def _refuse(_request: Request, error: Exception) -> Response:
     answer = as_http_error(error)
     return Response(answer.body(), answer.status, answer.headers, "application/json")
 
@@ -215,7 +217,7 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     return Response(answer.body(), answer.status, answer.headers, "application/json")
 
 
-async def _fail(request: Request, error: Exception) -> Response:
+async def _fail(_request: Request, _error: Exception) -> Response:
     """A bug of ours. The traceback goes to the log, and nothing of it to the client."""
     answer = HttpError(500, "internal error")
     return Response(answer.body(), answer.status, media_type="application/json")

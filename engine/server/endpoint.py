@@ -42,7 +42,7 @@ class Endpoint:
                 body, call.prompt_ids = token_form.unpack(body)
             await unless_gone(receive, self._answer(call, body, send))
         except ClientGone:
-            call.is_gone = True  # nobody to answer, and perhaps half an answer is out: the log is told, no one else
+            call.is_gone = True  # for the log; perhaps half an answer is out
         finally:
             service.release(call)
             service.num_open_requests -= 1
@@ -66,7 +66,7 @@ def _report(call: Call) -> dict[str, str]:
     """How much of the prompt was cached, for a router that asked."""
     if not call.reports or not call.answers:
         return {}
-    return {token_form.CACHED_HEADER: str(sum(each.generation.num_cached_tokens or 0 for each in call.answers))}
+    return {token_form.CACHED_HEADER: str(sum(each.num_cached_tokens or 0 for each in call.answers))}
 
 
 async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Call) -> None:

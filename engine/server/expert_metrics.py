@@ -18,19 +18,19 @@ COUNTERS = {
 }
 
 
-def expert_families(news: ExpertUpdate, model_name: str) -> Iterator[Metric]:
+def expert_families(update: ExpertUpdate, model_name: str) -> Iterator[Metric]:
     balance = GaugeMetricFamily(
         "penstock:expert_balance",
         "Mean load of a rank over the load of the fullest, mean over the layers.",
         labels=["model_name"],
     )
-    balance.add_metric([model_name], news.balance)
+    balance.add_metric([model_name], update.balance)
     yield balance
-    yield _shares("penstock:expert_rank_load", "rank", news.rank_load, model_name)
-    yield _shares("penstock:expert_load", "expert", news.expert_load, model_name)
+    yield _shares("penstock:expert_rank_load", "rank", update.rank_load, model_name)
+    yield _shares("penstock:expert_load", "expert", update.expert_load, model_name)
     for field, (name, text) in COUNTERS.items():
         family = CounterMetricFamily(f"penstock:expert_{name}", text, labels=["model_name"])
-        family.add_metric([model_name], getattr(news, field))
+        family.add_metric([model_name], getattr(update, field))
         yield family
 
 

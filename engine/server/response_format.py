@@ -6,7 +6,7 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.engine.server.requests import ResponseFormat, Sampled
+from penstock.engine.server.requests import GenerateRequest, ResponseFormat
 
 
 class Wanted(NamedTuple):
@@ -16,7 +16,7 @@ class Wanted(NamedTuple):
     field: str | None = None
 
 
-def wanted_outputs(request: Sampled, coerce_one_of: bool) -> Wanted:
+def wanted_outputs(request: GenerateRequest, coerce_one_of: bool) -> Wanted:
     """What the request asks for, checked as far as it can be without compiling; raises InvalidRequest or HttpError.
     `coerce_one_of`: of all requests."""
     wanted = Wanted(request.structured_outputs)

@@ -15,7 +15,7 @@ from penstock.engine.grammar.json_schema import TYPES
 from penstock.engine.grammar.tool_calls import arguments_alone, grammar
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
-from penstock.engine.server.reading import Plan
+from penstock.engine.server.reading import ReadingPlan
 from penstock.engine.server.requests import ChatRequest, Message, NamedTool, Tool
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
@@ -49,7 +49,7 @@ class Tools:
             self.form = formats.detect(source, template is not None and template.has_tools, has_args)
         else:
             self.form = None if named == "none" else formats.named(named, source, has_args)
-        # A template that knows no tools would drop them: the model is told in the text of the messages.
+        # A template that knows no tools would drop them: the model reads of them in the text of the messages.
         self.as_text = template is not None and not template.has_tools and self.form in (formats.HERMES, formats.CODER)
         self._is_off = named == "none"
         parser = config.reasoning_parser
@@ -85,13 +85,15 @@ class Tools:
         many = request.parallel_tool_calls is not False and self.form.has_many and not isinstance(choice, NamedTool)
         return Calls(self.form, functions, must, many)
 
-    def plan(self, request: ChatRequest, calls: Calls | None, prompt: list[int], wanted: Wanted) -> tuple[Plan, Wanted]:
+    def plan(
+        self, request: ChatRequest, calls: Calls | None, prompt: list[int], wanted: Wanted
+    ) -> tuple[ReadingPlan, Wanted]:
         """How the answers are to be read, and the grammar that answers to `wanted` under these calls and reasoning."""
         thought = None if self.marks is None else thinking.thinking_after(self.marks, self._end(prompt))
         is_held = calls is not None and (calls.must or wanted.outputs is not None or self._constrains_auto)
         outputs = self._constraint(calls if is_held else None, wanted.outputs, thought)
         shows = request.include_reasoning is not False
-        return Plan(calls, thought, is_held, shows), Wanted(outputs, "tools" if is_held else wanted.field)
+        return ReadingPlan(calls, thought, is_held, shows), Wanted(outputs, "tools" if is_held else wanted.field)
 
     async def looser(self, calls: Calls, compiled: Callable[[Wanted], Awaitable[object]]) -> Calls | None:
         """For calls whose grammar was refused: those whose arguments no grammar expresses take any object. Raises
@@ -125,7 +127,7 @@ class Tools:
 
 
 def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """The tools as chat templates take them, without what nobody set."""
+    """The tools as chat templates take them, without what was not set."""
     return None if not tools else [
         {"type": "function", "function": {
             name: value for name in ("name", "description", "parameters")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
-from penstock.engine.front.answer import Update, joined
-from penstock.engine.front.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, Generation, QueueFull
+from penstock.engine.front.answer import Answer, Update, joined
+from penstock.engine.front.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, QueueFull
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.protocol import ExecutorConfig
 from tests.support.simulation import alone, submit
@@ -36,13 +36,15 @@ async def running(**scheduler: object) -> AsyncIterator[AsyncEngine]:
     await engine.start()
     try:
         yield engine
+        engine.check()
     finally:
         await engine.close()
 
 
-async def read(generation: Generation) -> dict[int, Update]:
+async def read(answer: Answer) -> dict[int, Update]:
     parts: dict[int, list[Update]] = {}
-    async for updates in generation:
+    async for updates in answer:
+        answer.check()
         for update in updates:
             parts.setdefault(update.index, []).append(update)
     return {index: joined(updates) for index, updates in parts.items()}
@@ -95,11 +97,11 @@ def test_what_cannot_run_is_refused_before_it_reaches_the_core():
 def test_an_abort_frees_the_blocks_within_half_a_second():
     async def run() -> None:
         async with running() as engine:
-            generation = engine.generate([1, 2, 3], SamplingParams(max_tokens=100_000, detokenize=False))
-            await anext(generation)
+            answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=100_000, detokenize=False))
+            await anext(answer)
             started = time.monotonic()
-            generation.abort()
-            last = [updates async for updates in generation][-1][0]
+            answer.abort()
+            last = [updates async for updates in answer][-1][0]
             assert last.finish_reason == "abort"
             await until(lambda: engine.stats.num_used_blocks == 0)
             assert time.monotonic() - started < 0.5
@@ -110,9 +112,9 @@ def test_an_abort_frees_the_blocks_within_half_a_second():
 def test_a_reader_that_sleeps_finds_everything_in_one_update():
     async def run() -> None:
         async with running() as engine:
-            generation = engine.generate([1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0, detokenize=False))
+            answer = engine.generate([1, 2, 3], SamplingParams(max_tokens=500, temperature=0.0, detokenize=False))
             await until(lambda: engine.num_open == 0)
-            (updates,) = [updates async for updates in generation]
+            (updates,) = [updates async for updates in answer]
             assert len(updates[0].token_ids) == 500
 
     asyncio.run(run())
@@ -122,12 +124,12 @@ def test_a_full_queue_says_when_to_come_back():
     async def run() -> None:
         async with running(max_num_seqs=2, max_queued_requests=3) as engine:
             long = SamplingParams(max_tokens=100_000, detokenize=False)
-            generations = [engine.generate([1], long) for _ in range(5)]
+            answers = [engine.generate([1], long) for _ in range(5)]
             with pytest.raises(QueueFull) as full:
                 engine.admit()
             assert full.value.retry_after_s >= 1
-            for generation in generations:
-                generation.abort()
+            for answer in answers:
+                answer.abort()
             await until(lambda: engine.num_open == 0)
             engine.admit()
 
@@ -137,11 +139,11 @@ def test_a_full_queue_says_when_to_come_back():
 def test_a_killed_core_ends_every_request_with_an_error_that_says_so():
     async def run() -> None:
         async with running() as engine:
-            generations = [engine.generate([1], SamplingParams(max_tokens=900_000, detokenize=False)) for _ in range(3)]
-            await anext(generations[0])
+            answers = [engine.generate([1], SamplingParams(max_tokens=900_000, detokenize=False)) for _ in range(3)]
+            await anext(answers[0])
             os.kill(engine._process.pid, signal.SIGKILL)
-            for generation in generations:
-                last = (await read(generation))[0]
+            for answer in answers:
+                last = (await read(answer))[0]
                 assert last.finish_reason == "error" and "SIGKILL" in last.error
             health = engine.health()
             assert not health.alive and "SIGKILL" in health.reason

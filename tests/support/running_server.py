@@ -13,7 +13,7 @@ import uvloop
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.listen import Listener, bind_socket
-from penstock.engine.server.app import App, build_app
+from penstock.engine.server.app import ServerApp, build_app
 from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ MODEL = "tiny"
 
 
 class Running:
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: FakeEngine, app: App, listener: Listener) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: FakeEngine, app: ServerApp, listener: Listener) -> None:
         self.loop = loop
         self.engine = engine
         self.app = app

@@ -216,6 +216,5 @@ def random_request(
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, "a", "b"]),
         adapter=rng.choice([None, None, None, "x"]),
-        skip_prefix_cache=rng.random() < 0.1,
         pooling=rng.choice([None] * 12 + ["last", "mean"]),
     )

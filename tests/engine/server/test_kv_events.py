@@ -107,9 +107,9 @@ def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(monkeypat
         frames = events.frames()
         taken = [await anext(frames), await anext(frames)]
         for number in range(20):
-            engine.on_cache_news(CacheUpdate("device", number.to_bytes(8, "little") * 2, b""))
+            engine.on_cache_update(CacheUpdate("device", number.to_bytes(8, "little") * 2, b""))
         taken.append(await anext(frames))
-        engine.on_cache_news(CacheUpdate("device", b"", (3).to_bytes(8, "little")))
+        engine.on_cache_update(CacheUpdate("device", b"", (3).to_bytes(8, "little")))
         taken.append(await anext(frames))
         assert engine.is_watched
         await frames.aclose()
@@ -141,7 +141,7 @@ def test_a_large_snapshot_comes_in_parts(monkeypatch):
         first = events.frames()
         await anext(first), await anext(first)
         for tier in ("device", "host"):
-            engine.on_cache_news(CacheUpdate(tier, b"".join(n.to_bytes(8, "big") for n in range(10)), b""))
+            engine.on_cache_update(CacheUpdate(tier, b"".join(n.to_bytes(8, "big") for n in range(10)), b""))
         second = events.frames()
         await anext(second)
         parts = [FrameReader().feed(await anext(second))[0] for _ in range(6)]
