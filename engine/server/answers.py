@@ -12,8 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.engine.front.answer import Answer, Update, joined
-from penstock.engine.http.errors import HttpError
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.requests import SAMPLING_FIELDS, GenerateRequest, StreamOptions
@@ -43,9 +42,9 @@ class Reply(Protocol):
 def sampling_params(service: Service, request: GenerateRequest, **special: Any) -> SamplingParams:
     """The model's defaults, then what the request says, then what its endpoint makes of the rest. Checked."""
     if request.stream and request.prompt_logprobs is not None:
-        raise HttpError(400, "prompt_logprobs: cannot be streamed", param="prompt_logprobs")
+        raise InvalidRequest("prompt_logprobs", "cannot be streamed")
     if request.stream_options is not None and not request.stream:
-        raise HttpError(400, "stream_options: only a stream has any; set stream to true", param="stream_options")
+        raise InvalidRequest("stream_options", "only a stream has any; set stream to true")
     given = {name: value for name in SAMPLING_FIELDS if (value := getattr(request, name)) is not None}
     params = SamplingParams(**{**service.config.default_sampling, **given, **special})
     params.check(service.info.vocab_size, service.config.max_logprobs)

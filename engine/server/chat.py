@@ -7,7 +7,6 @@ import msgspec
 from msgspec import UNSET
 
 from penstock.engine.front.answer import Update
-from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import respond, sampling_params
 from penstock.engine.server.call import Call
@@ -27,7 +26,7 @@ async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | As
     """Answer the conversation, n times."""
     request = service.accept(call, body, _DECODER)
     if request.top_logprobs is not None and not request.logprobs:
-        raise HttpError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+        raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     wanted = wanted_outputs(request, service.config.coerce_one_of)
     calls = service.tools.calls(request)

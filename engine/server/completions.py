@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 import msgspec
 
 from penstock.engine.front.answer import Update
-from penstock.engine.http.errors import HttpError
+from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import respond, sampling_params
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
@@ -38,7 +38,7 @@ async def completions(service: Service, call: Call, body: bytes) -> msgspec.Stru
     num_sequences = len(inputs) * params.n
     if num_sequences > MAX_SEQUENCES:
         what = f"{len(inputs)} prompts × {params.n} choices; at most {MAX_SEQUENCES} are allowed"
-        raise HttpError(400, f"n: {what}", param="n")
+        raise InvalidRequest("n", f"{what}")
     with service.admit(num_sequences):
         grammar = await service.grammar(wanted)
         prompts = await to_ids("prompt", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)

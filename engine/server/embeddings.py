@@ -6,8 +6,7 @@ from array import array
 import msgspec
 
 from penstock.engine.front.results import unit_length
-from penstock.engine.http.errors import HttpError
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.answers import gather, usage
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import decode_inputs, to_ids
@@ -27,7 +26,7 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
     size = service.info.hidden_size
     if request.dimensions not in (None, size):
         what = f"{request.dimensions} given; this model has {size}, and they are not cut"
-        raise HttpError(400, f"dimensions: {what}", param="dimensions")
+        raise InvalidRequest("dimensions", f"{what}")
     inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
     with service.admit(len(inputs)):
         prompts = await to_ids("input", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)

@@ -11,20 +11,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine
-from penstock.engine.messages import Outputs, Stats
-from penstock.engine.server.expert_metrics import expert_families
-from penstock.engine.server.tier_metrics import tier_families
+from penstock.engine.messages import Outputs
+from penstock.engine.server.families import family, stats_families
 
 _VLLM_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
 # vLLM's begin at 0.3: those before them tell a queue from none. All of its bounds are there.
@@ -53,9 +46,9 @@ class Distribution:
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             seen += count
             buckets.append((bound, seen))
-        family = HistogramMetricFamily(self.name, self.help_text, labels=["model_name"])
-        family.add_metric([model_name], buckets, sum_value=self.total)
-        return family
+        found = HistogramMetricFamily(self.name, self.help_text, labels=["model_name"])
+        found.add_metric([model_name], buckets, sum_value=self.total)
+        return found
 
 
 class ServerMetrics(Collector):
@@ -113,52 +106,19 @@ class ServerMetrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.engine.stats
-        usable = max(stats.num_blocks, 1)
-        yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences in the queue.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.num_used_blocks / usable)
-        yield self._device_blocks(stats)
-        yield self._steps(stats)
-        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries)
-        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits)
-        yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
-        yield self._counter("prompt_tokens", "Prompt tokens computed or found.", stats.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
-        forced = "Generated tokens that a grammar left no choice about."
-        yield self._counter("forced_tokens", forced, stats.forced_tokens, "penstock")
-        for name, help_text, value in (
-            ("spec_drafts", "Rows computed with drafts behind them.", stats.num_drafts),
-            ("spec_draft_tokens", "Tokens computed before they were sampled.", stats.draft_tokens),
-            ("spec_accepted_tokens", "Those of them that were sampled.", stats.accepted_tokens),
-        ):
-            yield self._counter(name, help_text, value, "penstock")
-        finished = CounterMetricFamily(
-            "vllm:request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason in ("stop", "length", "abort", "error"):
-            finished.add_metric([self.model_name, reason], self.finished[reason])
-        yield finished
-        yield from tier_families(stats.tiers, self.model_name)
-        if stats.experts is not None:
-            yield from expert_families(stats.experts, self.model_name)
-        for histogram in (
-            self.first_token,
-            self.next_token,
-            self.whole,
-            self.queued,
-            self.prompt,
-            self.generated,
-            self.step,
-        ):
-            yield histogram.family(self.model_name)
-        yield self._http()
-        refused = CounterMetricFamily(
-            "penstock:http_refused", "Connections refused before there was a request.", labels=["status"]
-        )
-        for status, count in sorted(self.refused.items()):
-            refused.add_metric([str(status)], count)
-        yield refused
+        model = self.model_name
+        yield from stats_families(self.engine.stats, model)
+        tokens, times = (self.prompt, self.generated, self.step), (self.first_token, self.next_token)
+        for distribution in (*times, self.whole, self.queued, *tokens):
+            yield distribution.family(model)
+        finished = {(model, reason): self.finished[reason] for reason in ("stop", "length", "abort", "error")}
+        text = "Sequences that ended, by reason."
+        yield family(CounterMetricFamily, "vllm:request_success", text, ["model_name", "finished_reason"], finished)
+        requests = {(route, str(status)): count for (route, status), count in sorted(self.requests.items())}
+        yield family(CounterMetricFamily, "penstock:http_requests", "HTTP requests.", ["route", "status"], requests)
+        refused = {(str(status),): count for status, count in sorted(self.refused.items())}
+        text = "Connections refused before there was a request."
+        yield family(CounterMetricFamily, "penstock:http_refused", text, ["status"], refused)
 
     def describe(self) -> Iterable[Metric]:
         return ()  # registering must not collect: the engine may not have said anything yet
@@ -166,35 +126,3 @@ class ServerMetrics(Collector):
     def _see_step(self, outputs: Outputs) -> None:
         if outputs.step_tokens:
             self.step.observe(outputs.step_tokens)
-
-    def _device_blocks(self, stats: Stats) -> Metric:
-        family = GaugeMetricFamily(
-            "penstock:kv_device_blocks",
-            "KV blocks of the device: all, held by requests, and with content that can be found again.",
-            labels=["model_name", "state"],
-        )
-        states = {"all": stats.num_blocks, "held": stats.num_used_blocks, "cached": stats.num_cached_blocks}
-        for state, count in states.items():
-            family.add_metric([self.model_name, state], count)
-        return family
-
-    def _steps(self, stats: Stats) -> Metric:
-        family = SummaryMetricFamily("penstock:step_seconds", "Time of the engine's steps.", labels=["model_name"])
-        family.add_metric([self.model_name], stats.num_steps, stats.step_s)
-        return family
-
-    def _http(self) -> Metric:
-        requests = CounterMetricFamily("penstock:http_requests", "HTTP requests.", labels=["route", "status"])
-        for (route, status), count in sorted(self.requests.items()):
-            requests.add_metric([route, str(status)], count)
-        return requests
-
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
-        family.add_metric([self.model_name], value)
-        return family
-
-    def _counter(self, name: str, help_text: str, value: float, owner: str = "vllm") -> Metric:
-        family = CounterMetricFamily(f"{owner}:{name}", help_text, labels=["model_name"])
-        family.add_metric([self.model_name], value)
-        return family

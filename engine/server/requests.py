@@ -12,7 +12,7 @@ from msgspec import Meta, Raw
 from penstock.engine.front.submit import KvTransfer, Pooling
 from penstock.engine.http.body import decode, split_object
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 
 MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
@@ -284,9 +284,7 @@ def parse(body: bytes, decoder: msgspec.json.Decoder[Request]) -> Request:
     for name, raw in split_object(body).items():
         if name in known:
             if name not in TEXT_FIELDS and len(bytes(raw)) > MAX_FIELD_BYTES:
-                raise HttpError(
-                    400, f"{name}: {len(bytes(raw))} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed", param=name
-                )
+                raise InvalidRequest(name, f"{len(bytes(raw))} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed")
         elif name in UNSERVED:
             _check_neutral(name, raw)
         elif name not in HARMLESS:
@@ -298,4 +296,4 @@ def _check_neutral(name: str, raw: Raw) -> None:
     reason, neutral = UNSERVED[name]
     value = decode(_ANY, raw, name) if len(bytes(raw)) <= 256 else raw
     if value is not None and value not in neutral:
-        raise HttpError(400, f"{name}: {reason}", param=name)
+        raise InvalidRequest(name, f"{reason}")

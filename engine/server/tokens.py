@@ -3,7 +3,7 @@
 import msgspec
 
 from penstock.engine.front.submit import token_bytes
-from penstock.engine.http.errors import HttpError
+from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import INLINE_CHARS, decode_ids, in_thread_if, render, to_ids
 from penstock.engine.server.requests import DetokenizeRequest, TokenizeRequest, parse
@@ -21,10 +21,10 @@ async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
     service.check_model(request.model)
     has_messages = bytes(request.messages) not in (b"", b"null")
     if (request.prompt is not None) == has_messages:
-        raise HttpError(400, "prompt: exactly one of prompt and messages is needed", param="prompt")
+        raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
     for name in () if has_messages else _OF_MESSAGES:
         if getattr(request, name) is not None:
-            raise HttpError(400, f"{name}: only messages have a template; prompt is given", param=name)
+            raise InvalidRequest(name, "only messages have a template; prompt is given")
     # Tokenizing costs the same here as on the way to the engine, and nothing else bounds it.
     with service.admit(1):
         text = await render(request, service) if request.prompt is None else request.prompt

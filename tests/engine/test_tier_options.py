@@ -11,7 +11,7 @@ from penstock.engine.commands.engine_options import add_engine_options, engine_o
 from penstock.engine.config import ConfigError, engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.sampling_params import SamplingParams
-from penstock.engine.server.tier_metrics import tier_families
+from penstock.engine.server.families import stats_families
 from penstock.executor.protocol import ExecutorError
 from tests.support.peer_rig import free_addresses, until
 
@@ -171,6 +171,6 @@ def test_metrics_of_all_peers_stand_under_one_tier(folder):
         metrics = other.get_metrics()
         assert metrics["kv_peer_hit_tokens"] == metrics["kv_peer_hits"] * 16 == 256
         assert metrics["kv_peer_is_open"] == 1 and metrics["kv_peer_served_blocks"] == 0
-        families = {family.name: family for family in tier_families(other._running().stats().tiers, "m")}
+        families = {family.name: family for family in stats_families(other._running().stats(), "m")}
         (sample,) = families["penstock:kv_tier_is_open"].samples
         assert sample.labels == {"model_name": "m", "tier": "peer"} and sample.value == 1
