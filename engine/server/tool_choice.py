@@ -153,7 +153,7 @@ def check_history(messages: list[Message]) -> None:
         if message.role == "tool":
             if message.tool_call_id is None:
                 raise InvalidRequest(f"{field}.tool_call_id", "the field is required in a tool's message")
-            elif message.tool_call_id not in called:
+            if message.tool_call_id not in called:
                 raise InvalidRequest(
                     f"{field}.tool_call_id", f"{clip(message.tool_call_id)!r} is the id of no call before it"
                 )
