@@ -5,7 +5,7 @@ three values.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 
@@ -52,23 +52,25 @@ TIER_GAUGES = frozenset(
 )
 
 
-def family(kind: Kind, name: str, text: str, labels: Iterable[str], rows: Mapping[tuple[str, ...], float]) -> Metric:
+def family(
+    kind: Kind, name: str, text: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> Metric:
     """`rows`: the values of the labels, and the figure."""
-    found = kind(name, text, labels=list(labels))
-    for values, figure in rows.items():
-        found.add_metric(list(values), figure)
+    found = kind(name, text, labels=labels)
+    for values, figure in rows:
+        found.add_metric(values, figure)
     return found
 
 
 def stats_families(stats: Stats, model: str) -> Iterator[Metric]:
     for kind, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
         for field, (name, text) in table.items():
-            yield family(kind, name, text, ["model_name"], {(model,): getattr(stats, field)})
+            yield family(kind, name, text, ["model_name"], [((model,), getattr(stats, field))])
     share = stats.num_used_blocks / max(stats.num_blocks, 1)
     text = "Share of KV blocks in use, 0 to 1."
-    yield family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, ["model_name"], {(model,): share})
+    yield family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, ["model_name"], [((model,), share)])
     states = {"all": stats.num_blocks, "held": stats.num_used_blocks, "cached": stats.num_cached_blocks}
-    rows = {(model, state): count for state, count in states.items()}
+    rows = [((model, state), count) for state, count in states.items()]
     text = "KV blocks of the device: all, held by requests, and with content that can be found again."
     yield family(GaugeMetricFamily, "penstock:kv_device_blocks", text, ["model_name", "state"], rows)
     steps = SummaryMetricFamily("penstock:step_seconds", "Time of the engine's steps.", labels=["model_name"])
@@ -83,18 +85,18 @@ def _tier_families(tiers: Mapping[str, Mapping[str, float]], model: str) -> Iter
     for figure in sorted({figure for values in tiers.values() for figure in values}):
         kind = GaugeMetricFamily if figure in TIER_GAUGES else CounterMetricFamily
         text = figure.replace("_", " ").capitalize() + " of a cache tier."
-        rows = {(model, tier): values[figure] for tier, values in tiers.items() if figure in values}
+        rows = [((model, tier), values[figure]) for tier, values in tiers.items() if figure in values]
         yield family(kind, f"penstock:kv_tier_{figure}", text, ["model_name", "tier"], rows)
 
 
 def _expert_families(update: ExpertUpdate, model: str) -> Iterator[Metric]:
     """How evenly experts' work is spread over the ranks, and what moving them took."""
     text = "Mean load of a rank over the load of the fullest, mean over the layers."
-    yield family(GaugeMetricFamily, "penstock:expert_balance", text, ["model_name"], {(model,): update.balance})
+    yield family(GaugeMetricFamily, "penstock:expert_balance", text, ["model_name"], [((model,), update.balance)])
     for name, of, shares in (("rank_load", "rank", update.rank_load), ("load", "expert", update.expert_load)):
         text = f"Share of the experts' tokens at the last look, by {of}; all layers together."
-        rows = {(model, str(place)): share for place, share in enumerate(array("f", shares))}
+        rows = [((model, str(place)), share) for place, share in enumerate(array("f", shares))]
         yield family(GaugeMetricFamily, f"penstock:expert_{name}", text, ["model_name", of], rows)
     for field, (name, text) in EXPERT_COUNTERS.items():
-        rows = {(model,): getattr(update, field)}
-        yield family(CounterMetricFamily, f"penstock:expert_{name}", text, ["model_name"], rows)
+        figure = getattr(update, field)
+        yield family(CounterMetricFamily, f"penstock:expert_{name}", text, ["model_name"], [((model,), figure)])

@@ -20,7 +20,7 @@ from penstock.engine.messages import Outputs
 from penstock.engine.server.families import family, stats_families
 
 _VLLM_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-# vLLM's begin at 0.3: those before them tell a queue from none. All of its bounds are there.
+# vLLM's begin at 0.3: those before them show whether there is a queue. All of its bounds are there.
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *_VLLM_S)
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
 _NEXT_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -111,12 +111,12 @@ class ServerMetrics(Collector):
         tokens, times = (self.prompt, self.generated, self.step), (self.first_token, self.next_token)
         for distribution in (*times, self.whole, self.queued, *tokens):
             yield distribution.family(model)
-        finished = {(model, reason): self.finished[reason] for reason in ("stop", "length", "abort", "error")}
+        finished = [((model, reason), self.finished[reason]) for reason in ("stop", "length", "abort", "error")]
         text = "Sequences that ended, by reason."
         yield family(CounterMetricFamily, "vllm:request_success", text, ["model_name", "finished_reason"], finished)
-        requests = {(route, str(status)): count for (route, status), count in sorted(self.requests.items())}
+        requests = [((route, str(status)), count) for (route, status), count in sorted(self.requests.items())]
         yield family(CounterMetricFamily, "penstock:http_requests", "HTTP requests.", ["route", "status"], requests)
-        refused = {(str(status),): count for status, count in sorted(self.refused.items())}
+        refused = [((str(status),), count) for status, count in sorted(self.refused.items())]
         text = "Connections refused before there was a request."
         yield family(CounterMetricFamily, "penstock:http_refused", text, ["status"], refused)
 

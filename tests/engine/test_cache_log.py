@@ -22,7 +22,7 @@ def apply(known: set[bytes], updates: list[CacheUpdate]) -> None:
         known |= stored
 
 
-def test_whoever_applies_the_news_knows_the_pool_after_every_step():
+def test_whoever_applies_the_news_knows_the_pool_after_every_step() -> None:
     for seed in range(8):
         rng = random.Random(seed)
         world = World(num_blocks=40)
@@ -44,7 +44,7 @@ def test_whoever_applies_the_news_knows_the_pool_after_every_step():
         assert known == {key[:8] for key in world.scheduler.pool.cached_keys()} != set()
 
 
-def test_nothing_is_kept_while_nobody_watches():
+def test_nothing_is_kept_while_nobody_watches() -> None:
     pool = BlockPool(8)
     log = CacheLog({"device": pool})
     for _ in range(2):
@@ -58,7 +58,7 @@ def test_nothing_is_kept_while_nobody_watches():
         assert pool.forget()
 
 
-def test_the_keys_are_those_of_the_requests_tokens():
+def test_the_keys_are_those_of_the_requests_tokens() -> None:
     world = World()
     log = CacheLog({"device": world.scheduler.pool})
     log.watch(True)
@@ -69,7 +69,7 @@ def test_the_keys_are_those_of_the_requests_tokens():
     assert log.updates()[0].stored == shortened(block_keys(np.array(tokens, "<i4"), BLOCK_SIZE, root=root))
 
 
-def test_a_block_that_came_and_went_between_two_news_is_only_gone():
+def test_a_block_that_came_and_went_between_two_news_is_only_gone() -> None:
     pool = BlockPool(2)
     log = CacheLog({"device": pool})
     log.watch(True)

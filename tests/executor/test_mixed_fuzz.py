@@ -172,7 +172,7 @@ class World:
         for output in filter(None, outputs):
             name = output.request_id
             asked, choice = self._asked[name], self._choices[name]
-            assert not asked.is_over, f"{name}: news after its end"
+            assert not asked.is_over, f"{name}: an output after its end"
             asked.outputs.append(output)
             self._updates[name].append(choice.push(output))
             is_enough = asked.abort_after is not None and len(asked.tokens) >= asked.abort_after

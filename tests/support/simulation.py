@@ -7,11 +7,14 @@ tokens that it gets alone with an ample pool.
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 
+from penstock.cache.tiers.base import Store
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.tiering import Tiering
 from penstock.engine.messages import Output, Submit
 from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling, Step, TokenLogprobs
@@ -21,7 +24,7 @@ from tests.support.flaky_store import FlakyStore
 BLOCK_SIZE = 4
 
 
-def submit(request_id: str, tokens: list[int], max_tokens: int = 8, **options) -> Submit:
+def submit(request_id: str, tokens: list[int], max_tokens: int = 8, **options: Any) -> Submit:
     sampling = options.pop("sampling", None) or Sampling(temperature=0.0, stop_ids=options.pop("stop_ids", ()))
     return Submit(request_id, np.array(tokens, "<i4").tobytes(), sampling, max_tokens, **options)
 
@@ -60,7 +63,7 @@ class World:
             kv_peer_listen=self.kv_peer_listen,
             hf_overrides={"vocab_size": self.vocab_size},
         )
-        stores = {} if self.store is None else {"disk": self.store}
+        stores: dict[str, Store] = {} if self.store is None else {"disk": cast(Store, self.store)}
         self.executor = OracleExecutor(executor_config, self.max_in_flight, stores)
         scheduler_config = SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
@@ -71,6 +74,21 @@ class World:
             speculative_config=self.drafts,
         )
         self.scheduler = Scheduler(scheduler_config, self.executor.info, lambda: self.now_s)
+
+    @property
+    def tiers(self) -> Tiering:
+        assert self.scheduler.tiers is not None
+        return self.scheduler.tiers
+
+    @property
+    def disk(self) -> FlakyStore:
+        assert self.store is not None
+        return self.store
+
+    def plan(self) -> Step:
+        step = self.scheduler.schedule()
+        assert step is not None
+        return step
 
     def submit(self, message: Submit) -> None:
         self.outputs[message.request_id] = []
