@@ -12,6 +12,7 @@ preemption leaves a clean copy.
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
@@ -29,16 +30,14 @@ PROBE_EVERY_S = 30.0  # … this often
 MANY_TOUCHES = 256  # so many are worth transfers of their own
 
 
+@dataclass(slots=True)
 class Loading:
     """A request that waits for reads: which, until when, and whether a peer may yet have more of its chain."""
 
-    __slots__ = ("deadline_s", "is_awaiting", "num_found", "wanted")
-
-    def __init__(self, deadline_s: float) -> None:
-        self.wanted: dict[int, int] = {}  # ticket → index of its block in the chain
-        self.deadline_s = deadline_s
-        self.is_awaiting = False
-        self.num_found = 0  # how many keys all stores had found when its chain was walked last
+    deadline_s: float
+    wanted: dict[int, int] = field(default_factory=dict)  # ticket → index of its block in the chain
+    is_awaiting: bool = False
+    num_found: int = 0  # how many keys all stores had found when its chain was walked last
 
 
 class Tiering:

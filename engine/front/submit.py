@@ -39,15 +39,12 @@ def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -
         raise InvalidRequest(field, "the prompt is empty; at least one token is needed")
     try:
         low, high = min(tokens), max(tokens)
+        if low >= 0 and high < vocab_size:
+            return array("i", tokens).tobytes()
     except TypeError:
         raise InvalidRequest(field, "a list of token ids may hold integers only") from None
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise InvalidRequest(field, f"token id {str(bad)[:24]} is outside the vocabulary, 0 to {vocab_size - 1}")
-    try:
-        return array("i", tokens).tobytes()
-    except TypeError:
-        raise InvalidRequest(field, "a list of token ids may hold integers only") from None
+    bad = low if low < 0 else high
+    raise InvalidRequest(field, f"token id {str(bad)[:24]} is outside the vocabulary, 0 to {vocab_size - 1}")
 
 
 def check_length(num_tokens: int, info: ModelInfo, field: str = "prompt") -> None:

@@ -225,40 +225,27 @@ class Unserved(NamedTuple):
 # Accepted and not used, where no struct has them: who asks, what for and how to bill it do not change the answer.
 HARMLESS = frozenset(
     {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prediction",
-        "parallel_tool_calls",
-        "session_id",
-        "stream_interval",
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id", "stream_interval"),
+        *("prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls"),
     }
 )
 _CHAT = "only a chat has it; use /v1/chat/completions"
 _FUNCTIONS = "the older form of tools; use tools and tool_choice"
-_GUIDED = "use structured_outputs"
+_BEAM = "beam search is not supported"
+_GUIDED = ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
 UNSERVED: dict[str, Unserved] = {
     "tools": Unserved(_CHAT, ([],)),
     "tool_choice": Unserved(_CHAT, ("none", "auto")),
     "include_reasoning": Unserved(_CHAT, (True,)),
     "functions": Unserved(_FUNCTIONS, ([],)),
     "function_call": Unserved(_FUNCTIONS, ("none", "auto")),
-    "guided_json": Unserved(_GUIDED),
-    "guided_regex": Unserved(_GUIDED),
-    "guided_choice": Unserved(_GUIDED),
-    "guided_grammar": Unserved(_GUIDED),
-    "guided_decoding_backend": Unserved(_GUIDED),
-    "guided_whitespace_pattern": Unserved(_GUIDED),
+    **{f"guided_{name}": Unserved("use structured_outputs") for name in _GUIDED},
     "echo": Unserved("messages are not repeated in the answer", (False,)),
     "suffix": Unserved("text cannot be inserted before a suffix", ("",)),
     "best_of": Unserved("only n choices are sampled, all of them are returned", (1,)),
-    "use_beam_search": Unserved("beam search is not supported", (False,)),
-    "length_penalty": Unserved("beam search is not supported", (1, 1.0)),
-    "early_stopping": Unserved("beam search is not supported", (False,)),
+    "use_beam_search": Unserved(_BEAM, (False,)),
+    "length_penalty": Unserved(_BEAM, (1, 1.0)),
+    "early_stopping": Unserved(_BEAM, (False,)),
     "bad_words": Unserved("words cannot be banned; banned_token_ids bans tokens", ([],)),
     "logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
     "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
