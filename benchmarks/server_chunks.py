@@ -19,7 +19,7 @@ from typing import Any
 import uvloop
 
 from penstock.engine.front.answer import RequestMetrics, Update
-from penstock.engine.front.client import Health
+from penstock.engine.front.client import EngineHealth
 from penstock.engine.http.listen import Listener, bind_socket
 from penstock.engine.messages import Stats
 from penstock.engine.sampling_params import SamplingParams
@@ -84,8 +84,8 @@ class Steps:
         self.streams: set[Stream] = set()
         self.begun_cpu_s = self.ended_cpu_s = 0.0
 
-    def health(self) -> Health:
-        return Health(True, True, "ok")
+    def health(self) -> EngineHealth:
+        return EngineHealth(True, True, "ok")
 
     def admit(self, num_sequences: int = 1) -> None:
         pass

@@ -24,7 +24,6 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", array_like=True):
     cache_salt: str | None = None
     adapter: str | None = None
     pooling: Literal["last", "mean"] | None = None
-    skip_prefix_cache: bool = False
     grammar: str | None = None  # what the answer must match, as engine/grammar/source.py wrote it
     peer: str | None = None  # the store that has the prompt's blocks …
     peer_wait_s: float = 0.0  # … or will have them so many seconds from now
@@ -54,7 +53,7 @@ ToCore = Submit | Abort | WatchCache | ResetCache | Shutdown
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """News of one sequence. The one with a `finish_reason` is its last, and there is always exactly one."""
+    """What is new of one sequence. The one with a `finish_reason` is its last, and there is always exactly one."""
 
     request_id: str
     tokens: list[int]
@@ -70,7 +69,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     is_refusal: bool = False  # with an error: the request itself is at fault
 
 
-class Stats(msgspec.Struct, frozen=True, array_like=True):
+class Stats(msgspec.Struct, array_like=True):
     """Gauges as of now and counters since the core started."""
 
     num_running: int = 0
@@ -85,7 +84,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     step_s: float = 0.0  # total time of all steps
-    forced_tokens: int = 0  # of the generated ones: what a grammar left no choice about, so nobody sampled it
+    forced_tokens: int = 0  # of the generated ones: what a grammar left no choice about, so they were not sampled
     num_drafts: int = 0  # rows that brought drafts along …
     draft_tokens: int = 0  # … how many in all …
     accepted_tokens: int = 0  # … and how many of them were sampled
@@ -100,7 +99,7 @@ class Outputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
 
 
 class CacheUpdate(msgspec.Struct, frozen=True, tag="cache", array_like=True):
-    """What a tier has cached since the last news: the first 8 bytes of keys, run together. No key is in both."""
+    """What a tier has cached since the last update: the first 8 bytes of keys, run together. No key is in both."""
 
     tier: str
     stored: bytes
@@ -112,7 +111,7 @@ class Connected(msgspec.Struct, frozen=True, tag="connected", array_like=True):
     """The first thing on each of the core's two connections, before anything is loaded."""
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
     """A line about a stage of the start."""
 
     line: str
@@ -137,10 +136,10 @@ class Dead(msgspec.Struct, frozen=True, tag="dead", array_like=True):
 
 
 class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset", array_like=True):
-    """`ok` is False where requests or transfers were under way, and nothing was forgotten."""
+    """`ok` is False where requests or transfers were in flight, and nothing was forgotten."""
 
     number: int
     ok: bool
 
 
-FromCore = Connected | Outputs | CacheUpdate | Progress | Ready | Heartbeat | Dead | CacheReset
+FromCore = Connected | Outputs | CacheUpdate | LoadProgress | Ready | Heartbeat | Dead | CacheReset

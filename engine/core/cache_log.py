@@ -1,7 +1,7 @@
 """What the cache holds, for those who route by it: everything once, then the net changes of every step.
 
-A tier that can be listened to has `changes` (None, or a dict from key to whether it is cached now) and `cached_keys`.
-While nobody watches, `changes` is None everywhere and nothing is kept or copied.
+A pool that can be watched has `changes` (None, or a dict from key to whether it is cached now) and `cached_keys`.
+Without a watcher, `changes` is None everywhere and nothing is kept or copied.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,39 +11,36 @@ from penstock.engine.http.kv_stream import KEY_BYTES
 from penstock.engine.messages import CacheUpdate
 
 
-class Source(Protocol):
+class LoggedPool(Protocol):
     changes: dict[bytes, bool] | None
 
     def cached_keys(self) -> list[bytes]: ...
 
 
 class CacheLog:
-    def __init__(self, sources: Mapping[str, Source]) -> None:
-        self._sources = sources
-        self._is_new = False  # the next news are snapshots
+    def __init__(self, pools: Mapping[str, LoggedPool]) -> None:
+        self._pools = pools
+        self._is_new = False  # the next updates are snapshots
 
     def watch(self, is_on: bool) -> None:
         self._is_new = is_on
-        for source in self._sources.values():
-            source.changes = {} if is_on else None
+        for pool in self._pools.values():
+            pool.changes = {} if is_on else None
 
-    def news(self) -> list[CacheUpdate]:
-        if self._is_new:
-            self._is_new = False
-            return [CacheUpdate(tier, shortened(source.cached_keys()), b"", True) for tier, source in self._fresh()]
-        return [self._changes(tier, source) for tier, source in self._sources.items() if source.changes]
-
-    def _fresh(self) -> Iterable[tuple[str, Source]]:
-        for tier, source in self._sources.items():
-            source.changes = {}
-            yield tier, source
-
-    def _changes(self, tier: str, source: Source) -> CacheUpdate:
-        assert source.changes is not None
-        stored = shortened(key for key, is_cached in source.changes.items() if is_cached)
-        removed = shortened(key for key, is_cached in source.changes.items() if not is_cached)
-        source.changes = {}
-        return CacheUpdate(tier, stored, removed)
+    def updates(self) -> list[CacheUpdate]:
+        found = []
+        for tier, pool in self._pools.items():
+            changes = pool.changes
+            if self._is_new:
+                found.append(CacheUpdate(tier, shortened(pool.cached_keys()), b"", True))
+            elif changes:
+                stored = shortened(key for key, is_cached in changes.items() if is_cached)
+                removed = shortened(key for key, is_cached in changes.items() if not is_cached)
+                found.append(CacheUpdate(tier, stored, removed))
+            if changes:
+                pool.changes = {}
+        self._is_new = False
+        return found
 
 
 def shortened(keys: Iterable[bytes]) -> bytes:

@@ -1,7 +1,7 @@
-"""The engine core's side of constrained requests: grammars on their way, and the masks of the step under way.
+"""The engine core's side of constrained requests: grammars being compiled, and the masks of the steps in flight.
 
-It brings together what nobody else should know of each other: the scheduler (which requests), the compiler (their
-grammars), the mask filler (their masks) and the executor (which wants them before it samples).
+It brings together four that do not know each other: the scheduler (which requests), the compiler (their grammars),
+the mask filler (their masks) and the executor (which wants them before it samples).
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import queue
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused, Job
 from penstock.engine.grammar.masks import MaskFiller
+from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import Output, Submit
 from penstock.executor.protocol import Executor
 
@@ -21,9 +22,7 @@ class Constraints:
         self._scheduler, self._executor, self._compiler = scheduler, executor, compiler
         self._compiled: queue.SimpleQueue[tuple[str, Job]] = queue.SimpleQueue()
         self._filler: MaskFiller | None = None  # its threads start with the first constrained request
-        self._started_step: int | None = None
-
-    # -- grammars ------------------------------------------------------------------------------------------
+        self._is_filling = False  # masks were begun and not set yet
 
     def warm(self) -> None:
         self._compiler.warm()
@@ -42,7 +41,8 @@ class Constraints:
                 job = self._compiler.start(message.grammar)
                 job.result.add_done_callback(lambda _: self._compiled.put((message.request_id, job)))
         except RuntimeError as error:  # a limit on threads or on memory: those without a grammar need none
-            return self._scheduler.fail(message.request_id, f"the grammar cannot be compiled: {error}")
+            request = self._scheduler.requests[message.request_id]
+            return self._scheduler.end(request, "error", f"the grammar cannot be compiled: {error}")
         return None
 
     def take_compiled(self) -> list[Output]:
@@ -60,43 +60,59 @@ class Constraints:
         return outputs
 
     def _take(self, request_id: str, job: Job, outputs: list[Output]) -> None:
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request not in self._scheduler.held or request.message.grammar != job.source:
+            return  # it has ended
         error = job.result.exception()
         if error is None:
-            self._scheduler.release(request_id, job.source, job.result.result())
+            self._scheduler.release(request, job.result.result())
             return
         is_refusal = isinstance(error, GrammarRefused)
         what = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-        output = self._scheduler.refuse(request_id, job.source, f"the grammar cannot be compiled: {what}", is_refusal)
-        if output is not None:
-            outputs.append(output)
-
-    # -- masks ---------------------------------------------------------------------------------------------
+        outputs.append(self._scheduler.end(request, "error", f"the grammar cannot be compiled: {what}", is_refusal))
 
     def begin_masks(self) -> None:
-        """Start to fill the masks of the only step under way, before it is submitted: its forward pass runs meanwhile."""
-        wanted = self._scheduler.masked_rows()
-        if wanted is not None:
+        """Start to fill the masks of the only step in flight, before it is submitted: its forward pass runs meanwhile."""
+        rows = self._masked_rows()
+        if rows is not None:
             assert self._filler is not None
-            self._started_step, rows = wanted
+            self._is_filling = True
             self._filler.start(rows)
 
     def set_masks(self) -> list[Output]:
-        """Give the executor the masks of the oldest step under way, and the outputs of requests that end by that."""
+        """Give the executor the masks of the oldest step in flight, and the outputs of requests that end by that.
+
+        Those of a later one depend on what this one samples.
+        """
         if self._filler is None:
             return []
-        if self._started_step is not None:
-            step_id, masks = self._started_step, self._filler.finish()
-            self._started_step = None
+        if self._is_filling:
+            masks = self._filler.finish()
+            self._is_filling = False
         else:
-            wanted = self._scheduler.masked_rows()
-            if wanted is None:
+            rows = self._masked_rows()
+            if rows is None:
                 return []
-            step_id, masks = wanted[0], self._filler.fill(wanted[1])
-        self._executor.set_masks(step_id, masks.rows, masks.bits)
-        outputs = [self._scheduler.end_masked(row) for row in masks.ended]
+            masks = self._filler.fill(rows)
+        step = self._scheduler.in_flight[0]
+        self._executor.set_masks(step.step_id, masks.rows, masks.bits)
+        # The grammar of a request is complete, or costs too much to go on with.
+        outputs = [self._scheduler.end(step.requests[row], "stop") for row in masks.ended]
         for row, error in masks.errors.items():
-            outputs.append(self._scheduler.end_masked(row, f"the grammar cannot go on: {error}"))
+            error = f"the grammar cannot go on: {error}"
+            outputs.append(self._scheduler.end(step.requests[row], "error", error, is_refusal=True))
         return outputs
+
+    def _masked_rows(self) -> list[tuple[int, Matcher]] | None:
+        """Of the oldest step in flight, the constrained rows whose requests still run; None if it has no masked row."""
+        step = self._scheduler.in_flight[0]
+        if not any(row.masked for row in step.rows):
+            return None
+        return [
+            (index, request.matcher)
+            for index, (request, row) in enumerate(zip(step.requests, step.rows, strict=False))
+            if row.masked and not request.finished and request.matcher is not None
+        ]
 
     def close(self) -> None:
         self._compiler.close()

@@ -36,9 +36,11 @@ class Drafter:
     costs nothing; from there on every level doubles the drafts.
     """
 
-    def __init__(self, config: SpeculativeConfig, pool: BlockPool, block_size: int, max_rows: int) -> None:
+    def __init__(
+        self, config: SpeculativeConfig, pool: BlockPool, block_size: int, max_rows: int, stats: Stats
+    ) -> None:
         """`max_rows`: of a step, with drafts and all."""
-        self._num_sent = self._num_tokens = 0
+        self._stats = stats
         self._config, self._pool, self._block_size, self._max_rows = config, pool, block_size, max_rows
         self._most_trust = 1 + (config.num_speculative_tokens - 1).bit_length()
 
@@ -79,7 +81,7 @@ class Drafter:
         return tuple(takewhile(lambda token: token not in request.stop_ids, drafts))
 
     def extend(self, planned: dict[Request, Row], budget: int, spare: int) -> tuple[list[Row], dict[int, Sent]]:
-        """Give drafts to planned rows, as far as there are tokens and blocks that nobody else wants of this step.
+        """Give drafts to planned rows, as far as tokens and blocks of this step are left over.
 
         Returns the rows that come behind those of `planned`, and what was sent, by the index of the row that brings it.
         """
@@ -109,12 +111,9 @@ class Drafter:
             )
             sent[index] = Sent(len(planned) + len(rows), drafts)
             rows += [Row(request.slot, row.start + 1 + i, 1, True) for i in range(len(drafts))]
-        self._num_sent += len(sent)
-        self._num_tokens += len(rows)
+        self._stats.num_drafts += len(sent)
+        self._stats.draft_tokens += len(rows)
         return rows, sent
-
-    def told(self, stats: Stats) -> Stats:
-        return msgspec.structs.replace(stats, num_drafts=self._num_sent, draft_tokens=self._num_tokens)
 
 
 def taken(result: StepResult, index: int, sent: Sent | None) -> list[int]:
@@ -128,8 +127,8 @@ def taken(result: StepResult, index: int, sent: Sent | None) -> list[int]:
     return rows
 
 
-def find_repeat(tokens: array, least: int, most: int) -> int:
+def find_repeat(tokens: "array[int]", least: int, most: int) -> int:
     """Of the longest suffix of `most` down to `least` tokens that stands in the text before, the place nearest to the
     end: the index of what followed there. -1: there is none."""
     first = max(0, len(tokens) - WINDOW)
-    return lib.penstock_find_repeat(ffi.from_buffer("int32_t[]", tokens), len(tokens), first, least, most)
+    return int(lib.penstock_find_repeat(ffi.from_buffer("int32_t[]", tokens), len(tokens), first, least, most))

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from penstock.cache.pool import BlockPool
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.cache_log import CacheLog
 from penstock.engine.core.constraints import Constraints
@@ -38,7 +39,10 @@ class EngineCore:
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
         self._constraints = None if compiler is None else Constraints(self.scheduler, executor, compiler)
-        self.cache_log = CacheLog(self.scheduler.pools())
+        pools: dict[str, BlockPool] = {"device": self.scheduler.pool}
+        if self.scheduler.tiers is not None:  # what a store has passes through the host first
+            pools["host"] = self.scheduler.tiers.index.host
+        self.cache_log = CacheLog(pools)
         self._clock = clock
         self.last_step_tokens = 0
         # What a heartbeat of another thread reads; each is one assignment.
@@ -79,29 +83,32 @@ class EngineCore:
         """
         scheduler, constraints = self.scheduler, self._constraints
         outputs = [] if constraints is None else constraints.take_compiled()
-        while scheduler.num_under_way < self.info.max_in_flight:
+        while len(scheduler.in_flight) < self.info.max_in_flight:
             step = scheduler.schedule()
             if step is None:
                 break
-            self._expect(sum(row.count for row in step.rows))
-            if constraints is None or scheduler.num_under_way > 1:
+            self.last_step_tokens = sum(row.count for row in step.rows)
+            self.step_deadline_s = step_deadline_s(self.last_step_tokens)
+            if self.step_started_s is None:
+                self.step_started_s = self._clock()
+            if constraints is None or len(scheduler.in_flight) > 1:
                 self.executor.submit(step)
             else:
                 constraints.begin_masks()
                 self.executor.submit(step)
                 outputs += constraints.set_masks()
-        if not scheduler.num_under_way:
+        if not scheduler.in_flight:
             if constraints is not None and scheduler.held:
                 return outputs + constraints.wait_for_compiled()
-            # A pool that holds the longest request alone can always admit somebody.
+            # A pool that holds the longest request alone can always admit one.
             assert not scheduler.has_work(), "requests wait, and nothing runs that could make room"
             return outputs
         result = self.executor.collect()
         self.num_collected += 1
-        self.step_started_s = self._clock() if scheduler.num_under_way > 1 else None
+        self.step_started_s = self._clock() if len(scheduler.in_flight) > 1 else None
         self._experts = result.experts or self._experts
         outputs += scheduler.apply(result)
-        if constraints is not None and scheduler.num_under_way:
+        if constraints is not None and scheduler.in_flight:
             outputs += constraints.set_masks()
         transfers = result.transfers
         if not result.tokens and transfers and not (transfers.completions or transfers.num_copied):
@@ -109,8 +116,8 @@ class EngineCore:
         return outputs
 
     def cache_updates(self) -> list[CacheUpdate]:
-        """What has changed in the cache since the last call; nothing while nobody watches."""
-        return self.cache_log.news()
+        """What has changed in the cache since the last call; nothing while it is not watched."""
+        return self.cache_log.updates()
 
     def stats(self) -> Stats:
         stats = self.scheduler.stats()
@@ -118,14 +125,14 @@ class EngineCore:
 
     @property
     def is_settled(self) -> bool:
-        """No block is on its way between the tiers; an idle core that is not goes on stepping."""
+        """No block is in flight between the tiers; an idle core that is not goes on stepping."""
         return self.scheduler.tiers is None or self.scheduler.tiers.is_idle
 
     def settle(self, timeout_s: float = SETTLE_S) -> None:
         """Without requests: let what was computed last reach the tiers."""
         ends_s = time.monotonic() + timeout_s
-        while not self.scheduler.has_requests() and time.monotonic() < ends_s:
-            if self.is_settled and not self.scheduler.num_under_way:
+        while not self.scheduler.requests and time.monotonic() < ends_s:
+            if self.is_settled and not self.scheduler.in_flight:
                 return
             self.step()
 
@@ -141,12 +148,6 @@ class EngineCore:
         if self._constraints is not None:
             self._constraints.close()
         self.executor.close()
-
-    def _expect(self, num_tokens: int) -> None:
-        self.last_step_tokens = num_tokens
-        self.step_deadline_s = step_deadline_s(num_tokens)
-        if self.step_started_s is None:
-            self.step_started_s = self._clock()
 
 
 def settle_garbage() -> None:

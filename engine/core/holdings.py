@@ -7,13 +7,16 @@ from penstock.cache.keys import block_keys
 from penstock.cache.pool import BlockPool
 from penstock.engine.core.request import Request
 from penstock.engine.core.tiering import Tiering
+from penstock.engine.messages import Stats
 
 
 class Holdings:
-    def __init__(self, pool: BlockPool, tiers: Tiering | None, block_size: int, enable_prefix_caching: bool) -> None:
-        self.prefix_queries = self.prefix_hits = 0  # tokens
+    def __init__(
+        self, pool: BlockPool, tiers: Tiering | None, block_size: int, enable_prefix_caching: bool, stats: Stats
+    ) -> None:
         self._pool, self._tiers, self._block_size = pool, tiers, block_size
         self._makes_keys = enable_prefix_caching
+        self._stats = stats
         self._replaced: list[int] = []  # duplicates that the step being planned may still write to
 
     def claim(self, request: Request, num_running: int, is_busy: bool) -> bool:
@@ -24,16 +27,16 @@ class Holdings:
         """
         pool, num_tokens = self._pool, len(request.tokens)
         places: list[int] = []  # device blocks, and host slots as negatives
-        if not request.skip_prefix_cache:
+        if not request.skips_cache:
             places = pool.lookup(request.keys) if self._tiers is None else self._tiers.places(request, is_busy)
         cached = places if self._tiers is None else [place for place in places if place > 0]
         missing = -(-num_tokens // self._block_size) - len(cached)
         reserve = min(num_running, pool.num_usable // 8)
         if missing + pool.num_idle(cached) + reserve > pool.num_free:
             return False
-        if not request.skip_prefix_cache and request.first_scheduled_s is None:
-            self.prefix_queries += num_tokens
-            self.prefix_hits += len(places) * self._block_size
+        if not request.skips_cache and request.first_scheduled_s is None:
+            self._stats.prefix_queries += num_tokens
+            self._stats.prefix_hits += len(places) * self._block_size
         pool.hold(cached)
         request.blocks = cached + pool.allocate(missing)
         request.num_registered = len(cached)
@@ -51,7 +54,7 @@ class Holdings:
             on_device, new = iter(request.blocks[:num_device]), iter(request.blocks[num_device:])
             chain = [next(on_device if place > 0 else new) for place in places]
             request.blocks = [*chain, *new]
-            # The pool hears of these blocks when the first row is planned: until then nobody else may read them.
+            # The pool hears of these blocks when the first row is planned: until then no other request may read them.
             request.num_registered = next(index for index, place in enumerate(places) if place < 0)
         restored = zip(places, request.blocks[: len(places)], strict=True)
         tiers.restore(request, [(-place, block) for place, block in restored if place < 0])
@@ -64,6 +67,15 @@ class Holdings:
         request.blocks = []
         request.num_scheduled = request.num_registered = request.num_sent_blocks = 0
 
+    def append(self, request: Request, tokens: list[int]) -> None:
+        """Tokens of the answer are known."""
+        request.tokens.extend(tokens)
+        self._stats.generation_tokens += len(tokens)
+        if len(request.tokens) % self._block_size < len(tokens):  # one more block is full, or several
+            self.extend_keys(request)
+            if request.slot >= 0:
+                self.register(request)
+
     def extend_keys(self, request: Request) -> None:
         """Chain keys for the blocks that the known tokens fill. One call for a prompt, one block at a time later."""
         first = len(request.keys) * self._block_size
@@ -73,9 +85,9 @@ class Holdings:
             request.keys += block_keys(memoryview(request.tokens)[first:full], self._block_size, root=parent)
 
     def register(self, request: Request) -> None:
-        """Tell the pool the keys of blocks whose every position has been handed to the executor.
+        """Give the pool the keys of blocks whose every position has been handed to the executor.
 
-        Steps run in order, so whoever finds such a block reads it after it was written. Where the pool has
+        Steps run in order, so a request that finds such a block reads it after it was written. Where the pool has
         the same content already, the request moves over to that block and the table entry is sent again.
         """
         full = min(request.num_scheduled // self._block_size, len(request.keys))
@@ -90,7 +102,7 @@ class Holdings:
         request.num_registered = max(request.num_registered, full)
 
     def drop_replaced(self) -> None:
-        """The step is planned, or over: nobody writes to those blocks any more that a later step may be given."""
+        """The step is planned, or over: the blocks that a later step may be given are not written any more."""
         self._pool.release(self._replaced)
         self._replaced.clear()
 

@@ -29,9 +29,9 @@ from penstock.engine.messages import (
     Dead,
     FromCore,
     Heartbeat,
+    LoadProgress,
     Output,
     Outputs,
-    Progress,
     Ready,
     ResetCache,
     Shutdown,
@@ -63,7 +63,7 @@ def main() -> int:
     over = threading.Event()
     beats: threading.Thread | None = None
     try:
-        executor = open_executor(config.executor, lambda line: link.send(Progress(line)))
+        executor = open_executor(config.executor, lambda line: link.send(LoadProgress(line)))
         core = EngineCore(config, executor, Compiler(lambda: load_vocabulary(config.executor, executor.info)))
         link.send(Ready(core.info))
         beats = threading.Thread(target=_beat, args=(core, beats_outbox, over), daemon=True)

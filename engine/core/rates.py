@@ -30,18 +30,18 @@ class Rate:
 
 
 class StoreRate(Rate):
-    """Blocks per second of one store, as it tells them, or as they are seen to come."""
+    """Blocks per second of one store, as it reports them, or as they are seen to come."""
 
     def __init__(self, full_weight: float) -> None:
         super().__init__(full_weight)
-        self._busy_since_s: float | None = None  # reads are under way, and none has ended since then
-        self._is_told = False  # the store measures itself
+        self._busy_since_s: float | None = None  # reads are in flight, and none has ended since then
+        self._is_measured = False  # the store measures itself
 
     def note(self, count: float, seconds: float) -> None:
         """What the store says of itself. It is nearer to the truth: here a read ends when a step does."""
         if count > 0 and seconds > 0:
-            if not self._is_told:
-                self._is_told, self.per_s = True, None
+            if not self._is_measured:
+                self._is_measured, self.per_s = True, None
             self.add(count, seconds)
 
     def begin(self, count: int, now_s: float) -> None:
@@ -51,7 +51,7 @@ class StoreRate(Rate):
     def end(self, num_read: int, num_left: int, now_s: float) -> None:
         """A store that says nothing is measured by what it delivers while it has something to do."""
         if num_read and self._busy_since_s is not None:
-            if not self._is_told:
+            if not self._is_measured:
                 self.add(num_read, now_s - self._busy_since_s)
             self._busy_since_s = now_s
         if not num_left:
@@ -70,7 +70,7 @@ class Rates:
     def note_step(self, num_tokens: int, num_rows: int, elapsed_s: float) -> None:
         """Steps that are mostly prompts say how fast prompts are computed, the others what waiting for one costs.
 
-        Where steps of prompts follow each other, whoever waits makes room for another's prompt: nothing is lost.
+        Where steps of prompts follow each other, a request that waits makes room for another's prompt: nothing is lost.
         """
         if num_tokens >= 4 * num_rows:
             self.prefill.add(num_tokens, elapsed_s)

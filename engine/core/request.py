@@ -1,126 +1,70 @@
 """One sequence inside the engine core: its tokens, its blocks and how far it has come. The scheduler alone changes it."""
 
 from array import array
+from dataclasses import dataclass, field
 
 from penstock.engine.grammar.matcher import Matcher
-from penstock.executor.protocol import Sampling, TokenLogprobs, is_penalized
+from penstock.engine.messages import FinishReason, Output, Submit
+from penstock.executor.protocol import Admission, Row, TokenLogprobs, is_penalized
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """Token positions move through three marks: `num_scheduled` ≤ `num_ready` and `len(tokens)` ≤ `num_ready`.
 
-    `tokens` is what the host knows. `num_ready` counts also the tokens that steps under way are still
+    `tokens` is what the host knows. `num_ready` counts also the tokens that steps in flight are still
     producing: the executor has them in its own history, so their positions may be scheduled already. Behind
     the token of the last such step there may be `forced` ones: a grammar says what they must be.
     """
 
-    __slots__ = (
-        "adapter",
-        "arrival_s",
-        "blocks",
-        "draft_place",
-        "draft_trust",
-        "drafts",
-        "finished",
-        "first_scheduled_s",
-        "forced",
-        "grammar",
-        "is_restoring",
-        "keys",
-        "looked",
-        "matcher",
-        "max_tokens",
-        "may_draft",
-        "may_jump",
-        "num_cached",
-        "num_known",
-        "num_pending",
-        "num_preemptions",
-        "num_prompt",
-        "num_registered",
-        "num_scheduled",
-        "num_sent_blocks",
-        "peer",
-        "peer_wait_s",
-        "pooling",
-        "priority",
-        "prompt_logprobs",
-        "request_id",
-        "root",
-        "sampling",
-        "sequence",
-        "skip_prefix_cache",
-        "slot",
-        "started_output",
-        "stop_ids",
-        "tokens",
-        "write_from",
-    )
+    message: Submit  # what was asked for
+    sequence: int  # order of arrival, unique
+    arrival_s: float
+    tokens: "array[int]"  # the prompt, then the answer
+    max_tokens: int  # as asked for, or as many as the context holds
+    root: bytes  # the namespace its block keys start from
+    skips_cache: bool  # nothing that is cached may stand for its prompt
+    matcher: Matcher | None = None  # follows `tokens`; None while the grammar is being compiled, or without one
 
-    def __init__(
-        self,
-        request_id: str,
-        tokens: array,
-        sampling: Sampling,
-        max_tokens: int,
-        root: bytes,
-        *,
-        sequence: int,
-        arrival_s: float,
-        priority: int = 0,
-        adapter: str | None = None,
-        pooling: str | None = None,
-        skip_prefix_cache: bool = False,
-        peer: str | None = None,
-        peer_wait_s: float = 0.0,
-        grammar: str | None = None,
-        matcher: Matcher | None = None,
-    ) -> None:
-        self.request_id = request_id
-        self.sequence = sequence  # order of arrival, unique
-        self.arrival_s = arrival_s
-        self.priority = priority
-        self.sampling = sampling
+    num_prompt: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    may_jump: bool = field(init=False)
+    may_draft: bool = field(init=False)
+
+    keys: list[bytes] = field(default_factory=list)  # of the full blocks whose tokens are known
+    blocks: list[int] = field(default_factory=list)  # the block table
+    slot: int = -1  # -1: not running
+    num_scheduled: int = 0  # positions handed to the executor since the last admission
+    num_pending: int = 0  # tokens that steps in flight will sample
+    forced: list[int] = field(default_factory=list)  # tokens that follow the pending one
+    num_known: int = 0  # positions whose tokens the executor samples itself or was given
+    num_registered: int = 0  # leading blocks that the pool knows by key
+    num_sent_blocks: int = 0  # leading table entries that the executor has
+    write_from: int = 0
+    num_cached: int | None = None  # prompt tokens found in the cache at the first admission
+    num_preemptions: int = 0
+    first_scheduled_s: float | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    has_output: bool = False
+    finished: bool = False
+
+    # Kept by engine/core/drafts.py:
+    drafts: tuple[int, ...] = ()  # what may follow; while there are any, no step is planned ahead of a result
+    draft_place: int = -1  # in `tokens`, of the token that is expected next
+    draft_trust: int = 0
+    # Kept by engine/core/tiering.py:
+    looked: bool = False  # since it joined the queue, the tiers were asked for its blocks
+    is_restoring: bool = False  # it runs, but blocks of its prefix have yet to be copied to the device
+
+    def __post_init__(self) -> None:
+        sampling = self.message.sampling
+        self.num_prompt = len(self.tokens)
         self.stop_ids = frozenset(sampling.stop_ids)
-        self.max_tokens = max_tokens
-        self.adapter = adapter
-        self.pooling = pooling
-        self.skip_prefix_cache = skip_prefix_cache
-        self.peer = peer  # the store that has its prompt's blocks, or will have them within so many seconds of arrival
-        self.peer_wait_s = peer_wait_s
-        self.grammar = grammar
-        self.matcher = matcher  # follows `tokens`; None while the grammar is being compiled, or without one
-        self.root = root  # the namespace its block keys start from
-
-        self.tokens = tokens  # array("i")
-        self.num_prompt = len(tokens)
-        self.keys: list[bytes] = []  # of the full blocks whose tokens are known
-        self.blocks: list[int] = []  # the block table
-        self.slot = -1  # -1: not running
-        self.num_scheduled = 0  # positions handed to the executor since the last admission
-        self.num_pending = 0  # tokens that steps under way will sample
-        self.forced: list[int] = []  # tokens that follow the pending one
-        self.num_known = 0  # positions whose tokens the executor samples itself or was told
-        # Nobody samples a forced token: it has no log-probabilities, and no list of tokens can forbid it.
+        # A forced token is not sampled: it has no log-probabilities, and no list of tokens can forbid it.
         self.may_jump = sampling.logprobs is None and not (sampling.allowed_ids or sampling.banned_ids)
         # A penalty counts the tokens before, right or wrong; a grammar has its own way to skip ahead.
-        self.may_draft = grammar is None and sampling.prompt_logprobs is None and not is_penalized(sampling)
-        self.num_registered = 0  # leading blocks that the pool knows by key
-        self.num_sent_blocks = 0  # leading table entries that the executor has
-        self.write_from = 0
-        self.num_cached: int | None = None  # prompt tokens found in the cache at the first admission
-        self.num_preemptions = 0
-        self.first_scheduled_s: float | None = None
-        self.prompt_logprobs: list[TokenLogprobs] = []
-        self.started_output = False
-        self.finished = False
-        # Kept by engine/core/drafts.py:
-        self.drafts: tuple[int, ...] = ()  # what may follow; while there are any, no step is planned ahead of a result
-        self.draft_place = -1  # in `tokens`, of the token that is expected next
-        self.draft_trust = 0
-        # Kept by engine/core/tiering.py:
-        self.looked = False  # since it joined the queue, the tiers were asked for its blocks
-        self.is_restoring = False  # it runs, but blocks of its prefix have yet to be copied to the device
+        is_free = self.message.grammar is None and sampling.prompt_logprobs is None
+        self.may_draft = is_free and not is_penalized(sampling)
 
     @property
     def num_ready(self) -> int:
@@ -136,3 +80,77 @@ class Request:
     @property
     def num_outputs(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def wants_more(self) -> bool:
+        return self.num_ready - self.num_prompt < self.max_tokens or self.message.pooling is not None
+
+    def admission(self) -> Admission:
+        """What the executor must know before the first row of this stay in its slot."""
+        return Admission(
+            slot=self.slot,
+            request_id=self.sequence,
+            tokens=self.tokens.tobytes(),
+            num_prompt=self.num_prompt,
+            sampling=self.message.sampling,
+            pooling=self.message.pooling,
+            adapter=self.message.adapter,
+        )
+
+    def row(self, count: int) -> Row:
+        """The next `count` positions as a step's row; they count as scheduled from now on. The last one samples."""
+        samples = self.num_scheduled + count == self.num_ready and self.message.pooling is None
+        first, tokens = self.num_sent_blocks, self.unknown
+        row = Row(
+            self.slot,
+            self.num_scheduled,
+            count,
+            samples,
+            first,
+            tuple(self.blocks[first:]) if first < len(self.blocks) else (),
+            self.write_from,
+            samples and self.matcher is not None,
+            self.num_known if tokens else 0,
+            tokens,
+        )
+        self.num_sent_blocks = len(self.blocks)
+        self.num_known += len(tokens) + samples
+        self.num_scheduled += count
+        if samples:
+            self.num_pending += 1
+        return row
+
+    def output(
+        self,
+        tokens: list[int],
+        finish_reason: FinishReason | None = None,
+        *,
+        stop_token: int | None = None,
+        error: str | None = None,
+        is_refusal: bool = False,
+        logprobs: list[TokenLogprobs] | None = None,
+        embedding: bytes | None = None,
+    ) -> Output:
+        """What the front gets. The first one says also what is known once the prompt is computed."""
+        is_first, self.has_output = not self.has_output, True
+        started_s = self.first_scheduled_s if is_first else None
+        return Output(
+            self.message.request_id,
+            tokens,
+            finish_reason,
+            stop_token,
+            error,
+            num_cached_tokens=self.num_cached if is_first else None,
+            logprobs=logprobs,
+            prompt_logprobs=self.prompt_logprobs or None if is_first else None,
+            embedding=embedding,
+            queued_s=None if started_s is None else started_s - self.arrival_s,
+            num_preemptions=self.num_preemptions,
+            is_refusal=is_refusal,
+        )
+
+    def check(self, block_size: int) -> None:
+        """Assert how far a running request may have come."""
+        assert self.num_registered <= len(self.blocks)
+        assert self.num_scheduled <= min(self.num_ready, len(self.blocks) * block_size)
+        assert self.num_known + len(self.unknown) == self.num_ready

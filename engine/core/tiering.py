@@ -2,16 +2,17 @@
 
 The index (cache/tiers/index.py) knows what is where; this file decides. A request near the head of the queue
 whose chain goes on in a store waits aside while it is read into the host, never longer than computing it again
-would take, and nobody else waits with it. At its admission the chain's blocks in the host are restored to the
+would take, and no other request waits with it. At its admission the chain's blocks in the host are restored to the
 device, a bounded number of bytes a step, and its first row is planned when the last of them has been sent. Every
-full block of the device is offered to the host, and from there to the disk, so whoever is evicted or preempted
-leaves a clean copy.
+full block of the device is offered to the host, and from there to the disk, so an eviction or a
+preemption leaves a clean copy.
 
     waiting ──look──▶ loading ──read, failed or late──▶ waiting ──admitted──▶ restoring ──▶ computing
 """
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
@@ -19,24 +20,24 @@ from penstock.cache.tiers.index import TierIndex
 from penstock.engine.core.rates import Rates
 from penstock.engine.core.request import Request
 from penstock.engine.core.tier_stats import tier_stats
+from penstock.engine.core.waiting import WaitingQueue
 from penstock.executor.protocol import ModelInfo, TransferResult, Transfers
 
+LOOK_AHEAD = 8  # so many requests at the head of the queue have their blocks read from the stores
 RESTORE_BYTES = 64 * 2**20  # a step restores no more than this, or one block
 PROBE_BLOCKS = 16  # what is read for the measure alone, when computing seems faster …
 PROBE_EVERY_S = 30.0  # … this often
 MANY_TOUCHES = 256  # so many are worth transfers of their own
 
 
+@dataclass(slots=True)
 class Loading:
     """A request that waits for reads: which, until when, and whether a peer may yet have more of its chain."""
 
-    __slots__ = ("deadline_s", "is_awaiting", "num_found", "wanted")
-
-    def __init__(self, deadline_s: float) -> None:
-        self.wanted: dict[int, int] = {}  # ticket → index of its block in the chain
-        self.deadline_s = deadline_s
-        self.is_awaiting = False
-        self.num_found = 0  # how many keys all stores had found when its chain was walked last
+    deadline_s: float
+    wanted: dict[int, int] = field(default_factory=dict)  # ticket → index of its block in the chain
+    is_awaiting: bool = False
+    num_found: int = 0  # how many keys all stores had found when its chain was walked last
 
 
 class Tiering:
@@ -59,14 +60,12 @@ class Tiering:
         self._is_new = bool(info.stores)  # they have not said yet what they have
         self._has_peers = any(tier_of(store) == PEER for store in info.stores)
         self._serves_peers = info.serves_peers
-        self.is_stale = False  # a peer may have said more since anybody listened
+        self.is_stale = False  # a peer may have more than it reported last
         self._num_found = 0
-        self._must_forget = False  # the ranks have not been told to give nothing more to peers
+        self._must_forget = False  # the ranks have yet to be asked to give nothing more to peers
         self._stores: dict[str, dict[str, float]] = {}
-        self._touched: list[bytes] = []  # keys on the disk that were used, for the next transfers to tell it
+        self._touched: list[bytes] = []  # keys on the disk that were used, reported to it with the next transfers
         self.counts: Counter[str] = Counter()
-
-    # -- before admission ----------------------------------------------------------------------------------
 
     @property
     def loading(self) -> Iterable[Request]:
@@ -83,7 +82,7 @@ class Tiering:
         Each stay in the queue has one look: what failed or came late is computed.
         """
         request.looked = True
-        if request.skip_prefix_cache:
+        if request.skips_cache:
             return False
         slots, missing, num_blocks = self._chain(request.keys, self._max_pins - self._num_pins)
         is_awaiting = self._is_awaiting(request, num_blocks, now_s) and not self._are_pins_out
@@ -91,13 +90,13 @@ class Tiering:
             return False
         num_gained = num_blocks - missing[0][0] if missing else 0
         queued = self._queued(missing)
-        # Who names a peer has had its prompt computed there already.
-        if request.peer is None and not self.rates.is_load_faster(queued, num_gained, len(slots)):
+        # A request that names a peer has had its prompt computed there already.
+        if request.message.peer is None and not self.rates.is_load_faster(queued, num_gained, len(slots)):
             self._probe([key for _, key in missing], now_s)
             return False
         loading = Loading(now_s + self.rates.patience_s(queued, num_gained))
-        if request.peer is not None:
-            loading.deadline_s = max(loading.deadline_s, request.arrival_s + request.peer_wait_s)
+        if request.message.peer is not None:
+            loading.deadline_s = max(loading.deadline_s, request.arrival_s + request.message.peer_wait_s)
         loading.is_awaiting = is_awaiting
         self._read(request, loading, slots, missing)
         if not loading.wanted and not is_awaiting:
@@ -108,9 +107,9 @@ class Tiering:
 
     def _is_awaiting(self, request: Request, num_blocks: int, now_s: float) -> bool:
         """The peer that the request names may have more of its prompt soon than these leading blocks."""
-        if request.peer is None or now_s >= request.arrival_s + request.peer_wait_s:
+        if request.message.peer is None or now_s >= request.arrival_s + request.message.peer_wait_s:
             return False
-        is_open = self._stores.get(request.peer, {}).get("is_open", 0.0) > 0
+        is_open = self._stores.get(request.message.peer, {}).get("is_open", 0.0) > 0
         return is_open and num_blocks < min(len(request.keys), request.num_prompt // self._block_size)
 
     def _look_again(self, request: Request, loading: Loading, now_s: float) -> None:
@@ -135,14 +134,14 @@ class Tiering:
 
     def _queued(self, missing: list[tuple[int, bytes]]) -> Counter[str]:
         """How much each store that is needed has to read, with what others have asked it for."""
-        under_way = self.index.reads
+        in_flight = self.index.reads
         tickets = [self.index.ticket_of(key) for _, key in missing]
         mine = [
-            self.index.store_of(key) if ticket is None else under_way[ticket].store
+            self.index.store_of(key) if ticket is None else in_flight[ticket].store
             for (_, key), ticket in zip(missing, tickets, strict=True)
         ]
         needed = {store for store in mine if store is not None}
-        queued = Counter(read.store for read in under_way.values() if read.store in needed)
+        queued = Counter(read.store for read in in_flight.values() if read.store in needed)
         queued.update(store for store, ticket in zip(mine, tickets, strict=True) if ticket is None and store)
         return queued
 
@@ -154,8 +153,8 @@ class Tiering:
     def _are_pins_out(self) -> bool:
         return self._num_pins >= self._max_pins
 
-    def resume(self, now_s: float) -> list[Request]:
-        """Who has waited to the end: all was read, or it takes too long."""
+    def _resume(self, now_s: float) -> list[Request]:
+        """The requests that have waited to the end: all was read, or it takes too long."""
         done = []
         for request, loading in self._loading.items():
             if loading.is_awaiting and (
@@ -191,7 +190,7 @@ class Tiering:
         return slots, missing, len(keys)
 
     def _probe(self, keys: list[bytes], now_s: float) -> None:
-        """Read a little that nobody waits for: a store that was slow once must be able to show that it is no more."""
+        """Read a little without a request that waits: a store that was slow once must be able to show that it is no more."""
         if now_s >= self._next_probe_s and not self.index.reads:
             self._next_probe_s = now_s + PROBE_EVERY_S
             for key in keys[: min(PROBE_BLOCKS, self._max_pins - self._num_pins)]:
@@ -211,8 +210,6 @@ class Tiering:
         slots = self._pins.pop(request, {})
         self._num_pins -= len(slots)
         self.index.unpin(list(slots))
-
-    # -- admission -----------------------------------------------------------------------------------------
 
     def places(self, request: Request, is_busy: bool) -> list[int]:
         """The leading blocks of the request that need not be computed: device blocks, and host slots as negatives."""
@@ -253,16 +250,21 @@ class Tiering:
         if DISK in self.index.stores:
             self._touched += filter(self.index.stores[DISK].__contains__, keys)
 
-    # -- one step ------------------------------------------------------------------------------------------
-
-    def begin_step(self, num_running: int, now_s: float) -> None:
-        """Before anything of the next step is planned: what earlier steps filled can be saved now."""
+    def begin_step(self, waiting: WaitingQueue, num_running: int, now_s: float) -> None:
+        """Before anything of the next step is planned: what earlier steps filled can be saved now. Requests that have
+        waited aside long enough come back; those next in the queue leave it where that is worth it."""
         for request in self._restored:
             request.is_restoring = False
         self._restored.clear()
         self._now_s = now_s
         keep_free = min(num_running, self._pool.num_usable // 8)
         self._saves = self.index.take_saves(self._pool, self._saves_per_step, keep_free)
+        for request in self._resume(now_s):
+            waiting.add(request)
+        if waiting and self.index.stores and not self.is_stale:
+            for request in waiting.front(LOOK_AHEAD):
+                if not request.looked and not self.is_full() and self.look(request, now_s):
+                    waiting.remove(request)
 
     def end_step(self) -> Transfers | None:
         """What the planned step moves."""
@@ -336,11 +338,9 @@ class Tiering:
             del loading.wanted[ticket]
         self._num_pins -= len(beyond)
 
-    # -- looking in ----------------------------------------------------------------------------------------
-
     @property
     def is_idle(self) -> bool:
-        """Nothing is under way or waits for a step to carry it, or to ask."""
+        """Nothing is in flight or waits for a step to carry it, or to ask."""
         waits = self._loading or self._restoring or self._restored or self._is_new or self._must_forget
         return self.index.is_idle and not waits
 
@@ -357,17 +357,17 @@ class Tiering:
     def stats(self) -> dict[str, dict[str, float]]:
         return tier_stats(self.index, self.counts, self.rates, self._stores, self._block_bytes)
 
-    def check(self, under_way: Sequence[Transfers | None]) -> None:
-        """Assert every invariant; `under_way` are the transfers of the steps that have no result yet."""
+    def check(self, in_flight: Sequence[Transfers | None]) -> None:
+        """Assert every invariant; `in_flight` are the transfers of the steps that have no result yet."""
         pins = [slot for slots in self._pins.values() for slot in slots]
         assert self._num_pins == len(pins) + sum(len(loading.wanted) for loading in self._loading.values())
         pins += [slot for pairs in self._restoring.values() for slot, _ in pairs]
-        pins += [slot for transfers in under_way if transfers for slot, _ in transfers.restores]
+        pins += [slot for transfers in in_flight if transfers for slot, _ in transfers.restores]
         self.index.check(pins)
         for request, loading in self._loading.items():
             assert request.slot < 0 and not request.finished
             for ticket in loading.wanted:
                 assert ticket in self.index.reads and request in self._waiters[ticket]
-        assert self._waiters.keys() <= self.index.reads.keys(), "somebody waits for a read that is over"
+        assert self._waiters.keys() <= self.index.reads.keys(), "a request waits for a read that is over"
         for request in self._restoring:
             assert request.is_restoring and request.slot >= 0

@@ -1,16 +1,18 @@
-"""From the core's token ids to the text a user sees: one `Choice` per sequence, shared by the offline LLM and the server.
+"""From the core's outputs to what a reader gets: the `Answer` of a request, with a `Choice` for each of its sequences.
 
-A choice turns ids into text as they come, holds back what may still become a stop string, and cuts at the
-first stop string found. It says when the core must be told to stop early.
+A choice turns ids into text as they come, holds back what may still become a stop string, and cuts at the first stop
+string found. The server awaits an answer's updates as they come; the offline LLM takes them all at the end.
 """
 
-import math
+import asyncio
+import enum
+import time
 from array import array
 from collections.abc import Callable, Sequence
 
 import msgspec
 
-from penstock.engine.messages import FinishReason, Output
+from penstock.engine.messages import FinishReason, Output, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.stop_strings import StopStrings
@@ -48,38 +50,6 @@ def joined(updates: Sequence[Update]) -> Update:
     )
 
 
-class Logprob(msgspec.Struct, frozen=True):
-    """A token that was, or might have been, at one position. The names are those of vLLM."""
-
-    logprob: float
-    rank: int  # 1 is the most likely
-    decoded_token: str | None = None  # None without a tokenizer
-
-
-Candidates = dict[int, Logprob]  # by token id: the one that is there first, then the most likely ones in order
-
-
-def candidates(entry: TokenLogprobs, text: Callable[[int], str] | None) -> Candidates:
-    """`text` says how a token reads."""
-    ranks = (entry.rank, *range(1, len(entry.ids)))
-    found: Candidates = {}
-    for token_id, value, rank in zip(entry.ids, entry.values, ranks, strict=True):
-        found.setdefault(token_id, Logprob(value, rank, None if text is None else text(token_id)))
-    return found
-
-
-class CompletionOutput(msgspec.Struct):
-    """One finished choice of a request."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None = None
-    logprobs: list[Candidates] | None = None
-    cumulative_logprob: float | None = None
-
-
 class RequestMetrics(msgspec.Struct):
     """Times in seconds since the request was submitted."""
 
@@ -88,63 +58,23 @@ class RequestMetrics(msgspec.Struct):
     finished_s: float | None = None
     num_preemptions: int = 0
 
-    def note(self, output: Output, now_s: float) -> None:
-        """Take in what the core says with one output."""
-        self.num_preemptions = max(self.num_preemptions, output.num_preemptions)
-        if self.queued_s is None:
-            self.queued_s = output.queued_s
-        if self.first_token_s is None and output.tokens:
-            self.first_token_s = now_s
 
-
-class RequestOutput(msgspec.Struct):
-    """A finished request, as `LLM.generate` returns it."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[Candidates | None] | None = None  # None for the first token, which nothing predicts
-    metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
-
-
-def unit_length(vector: "array[float]") -> "array[float]":
-    """The same direction; a vector of zeros stays."""
-    length = math.sqrt(sum(value * value for value in vector)) or 1.0
-    return array("f", [value / length for value in vector])
-
-
-class EmbeddingOutput(msgspec.Struct):
-    embedding: list[float]
-
-
-class EmbeddingRequestOutput(msgspec.Struct):
-    """An embedded prompt, as `LLM.embed` returns it."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: EmbeddingOutput
-    num_cached_tokens: int = 0
-    metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
-
-    @property
-    def embedding(self) -> list[float]:
-        return self.outputs.embedding
+class ChoiceState(enum.Enum):
+    RUNNING = enum.auto()  # the core samples its tokens
+    STOPPED = enum.auto()  # its text has ended at a stop string; the core is asked to stop and has yet to confirm
+    ENDED = enum.auto()  # the core's last output has come
 
 
 class Choice:
     """One sequence of a request, from the core's outputs to updates with text.
 
-    `stream` is None where no text is wanted. After `finished`, later outputs (of tokens that the core sampled
-    before it learned of the end) add nothing.
+    `stream` is None where no text is wanted. Outputs that come after its end (of tokens that the core sampled before
+    it learned of that) add nothing.
     """
 
     def __init__(self, index: int, params: SamplingParams, stream: TextStream | None) -> None:
         self.index = index
-        self.finished = False
-        self.must_abort = False  # the text ended at a stop string while the core still runs the sequence
+        self.state = ChoiceState.RUNNING
         self._stream = stream
         self._min_tokens = params.min_tokens
         self._user_stop_ids = frozenset(params.stop_token_ids or ())
@@ -153,10 +83,16 @@ class Choice:
         self._stops = StopStrings(stops, params.include_stop_str_in_output) if stops else None
         self._num_tokens = 0
 
+    @property
+    def is_running(self) -> bool:
+        return self.state is ChoiceState.RUNNING
+
     def push(self, output: Output) -> Update:
-        """What the user is told of this output."""
+        """What this output adds for the user."""
         update = Update(self.index)
-        if self.finished:
+        if not self.is_running:
+            if output.finish_reason is not None:
+                self.state = ChoiceState.ENDED
             return update
         num_taken = len(output.tokens)
         if self._stream is not None:
@@ -167,12 +103,12 @@ class Choice:
             update.logprobs = output.logprobs[:num_taken]
         if self._stops is not None and self._stops.found is not None:
             update.finish_reason, update.stop_reason = "stop", self._stops.found
-            self.must_abort = output.finish_reason is None
+            self.state = ChoiceState.STOPPED if output.finish_reason is None else ChoiceState.ENDED
         elif output.finish_reason is not None:
+            self.state = ChoiceState.ENDED
             update.finish_reason, update.error = output.finish_reason, output.error
             update.is_refusal = output.is_refusal
             update.stop_reason = output.stop_token if output.stop_token in self._user_stop_ids else None
-        self.finished = update.finish_reason is not None
         return update
 
     def _text(self, stream: TextStream, output: Output) -> tuple[str, int]:
@@ -197,3 +133,152 @@ class Choice:
             if self._stops.found is None:
                 parts.append(self._stops.flush())
         return "".join(parts), len(output.tokens)
+
+
+class Answer:
+    """What has come of a request: the core's outputs go in, updates come out, at most one per choice at a time.
+
+    What is not read yet is merged, so a reader that is slow costs memory for its own answer and nothing else. Iterating
+    waits for updates until every choice has finished.
+    """
+
+    def __init__(self, messages: Sequence[Submit], choices: list[Choice], abort: Callable[[list[str]], None]) -> None:
+        """`abort` ends sequences in the core, by the ids of their messages; there is one for every choice."""
+        self.messages = messages
+        self.choices = choices
+        self.num_cached_tokens: int | None = None
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.embedding: bytes | None = None
+        self.error: str | None = None  # of the choice that failed first
+        self.metrics = RequestMetrics()
+        self.started_s = time.monotonic()
+        # What has been read:
+        self.num_tokens = 0
+        self.num_finished = 0  # choices
+        self.read_s: float | None = None  # when tokens were read last
+        self._abort = abort
+        self._num_running = len(choices)
+        self._unread: dict[int, list[Update]] = {}
+        self._arrived = asyncio.Event()
+
+    @property
+    def request_id(self) -> str:
+        return self.messages[0].request_id.rpartition(".")[0]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return array("i", self.messages[0].tokens).tolist()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.messages[0].tokens) // 4
+
+    @property
+    def is_finished(self) -> bool:
+        """No choice will have more text; the core may still have to confirm it."""
+        return self._num_running == 0
+
+    def take(self, index: int, output: Output) -> None:
+        """Take in what the core says of one choice."""
+        choice = self.choices[index]
+        if not choice.is_running:
+            choice.push(output)
+            return
+        if output.num_cached_tokens is not None:
+            self.num_cached_tokens = max(self.num_cached_tokens or 0, output.num_cached_tokens)
+        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
+        self.embedding = output.embedding or self.embedding
+        self.error = self.error or output.error
+        metrics, now_s = self.metrics, time.monotonic() - self.started_s
+        metrics.num_preemptions = max(metrics.num_preemptions, output.num_preemptions)
+        if metrics.queued_s is None:
+            metrics.queued_s = output.queued_s
+        if metrics.first_token_s is None and output.tokens:
+            metrics.first_token_s = now_s
+        update = choice.push(output)
+        if not choice.is_running:
+            self._num_running -= 1
+            metrics.finished_s = now_s
+        elif not update.token_ids and not update.text:
+            return
+        self._unread.setdefault(index, []).append(update)
+        self._arrived.set()
+        if choice.state is ChoiceState.STOPPED:
+            self._abort([output.request_id])
+
+    def updates(self) -> list[Update]:
+        """What has come since the last call; at the end, of a reader that did not ask before, every choice whole."""
+        found = [joined(self._unread[index]) for index in sorted(self._unread)]
+        self._unread = {}
+        for update in found:
+            self.num_tokens += len(update.token_ids)
+            self.num_finished += update.finish_reason is not None
+        return found
+
+    def __aiter__(self) -> "Answer":
+        return self
+
+    async def __anext__(self) -> list[Update]:
+        while not self._unread:
+            if self.is_finished:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self.updates()
+
+    def abort(self) -> None:
+        """End what still runs; the end comes as an update like any other."""
+        self._abort([self.messages[c.index].request_id for c in self.choices if c.is_running])
+
+    def check(self) -> None:
+        """Assert every invariant."""
+        num_running = sum(choice.is_running for choice in self.choices)
+        num_choices = len(self.choices)
+        assert self._num_running == num_running and len(self.messages) == num_choices
+        assert (self.metrics.finished_s is None) == (num_running == num_choices)
+        num_unread_ends = 0
+        for index, updates in self._unread.items():
+            ends = [update.finish_reason is not None for update in updates]
+            assert ends and not any(ends[:-1]), "an update after the last"
+            assert not ends[-1] or not self.choices[index].is_running
+            num_unread_ends += ends[-1]
+        assert num_running + num_unread_ends + self.num_finished == num_choices, "a choice ends in exactly one update"
+
+
+class OpenAnswers:
+    """The answers that the core still has sequences of, and which output belongs to which."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[Answer, int]] = {}  # by the sequence's request id: the answer, which choice
+
+    def __len__(self) -> int:
+        """How many sequences."""
+        return len(self._places)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._places
+
+    def add(self, answer: Answer) -> None:
+        self._places |= {message.request_id: (answer, index) for index, message in enumerate(answer.messages)}
+
+    def deliver(self, output: Output) -> Answer | None:
+        """Hand an output to its answer; None where it has had its last one."""
+        request_id = output.request_id
+        found = self._places.get(request_id) if output.finish_reason is None else self._places.pop(request_id, None)
+        if found is None:
+            return None
+        answer, index = found
+        answer.take(index, output)
+        return answer
+
+    def request_ids(self) -> list[str]:
+        return list(self._places)
+
+    def check(self) -> None:
+        """Assert that every answer is whole, and that exactly those are listed whose last output has yet to come."""
+        for answer, index in self._places.values():
+            answer.check()
+            assert answer.choices[index].state is not ChoiceState.ENDED
+        for answer in {answer for answer, _ in self._places.values()}:
+            for message, choice in zip(answer.messages, answer.choices, strict=True):
+                assert (message.request_id in self._places) == (choice.state is not ChoiceState.ENDED)

@@ -1,8 +1,7 @@
-"""The server's side of the engine core: starts the core process, sends it requests and hands out their news.
+"""The server's side of the engine core: starts the core process, sends it requests and hands each output to its answer.
 
-One asyncio loop owns everything here. Each request is a `Generation`; what arrives for it is merged until its
-reader asks, so a reader that is slow costs memory for its own answer and nothing else. Whatever happens to the
-core process, every generation ends: with the core's last word, or with an error that says what happened.
+One asyncio loop owns everything here. Whatever happens to the core process, every `Answer` ends: with the core's last
+output, or with an error that says what happened.
 """
 
 import asyncio
@@ -14,15 +13,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Unpack
 
 import msgspec
 import zmq
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.process import HEARTBEAT_S
-from penstock.engine.front.answer import Choice, RequestMetrics, Update, joined
-from penstock.engine.front.submit import KvTransfer, Pooling, check_length, check_room, submissions, token_bytes
+from penstock.engine.front.answer import Answer, OpenAnswers
+from penstock.engine.front.submit import KvTransfer, SubmitFields, begin_answer, check_room
 from penstock.engine.messages import (
     Abort,
     CacheReset,
@@ -31,9 +32,9 @@ from penstock.engine.messages import (
     Dead,
     FromCore,
     Heartbeat,
+    LoadProgress,
     Output,
     Outputs,
-    Progress,
     Ready,
     ResetCache,
     Shutdown,
@@ -43,7 +44,7 @@ from penstock.engine.messages import (
 )
 from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.detokenize import TextStream
-from penstock.executor.protocol import ModelInfo, TokenLogprobs
+from penstock.executor.protocol import ModelInfo
 
 HEARTBEAT_LIMIT_S = 5 * HEARTBEAT_S
 STOP_GRACE_S = 5.0  # for the core to leave after Shutdown, before it is killed
@@ -54,76 +55,19 @@ class EngineDead(Exception):
 
 
 class QueueFull(Exception):
-    """More requests are under way than the engine is set to queue."""
+    """More requests are in flight than the engine is set to queue."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class Health(msgspec.Struct, frozen=True):
+class EngineHealth(msgspec.Struct, frozen=True):
     """`alive`: worth keeping. `ready`: takes requests."""
 
     alive: bool
     ready: bool
     reason: str
-
-
-class Generation:
-    """The news of one request: an async iterator of lists of updates, at most one per choice at a time."""
-
-    def __init__(self, engine: "AsyncEngine", request_id: str, num_prompt_tokens: int, choices: list[Choice]) -> None:
-        self.request_id = request_id
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_cached_tokens: int | None = None
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
-        self.embedding: bytes | None = None
-        self.metrics = RequestMetrics()
-        self._engine = engine
-        self._choices = choices
-        self._num_open = len(choices)
-        self._pending: dict[int, list[Update]] = {}
-        self._arrived = asyncio.Event()
-        self._started_s = time.monotonic()
-
-    def __aiter__(self) -> "Generation":
-        return self
-
-    async def __anext__(self) -> list[Update]:
-        while not self._pending:
-            if self._num_open == 0:
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        updates = [joined(self._pending[index]) for index in sorted(self._pending)]
-        self._pending = {}
-        return updates
-
-    def abort(self) -> None:
-        """Stop what still runs. The reader has left: nothing more is delivered."""
-        self._engine.abort(f"{self.request_id}.{choice.index}" for choice in self._choices if not choice.finished)
-
-    def _take(self, index: int, output: Output) -> None:
-        choice = self._choices[index]
-        if choice.finished:  # a stop string ended it; this is the core's answer to the abort
-            return
-        if output.num_cached_tokens is not None:
-            self.num_cached_tokens = max(self.num_cached_tokens or 0, output.num_cached_tokens)
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-        self.embedding = output.embedding or self.embedding
-        now_s = time.monotonic() - self._started_s
-        self.metrics.note(output, now_s)
-        update = choice.push(output)
-        if choice.must_abort:
-            self._engine.abort([output.request_id])
-        if choice.finished:
-            self._num_open -= 1
-            self.metrics.finished_s = now_s
-        elif not update.token_ids and not update.text:
-            return
-        self._pending.setdefault(index, []).append(update)
-        self._arrived.set()
 
 
 class AsyncEngine:
@@ -138,7 +82,7 @@ class AsyncEngine:
         eos_ids: Iterable[int] = (),
         text_stream: Callable[[bool, bool, frozenset[int]], TextStream] | None = None,
         max_logprobs: int = MAX_LOGPROBS,
-        progress: Callable[[str], None] = lambda line: None,
+        progress: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.stats = Stats()
         self._config = config
@@ -148,7 +92,7 @@ class AsyncEngine:
         self._max_logprobs = max_logprobs
         self._progress = progress
         self._ids = itertools.count()
-        self._open: dict[str, tuple[Generation, int]] = {}  # sequence → who reads it, as which choice
+        self._open = OpenAnswers()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
         self._num_connected = 0  # of the core's connections to us
@@ -161,9 +105,7 @@ class AsyncEngine:
         self._process: asyncio.subprocess.Process | None = None
         self._directory: Path | None = None
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
-        self.on_cache_news: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
-
-    # -- life ----------------------------------------------------------------------------------------------
+        self.on_cache_update: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
 
     async def start(self) -> None:
         """Start the core process and wait until its model is loaded."""
@@ -213,7 +155,7 @@ class AsyncEngine:
             self._directory = None
 
     async def _leaves(self, process: asyncio.subprocess.Process) -> bool:
-        """Tell the core to end; whether it does. While it loads it does not listen, and has nothing to lose."""
+        """Ask the core to end; whether it does. While it loads it does not listen, and has nothing to lose."""
         if not self._is_ready:
             return False
         try:
@@ -227,21 +169,19 @@ class AsyncEngine:
     def _is_ready(self) -> bool:
         return self._ready is not None and self._ready.done() and not self._ready.cancelled()
 
-    def health(self) -> Health:
+    def health(self) -> EngineHealth:
         """Judged by the core's heartbeat and its running step, never by whether tokens come."""
         silent_s = time.monotonic() - self._heard_s
         overdue_s = self._heartbeat.overdue_s if self._heartbeat else 0.0
         if self._death is not None:
-            return Health(False, False, self._death)
+            return EngineHealth(False, False, self._death)
         if not self._is_ready:
-            return Health(True, False, "the model is loading")
+            return EngineHealth(True, False, "the model is loading")
         if silent_s > HEARTBEAT_LIMIT_S:
-            return Health(False, False, f"the engine core has been silent for {silent_s:.0f} s")
+            return EngineHealth(False, False, f"the engine core has been silent for {silent_s:.0f} s")
         if overdue_s > 0:
-            return Health(False, False, f"a step of the engine core is {overdue_s:.0f} s beyond its deadline")
-        return Health(True, True, "ok")
-
-    # -- requests ------------------------------------------------------------------------------------------
+            return EngineHealth(False, False, f"a step of the engine core is {overdue_s:.0f} s beyond its deadline")
+        return EngineHealth(True, True, "ok")
 
     def admit(self, num_sequences: int = 1) -> None:
         """Raise at once what `generate` would raise for want of room or of a core: called before tokenizing."""
@@ -250,7 +190,7 @@ class AsyncEngine:
         limit = self._config.scheduler.max_sequences
         if len(self._open) + num_sequences > limit:
             raise QueueFull(
-                f"{len(self._open)} sequences are under way and {limit} are the limit; try again later",
+                f"{len(self._open)} sequences are in flight and {limit} are the limit; try again later",
                 retry_after_s=self._retry_after_s(),
             )
 
@@ -259,60 +199,50 @@ class AsyncEngine:
         prompt_ids: list[int],
         params: SamplingParams,
         *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        pooling: Pooling | None = None,
-        skip_prefix_cache: bool = False,
         is_continuation: bool = False,
-        grammar: str | None = None,
-        kv_transfer: KvTransfer | None = None,
         shown_ids: frozenset[int] = frozenset(),
-    ) -> Generation:
+        kv_transfer: KvTransfer | None = None,
+        **fields: Unpack[SubmitFields],
+    ) -> Answer:
         """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates.
 
         `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own.
-        `grammar`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
-        `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
         `shown_ids`: special tokens that stand in the text whatever the request says.
+        `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
+        `grammar` in `fields`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
         """
-        params.check(self.info.vocab_size, self._max_logprobs)
-        prompt = token_bytes(prompt_ids, self.info.vocab_size)
-        check_length(len(prompt_ids), self.info)
-        if pooling is None:
-            check_room(len(prompt_ids), params.max_tokens, self.info)
-        self.admit(params.n)
-        request_id = f"{next(self._ids):x}"
-        stream = self._text_stream if params.detokenize else None
-        choices = [
-            Choice(index, params, stream(params.skip_special_tokens, is_continuation, shown_ids) if stream else None)
-            for index in range(params.n)
-        ]
-        generation = Generation(self, request_id, len(prompt_ids), choices)
-        messages = submissions(
-            request_id,
-            prompt,
+        stream = self._text_stream
+        answer = begin_answer(
+            f"{next(self._ids):x}",
+            prompt_ids,
             params,
             self.info,
             self._eos_ids,
-            priority=priority,
-            cache_salt=cache_salt,
-            pooling=pooling,
-            skip_prefix_cache=skip_prefix_cache,
-            grammar=grammar,
+            stream and partial(stream, params.skip_special_tokens, is_continuation, shown_ids),
+            self.abort,
+            max_logprobs=self._max_logprobs,
             kv_transfer=kv_transfer,
+            **fields,
         )
-        for index, message in enumerate(messages):
-            self._open[message.request_id] = (generation, index)
+        if fields.get("pooling") is None:
+            check_room(len(prompt_ids), params.max_tokens, self.info)
+        self.admit(params.n)
+        self._open.add(answer)
+        for message in answer.messages:
             self._send(message)
-        return generation
+        return answer
 
     def abort(self, request_ids: Iterable[str]) -> None:
         still_open = [request_id for request_id in request_ids if request_id in self._open]
         if still_open and self._death is None:
             self._send(Abort(still_open))
 
+    def check(self) -> None:
+        """Assert every invariant of the answers in flight."""
+        self._open.check()
+
     def watch_cache(self, is_on: bool) -> None:
-        """Have the core tell `on_cache_news` what is cached, all at once and then the changes; or no more."""
+        """Have the core report to `on_cache_update` what is cached, all at once and then the changes; or no more."""
         if self._death is None:
             self._send(WatchCache(is_on))
 
@@ -331,12 +261,10 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Sequences under way."""
+        """Sequences in flight."""
         return len(self._open)
 
-    # -- the link ------------------------------------------------------------------------------------------
-
-    def _bind(self, kind: int, name: str) -> zmq.Socket:
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(100_000)
         socket.bind(f"ipc://{self._directory}/{name}")
@@ -361,15 +289,15 @@ class AsyncEngine:
         if isinstance(message, Outputs):
             self.stats = message.stats
             for output in message.outputs:
-                self._deliver(output)
+                self._open.deliver(output)
             if self.on_step is not None:
                 self.on_step(message)
         elif isinstance(message, CacheUpdate):
-            if self.on_cache_news is not None:
-                self.on_cache_news(message)
+            if self.on_cache_update is not None:
+                self.on_cache_update(message)
         elif isinstance(message, CacheReset):
             waiting = self._resets.pop(message.number)
-            if not waiting.done():  # else whoever asked has left
+            if not waiting.done():  # else the caller has left
                 waiting.set_result(message.ok)
         elif isinstance(message, Heartbeat):
             if message.overdue_s > 0 and not (self._heartbeat and self._heartbeat.overdue_s):
@@ -377,7 +305,7 @@ class AsyncEngine:
             self._heartbeat = message
         elif isinstance(message, Connected):
             self._num_connected += 1
-        elif isinstance(message, Progress):
+        elif isinstance(message, LoadProgress):
             self._progress(message.line)
         elif isinstance(message, Ready):
             assert self._ready is not None
@@ -385,14 +313,6 @@ class AsyncEngine:
                 self._ready.set_result(message.info)
         elif isinstance(message, Dead):
             self._die(message.error)
-
-    def _deliver(self, output: Output) -> None:
-        entry = self._open.get(output.request_id)
-        if entry is not None:
-            if output.finish_reason is not None:
-                del self._open[output.request_id]
-            generation, index = entry
-            generation._take(index, output)
 
     async def _watch(self, process: asyncio.subprocess.Process) -> None:
         """When the core process ends, so does every request."""
@@ -410,8 +330,8 @@ class AsyncEngine:
         for waiting in self._resets.values():
             if not waiting.done():
                 waiting.set_exception(EngineDead(self._death))
-        for request_id in list(self._open):
-            self._deliver(Output(request_id, [], finish_reason="error", error=self._death))
+        for request_id in self._open.request_ids():
+            self._open.deliver(Output(request_id, [], finish_reason="error", error=self._death))
 
     def _dump_stacks(self) -> None:
         """A step is beyond its deadline: have the core print where it stands."""

@@ -1,7 +1,7 @@
 """The front's side of constrained requests: is there a grammar for what is asked, found out before anything runs.
 
 The core compiles the same text again; what passed here passes there. A grammar that takes more than `COMPILE_LIMIT_S`
-of a core is refused: its thread goes on to the end that llguidance's own limits set, and disturbs nobody.
+of a core is refused: its thread goes on to the end that llguidance's own limits set, and disturbs no other work.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ async def _done(job: Job, work: Work) -> str | None:
     """Wait until it is; otherwise the limit that has been passed."""
     done = asyncio.Event()
     loop = asyncio.get_running_loop()
-    # Not wrap_future: its exception would have to be fetched even when nobody waits any more.
+    # Not wrap_future: its exception would have to be fetched even when its caller has left.
     job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
     while not done.is_set():
         with contextlib.suppress(TimeoutError):

@@ -9,37 +9,26 @@ import signal
 import threading
 import time
 import warnings
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.front.answer import (
-    Choice,
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    RequestMetrics,
-    RequestOutput,
-    Update,
-    candidates,
-    joined,
-    unit_length,
-)
+from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.front.hf_interface import FamiliarTokenizer
-from penstock.engine.front.submit import Pooling, check_length, submissions, token_bytes
+from penstock.engine.front.results import EmbeddingRequestOutput, RequestOutput, completed, embedded
+from penstock.engine.front.submit import Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import Vocabulary
-from penstock.engine.messages import Output, Submit
+from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
-from penstock.engine.text.detokenize import TextStream
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.executor.protocol import ModelInfo, open_executor
@@ -73,6 +62,7 @@ class LLM:
             remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
             warnings.warn(remark, stacklevel=2)
         self._num_requests = 0
+        self._open = OpenAnswers()  # of the batch that runs
 
     @property
     def info(self) -> ModelInfo:
@@ -135,8 +125,9 @@ class LLM:
         if pooling not in ("last", "mean"):
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
-        jobs = self._run([self._prepare(prompt, params, pooling) for prompt in _as_list(prompts)], use_tqdm)
-        return [job.embedded(normalize) for job in jobs]
+        begun = [self._begin(prompt, params, pooling=pooling) for prompt in _as_list(prompts)]
+        self._run([each.answer for each in begun], use_tqdm)
+        return [embedded(each.answer, each.prompt, normalize) for each in begun]
 
     def get_tokenizer(self) -> FamiliarTokenizer:
         """The model's tokenizer, with the names that transformers gives to what it does."""
@@ -154,9 +145,9 @@ class LLM:
         tiers = stats.pop("tiers")
         experts = stats.pop("experts")
         if experts is not None:
-            told = msgspec.structs.asdict(experts)
-            del told["rank_load"], told["expert_load"]  # not single figures
-            stats |= {f"experts_{name}": value for name, value in told.items()}
+            single = msgspec.structs.asdict(experts)
+            del single["rank_load"], single["expert_load"]  # not single figures
+            stats |= {f"experts_{name}": value for name, value in single.items()}
         return stats | {f"kv_{tier}_{name}": value for tier in tiers for name, value in tiers[tier].items()}
 
     def reset_prefix_cache(self) -> bool:
@@ -173,8 +164,6 @@ class LLM:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
-
-    # -- one batch -----------------------------------------------------------------------------------------
 
     def _start(self, config: EngineConfig) -> None:
         executor, tokenizer, compiler = open_executor(config.executor), self.tokenizer, None
@@ -196,49 +185,46 @@ class LLM:
         use_tqdm: bool,
         is_continuation: bool,
     ) -> list[RequestOutput]:
-        jobs = []
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        for prompt, params in zip(prompts, _spread(sampling_params, len(prompts)), strict=True):
-            stream = None
-            if self.tokenizer is not None and params.detokenize:
-                # A completion goes on where its prompt ended, an answer begins: some vocabularies mark the first
-                # word of a text with a space that only the former wants.
-                stream = partial(self.tokenizer.stream, params.skip_special_tokens, is_continuation)
-            jobs.append(self._prepare(prompt, params, stream=stream))
+        spread = zip(prompts, _spread(sampling_params, len(prompts)), strict=True)
+        begun = [self._begin(prompt, params, is_continuation=is_continuation) for prompt, params in spread]
+        self._run([each.answer for each in begun], use_tqdm)
         text = None if self.tokenizer is None else self.tokenizer.token_text
-        return [job.result(text) for job in self._run(jobs, use_tqdm)]
+        return [completed(each.answer, each.prompt, text) for each in begun]
 
-    def _prepare(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        pooling: Pooling | None = None,
-        stream: Callable[[], TextStream] | None = None,
-    ) -> "_Job":
+    def _begin(
+        self, prompt: Prompt, params: SamplingParams, *, is_continuation: bool = True, pooling: Pooling | None = None
+    ) -> "_Begun":
         info = self._running().info
-        prompt, cache_salt = _plain(prompt)
-        text = prompt if isinstance(prompt, str) else None
+        given, cache_salt = _plain(prompt)
+        text = given if isinstance(given, str) else None
         if params.seed is None and self._seeds is not None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("prompt", "a text was given, but skip_tokenizer=True; give token ids")
-            prompt = self.tokenizer.encode(prompt)
-        elif self.tokenizer is None and params.detokenize:
+        stream = None
+        if self.tokenizer is not None:
+            # A completion goes on where its prompt ended, an answer begins: some vocabularies mark the first word of
+            # a text with a space that only the former wants.
+            stream = partial(self.tokenizer.stream, params.skip_special_tokens, is_continuation)
+            given = self.tokenizer.encode(given) if isinstance(given, str) else given
+        elif isinstance(given, str):
+            raise InvalidRequest("prompt", "a text was given, but skip_tokenizer=True; give token ids")
+        elif params.detokenize:
             params = msgspec.structs.replace(params, detokenize=False)
-        params.check(info.vocab_size)
-        tokens = token_bytes(prompt, info.vocab_size)
-        check_length(len(prompt), info)
-        eos_ids = self.tokenizer.eos_ids if self.tokenizer else ()
         self._num_requests += 1
-        request_id = str(self._num_requests)
-        grammar = self._grammar(params)
-        messages = submissions(
-            request_id, tokens, params, info, eos_ids, cache_salt=cache_salt, pooling=pooling, grammar=grammar
+        answer = begin_answer(
+            str(self._num_requests),
+            given,
+            params,
+            info,
+            self.tokenizer.eos_ids if self.tokenizer else (),
+            stream,
+            self._abort,
+            cache_salt=cache_salt,
+            pooling=pooling,
+            grammar=self._grammar(params),
         )
-        choices = [Choice(index, params, stream() if stream else None) for index in range(params.n)]
-        return _Job(request_id, text, array("i", prompt), messages, choices)
+        return _Begun(text, answer)
 
     def _grammar(self, params: SamplingParams) -> str | None:
         if params.structured_outputs is None:
@@ -247,24 +233,25 @@ class LLM:
             raise InvalidRequest("structured_outputs", "needs a tokenizer, but skip_tokenizer=True")
         return self._grammars.now(params.structured_outputs)
 
-    def _run(self, jobs: list["_Job"], use_tqdm: bool) -> list["_Job"]:
-        core = self._running()
-        open_jobs = {message.request_id: (job, i) for job in jobs for i, message in enumerate(job.messages)}
-        backlog: Iterator[Submit] = iter([message for job in jobs for message in job.messages])
-        progress = _Progress(len(jobs)) if use_tqdm else None
+    def _run(self, answers: list[Answer], use_tqdm: bool) -> None:
+        """Until all of them are finished; raises what ended one of them."""
+        core, self._open = self._running(), OpenAnswers()
+        for answer in answers:
+            self._open.add(answer)
+        backlog = iter([message for answer in answers for message in answer.messages])
+        progress = _Progress(len(answers)) if use_tqdm else None
         try:
             with _interrupts_between_steps() as check_interrupt:
-                while open_jobs:
-                    # The queue is bounded: hand over as much as it takes, and the rest later. (zip takes from its
-                    # first argument before it notices that the second has ended.)
-                    room = range(core.scheduler.room)
-                    news = [core.submit(message) for _, message in zip(room, backlog, strict=False)]
-                    for output in [*filter(None, news), *core.step()]:
-                        self._take(core, open_jobs, output, progress)
+                while self._open:
+                    # The queue is bounded: hand over as much as it takes, and the rest later.
+                    refused = [core.submit(message) for message in islice(backlog, core.scheduler.num_free_places)]
+                    for output in [*filter(None, refused), *core.step()]:
+                        reached = self._open.deliver(output)
+                        if reached is not None and progress is not None:
+                            progress.note(reached, output)
                     check_interrupt()
         except KeyboardInterrupt:
-            for request_id in open_jobs:
-                core.abort(request_id)
+            self._abort(self._open.request_ids())
             while core.has_work():
                 core.step()
             raise
@@ -274,99 +261,21 @@ class LLM:
         finally:
             if progress is not None:
                 progress.close()
-        for job in jobs:
-            job.check()
-        return jobs
+        for answer in answers:
+            answer.check()
+            if answer.error is not None:
+                raise RuntimeError(f"request {answer.request_id} failed: {answer.error}")
 
-    def _take(self, core: EngineCore, open_jobs: dict, output: Output, progress: "_Progress | None") -> None:
-        job, index = open_jobs.get(output.request_id, (None, 0))
-        if job is None:
-            return
-        if job.take(index, output):
-            core.abort(output.request_id)
-        if job.choices[index].finished:
-            del open_jobs[output.request_id]
-        if progress is not None:
-            progress.note(job, output)
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            output = self._running().abort(request_id)
+            if output is not None:
+                self._open.deliver(output)
 
 
-class _Job:
-    """One prompt of a batch and what has come of it."""
-
-    def __init__(self, request_id: str, prompt: str | None, tokens: array, messages: list, choices: list) -> None:
-        self.request_id = request_id
-        self.prompt = prompt
-        self.tokens = tokens
-        self.messages = messages
-        self.choices: list[Choice] = choices
-        self.updates: list[list[Update]] = [[] for _ in choices]
-        self.num_cached_tokens = 0
-        self.prompt_logprobs: list | None = None
-        self.embedding: bytes | None = None
-        self.metrics = RequestMetrics()
-        self._started_s = time.monotonic()
-
-    @property
-    def finished(self) -> bool:
-        return all(choice.finished for choice in self.choices)
-
-    def take(self, index: int, output: Output) -> bool:
-        """Take in news of one choice; True when the core must be told to stop it."""
-        now_s = time.monotonic() - self._started_s
-        self.metrics.note(output, now_s)
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens or 0)
-        self.prompt_logprobs = output.prompt_logprobs or self.prompt_logprobs
-        self.embedding = output.embedding or self.embedding
-        self.updates[index].append(self.choices[index].push(output))
-        if self.finished:
-            self.metrics.finished_s = now_s
-        return self.choices[index].must_abort
-
-    def check(self) -> None:
-        """Raise what ended a choice, if anything went wrong."""
-        errors = [update.error for updates in self.updates for update in updates if update.error]
-        if errors:
-            raise RuntimeError(f"request {self.request_id} failed: {errors[0]}")
-
-    def result(self, text: Callable[[int], str] | None) -> RequestOutput:
-        """`text` says how a token reads."""
-        prompt_logprobs = None
-        if self.prompt_logprobs is not None:
-            prompt_logprobs = [None, *(candidates(entry, text) for entry in self.prompt_logprobs)]
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.tokens.tolist(),
-            outputs=[_completion(joined(updates), text) for updates in self.updates],
-            num_cached_tokens=self.num_cached_tokens,
-            prompt_logprobs=prompt_logprobs,
-            metrics=self.metrics,
-        )
-
-    def embedded(self, normalize: bool) -> EmbeddingRequestOutput:
-        assert self.embedding is not None
-        vector = array("f", self.embedding)
-        return EmbeddingRequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.tokens.tolist(),
-            outputs=EmbeddingOutput((unit_length(vector) if normalize else vector).tolist()),
-            num_cached_tokens=self.num_cached_tokens,
-            metrics=self.metrics,
-        )
-
-
-def _completion(update: Update, text: Callable[[int], str] | None) -> CompletionOutput:
-    entries = update.logprobs
-    return CompletionOutput(
-        index=update.index,
-        text=update.text,
-        token_ids=update.token_ids,
-        finish_reason=update.finish_reason,
-        stop_reason=update.stop_reason,
-        logprobs=None if entries is None else [candidates(entry, text) for entry in entries],
-        cumulative_logprob=None if entries is None else sum(entry.values[0] for entry in entries),
-    )
+class _Begun(NamedTuple):
+    prompt: str | None  # where the caller gave text
+    answer: Answer
 
 
 class _Progress:
@@ -379,11 +288,11 @@ class _Progress:
         self._started_s = time.monotonic()
         self._num_input = self._num_output = 0
 
-    def note(self, job: _Job, output: Output) -> None:
+    def note(self, answer: Answer, output: Output) -> None:
         self._num_output += len(output.tokens)
-        if output.num_cached_tokens is not None and output.request_id == job.messages[0].request_id:
-            self._num_input += len(job.tokens)
-        if job.finished:
+        if output.num_cached_tokens is not None and output.request_id == answer.messages[0].request_id:
+            self._num_input += answer.num_prompt_tokens
+        if answer.is_finished:
             seconds = max(time.monotonic() - self._started_s, 1e-9)
             self._bar.set_postfix_str(
                 f"in {self._num_input / seconds:.0f} tok/s, out {self._num_output / seconds:.0f} tok/s", refresh=False
@@ -402,7 +311,7 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
     """
     pending: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(number: int, _frame: FrameType | None) -> None:
         if pending:
             raise KeyboardInterrupt
         pending.append(number)

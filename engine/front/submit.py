@@ -1,18 +1,29 @@
 """From a user's request to the core's messages: what the server and the offline LLM check and build alike."""
 
 from array import array
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, Literal, TypedDict, Unpack
 
 import msgspec
 from msgspec import Meta
 
 from penstock.cache.tiers.base import peer_name
+from penstock.engine.front.answer import Answer, Choice
 from penstock.engine.messages import Submit
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
+from penstock.engine.text.detokenize import TextStream
 from penstock.executor.protocol import ModelInfo
 
 Pooling = Literal["last", "mean"]
+
+
+class SubmitFields(TypedDict, total=False):
+    """What a request may say beside its prompt and how to sample. The names are those of `Submit`."""
+
+    priority: int
+    cache_salt: str | None
+    pooling: Pooling | None
+    grammar: str | None
 
 
 class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,15 +39,12 @@ def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -
         raise InvalidRequest(field, "the prompt is empty; at least one token is needed")
     try:
         low, high = min(tokens), max(tokens)
+        if low >= 0 and high < vocab_size:
+            return array("i", tokens).tobytes()
     except TypeError:
         raise InvalidRequest(field, "a list of token ids may hold integers only") from None
-    if low < 0 or high >= vocab_size:
-        bad = low if low < 0 else high
-        raise InvalidRequest(field, f"token id {str(bad)[:24]} is outside the vocabulary, 0 to {vocab_size - 1}")
-    try:
-        return array("i", tokens).tobytes()
-    except TypeError:
-        raise InvalidRequest(field, "a list of token ids may hold integers only") from None
+    bad = low if low < 0 else high
+    raise InvalidRequest(field, f"token id {str(bad)[:24]} is outside the vocabulary, 0 to {vocab_size - 1}")
 
 
 def check_length(num_tokens: int, info: ModelInfo, field: str = "prompt") -> None:
@@ -67,36 +75,50 @@ def submissions(
     info: ModelInfo,
     eos_ids: Iterable[int],
     *,
-    priority: int = 0,
-    cache_salt: str | None = None,
-    pooling: Pooling | None = None,
-    skip_prefix_cache: bool = False,
-    grammar: str | None = None,
     kv_transfer: KvTransfer | None = None,
+    **fields: Unpack[SubmitFields],
 ) -> list[Submit]:
     """One message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache."""
-    assert (params.structured_outputs is None) == (grammar is None), (
-        "engine/front/grammar_check.py makes one of the other"
-    )
+    has_grammar = fields.get("grammar") is not None
+    assert (params.structured_outputs is None) != has_grammar, "engine/front/grammar_check.py makes one of the other"
     peer = None if kv_transfer is None else peer_name(kv_transfer.peer)
-    if kv_transfer is not None and peer not in info.stores:  # nobody but the operator says whom this engine talks to
+    if kv_transfer is not None and peer not in info.stores:  # the operator alone says with whom this engine connects
         raise InvalidRequest("kv_transfer_params.peer", f"{kv_transfer.peer[:64]!r} is none of this engine's --kv-peer")
     room = info.max_model_len - len(prompt) // 4
-    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     return [
         Submit(
             f"{request_id}.{index}",
             prompt,
             params.sampling(eos_ids, index),
-            max_tokens,
-            priority,
-            cache_salt,
-            None,
-            pooling,
-            skip_prefix_cache,
-            grammar,
-            peer,
-            0.0 if kv_transfer is None else kv_transfer.wait_s,
+            room if params.max_tokens is None else min(params.max_tokens, room),
+            peer=peer,
+            peer_wait_s=0.0 if kv_transfer is None else kv_transfer.wait_s,
+            **fields,
         )
         for index in range(params.n)
     ]
+
+
+def begin_answer(
+    request_id: str,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    info: ModelInfo,
+    eos_ids: Iterable[int],
+    stream: Callable[[], TextStream] | None,
+    abort: Callable[[list[str]], None],
+    *,
+    max_logprobs: int = MAX_LOGPROBS,
+    kv_transfer: KvTransfer | None = None,
+    **fields: Unpack[SubmitFields],
+) -> Answer:
+    """Check a request; what comes of it, with the messages that start it in the core. `stream` makes the text of a
+    choice, where text is wanted."""
+    params.check(info.vocab_size, max_logprobs)
+    prompt = token_bytes(prompt_ids, info.vocab_size)
+    check_length(len(prompt_ids), info)
+    messages = submissions(request_id, prompt, params, info, eos_ids, kv_transfer=kv_transfer, **fields)
+    if not params.detokenize:
+        stream = None
+    choices = [Choice(index, params, None if stream is None else stream()) for index in range(params.n)]
+    return Answer(messages, choices, abort)

@@ -6,8 +6,8 @@ anywhere below is answered in the one error format.
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -46,7 +46,7 @@ CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when t
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
 
 
-class Post(NamedTuple):
+class PostRoute(NamedTuple):
     """A POST route, and the schemas of what goes in and comes out."""
 
     path: str
@@ -57,25 +57,22 @@ class Post(NamedTuple):
 
 
 POSTS = (
-    Post("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
-    Post("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
-    Post("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
-    Post("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
-    Post("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
-    Post("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
+    PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
+    PostRoute("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
+    PostRoute("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
+    PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
+    PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
+    PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
 )
 
 
-class App:
+class ServerApp:
     """The whole application. `service` is what the server's life and the tests need to see."""
 
     def __init__(self, service: Service, keys: Keys, allowed_origins: Sequence[str] = ()) -> None:
         self.service = service
         routes = _routes(service)
-        handlers = dict.fromkeys(REFUSALS, _refuse) | {
-            HTTPException: _refuse_route,
-            Exception: _fail,
-        }
+        handlers = dict.fromkeys(REFUSALS, _refuse) | {HTTPException: _refuse_route, Exception: _fail}
         self.templates = frozenset(route.path for route in routes)
         starlette = Starlette(routes=routes, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
@@ -118,9 +115,11 @@ class App:
         return path if path in self.templates else "unmatched"
 
 
-def build_app(engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig) -> App:
+def build_app(
+    engine: AsyncEngine, tokenizer: Tokenizer, template: ChatTemplate | None, config: ServerConfig
+) -> ServerApp:
     """The application over a started engine; `config` is a resolved one."""
-    return App(Service(engine, tokenizer, template, config), Keys(config.api_keys), config.allowed_origins)
+    return ServerApp(Service(engine, tokenizer, template, config), Keys(config.api_keys), config.allowed_origins)
 
 
 def _routes(service: Service) -> list[Route]:
@@ -129,47 +128,39 @@ def _routes(service: Service) -> list[Route]:
 
     async def models(request: Request) -> Response:
         await service.know_text_digest()
+        one = request.path_params.get("model")
+        if one is not None:
+            return _json(_model(service, service.check_model(one), started))
         return _json(reply.Models([_model(service, name, started) for name in service.config.served_model_names]))
 
-    async def one_model(request: Request) -> Response:
-        await service.know_text_digest()
-        return _json(_model(service, service.check_model(request.path_params["model"]), started))
-
-    async def health(request: Request) -> Response:
+    async def health(_request: Request) -> Response:
         state = service.engine.health()
         return _json(reply.Status(state.reason), 200 if state.alive else 503)
 
-    async def ready(request: Request) -> Response:
+    async def ready(_request: Request) -> Response:
         state = service.engine.health()
         if service.is_draining:
             return _json(reply.Status("the server is shutting down"), 503)
         return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
 
-    async def metrics(request: Request) -> Response:
+    async def metrics(_request: Request) -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    async def version(request: Request) -> Response:
-        return _json(reply.Version(pages.version()))
-
-    gets = {
-        "/": _page(page.body, page.headers),
+    gets: dict[str, Any] = {  # functions, or ASGI applications, which a response is too
+        "/": HTMLResponse(page.body, headers=page.headers),
         "/health": health,
         "/ping": health,
         "/ready": ready,
         "/metrics": metrics,
-        "/version": version,
+        "/version": _json(reply.Version(pages.version())),
         "/v1/models": models,
-        "/v1/models/{model:path}": one_model,
+        "/v1/models/{model:path}": models,
+        "/kv_events": KvEvents(service),
     }
-    described = pages.openapi(POSTS, [*gets, "/kv_events", "/openapi.json", "/docs"], ErrorReply)
-    encoded = msgspec.json.encode(described)
-
-    async def openapi(request: Request) -> Response:
-        return Response(encoded, media_type="application/json")
-
-    gets |= {"/openapi.json": openapi, "/docs": _page(pages.docs(described), pages.HEADERS)}
-    gets_by_path: dict[str, Callable] = {**gets, "/kv_events": KvEvents(service)}
-    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets_by_path.items()] + [
+    described = pages.openapi(POSTS, [*gets, "/openapi.json", "/docs"], ErrorReply)
+    gets["/openapi.json"] = Response(msgspec.json.encode(described), media_type="application/json")
+    gets["/docs"] = HTMLResponse(pages.docs(described), headers=pages.HEADERS)
+    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()] + [
         Route(post.path, Endpoint(service, post.handler), methods=["POST"]) for post in POSTS
     ]
 
@@ -189,20 +180,16 @@ def _model(service: Service, name: str, started: int) -> reply.Model:
     )
 
 
-def _page(html: str | bytes, headers: Mapping[str, str]) -> Callable[[Request], Awaitable[Response]]:
-    async def page(request: Request) -> Response:
-        return HTMLResponse(html, headers=headers)
-
-    return page
-
-
 def _json(body: msgspec.Struct, status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    answer = as_http_error(error)
-    return Response(answer.body(), answer.status, answer.headers, "application/json")
+def _error(error: HttpError) -> Response:
+    return Response(error.body(), error.status, error.headers, "application/json")
+
+
+async def _refuse(_request: Request, error: Exception) -> Response:
+    return _error(as_http_error(error))
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
@@ -211,26 +198,16 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     message = f"{request.method[:16]} {clip(request.scope['path'])}: there is no such route"
     if error.status_code == 405:
         message = f"{request.method[:16]}: not a method of this route"
-    answer = HttpError(error.status_code, message, headers=error.headers)
-    return Response(answer.body(), answer.status, answer.headers, "application/json")
+    return _error(HttpError(error.status_code, message, headers=error.headers))
 
 
-async def _fail(request: Request, error: Exception) -> Response:
+async def _fail(_request: Request, _error_of_ours: Exception) -> Response:
     """A bug of ours. The traceback goes to the log, and nothing of it to the client."""
-    answer = HttpError(500, "internal error")
-    return Response(answer.body(), answer.status, media_type="application/json")
+    return _error(HttpError(500, "internal error"))
 
 
 def _log(call: Call, route: str, status: int) -> None:
     level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
-    log.log(
-        level,
-        "%s %d %.3fs id=%s client_id=%s prompt_tokens=%d tokens=%d",
-        route,
-        status,
-        time.monotonic() - call.begun_s,
-        call.id,
-        call.client_id or "-",
-        call.num_prompt_tokens,
-        call.num_tokens,
-    )
+    seconds, client = time.monotonic() - call.begun_s, call.client_id or "-"
+    form = "%s %d %.3fs id=%s client_id=%s prompt_tokens=%d tokens=%d"
+    log.log(level, form, route, status, seconds, call.id, client, call.num_prompt_tokens, call.num_tokens)

@@ -1,38 +1,26 @@
 """POST /v1/completions: one or many prompts, whole or streamed."""
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
 from penstock.engine.front.answer import Update
-from penstock.engine.http.errors import HttpError
-from penstock.engine.server.answers import Choice, Job, sampling_params, stream, whole
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server.answers import respond, sampling_params
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
 from penstock.engine.server.prompts import decode_inputs, to_ids
-from penstock.engine.server.requests import CompletionRequest, parse
+from penstock.engine.server.requests import CompletionRequest
 from penstock.engine.server.response_format import wanted_outputs
 from penstock.engine.server.responses import Completion, CompletionChoice, CompletionLogprobs
 from penstock.engine.server.service import MAX_SEQUENCES, Service
-from penstock.executor.protocol import TokenLogprobs
-
-CompletionJob = Job[CompletionRequest]
 
 _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 
-async def completions(service: Service, call: Call, body: bytes) -> Completion | AsyncGenerator[bytes, None]:
+async def completions(service: Service, call: Call, body: bytes) -> msgspec.Struct | AsyncGenerator[bytes, None]:
     """Complete the prompt or prompts, n times each."""
-    job = await _accept(service, call, body)
-    if job.request.stream:
-        return stream(job, Pieces(job).chunks, lambda: _reply(job, []))
-    return await whole(job, lambda gathered: _complete(job, gathered))
-
-
-async def _accept(service: Service, call: Call, body: bytes) -> CompletionJob:
-    request = parse(body, _DECODER)
-    service.check_model(request.model)
-    call.note_client_id(request.request_id)
+    request = service.accept(call, body, _DECODER)
     # The echoed prompt shows its log-probabilities as well.
     asked = [request.prompt_logprobs, request.logprobs if request.echo else None]
     wanted = wanted_outputs(request, service.config.coerce_one_of)
@@ -49,108 +37,89 @@ async def _accept(service: Service, call: Call, body: bytes) -> CompletionJob:
         inputs = [call.prompt_ids]
     num_sequences = len(inputs) * params.n
     if num_sequences > MAX_SEQUENCES:
-        raise HttpError(
-            400, f"n: {len(inputs)} prompts × {params.n} choices; at most {MAX_SEQUENCES} are allowed", param="n"
-        )
+        what = f"{len(inputs)} prompts × {params.n} choices; at most {MAX_SEQUENCES} are allowed"
+        raise InvalidRequest("n", f"{what}")
     with service.admit(num_sequences):
         grammar = await service.grammar(wanted)
-        prompts = await to_ids(
-            "prompt",
-            inputs,
-            service.tokenizer,
-            service.info,
-            add_special_tokens=request.add_special_tokens is not False,
-            truncate_to=request.truncate_prompt_tokens,
-        )
-        answers = service.generate(
+        prompts = await to_ids("prompt", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)
+        service.generate(
             call,
+            request,
             prompts,
             params,
             is_length_asked=request.max_tokens is not None,
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt,
-            kv_transfer=request.kv_transfer_params,
             is_continuation=True,
+            kv_transfer=request.kv_transfer_params,
             grammar=grammar,
         )
-    return Job(service, call, request, params, prompts, [_given_text(request, each) for each in inputs], answers)
+    return await respond(service, call, request, CompletionReply(service, call, request, inputs))
 
 
-def _given_text(request: CompletionRequest, given: str | list[int]) -> str | None:
-    """The text to echo, if it is what the model reads."""
-    return given if isinstance(given, str) and request.truncate_prompt_tokens is None else None
+class CompletionReply:
+    """Knows for each choice of a stream whether it has begun and how far its text is."""
 
-
-def _echo(job: CompletionJob, place: int) -> str:
-    text = job.texts[place]
-    return job.service.tokenizer.decode(job.prompts[place], skip_special_tokens=False) if text is None else text
-
-
-def _reply(job: CompletionJob, choices: list[CompletionChoice]) -> Completion:
-    return Completion(id=f"cmpl-{job.call.id}", created=job.call.created, model=job.model, choices=choices)
-
-
-def _complete(job: CompletionJob, gathered: list[list[Choice]]) -> Completion:
-    return _reply(job, [_choice(job, place, choice) for place, choices in enumerate(gathered) for choice in choices])
-
-
-def _choice(job: CompletionJob, place: int, choice: Choice) -> CompletionChoice:
-    request, generation = job.request, job.answers[place].generation
-    reply = CompletionChoice(
-        index=place * job.params.n + choice.index,
-        text=choice.text,
-        logprobs=_logprobs(job, place, choice.logprobs, 0, is_first=True),
-        finish_reason=choice.finish_reason,
-        stop_reason=choice.stop_reason,
-    )
-    _open(job, place, reply)
-    if request.return_token_ids:
-        reply.token_ids = choice.token_ids
-    if request.prompt_logprobs is not None:
-        reply.prompt_logprobs = prompt_logprobs(job.service.tokenizer, generation.prompt_logprobs)
-    return reply
-
-
-def _open(job: CompletionJob, place: int, reply: CompletionChoice) -> None:
-    """What a choice begins with: the prompt, if it was asked for."""
-    if job.request.echo:
-        reply.text = _echo(job, place) + reply.text
-    if job.request.return_token_ids:
-        reply.prompt_token_ids = job.prompts[place]
-
-
-def _logprobs(
-    job: CompletionJob, place: int, tokens: list[TokenLogprobs], offset: int, *, is_first: bool
-) -> CompletionLogprobs | None:
-    if job.request.logprobs is None:
-        return None
-    if not (is_first and job.request.echo):
-        return completion_logprobs(job.service.tokenizer, tokens, offset)
-    tokens = [*(job.answers[place].generation.prompt_logprobs or ()), *tokens]
-    return completion_logprobs(job.service.tokenizer, tokens, offset, job.prompts[place][0])
-
-
-class Pieces:
-    """The stream of a job, piece by piece: knows for each choice whether it has begun and how far its text is."""
-
-    def __init__(self, job: CompletionJob) -> None:
-        self._job = job
+    def __init__(
+        self, service: Service, call: Call, request: CompletionRequest, inputs: Sequence[str | list[int]]
+    ) -> None:
+        self._tokenizer = service.tokenizer
+        self._call, self._request, self._inputs = call, request, inputs
         self._offsets: dict[int, int] = {}  # choice → where its next token's text begins
 
+    def whole(self, choices: list[list[Update]]) -> Completion:
+        return self._completion([self._whole(place, update) for place, each in enumerate(choices) for update in each])
+
     def chunks(self, place: int, update: Update) -> list[Completion]:
-        job = self._job
-        index = place * job.params.n + update.index
+        index = self._index(place, update)
         is_first = index not in self._offsets
-        offset = self._offsets.setdefault(index, 0)
-        shows_tokens = job.request.return_token_ids or job.request.logprobs is not None
+        shows_tokens = self._request.return_token_ids or self._request.logprobs is not None
         if not (is_first or update.text or update.finish_reason or (shows_tokens and update.token_ids)):
             return []  # held back: half a character, or what may become a stop string
-        logprobs = _logprobs(job, place, update.logprobs or [], offset, is_first=is_first)
+        choice = self._choice(place, update, is_first)
+        if choice.logprobs is not None:
+            self._offsets[index] += sum(map(len, choice.logprobs.tokens))
+        return [self._completion([choice])]
+
+    def empty(self) -> Completion:
+        return self._completion([])
+
+    def _completion(self, choices: list[CompletionChoice]) -> Completion:
+        call = self._call
+        return Completion(id=f"cmpl-{call.id}", created=call.created, model=call.model, choices=choices)
+
+    def _whole(self, place: int, update: Update) -> CompletionChoice:
+        choice = self._choice(place, update, is_first=True)
+        if self._request.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(self._tokenizer, self._call.answers[place].prompt_logprobs)
+        return choice
+
+    def _choice(self, place: int, update: Update, is_first: bool) -> CompletionChoice:
+        """What the update says; a choice begins with the prompt, if it was asked for."""
+        request, index = self._request, self._index(place, update)
+        logprobs = self._logprobs(place, update, self._offsets.setdefault(index, 0), is_first)
         choice = CompletionChoice(index, update.text, logprobs, update.finish_reason, update.stop_reason)
-        if is_first:
-            _open(job, place, choice)
-        if job.request.return_token_ids:
+        if is_first and request.echo:
+            choice.text = self._echo(place) + choice.text
+        if request.return_token_ids:
             choice.token_ids = update.token_ids
-        if logprobs is not None:
-            self._offsets[index] += sum(map(len, logprobs.tokens))
-        return [_reply(job, [choice])]
+            if is_first:
+                choice.prompt_token_ids = self._call.answers[place].prompt_token_ids
+        return choice
+
+    def _index(self, place: int, update: Update) -> int:
+        return place * len(self._call.answers[place].choices) + update.index
+
+    def _logprobs(self, place: int, update: Update, offset: int, is_first: bool) -> CompletionLogprobs | None:
+        tokens, answer = update.logprobs or [], self._call.answers[place]
+        if self._request.logprobs is None:
+            return None
+        if not (is_first and self._request.echo):
+            return completion_logprobs(self._tokenizer, tokens, offset)
+        tokens = [*(answer.prompt_logprobs or ()), *tokens]
+        return completion_logprobs(self._tokenizer, tokens, offset, answer.prompt_token_ids[0])
+
+    def _echo(self, place: int) -> str:
+        """The text that was given, if it is what the model reads."""
+        given = self._inputs[place]
+        if isinstance(given, str) and self._request.truncate_prompt_tokens is None:
+            return given
+        return self._tokenizer.decode(self._call.answers[place].prompt_token_ids, skip_special_tokens=False)

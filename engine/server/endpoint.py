@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.http import token_form
@@ -40,33 +41,27 @@ class Endpoint:
             body = await read_body(scope, receive, service.config.max_body_bytes)
             if kind == token_form.CONTENT_TYPE:
                 body, call.prompt_ids = token_form.unpack(body)
-            await unless_gone(receive, self._answer(call, body, send))
+            await unless_gone(receive, self._answer(call, body, scope, receive, send))
         except ClientGone:
-            call.is_gone = True  # nobody to answer, and perhaps half an answer is out: the log is told, no one else
+            call.is_gone = True  # for the log; perhaps half an answer is out
         finally:
             service.release(call)
             service.num_open_requests -= 1
 
-    async def _answer(self, call: Call, body: bytes, send: Send) -> None:
+    async def _answer(self, call: Call, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._handler(self._service, call, body)
         if isinstance(reply, msgspec.Struct):
-            await send_json(send, 200, msgspec.json.encode(reply), _report(call))
+            whole = Response(msgspec.json.encode(reply), 200, _report(call), "application/json")
+            await whole(scope, receive, send)
         else:
             await _send_events(send, reply, call)
-
-
-async def send_json(send: Send, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-    fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    fields += [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    await send({"type": "http.response.start", "status": status, "headers": fields})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _report(call: Call) -> dict[str, str]:
     """How much of the prompt was cached, for a router that asked."""
     if not call.reports or not call.answers:
         return {}
-    return {token_form.CACHED_HEADER: str(sum(each.generation.num_cached_tokens or 0 for each in call.answers))}
+    return {token_form.CACHED_HEADER: str(sum(each.num_cached_tokens or 0 for each in call.answers))}
 
 
 async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Call) -> None:

@@ -1,7 +1,7 @@
 """`GET /kv_events`: what is cached here, and how that changes, to any number of listeners.
 
-The core is asked for news when the first listener comes, and told to stop when the last has left. In between the
-keys are mirrored here, so that a snapshot costs the core nothing. Each listener has a bounded backlog: who falls
+The core is asked for updates when the first listener comes, and to stop when the last has left. In between the
+keys are mirrored here, so that a snapshot costs the core nothing. Each listener has a bounded backlog: one that falls
 behind loses it and gets a new snapshot instead. engine/http/kv_stream.py has the frames.
 """
 
@@ -70,7 +70,7 @@ class KvEvents:
     def _join(self, listener: "_Listener") -> None:
         self._listeners.add(listener)
         if len(self._listeners) == 1:
-            self._service.engine.on_cache_news = self._take
+            self._service.engine.on_cache_update = self._take
             self._service.engine.watch_cache(True)
 
     def _leave(self, listener: "_Listener") -> None:
@@ -79,19 +79,19 @@ class KvEvents:
             self._mirror = None
             self._service.engine.watch_cache(False)
 
-    def _take(self, news: CacheUpdate) -> None:
-        if news.is_snapshot:
+    def _take(self, update: CacheUpdate) -> None:
+        if update.is_snapshot:
             if self._mirror is None:
                 self._mirror = {}
-            self._mirror[news.tier] = set(_keys(news.stored))
+            self._mirror[update.tier] = set(_keys(update.stored))
             for listener in self._listeners:
                 listener.fall_behind()
-        elif self._mirror is not None:  # else news from before the last listener left
-            keys = self._mirror.setdefault(news.tier, set())
-            keys.difference_update(_keys(news.removed))
-            keys.update(_keys(news.stored))
+        elif self._mirror is not None:  # else an update from before the last listener left
+            keys = self._mirror.setdefault(update.tier, set())
+            keys.difference_update(_keys(update.removed))
+            keys.update(_keys(update.stored))
             self._seq += 1
-            frame = pack(Changes(self._seq, news.tier, news.stored, news.removed))
+            frame = pack(Changes(self._seq, update.tier, update.stored, update.removed))
             for listener in self._listeners:
                 listener.put(frame)  # one that is too long for a frame is too long for a backlog
 

@@ -2,14 +2,8 @@
 
 from collections.abc import Sequence
 
-from penstock.engine.server.responses import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptLogprob,
-    PromptLogprobs,
-    TokenLogprob,
-    TopLogprob,
-)
+from penstock.engine.front.results import candidates
+from penstock.engine.server.responses import ChatLogprobs, CompletionLogprobs, PromptLogprobs, TokenLogprob, TopLogprob
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import TokenLogprobs
 
@@ -17,20 +11,14 @@ FLOOR = -9999.0  # stands for minus infinity, which JSON cannot say
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    return ChatLogprobs(
-        [
-            TokenLogprob(
-                tokenizer.token_text(token.ids[0]),
-                _bounded(token.values[0]),
-                list(tokenizer.token_bytes(token.ids[0])),
-                [
-                    TopLogprob(tokenizer.token_text(id_), _bounded(value), list(tokenizer.token_bytes(id_)))
-                    for id_, value in zip(token.ids[1:], token.values[1:], strict=True)
-                ],
-            )
-            for token in tokens
-        ]
-    )
+    def shown(id_: int, value: float) -> TopLogprob:
+        return TopLogprob(tokenizer.token_text(id_), value, list(tokenizer.token_bytes(id_)))
+
+    content = []
+    for token in map(_bounded, tokens):
+        chosen, *top = [shown(id_, value) for id_, value in zip(token.ids, token.values, strict=True)]
+        content.append(TokenLogprob(chosen.token, chosen.logprob, chosen.bytes, top))
+    return ChatLogprobs(content)
 
 
 def completion_logprobs(
@@ -38,39 +26,30 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """The old format: parallel lists. `first_id` is a token before the others that has no probability."""
     reply = CompletionLogprobs([], [], [], [])
-    if first_id is not None:
-        reply.tokens.append(tokenizer.token_text(first_id))
-        reply.token_logprobs.append(None)
-        reply.top_logprobs.append(None)
-        reply.text_offset.append(offset)
-        offset += len(reply.tokens[0])
-    for token in tokens:
-        text = tokenizer.token_text(token.ids[0])
-        # Two ids may read the same; the likelier one comes first and keeps the place.
-        top: dict[str, float] = {}
-        for id_, value in (*zip(token.ids[1:], token.values[1:], strict=True), (token.ids[0], token.values[0])):
-            top.setdefault(tokenizer.token_text(id_), _bounded(value))
+
+    def add(text: str, value: float | None, top: dict[str, float] | None) -> None:
+        nonlocal offset
         reply.tokens.append(text)
-        reply.token_logprobs.append(_bounded(token.values[0]))
+        reply.token_logprobs.append(value)
         reply.top_logprobs.append(top)
         reply.text_offset.append(offset)
         offset += len(text)
+
+    if first_id is not None:
+        add(tokenizer.token_text(first_id), None, None)
+    for token in map(_bounded, tokens):
+        # Two ids may read the same; the likelier one comes first and keeps the place.
+        top: dict[str, float] = {}
+        for id_, value in (*zip(token.ids[1:], token.values[1:], strict=True), (token.ids[0], token.values[0])):
+            top.setdefault(tokenizer.token_text(id_), value)
+        add(tokenizer.token_text(token.ids[0]), token.values[0], top)
     return reply
 
 
 def prompt_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprobs] | None) -> PromptLogprobs:
     """One entry per prompt position, by token id; the first position has none."""
-    return [None, *(_by_id(tokenizer, token) for token in tokens or ())]
+    return [None, *(candidates(_bounded(token), tokenizer.token_text) for token in tokens or ())]
 
 
-def _by_id(tokenizer: Tokenizer, token: TokenLogprobs) -> dict[str, PromptLogprob]:
-    entries: dict[str, PromptLogprob] = {
-        str(token.ids[0]): PromptLogprob(_bounded(token.values[0]), token.rank, tokenizer.token_text(token.ids[0]))
-    }
-    for rank, (id_, value) in enumerate(zip(token.ids[1:], token.values[1:], strict=True), 1):
-        entries.setdefault(str(id_), PromptLogprob(_bounded(value), rank, tokenizer.token_text(id_)))
-    return entries
-
-
-def _bounded(value: float) -> float:
-    return max(value, FLOOR)
+def _bounded(token: TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(token.ids, tuple(max(value, FLOOR) for value in token.values), token.rank)

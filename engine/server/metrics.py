@@ -2,7 +2,7 @@
 
 Everything labelled by what a client can choose has a bounded set of values: route templates and statuses.
 Observing costs a fraction of a microsecond (a bisection), once per update and not per token; the text of
-/metrics is put together when somebody asks.
+/metrics is put together on request.
 """
 
 import time
@@ -11,30 +11,23 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-    SummaryMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.engine.front.answer import Update
-from penstock.engine.front.client import AsyncEngine, Generation
-from penstock.engine.messages import Outputs, Stats
-from penstock.engine.server.expert_metrics import expert_families
-from penstock.engine.server.tier_metrics import tier_families
+from penstock.engine.front.answer import Answer, Update
+from penstock.engine.front.client import AsyncEngine
+from penstock.engine.messages import Outputs
+from penstock.engine.server.families import family, stats_families
 
 _VLLM_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-# vLLM's begin at 0.3: those before them tell a queue from none. Whoever looks for its bounds finds them all.
+# vLLM's begin at 0.3: those before them show whether there is a queue. All of its bounds are there.
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, *_VLLM_S)
 _FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0)
 _NEXT_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
-class Histogram:
+class Distribution:
     """Counts per bucket. `bounds` are upper limits, the last bucket is open."""
 
     def __init__(self, name: str, help_text: str, bounds: Sequence[float]) -> None:
@@ -53,86 +46,79 @@ class Histogram:
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             seen += count
             buckets.append((bound, seen))
-        family = HistogramMetricFamily(self.name, self.help_text, labels=["model_name"])
-        family.add_metric([model_name], buckets, sum_value=self.total)
-        return family
+        found = HistogramMetricFamily(self.name, self.help_text, labels=["model_name"])
+        found.add_metric([model_name], buckets, sum_value=self.total)
+        return found
 
 
-class Metrics(Collector):
+class ServerMetrics(Collector):
     def __init__(self, model_name: str, engine: AsyncEngine) -> None:
         self.model_name = model_name
         self.engine = engine
         self.requests: Counter[tuple[str, int]] = Counter()  # (route template, status)
         self.refused: Counter[int] = Counter()  # status → connections that never became a request
         self.finished: Counter[str] = Counter()  # finish reason → sequences
-        self.first_token = Histogram("vllm:time_to_first_token_seconds", "Submission to first token.", _FIRST_TOKEN_S)
-        self.next_token = Histogram(
+        self.first_token = Distribution(
+            "vllm:time_to_first_token_seconds", "Submission to first token.", _FIRST_TOKEN_S
+        )
+        self.next_token = Distribution(
             "vllm:inter_token_latency_seconds", "Between two deliveries of tokens, per token.", _NEXT_TOKEN_S
         )
-        self.whole = Histogram("vllm:e2e_request_latency_seconds", "Submission to last token.", _SECONDS)
-        self.queued = Histogram("vllm:request_queue_time_seconds", "Waiting in the queue.", _SECONDS)
-        self.prompt = Histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
-        self.generated = Histogram("vllm:request_generation_tokens", "Tokens of all choices of an answer.", _TOKENS)
-        self.step = Histogram("vllm:iteration_tokens_total", "Positions computed by one engine step.", _TOKENS)
+        self.whole = Distribution("vllm:e2e_request_latency_seconds", "Submission to last token.", _SECONDS)
+        self.queued = Distribution("vllm:request_queue_time_seconds", "Waiting in the queue.", _SECONDS)
+        self.prompt = Distribution("vllm:request_prompt_tokens", "Tokens of a prompt.", _TOKENS)
+        self.generated = Distribution("vllm:request_generation_tokens", "Tokens of all choices of an answer.", _TOKENS)
+        self.step = Distribution("vllm:iteration_tokens_total", "Positions computed by one engine step.", _TOKENS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
         engine.on_step = self._see_step
 
-    def begin(self, generation: Generation, num_choices: int) -> "Record":
-        return Record(self, generation, num_choices)
+    def see(self, answer: Answer, updates: list[Update]) -> None:
+        """What has just been read of an answer."""
+        num_tokens = 0
+        for update in updates:
+            num_tokens += len(update.token_ids)
+            if update.finish_reason is not None:
+                self.finished[update.finish_reason] += 1
+        if num_tokens == 0:
+            return
+        now_s = time.monotonic()
+        if answer.read_s is None:
+            self.first_token.observe(now_s - answer.started_s)
+        else:
+            # Choices of one request advance side by side, so the gap is that of the longest new piece.
+            longest = max(len(update.token_ids) for update in updates)
+            self.next_token.observe((now_s - answer.read_s) / longest)
+        answer.read_s = now_s
+
+    def end(self, answer: Answer) -> None:
+        """The reader is done or gone; choices whose end it has not read were aborted."""
+        self.finished["abort"] += len(answer.choices) - answer.num_finished
+        self.prompt.observe(answer.num_prompt_tokens)
+        self.generated.observe(answer.num_tokens)
+        self.whole.observe(time.monotonic() - answer.started_s)
+        if answer.metrics.queued_s is not None:
+            self.queued.observe(answer.metrics.queued_s)
 
     def text(self) -> bytes:
         """The exposition format, version 0.0.4."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.engine.stats
-        usable = max(stats.num_blocks, 1)
-        yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences in the queue.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", stats.num_used_blocks / usable)
-        yield self._device_blocks(stats)
-        yield self._steps(stats)
-        yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.prefix_queries)
-        yield self._counter("prefix_cache_hits", "Tokens found in the prefix cache.", stats.prefix_hits)
-        yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
-        yield self._counter("prompt_tokens", "Prompt tokens computed or found.", stats.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
-        forced = "Generated tokens that a grammar left no choice about."
-        yield self._counter("forced_tokens", forced, stats.forced_tokens, "penstock")
-        for name, help_text, value in (
-            ("spec_drafts", "Rows computed with drafts behind them.", stats.num_drafts),
-            ("spec_draft_tokens", "Tokens computed before they were sampled.", stats.draft_tokens),
-            ("spec_accepted_tokens", "Those of them that were sampled.", stats.accepted_tokens),
-        ):
-            yield self._counter(name, help_text, value, "penstock")
-        finished = CounterMetricFamily(
-            "vllm:request_success", "Sequences that ended, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason in ("stop", "length", "abort", "error"):
-            finished.add_metric([self.model_name, reason], self.finished[reason])
-        yield finished
-        yield from tier_families(stats.tiers, self.model_name)
-        if stats.experts is not None:
-            yield from expert_families(stats.experts, self.model_name)
-        for histogram in (
-            self.first_token,
-            self.next_token,
-            self.whole,
-            self.queued,
-            self.prompt,
-            self.generated,
-            self.step,
-        ):
-            yield histogram.family(self.model_name)
-        yield self._http()
-        refused = CounterMetricFamily(
-            "penstock:http_refused", "Connections refused before there was a request.", labels=["status"]
-        )
-        for status, count in sorted(self.refused.items()):
-            refused.add_metric([str(status)], count)
-        yield refused
+        model = self.model_name
+        yield from stats_families(self.engine.stats, model)
+        tokens, times = (self.prompt, self.generated, self.step), (self.first_token, self.next_token)
+        for distribution in (*times, self.whole, self.queued, *tokens):
+            yield distribution.family(model)
+        finished = [((model, reason), self.finished[reason]) for reason in ("stop", "length", "abort", "error")]
+        text = "Sequences that ended, by reason."
+        yield family(CounterMetricFamily, "vllm:request_success", text, ["model_name", "finished_reason"], finished)
+        requests = [((route, str(status)), count) for (route, status), count in sorted(self.requests.items())]
+        yield family(CounterMetricFamily, "penstock:http_requests", "HTTP requests.", ["route", "status"], requests)
+        refused = [((str(status),), count) for status, count in sorted(self.refused.items())]
+        text = "Connections refused before there was a request."
+        yield family(CounterMetricFamily, "penstock:http_refused", text, ["status"], refused)
 
     def describe(self) -> Iterable[Metric]:
         return ()  # registering must not collect: the engine may not have said anything yet
@@ -140,75 +126,3 @@ class Metrics(Collector):
     def _see_step(self, outputs: Outputs) -> None:
         if outputs.step_tokens:
             self.step.observe(outputs.step_tokens)
-
-    def _device_blocks(self, stats: Stats) -> Metric:
-        family = GaugeMetricFamily(
-            "penstock:kv_device_blocks",
-            "KV blocks of the device: all, held by requests, and with content that can be found again.",
-            labels=["model_name", "state"],
-        )
-        states = {"all": stats.num_blocks, "held": stats.num_used_blocks, "cached": stats.num_cached_blocks}
-        for state, count in states.items():
-            family.add_metric([self.model_name, state], count)
-        return family
-
-    def _steps(self, stats: Stats) -> Metric:
-        family = SummaryMetricFamily("penstock:step_seconds", "Time of the engine's steps.", labels=["model_name"])
-        family.add_metric([self.model_name], stats.num_steps, stats.step_s)
-        return family
-
-    def _http(self) -> Metric:
-        requests = CounterMetricFamily("penstock:http_requests", "HTTP requests.", labels=["route", "status"])
-        for (route, status), count in sorted(self.requests.items()):
-            requests.add_metric([route, str(status)], count)
-        return requests
-
-    def _gauge(self, name: str, help_text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", help_text, labels=["model_name"])
-        family.add_metric([self.model_name], value)
-        return family
-
-    def _counter(self, name: str, help_text: str, value: float, owner: str = "vllm") -> Metric:
-        family = CounterMetricFamily(f"{owner}:{name}", help_text, labels=["model_name"])
-        family.add_metric([self.model_name], value)
-        return family
-
-
-class Record:
-    """One generation as it is delivered."""
-
-    def __init__(self, metrics: Metrics, generation: Generation, num_choices: int) -> None:
-        self._metrics = metrics
-        self._generation = generation
-        self._num_open = num_choices
-        self._num_tokens = 0
-        self._begun_s = self._last_s = time.monotonic()
-
-    def see(self, updates: list[Update]) -> None:
-        num_tokens = 0
-        for update in updates:
-            num_tokens += len(update.token_ids)
-            if update.finish_reason is not None:
-                self._metrics.finished[update.finish_reason] += 1
-                self._num_open -= 1
-        if num_tokens == 0:
-            return
-        now_s = time.monotonic()
-        if self._num_tokens == 0:
-            self._metrics.first_token.observe(now_s - self._begun_s)
-        else:
-            # Choices of one request advance side by side, so the gap is that of the longest new piece.
-            longest = max(len(update.token_ids) for update in updates)
-            self._metrics.next_token.observe((now_s - self._last_s) / longest)
-        self._last_s = now_s
-        self._num_tokens += num_tokens
-
-    def end(self) -> None:
-        """The reader is done or gone; choices that it left open were aborted."""
-        metrics, times = self._metrics, self._generation.metrics
-        metrics.finished["abort"] += self._num_open
-        metrics.prompt.observe(self._generation.num_prompt_tokens)
-        metrics.generated.observe(self._num_tokens)
-        metrics.whole.observe(time.monotonic() - self._begun_s)
-        if times.queued_s is not None:
-            metrics.queued.observe(times.queued_s)

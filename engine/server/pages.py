@@ -13,7 +13,7 @@ import penstock
 from penstock.engine.server.requests import Message
 
 if TYPE_CHECKING:
-    from penstock.engine.server.app import Post
+    from penstock.engine.server.app import PostRoute
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",
@@ -31,7 +31,7 @@ def version() -> str:
     return penstock.__version__
 
 
-def openapi(posts: Sequence["Post"], gets: Iterable[str], error: type[msgspec.Struct]) -> dict[str, Any]:
+def openapi(posts: Sequence["PostRoute"], gets: Iterable[str], error: type[msgspec.Struct]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of all routes."""
     types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [Message, error]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -97,14 +97,14 @@ def _fields(schema: dict[str, Any]) -> str:
 def _type(field: dict[str, Any]) -> str:
     """A schema in a few words; null is left out, since every optional field takes it."""
     if "$ref" in field:
-        return field["$ref"].rpartition("/")[2]
+        return str(field["$ref"]).rpartition("/")[2]
     if "anyOf" in field:
         return " or ".join(_type(choice) for choice in field["anyOf"] if choice.get("type") != "null")
     if "enum" in field:
         return " or ".join(map(repr, field["enum"]))
     if field.get("type") == "array":
         return f"list of {_type(field.get('items', {}))}"
-    return field.get("type", "any")
+    return str(field.get("type", "any"))
 
 
 def _html(title: str, body: str) -> str:

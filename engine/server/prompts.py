@@ -5,7 +5,7 @@ the interpreter's lock, and the streams of others keep flowing.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,11 +13,10 @@ from msgspec import Raw
 
 from penstock.engine.front.submit import check_length, token_bytes
 from penstock.engine.http.body import decode
-from penstock.engine.http.errors import HttpError
+from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.requests import ChatRequest, Message, TokenizeRequest
+from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import check_history, for_template
-from penstock.engine.text.template import ChatTemplate
-from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo
 
 MAX_CHARS_PER_TOKEN = 128  # a text longer than this times the context is refused before it is tokenized
@@ -57,9 +56,7 @@ def decode_inputs(field: str, raw: Raw, max_inputs: int, info: ModelInfo) -> lis
         return decode(_ID_LISTS, raw, field)
     if inside and inside in b"-0123456789":
         return [decode_ids(field, raw, info)]
-    raise HttpError(
-        400, f"{field}: a string, a list of strings, or one or more lists of token ids is expected", param=field
-    )
+    raise InvalidRequest(field, "a string, a list of strings, or one or more lists of token ids is expected")
 
 
 def decode_ids(field: str, raw: Raw, info: ModelInfo) -> list[int]:
@@ -70,23 +67,22 @@ def decode_ids(field: str, raw: Raw, info: ModelInfo) -> list[int]:
 
 async def to_ids(
     field: str,
-    inputs: list[str] | list[list[int]],
-    tokenizer: Tokenizer,
-    info: ModelInfo,
-    *,
-    add_special_tokens: bool = True,
+    inputs: Sequence[str | list[int]],
+    service: Service,
+    add_special_tokens: bool | None,
     truncate_to: int | None = None,
 ) -> list[list[int]]:
     """Token ids of every input, each checked to be a prompt that this model can take."""
+    info, tokenizer = service.info, service.tokenizer
     texts = [text for text in inputs if isinstance(text, str)]
     for text in texts:
         _check_chars(field, len(text), info)
     keep = _kept_tokens(truncate_to, info)
     prompts = [ids for ids in inputs if isinstance(ids, list)]
     if texts:
-        prompts = await in_thread_if(
-            sum(map(len, texts)) > INLINE_CHARS, lambda: tokenizer.encode_batch(texts, add_special_tokens)
-        )
+        # Of messages, the template has written them.
+        adds = bool(add_special_tokens) if field == "messages" else add_special_tokens is not False
+        prompts = await in_thread_if(sum(map(len, texts)) > INLINE_CHARS, lambda: tokenizer.encode_batch(texts, adds))
     if keep:
         prompts = [ids[-keep:] for ids in prompts]
     for ids in prompts:
@@ -99,20 +95,15 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
 
-async def render(
-    request: ChatRequest | TokenizeRequest,
-    template: ChatTemplate | None,
-    info: ModelInfo,
-    *,
-    tools_as_text: bool,
-) -> str:
+async def render(request: ChatRequest | TokenizeRequest, service: Service) -> str:
     """The prompt that the model's chat template makes of the messages."""
+    template = service.template
     if template is None:
-        raise HttpError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
-    messages = _decode_messages(request.messages, info)
+        raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
+    messages = _decode_messages(request.messages, service.info)
     variables = dict(request.chat_template_kwargs or {})
     for name in TEMPLATE_FIELDS & variables.keys():
-        raise HttpError(400, f"chat_template_kwargs: {name!r} cannot be set there", param="chat_template_kwargs")
+        raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set there")
     if request.reasoning_effort is not None:
         variables["reasoning_effort"] = request.reasoning_effort
     continues = bool(request.continue_final_message)
@@ -127,31 +118,31 @@ async def render(
             tools=tools,
             add_generation_prompt=opens,
             continue_final_message=continues,
-            tools_as_text=tools_as_text,
+            tools_as_text=service.tools.as_text,
             **variables,
         ),
     )
 
 
 def _decode_messages(raw: Raw, info: ModelInfo) -> list[Message]:
-    # Building half a million objects holds up everybody. A brace is the start of a message or of one of its parts,
+    # Building half a million objects holds up all other requests. A brace is the start of a message or of one of its parts,
     # or it is text, of which hardly any tokenizer takes more than four braces for a token.
     limit = 4 * (MAX_MESSAGES + info.max_model_len)
     if bytes(raw).count(b"{") > limit:
-        raise HttpError(400, f"messages: more than {limit} objects or braces cannot fit the context", param="messages")
+        raise InvalidRequest("messages", f"more than {limit} objects or braces cannot fit the context")
     messages = decode(_MESSAGES, raw, "messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise HttpError(400, f"messages: {len(messages)} given; 1 to {MAX_MESSAGES} are allowed", param="messages")
+        raise InvalidRequest("messages", f"{len(messages)} given; 1 to {MAX_MESSAGES} are allowed")
     return messages
 
 
 def _plain(place: str, message: Message) -> dict[str, Any]:
-    """A message as the text room takes it, without the fields that nobody set."""
+    """A message as the text room takes it, without the fields that were not set."""
     if message.role == "function":
-        raise HttpError(400, f"{place}.role: the older form of 'tool', which is served", param=f"{place}.role")
+        raise InvalidRequest(f"{place}.role", "the older form of 'tool', which is served")
     for field, what in (("function_call", "use tool_calls"), ("audio", "only text is understood")):
         if getattr(message, field) is not None:
-            raise HttpError(400, f"{place}.{field}: {what}", param=f"{place}.{field}")
+            raise InvalidRequest(f"{place}.{field}", f"{what}")
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     for field in ("name", "reasoning_content", "tool_call_id"):
         if getattr(message, field) is not None:
@@ -172,7 +163,7 @@ def _kept_tokens(truncate_to: int | None, info: ModelInfo) -> int:
     if truncate_to == -1:
         return info.max_model_len - 1
     if truncate_to == 0:
-        raise HttpError(400, f"{field}: 0 is out of range; it must be at least 1, or -1 for what fits", param=field)
+        raise InvalidRequest(field, "0 is out of range; it must be at least 1, or -1 for what fits")
     check_length(truncate_to, info, field)
     return truncate_to
 
@@ -181,13 +172,11 @@ def _check_chars(field: str, num_chars: int, info: ModelInfo) -> None:
     """The cheap half of check_length: a text that cannot fit whatever its tokens are."""
     limit = MAX_CHARS_PER_TOKEN * info.max_model_len
     if num_chars > limit:
-        raise HttpError(
-            400,
-            f"{field}: {num_chars} characters; a context of {info.max_model_len} tokens takes at most {limit}",
-            param=field,
+        raise InvalidRequest(
+            field, f"{num_chars} characters; a context of {info.max_model_len} tokens takes at most {limit}"
         )
 
 
 def _check_count(field: str, count: int, limit: int) -> None:
     if not 1 <= count <= limit:
-        raise HttpError(400, f"{field}: {count} inputs; 1 to {limit} are allowed", param=field)
+        raise InvalidRequest(field, f"{count} inputs; 1 to {limit} are allowed")

@@ -23,7 +23,7 @@ SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates allow no
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReadingPlan:
     """How the answers of one request are read."""
 
     calls: Calls | None
@@ -33,16 +33,18 @@ class Plan:
 
     @property
     def is_plain(self) -> bool:
-        """There is nothing to look for."""
         return self.calls is None and self.thinking is None
 
-    def begin(self) -> "Reading":
+    def begin(self) -> "Reading | None":
+        """The reader of one choice; None where there is nothing to look for."""
+        if self.is_plain:
+            return None
         reader = AnswerReader(self.calls, self.thinking, is_certain=self.is_certain)
         return Reading(reader, self.calls.form.id_length if self.calls is not None else 0, self.shows_reasoning)
 
 
 class Reading:
-    """One choice. Made by a Plan; either `message` once, or `deltas` until the last."""
+    """One choice. Made by a ReadingPlan; either `message` once, or `deltas` until the last."""
 
     def __init__(self, reader: AnswerReader, id_length: int, shows_reasoning: bool) -> None:
         self._reader = reader

@@ -4,18 +4,20 @@ A field that is in none of these lists is refused by name. To drop it would be t
 the one that was asked. Values are checked by SamplingParams and the engine; here are only types.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Raw
 
-from penstock.engine.front.submit import KvTransfer
+from penstock.engine.front.submit import KvTransfer, Pooling
 from penstock.engine.http.body import decode, split_object
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs
 
 MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
 TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
+# Those of SamplingParams that a request has under the same name, with the same meaning.
+SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 
 _ANY = msgspec.json.Decoder(Any)
 Request = TypeVar("Request", bound=msgspec.Struct)
@@ -60,44 +62,43 @@ class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     triggers: list[str] = []
 
 
-class Sampled(msgspec.Struct, kw_only=True):
-    """What both completion endpoints take. An absent field and null mean the default."""
+class PromptRequest(msgspec.Struct, kw_only=True):
+    """What every endpoint takes that runs the model. An absent field and null mean the default."""
 
     model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    banned_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool | None = None
     truncate_prompt_tokens: Truncation | None = None
     add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
     priority: Priority | None = None
     cache_salt: Salt | None = None
-    kv_transfer_params: KvTransfer | None = None
     request_id: str | None = None
+
+
+class GenerateRequest(PromptRequest, kw_only=True):
+    """What both completion endpoints take, beside what `with_sampling` adds."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    kv_transfer_params: KvTransfer | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
 
-class CompletionRequest(Sampled, kw_only=True):
+def with_sampling(kind: type[Request]) -> type[Request]:
+    """`kind` with a field for each of SAMPLING_FIELDS that it does not declare."""
+    declared = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
+    added = [(name, declared[name] | None, None) for name in SAMPLING_FIELDS if name not in kind.__struct_fields__]
+    namespace = {"__doc__": kind.__doc__}
+    whole = msgspec.defstruct(
+        kind.__name__, added, bases=(kind,), module=kind.__module__, namespace=namespace, kw_only=True
+    )
+    return cast(type[Request], whole)
+
+
+@with_sampling
+class CompletionRequest(GenerateRequest, kw_only=True):
     """POST /v1/completions"""
 
     prompt: Inputs
@@ -159,7 +160,8 @@ class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class ChatRequest(Sampled, kw_only=True):
+@with_sampling
+class ChatRequest(GenerateRequest, kw_only=True):
     """POST /v1/chat/completions"""
 
     messages: Messages
@@ -176,20 +178,14 @@ class ChatRequest(Sampled, kw_only=True):
     top_logprobs: int | None = None
 
 
-class EmbeddingRequest(msgspec.Struct, kw_only=True):
+class EmbeddingRequest(PromptRequest, kw_only=True):
     """POST /v1/embeddings"""
 
     input: Inputs
-    model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Pooling | None = None
     normalize: bool | None = None
-    truncate_prompt_tokens: Truncation | None = None
-    add_special_tokens: bool | None = None
-    priority: Priority | None = None
-    cache_salt: Salt | None = None
-    request_id: str | None = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -229,40 +225,27 @@ class Unserved(NamedTuple):
 # Accepted and not used, where no struct has them: who asks, what for and how to bill it do not change the answer.
 HARMLESS = frozenset(
     {
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "prediction",
-        "parallel_tool_calls",
-        "session_id",
-        "stream_interval",
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id", "stream_interval"),
+        *("prompt_cache_key", "prompt_cache_retention", "prediction", "parallel_tool_calls"),
     }
 )
 _CHAT = "only a chat has it; use /v1/chat/completions"
 _FUNCTIONS = "the older form of tools; use tools and tool_choice"
-_GUIDED = "use structured_outputs"
+_BEAM = "beam search is not supported"
+_GUIDED = ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
 UNSERVED: dict[str, Unserved] = {
     "tools": Unserved(_CHAT, ([],)),
     "tool_choice": Unserved(_CHAT, ("none", "auto")),
     "include_reasoning": Unserved(_CHAT, (True,)),
     "functions": Unserved(_FUNCTIONS, ([],)),
     "function_call": Unserved(_FUNCTIONS, ("none", "auto")),
-    "guided_json": Unserved(_GUIDED),
-    "guided_regex": Unserved(_GUIDED),
-    "guided_choice": Unserved(_GUIDED),
-    "guided_grammar": Unserved(_GUIDED),
-    "guided_decoding_backend": Unserved(_GUIDED),
-    "guided_whitespace_pattern": Unserved(_GUIDED),
+    **{f"guided_{name}": Unserved("use structured_outputs") for name in _GUIDED},
     "echo": Unserved("messages are not repeated in the answer", (False,)),
     "suffix": Unserved("text cannot be inserted before a suffix", ("",)),
     "best_of": Unserved("only n choices are sampled, all of them are returned", (1,)),
-    "use_beam_search": Unserved("beam search is not supported", (False,)),
-    "length_penalty": Unserved("beam search is not supported", (1, 1.0)),
-    "early_stopping": Unserved("beam search is not supported", (False,)),
+    "use_beam_search": Unserved(_BEAM, (False,)),
+    "length_penalty": Unserved(_BEAM, (1, 1.0)),
+    "early_stopping": Unserved(_BEAM, (False,)),
     "bad_words": Unserved("words cannot be banned; banned_token_ids bans tokens", ([],)),
     "logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
     "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
@@ -288,9 +271,7 @@ def parse(body: bytes, decoder: msgspec.json.Decoder[Request]) -> Request:
     for name, raw in split_object(body).items():
         if name in known:
             if name not in TEXT_FIELDS and len(bytes(raw)) > MAX_FIELD_BYTES:
-                raise HttpError(
-                    400, f"{name}: {len(bytes(raw))} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed", param=name
-                )
+                raise InvalidRequest(name, f"{len(bytes(raw))} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed")
         elif name in UNSERVED:
             _check_neutral(name, raw)
         elif name not in HARMLESS:
@@ -302,4 +283,4 @@ def _check_neutral(name: str, raw: Raw) -> None:
     reason, neutral = UNSERVED[name]
     value = decode(_ANY, raw, name) if len(bytes(raw)) <= 256 else raw
     if value is not None and value not in neutral:
-        raise HttpError(400, f"{name}: {reason}", param=name)
+        raise InvalidRequest(name, f"{reason}")

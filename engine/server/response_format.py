@@ -4,9 +4,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.engine.http.errors import HttpError
-from penstock.engine.sampling_params import StructuredOutputs
-from penstock.engine.server.requests import ResponseFormat, Sampled
+from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.server.requests import GenerateRequest, ResponseFormat
 
 
 class Wanted(NamedTuple):
@@ -16,7 +15,7 @@ class Wanted(NamedTuple):
     field: str | None = None
 
 
-def wanted_outputs(request: Sampled, coerce_one_of: bool) -> Wanted:
+def wanted_outputs(request: GenerateRequest, coerce_one_of: bool) -> Wanted:
     """What the request asks for, checked as far as it can be without compiling; raises InvalidRequest or HttpError.
     `coerce_one_of`: of all requests."""
     wanted = Wanted(request.structured_outputs)
@@ -24,9 +23,7 @@ def wanted_outputs(request: Sampled, coerce_one_of: bool) -> Wanted:
         _check_parts(request.response_format)
     if request.response_format is not None and request.response_format.type != "text":
         if wanted.outputs is not None:
-            raise HttpError(
-                400, "structured_outputs: give only one of it and response_format", param="structured_outputs"
-            )
+            raise InvalidRequest("structured_outputs", "give only one of it and response_format")
         wanted = _of_format(request.response_format)
     if wanted.outputs is not None:
         wanted.outputs.check(wanted.field)
@@ -43,7 +40,7 @@ def _of_format(given: ResponseFormat) -> Wanted:
         return Wanted(StructuredOutputs(structural_tag=tag), "response_format")
     if given.json_schema is None or given.json_schema.schema is None:
         field = "response_format.json_schema" + ("" if given.json_schema is None else ".schema")
-        raise HttpError(400, f"{field}: the field is required", param=field)
+        raise InvalidRequest(field, "the field is required")
     return Wanted(StructuredOutputs(json=given.json_schema.schema), "response_format.json_schema.schema")
 
 
@@ -56,4 +53,4 @@ def _check_parts(given: ResponseFormat) -> None:
     ):
         if getattr(given, name) and given.type != owner:
             field = f"response_format.{name}"
-            raise HttpError(400, f"{field}: the type is {given.type!r}; only {owner!r} has it", param=field)
+            raise InvalidRequest(field, f"the type is {given.type!r}; only {owner!r} has it")

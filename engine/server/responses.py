@@ -8,19 +8,11 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.engine.front.results import Candidates
 from penstock.engine.messages import FinishReason
 
-# A token's log-probability beside its id, as vLLM shows those of a prompt; the first position has none.
-PromptLogprobs = list[dict[str, "PromptLogprob"] | None]
-
-
 ChatFinish = FinishReason | Literal["tool_calls"]
-
-
-class PromptLogprob(msgspec.Struct, frozen=True):
-    logprob: float
-    rank: int | None
-    decoded_token: str
+PromptLogprobs = list[Candidates | None]  # as vLLM shows them; the first position has none
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -69,10 +61,7 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
+class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 

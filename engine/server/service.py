@@ -1,4 +1,4 @@
-"""What every endpoint works with: the engine, the text room, the limits, and the requests under way.
+"""What every endpoint works with: the engine, the text room, the limits, and the calls in flight.
 
 A request is admitted before it is tokenized, so that a full server says so at once; those that are being
 tokenized count as if they were in the queue already.
@@ -8,18 +8,21 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
 from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.http.request_id import clean_id
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
-from penstock.engine.server.call import Answering, Call
-from penstock.engine.server.metrics import Metrics
+from penstock.engine.server.call import Call
+from penstock.engine.server.metrics import ServerMetrics
+from penstock.engine.server.requests import PromptRequest, parse
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
@@ -28,6 +31,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
+Asked = TypeVar("Asked", bound=PromptRequest)
 REFUSALS = (HttpError, InvalidRequest, QueueFull, EngineDead)  # what as_http_error knows
 
 
@@ -41,7 +45,7 @@ class Service:
         self.template = template
         self.config = config
         self.tools = Tools(config, template, tokenizer)
-        self.metrics = Metrics(config.served_model_names[0], engine)
+        self.metrics = ServerMetrics(config.served_model_names[0], engine)
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
@@ -49,7 +53,7 @@ class Service:
         self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
         self._seeds = None if config.seed is None else random.Random(config.seed)
         self._num_preparing = 0  # sequences admitted but not yet with the engine
-        self._answering: set[Answering] = set()
+        self._answers: set[Answer] = set()
 
     @property
     def model_name(self) -> str:
@@ -69,8 +73,14 @@ class Service:
             raise HttpError(404, f"model: {clip(name)!r} is not served here; {served} is", param="model")
         return name
 
-    def check_sampling(self, params: SamplingParams) -> None:
-        params.check(self.info.vocab_size, self.config.max_logprobs)
+    def accept(self, call: Call, body: bytes, decoder: msgspec.json.Decoder[Asked]) -> Asked:
+        """The request in `body`, for a model that is served."""
+        request = parse(body, decoder)
+        call.model = self.check_model(request.model)
+        # An id in the body counts if there is none in the headers.
+        if request.request_id is not None and call.client_id is None:
+            call.client_id = clean_id(request.request_id)
+        return request
 
     async def grammar(self, wanted: Wanted) -> str | None:
         """The grammar of what a request wants, for `generate`; raises InvalidRequest where there can be none."""
@@ -98,15 +108,16 @@ class Service:
     def generate(
         self,
         call: Call,
+        request: PromptRequest,
         prompts: list[list[int]],
         params: SamplingParams,
         *,
         is_length_asked: bool = True,
         **options: Any,
-    ) -> list[Answering]:
-        """Hand every prompt to the engine. What was started belongs to the call, which is released at its end.
+    ) -> None:
+        """Hand every prompt to the engine. The answers belong to the call, which is released at its end.
 
-        A length of the answer that nobody asked for is cut to what the context leaves.
+        A length of the answer that the client did not ask for is cut to what the context leaves.
         """
         for ids in prompts:
             fitting = params
@@ -115,23 +126,33 @@ class Service:
             if params.max_tokens is not None and not is_length_asked:
                 room = self.info.max_model_len - len(ids)
                 fitting = msgspec.structs.replace(fitting, max_tokens=min(params.max_tokens, room))
-            generation = self.engine.generate(ids, fitting, **options)
-            answering = Answering(self.engine, generation, self.metrics.begin(generation, params.n))
-            call.answers.append(answering)
-            self._answering.add(answering)
-            call.num_prompt_tokens += generation.num_prompt_tokens
-        return call.answers
+            priority, salt = request.priority or 0, request.cache_salt
+            answer = self.engine.generate(ids, fitting, priority=priority, cache_salt=salt, **options)
+            call.answers.append(answer)
+            self._answers.add(answer)
+
+    def seen(self, answer: Answer, updates: list[Update]) -> list[Update]:
+        """Count what is about to be sent to the client; raises what ended a choice, if anything went wrong."""
+        self.metrics.see(answer, updates)
+        for update in updates:
+            if update.finish_reason == "error":
+                message = update.error or "the engine could not complete the request"
+                if update.is_refusal:
+                    raise HttpError(400, message)
+                raise HttpError(500 if self.engine.health().alive else 503, message)
+        return updates
 
     def release(self, call: Call) -> None:
         """Free what the call's answers still hold; without effect on those that have ended."""
-        for answering in call.answers:
-            answering.close()
-            self._answering.discard(answering)
+        for answer in call.answers:
+            answer.abort()
+            self.metrics.end(answer)
+            self._answers.discard(answer)
 
     def abort_all(self) -> None:
         """End what still runs; the readers still get the last update and finish their answers properly."""
-        for answering in self._answering:
-            answering.generation.abort()
+        for answer in self._answers:
+            answer.abort()
 
 
 def as_http_error(error: Exception) -> HttpError:

@@ -3,7 +3,7 @@
 import msgspec
 
 from penstock.engine.front.submit import token_bytes
-from penstock.engine.http.errors import HttpError
+from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import INLINE_CHARS, decode_ids, in_thread_if, render, to_ids
 from penstock.engine.server.requests import DetokenizeRequest, TokenizeRequest, parse
@@ -15,29 +15,26 @@ _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_templat
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
-async def tokenize(service: Service, call: Call, body: bytes) -> Tokens:
+async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
     """The token ids of `prompt`, or of `messages` under the chat template."""
     request = parse(body, _TOKENIZE)
     service.check_model(request.model)
     has_messages = bytes(request.messages) not in (b"", b"null")
     if (request.prompt is not None) == has_messages:
-        raise HttpError(400, "prompt: exactly one of prompt and messages is needed", param="prompt")
+        raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
     for name in () if has_messages else _OF_MESSAGES:
         if getattr(request, name) is not None:
-            raise HttpError(400, f"{name}: only messages have a template; prompt is given", param=name)
+            raise InvalidRequest(name, "only messages have a template; prompt is given")
     # Tokenizing costs the same here as on the way to the engine, and nothing else bounds it.
     with service.admit(1):
-        field, text, adds = "prompt", request.prompt, request.add_special_tokens is not False
-        if has_messages:
-            text = await render(request, service.template, service.info, tools_as_text=service.tools.as_text)
-            field, adds = "messages", bool(request.add_special_tokens)
-        assert text is not None
-        ids = (await to_ids(field, [text], service.tokenizer, service.info, add_special_tokens=adds))[0]
+        text = await render(request, service) if request.prompt is None else request.prompt
+        field = "messages" if has_messages else "prompt"
+        (ids,) = await to_ids(field, [text], service, request.add_special_tokens)
     texts = [service.tokenizer.token_text(id_) for id_ in ids] if request.return_token_strs else None
     return Tokens(len(ids), service.info.max_model_len, ids, texts)
 
 
-async def detokenize(service: Service, call: Call, body: bytes) -> Detokenized:
+async def detokenize(service: Service, _call: Call, body: bytes) -> Detokenized:
     """The text of `tokens`."""
     request = parse(body, _DETOKENIZE)
     service.check_model(request.model)

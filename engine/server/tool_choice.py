@@ -7,15 +7,15 @@ the operator names them.
 import logging
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from penstock.engine.grammar.json_schema import TYPES
 from penstock.engine.grammar.tool_calls import arguments_alone, grammar
-from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.http.errors import clip
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
-from penstock.engine.server.reading import Plan
+from penstock.engine.server.reading import ReadingPlan
 from penstock.engine.server.requests import ChatRequest, Message, NamedTool, Tool
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
@@ -49,7 +49,7 @@ class Tools:
             self.form = formats.detect(source, template is not None and template.has_tools, has_args)
         else:
             self.form = None if named == "none" else formats.named(named, source, has_args)
-        # A template that knows no tools would drop them: the model is told in the text of the messages.
+        # A template that knows no tools would drop them: the model reads of them in the text of the messages.
         self.as_text = template is not None and not template.has_tools and self.form in (formats.HERMES, formats.CODER)
         self._is_off = named == "none"
         parser = config.reasoning_parser
@@ -66,7 +66,7 @@ class Tools:
         tools, choice = request.tools or [], request.tool_choice or "auto"
         if not tools:
             if choice not in ("none", "auto"):
-                _refuse("tool_choice", "there are no tools to choose from")
+                raise InvalidRequest("tool_choice", "there are no tools to choose from")
             return None
         asked = request.structured_outputs
         functions = _functions(tools, self._coerces_one_of or (asked is not None and asked.coerce_one_of))
@@ -74,24 +74,26 @@ class Tools:
             chosen = choice.function.name
             functions = [function for function in functions if function.name == chosen]
             if not functions:
-                _refuse("tool_choice.function.name", f"{clip(chosen)!r} is not among the tools")
+                raise InvalidRequest("tool_choice.function.name", f"{clip(chosen)!r} is not among the tools")
         if choice == "none":
             return None
         if self.form is None:
-            _refuse("tools", _OFF if self._is_off else _UNKNOWN)
+            raise InvalidRequest("tools", _OFF if self._is_off else _UNKNOWN)
         must = choice != "auto"
         if must:
             functions = [function._replace(is_strict=True) for function in functions]
         many = request.parallel_tool_calls is not False and self.form.has_many and not isinstance(choice, NamedTool)
         return Calls(self.form, functions, must, many)
 
-    def plan(self, request: ChatRequest, calls: Calls | None, prompt: list[int], wanted: Wanted) -> tuple[Plan, Wanted]:
+    def plan(
+        self, request: ChatRequest, calls: Calls | None, prompt: list[int], wanted: Wanted
+    ) -> tuple[ReadingPlan, Wanted]:
         """How the answers are to be read, and the grammar that answers to `wanted` under these calls and reasoning."""
         thought = None if self.marks is None else thinking.thinking_after(self.marks, self._end(prompt))
         is_held = calls is not None and (calls.must or wanted.outputs is not None or self._constrains_auto)
         outputs = self._constraint(calls if is_held else None, wanted.outputs, thought)
         shows = request.include_reasoning is not False
-        return Plan(calls, thought, is_held, shows), Wanted(outputs, "tools" if is_held else wanted.field)
+        return ReadingPlan(calls, thought, is_held, shows), Wanted(outputs, "tools" if is_held else wanted.field)
 
     async def looser(self, calls: Calls, compiled: Callable[[Wanted], Awaitable[object]]) -> Calls | None:
         """For calls whose grammar was refused: those whose arguments no grammar expresses take any object. Raises
@@ -125,7 +127,7 @@ class Tools:
 
 
 def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """The tools as chat templates take them, without what nobody set."""
+    """The tools as chat templates take them, without what was not set."""
     return None if not tools else [
         {"type": "function", "function": {
             name: value for name in ("name", "description", "parameters")
@@ -142,33 +144,37 @@ def check_history(messages: list[Message]) -> None:
         field = f"messages[{place}]"
         calls = message.tool_calls or []
         if calls and message.role != "assistant":
-            _refuse(f"{field}.tool_calls", f"only an assistant calls; the role is {clip(message.role)!r}")
+            raise InvalidRequest(f"{field}.tool_calls", f"only an assistant calls; the role is {clip(message.role)!r}")
         if len(calls) > MAX_PAST_CALLS:
-            _refuse(f"{field}.tool_calls", f"{len(calls)} calls; at most {MAX_PAST_CALLS} are allowed")
+            raise InvalidRequest(f"{field}.tool_calls", f"{len(calls)} calls; at most {MAX_PAST_CALLS} are allowed")
         if len({call.id for call in calls}) < len(calls):
-            _refuse(f"{field}.tool_calls", "two calls have the same id")
+            raise InvalidRequest(f"{field}.tool_calls", "two calls have the same id")
         called.update(call.id for call in calls)
         if message.role == "tool":
             if message.tool_call_id is None:
-                _refuse(f"{field}.tool_call_id", "the field is required in a tool's message")
-            elif message.tool_call_id not in called:
-                _refuse(f"{field}.tool_call_id", f"{clip(message.tool_call_id)!r} is the id of no call before it")
+                raise InvalidRequest(f"{field}.tool_call_id", "the field is required in a tool's message")
+            if message.tool_call_id not in called:
+                raise InvalidRequest(
+                    f"{field}.tool_call_id", f"{clip(message.tool_call_id)!r} is the id of no call before it"
+                )
         elif message.tool_call_id is not None:
-            _refuse(f"{field}.tool_call_id", f"only a tool answers a call; the role is {clip(message.role)!r}")
+            raise InvalidRequest(
+                f"{field}.tool_call_id", f"only a tool answers a call; the role is {clip(message.role)!r}"
+            )
 
 
 def _functions(tools: list[Tool], coerce_one_of: bool) -> list[Function]:
     if len(tools) > MAX_TOOLS:
-        _refuse("tools", f"{len(tools)} given; at most {MAX_TOOLS} are allowed")
+        raise InvalidRequest("tools", f"{len(tools)} given; at most {MAX_TOOLS} are allowed")
     functions: dict[str, Function] = {}
     for place, tool in enumerate(tools):
         field, given = f"tools[{place}].function", tool.function
         if _NAME.fullmatch(given.name) is None:
-            _refuse(
+            raise InvalidRequest(
                 f"{field}.name", f"{clip(given.name)!r}; 1 to 64 letters, digits, underscores and dashes are allowed"
             )
         if given.name in functions:
-            _refuse(f"{field}.name", f"{given.name!r} is given twice")
+            raise InvalidRequest(f"{field}.name", f"{given.name!r} is given twice")
         functions[given.name] = Function(
             given.name, _schema(f"{field}.parameters", given.parameters), bool(given.strict), coerce_one_of
         )
@@ -180,18 +186,14 @@ def _schema(field: str, given: dict[str, Any] | None) -> dict[str, Any]:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     size_bytes = len(msgspec.json.encode(given))
     if size_bytes > MAX_SCHEMA_BYTES:
-        _refuse(field, f"{size_bytes} bytes of JSON; at most {MAX_SCHEMA_BYTES} are allowed")
+        raise InvalidRequest(field, f"{size_bytes} bytes of JSON; at most {MAX_SCHEMA_BYTES} are allowed")
     if given.get("type", "object") in TYPES - {"object"}:
-        _refuse(f"{field}.type", f"{clip(str(given['type']))!r}; arguments are an object")
+        raise InvalidRequest(f"{field}.type", f"{clip(str(given['type']))!r}; arguments are an object")
     return given
 
 
 def _check_together(calls: Calls, answer: StructuredOutputs) -> None:
     if calls.must:
-        _refuse("tool_choice", "the answer must be a call, so it cannot have another form as well")
+        raise InvalidRequest("tool_choice", "the answer must be a call, so it cannot have another form as well")
     if answer.kind == "structural_tag":
-        _refuse("tools", "cannot be combined with a structural tag")
-
-
-def _refuse(field: str, why: str) -> NoReturn:
-    raise HttpError(400, f"{field}: {why}", param=field)
+        raise InvalidRequest("tools", "cannot be combined with a structural tag")

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.front.answer import RequestOutput
+    from penstock.engine.front.results import RequestOutput
     from penstock.engine.front.llm import LLM
     from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
     from penstock.engine.sampling_params import StructuredOutputs as StructuredOutputsParams
@@ -14,7 +14,7 @@ __all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "Struc
 
 _HOMES = {
     "LLM": ("penstock.engine.front.llm", "LLM"),
-    "RequestOutput": ("penstock.engine.front.answer", "RequestOutput"),
+    "RequestOutput": ("penstock.engine.front.results", "RequestOutput"),
     "SamplingParams": ("penstock.engine.sampling_params", "SamplingParams"),
     "StructuredOutputs": ("penstock.engine.sampling_params", "StructuredOutputs"),
     "StructuredOutputsParams": ("penstock.engine.sampling_params", "StructuredOutputs"),  # vLLM's name for it

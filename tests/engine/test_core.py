@@ -1,7 +1,11 @@
 """The core loop: what its heartbeat may conclude from a step's age."""
 
+import asyncio
+from typing import cast
+
 import msgspec
 
+from penstock.cache.tiers.base import Store
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.client import AsyncEngine
@@ -29,6 +33,7 @@ class Watched(OracleExecutor):
 
     def submit(self, step: Step) -> None:
         super().submit(step)
+        assert self.core is not None
         self.seen.append((self.core.step_started_s, self.core.step_deadline_s))
         self.now_s += 10.0
 
@@ -43,22 +48,23 @@ def run(max_in_flight: int, prompt: list[int]) -> Watched:
     return executor
 
 
-def test_a_step_is_timed_from_its_submission_and_the_next_from_the_result_before_it():
+def test_a_step_is_timed_from_its_submission_and_the_next_from_the_result_before_it() -> None:
     assert [started for started, _ in run(1, [1]).seen] == [0.0, 10.0, 20.0]
     assert [started for started, _ in run(2, [1]).seen] == [0.0, 0.0, 20.0]
 
 
-def test_the_deadline_grows_with_the_positions_of_the_step():
+def test_the_deadline_grows_with_the_positions_of_the_step() -> None:
     deadlines = [deadline for _, deadline in run(1, [1] * 2048).seen]
     assert deadlines[0] == step_deadline_s(2048)
     assert deadlines[1] == step_deadline_s(1)
 
 
-def test_a_core_settles_with_a_step_under_way_and_then_forgets_what_it_is_told_to():
-    """The last requests' blocks are on their way to a slow disk, and a step asks after them."""
+def test_a_core_settles_with_a_step_in_flight_and_then_forgets_on_request() -> None:
+    """The last requests' blocks are in flight to a slow disk, and a step asks after them."""
     executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
     store = FlakyStore(is_stalled=True)
-    executor = OracleExecutor(executor_config, 2, {"disk": store})
+    stores: dict[str, Store] = {"disk": cast(Store, store)}
+    executor = OracleExecutor(executor_config, 2, stores)
     core = EngineCore(CONFIG, executor)
     core.submit(submit("a", list(range(40)), max_tokens=4))
     while core.has_work():
@@ -74,15 +80,12 @@ def test_a_core_settles_with_a_step_under_way_and_then_forgets_what_it_is_told_t
     assert core.reset_prefix_cache()
 
 
-def test_health_fails_on_an_overdue_step_and_not_on_a_long_one():
+def test_health_fails_on_an_overdue_step_and_not_on_a_long_one() -> None:
     engine = AsyncEngine(CONFIG)
     assert engine.health().reason == "the model is loading" and engine.health().alive
 
-    class Ready:
-        done = staticmethod(lambda: True)
-        cancelled = staticmethod(lambda: False)
-
-    engine._ready = Ready()
+    engine._ready = asyncio.Future(loop=asyncio.new_event_loop())
+    engine._ready.set_result(OracleExecutor(CONFIG.executor).info)
     engine._receive(Heartbeat(num_steps=1, step_age_s=900.0, overdue_s=0.0))
     assert engine.health().ready
     engine._receive(Heartbeat(num_steps=1, step_age_s=2000.0, overdue_s=12.0))

@@ -1,7 +1,8 @@
-"""Drafts from a request's own text: where they are found, who gets them, and that nobody's tokens change by them."""
+"""Drafts from a request's own text: where they are found, who gets them, and that they change no tokens."""
 
 import random
 from array import array
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,7 +26,7 @@ def slow_find_repeat(tokens: list[int], least: int, most: int) -> int:
     return -1
 
 
-def test_the_longest_repeat_nearest_to_the_end_is_found():
+def test_the_longest_repeat_nearest_to_the_end_is_found() -> None:
     rng = random.Random(5)
     found = 0
     for _ in range(4000):
@@ -40,12 +41,12 @@ def test_the_longest_repeat_nearest_to_the_end_is_found():
 
 
 @pytest.mark.parametrize(("length", "place"), [(WINDOW, 3), (WINDOW + 1, -1)])
-def test_a_repeat_is_found_within_a_window(length: int, place: int):
+def test_a_repeat_is_found_within_a_window(length: int, place: int) -> None:
     tokens = [-1, -2, -3, *range(length - 6), -1, -2, -3]
     assert find_repeat(array("i", tokens), 3, 4) == place
 
 
-def test_right_drafts_bring_several_tokens_a_step():
+def test_right_drafts_bring_several_tokens_a_step() -> None:
     steps = {}
     for drafts in (None, NGRAM):
         world = World(max_in_flight=1, drafts=drafts)
@@ -59,12 +60,12 @@ def test_right_drafts_bring_several_tokens_a_step():
     assert stats.draft_tokens == stats.accepted_tokens == 40 - steps[NGRAM] and stats.generation_tokens == 40
 
 
-def test_drafts_are_rows_of_one_token_behind_those_of_all_requests():
+def test_drafts_are_rows_of_one_token_behind_those_of_all_requests() -> None:
     world = World(max_in_flight=1, drafts=NGRAM)
     world.submit(submit("a", [1, 2], sampling=ALWAYS_7, max_tokens=30))
     world.submit(submit("b", [3, 4, 5], max_tokens=30))
     while world.scheduler.stats().num_drafts < 3:
-        step = world.scheduler.schedule()
+        step = world.plan()
         world.executor.submit(step)
         world.scheduler.apply(world.executor.collect())
     first, other, *drafts = step.rows
@@ -74,7 +75,7 @@ def test_drafts_are_rows_of_one_token_behind_those_of_all_requests():
     ]
 
 
-def test_wrong_drafts_are_sent_less_and_less_and_then_no_more():
+def test_wrong_drafts_are_sent_less_and_less_and_then_no_more() -> None:
     message = submit("a", [1, 2] * 10, max_tokens=40, sampling=Sampling(temperature=0.0, allowed_ids=(1, 2)))
     world = World(max_in_flight=1, drafts=NGRAM)
     world.submit(message)
@@ -88,18 +89,18 @@ def test_wrong_drafts_are_sent_less_and_less_and_then_no_more():
     assert strangers.scheduler.stats().draft_tokens <= 2
 
 
-def test_a_request_without_a_repeat_stays_one_step_ahead_and_one_with_a_repeat_waits_for_its_token():
+def test_a_request_without_a_repeat_stays_one_step_ahead_and_one_with_a_repeat_waits_for_its_token() -> None:
     world = World(max_in_flight=2, drafts=NGRAM)
     world.submit(submit("free", [1, 2, 3], max_tokens=30))
     world.submit(submit("copy", [4, 5, 6], max_tokens=30, sampling=ALWAYS_7))
     num_planned = []
     while world.scheduler.has_work():
         world.step()
-        ahead = world.scheduler._under_way[-1] if world.scheduler.num_under_way else None
+        ahead = world.scheduler.in_flight[-1] if world.scheduler.in_flight else None
         for request in world.scheduler.running:
             if request.drafts:
                 assert request.num_pending <= 1, "something is planned beside drafts"
-        num_planned.append({} if ahead is None else {request.request_id for request in ahead.requests})
+        num_planned.append({} if ahead is None else {request.message.request_id for request in ahead.requests})
     assert {"free"} in num_planned and {"free", "copy"} in num_planned
     assert world.scheduler.stats().accepted_tokens > 10
 
@@ -113,22 +114,22 @@ def test_a_request_without_a_repeat_stays_one_step_ahead_and_one_with_a_repeat_w
         {"prompt_logprobs": 1},
     ],
 )
-def test_some_options_leave_no_room_for_drafts(options: dict):
+def test_some_options_leave_no_room_for_drafts(options: dict[str, Any]) -> None:
     world = World(drafts=NGRAM)
     world.submit(submit("a", [1, 2, 3], max_tokens=30, sampling=msgspec.structs.replace(ALWAYS_7, **options)))
     world.run()
     assert world.tokens("a") == [7] * 30 and world.scheduler.stats().num_drafts == 0
 
 
-def test_every_token_of_a_draft_has_its_log_probabilities():
+def test_every_token_of_a_draft_has_its_log_probabilities() -> None:
     world = World(drafts=NGRAM)
     world.submit(submit("a", [1, 2, 3], max_tokens=30, sampling=msgspec.structs.replace(ALWAYS_7, logprobs=2)))
     world.run()
-    assert all(len(output.logprobs) == len(output.tokens) for output in world.outputs["a"])
+    assert all(len(output.logprobs or ()) == len(output.tokens) for output in world.outputs["a"])
     assert max(len(output.tokens) for output in world.outputs["a"]) == 5
 
 
-def test_a_stop_token_is_never_a_draft_and_ends_the_request_where_it_is_sampled():
+def test_a_stop_token_is_never_a_draft_and_ends_the_request_where_it_is_sampled() -> None:
     prompt = [7, 7, 7, 9, 7, 7, 7, 9, 7, 7, 7]
     world = World(max_in_flight=1, drafts=NGRAM)
     message = submit("a", prompt, max_tokens=40, sampling=Sampling(temperature=0.0, stop_ids=(9,), allowed_ids=(7, 9)))
@@ -139,7 +140,7 @@ def test_a_stop_token_is_never_a_draft_and_ends_the_request_where_it_is_sampled(
     assert world.tokens("a") == alone(message)[0] and world.last("a").stop_token == 9
 
 
-def test_the_right_drafts_of_a_last_step_count_too():
+def test_the_right_drafts_of_a_last_step_count_too() -> None:
     world = World(max_in_flight=1, drafts=NGRAM)
     world.submit(submit("a", [1, 2, 3], max_tokens=39, sampling=ALWAYS_7))
     world.run()
@@ -149,12 +150,12 @@ def test_the_right_drafts_of_a_last_step_count_too():
     )
 
 
-def test_a_draft_that_fails_is_computed_again_alone_and_its_request_ends_there():
+def test_a_draft_that_fails_is_computed_again_alone_and_its_request_ends_there() -> None:
     world = World(max_in_flight=1, drafts=NGRAM)
     world.submit(submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7))
     failed_at = 0
     while world.scheduler.has_work():
-        step = world.scheduler.schedule()
+        step = world.plan()
         world.executor.submit(step)
         result = world.executor.collect()
         if len(step.rows) == 5:
@@ -168,7 +169,7 @@ def test_a_draft_that_fails_is_computed_again_alone_and_its_request_ends_there()
     assert world.last("a").error == "not finite" and len(world.tokens("a")) == failed_at - 3 + 1
 
 
-def test_drafts_take_no_block_that_a_waiting_prompt_could_have():
+def test_drafts_take_no_block_that_a_waiting_prompt_could_have() -> None:
     world = World(num_blocks=17, max_in_flight=1, drafts=NGRAM, max_num_seqs=4)
     world.submit(submit("a", [1] * 7, max_tokens=40, sampling=ALWAYS_7))
     for _ in range(5):
@@ -177,7 +178,7 @@ def test_drafts_take_no_block_that_a_waiting_prompt_could_have():
     (request,) = world.scheduler.running
     num_drafts = 0
     while world.scheduler.waiting:
-        step = world.scheduler.schedule()
+        step = world.plan()
         if not step.admissions:
             row, *drafts = step.rows
             assert len(request.blocks) == -(-(row.start + 1) // BLOCK_SIZE), "a block for drafts alone"
@@ -187,20 +188,20 @@ def test_drafts_take_no_block_that_a_waiting_prompt_could_have():
     assert num_drafts > 0, "where there is room in its own last block, they are sent"
 
 
-def test_drafts_of_a_step_are_bounded():
+def test_drafts_of_a_step_are_bounded() -> None:
     world = World(max_in_flight=1, max_num_batched_tokens=64, drafts=msgspec.structs.replace(NGRAM, max_draft_rows=5))
     for name in "abcd":
         world.submit(submit(name, [1, 2], max_tokens=40, sampling=ALWAYS_7))
     most = 0
     while world.scheduler.has_work():
-        step = world.scheduler.schedule()
+        step = world.plan()
         most = max(most, sum(len(row.tokens) for row in step.rows))
         world.executor.submit(step)
         world.scheduler.apply(world.executor.collect())
     assert most == 4  # one place of each slot is taken by its request: 8 - 4, and the oracle would object to more
 
 
-def test_an_abort_with_drafts_under_way_leaves_nothing():
+def test_an_abort_with_drafts_in_flight_leaves_nothing() -> None:
     for steps in range(1, 14):
         world = World(max_in_flight=2, drafts=NGRAM)
         world.submit(submit("a", [1, 2, 3], max_tokens=40, sampling=ALWAYS_7))
@@ -212,7 +213,8 @@ def test_an_abort_with_drafts_under_way_leaves_nothing():
         assert world.scheduler.stats().num_used_blocks == 0
 
 
-def test_random_worlds_with_drafts_keep_every_invariant_and_every_token():
+@pytest.mark.timeout(900)  # a busy machine takes several times as long
+def test_random_worlds_with_drafts_keep_every_invariant_and_every_token() -> None:
     total: dict[str, int] = {}
     for seed in range(25):
         for run in (storm(seed, 300, has_drafts=True), tier_storm(seed, 150, has_drafts=True)):
@@ -239,11 +241,11 @@ def test_random_worlds_with_drafts_keep_every_invariant_and_every_token():
         ({"method": "ngram", "max_draft_rows": 0}, "speculative_config.max_draft_rows: 0 given; expected `int` >= 1"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name_and_limit(given: dict, said: str):
+def test_what_cannot_be_meant_is_refused_by_name_and_limit(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         engine_config("anywhere", {"speculative_config": given})
 
 
-def test_a_single_sequence_leaves_no_rows_for_drafts():
+def test_a_single_sequence_leaves_no_rows_for_drafts() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs: 1 given; .* at least 2"):
         engine_config("anywhere", {"speculative_config": {"method": "ngram"}, "max_num_seqs": 1})

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +13,7 @@ from penstock import StructuredOutputs, StructuredOutputsParams
 from penstock.engine.config import ConfigError, engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.executor.protocol import StepResult
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.simulation import alone, submit
 
@@ -24,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def oracle(folder: Path, **options: object) -> LLM:
+def oracle(folder: Path, **options: Any) -> LLM:
     options = {"max_model_len": 64, "hf_overrides": {"vocab_size": 50}, **options}
     return LLM(str(folder), executor="oracle", load_format="dummy", skip_tokenizer=True, **options)
 
@@ -35,29 +37,29 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield llm
 
 
-def test_results_come_in_the_order_of_the_prompts_whatever_finishes_first(llm: LLM):
+def test_results_come_in_the_order_of_the_prompts_whatever_finishes_first(llm: LLM) -> None:
     prompts = [[number % 50] * (1 + number % 40) for number in range(60)]
     params = [SamplingParams(temperature=0.0, max_tokens=1 + number % 20) for number in range(60)]
     results = llm.generate(prompts, params, use_tqdm=False)
     for prompt, param, result in zip(prompts, params, results, strict=True):
         assert result.prompt_token_ids == prompt
-        assert result.outputs[0].token_ids == alone(submit("a", prompt, max_tokens=param.max_tokens))[0]
+        assert result.outputs[0].token_ids == alone(submit("a", prompt, max_tokens=param.max_tokens or 0))[0]
         assert result.outputs[0].finish_reason == "length" and result.metrics.finished_s is not None
 
 
-def test_one_prompt_may_be_given_bare(llm: LLM):
+def test_one_prompt_may_be_given_bare(llm: LLM) -> None:
     assert len(llm.generate([1, 2, 3], GREEDY, use_tqdm=False)) == 1
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
-def test_choices_differ_and_a_seed_repeats_them(llm: LLM):
+def test_choices_differ_and_a_seed_repeats_them(llm: LLM) -> None:
     params = SamplingParams(n=4, seed=1, max_tokens=6)
     first, second = (llm.generate([[1, 2, 3]], params, use_tqdm=False)[0] for _ in range(2))
     assert [c.token_ids for c in first.outputs] == [c.token_ids for c in second.outputs]
     assert len({tuple(c.token_ids) for c in first.outputs}) == 4 and [c.index for c in first.outputs] == [0, 1, 2, 3]
 
 
-def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM):
+def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM) -> None:
     prompt = list(range(33))
     assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
     assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 32
@@ -65,23 +67,26 @@ def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM):
     assert llm.generate([prompt], GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
 
 
-def test_more_prompts_than_the_queue_holds_are_handed_over_bit_by_bit(folder: Path):
+def test_more_prompts_than_the_queue_holds_are_handed_over_bit_by_bit(folder: Path) -> None:
     with oracle(folder, max_queued_requests=3, max_num_seqs=2, max_num_batched_tokens=8) as llm:
         assert len(llm.generate([[1]] * 50, GREEDY, use_tqdm=False)) == 50
 
 
-def test_logprobs_come_with_their_tokens_and_add_up(llm: LLM):
+def test_logprobs_come_with_their_tokens_and_add_up(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=2, prompt_logprobs=0)
     result = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]
     (choice,) = result.outputs
-    assert [next(iter(found)) for found in choice.logprobs] == choice.token_ids
-    assert all(found[token].logprob == -0.5 for found, token in zip(choice.logprobs, choice.token_ids, strict=True))
+    assert [next(iter(found)) for found in choice.logprobs or ()] == choice.token_ids
+    assert all(
+        found[token].logprob == -0.5 for found, token in zip(choice.logprobs or (), choice.token_ids, strict=True)
+    )
     assert choice.cumulative_logprob == pytest.approx(-0.5 * 5)
+    assert result.prompt_logprobs is not None
     first, *rest = result.prompt_logprobs
-    assert first is None and [next(iter(found)) for found in rest] == [2, 3]
+    assert first is None and [next(iter(found or {})) for found in rest] == [2, 3]
 
 
-def test_an_embedding_has_the_width_of_the_model(llm: LLM):
+def test_an_embedding_has_the_width_of_the_model(llm: LLM) -> None:
     first, second = llm.embed([[1, 2, 3], [1, 2, 4]], use_tqdm=False)
     assert len(first.embedding) == llm.info.hidden_size and first.embedding != second.embedding
     assert sum(value * value for value in first.embedding) == pytest.approx(1.0)
@@ -89,10 +94,10 @@ def test_an_embedding_has_the_width_of_the_model(llm: LLM):
     (plain,) = llm.embed([1, 2, 3], use_tqdm=False, normalize=False)
     assert sum(value * value for value in plain.embedding) != pytest.approx(1.0)
     with pytest.raises(InvalidRequest, match="pooling"):
-        llm.embed([[1]], pooling="max")
+        llm.embed([[1]], pooling=cast(Any, "max"))
 
 
-def test_prompts_may_come_as_vllm_writes_them(llm: LLM):
+def test_prompts_may_come_as_vllm_writes_them(llm: LLM) -> None:
     alone, listed, salted = (
         llm.generate(prompts, GREEDY, use_tqdm=False)[0]
         for prompts in (
@@ -111,8 +116,8 @@ def test_prompts_may_come_as_vllm_writes_them(llm: LLM):
         llm.generate({"prompt": "a", "prompt_token_ids": [1]}, GREEDY)
 
 
-def test_a_seed_of_the_engine_repeats_requests_that_have_none(folder: Path):
-    def sample(**options: object) -> list[list[int]]:
+def test_a_seed_of_the_engine_repeats_requests_that_have_none(folder: Path) -> None:
+    def sample(**options: Any) -> list[list[int]]:
         with oracle(folder, **options) as llm:
             results = llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=8), use_tqdm=False)
             return [result.outputs[0].token_ids for result in results]
@@ -122,20 +127,20 @@ def test_a_seed_of_the_engine_repeats_requests_that_have_none(folder: Path):
     assert sample() != sample()
 
 
-def test_sampling_parameters_take_structured_outputs_as_a_dictionary_and_are_cloned():
-    params = SamplingParams(structured_outputs={"regex": "[0-9]+"})
+def test_sampling_parameters_take_structured_outputs_as_a_dictionary_and_are_cloned() -> None:
+    params = SamplingParams(structured_outputs=cast(Any, {"regex": "[0-9]+"}))
     assert params.structured_outputs == StructuredOutputs(regex="[0-9]+") == StructuredOutputsParams(regex="[0-9]+")
     assert params.clone() == params and params.clone() is not params
     with pytest.raises(InvalidRequest, match="structured_outputs: .*regexp"):
-        SamplingParams(structured_outputs={"regexp": "[0-9]+"})
+        SamplingParams(structured_outputs=cast(Any, {"regexp": "[0-9]+"}))
 
 
-def test_no_keyword_of_a_chat_is_ignored_in_silence(llm: LLM):
+def test_no_keyword_of_a_chat_is_ignored_in_silence(llm: LLM) -> None:
     with pytest.raises(TypeError, match="misspelt"):
-        llm.chat([{"role": "user", "content": "hi"}], GREEDY, misspelt=1)
+        cast(Any, llm).chat([{"role": "user", "content": "hi"}], GREEDY, misspelt=1)
 
 
-def test_tools_are_told_and_documents_refused_where_the_template_knows_neither(folder: Path):
+def test_tools_are_shown_and_documents_refused_where_the_template_knows_neither(folder: Path) -> None:
     with oracle(folder, hf_overrides={"vocab_size": 300}, max_model_len=1000) as llm:
         llm.tokenizer, llm.template = byte_tokenizer(), line_template()
         messages = [{"role": "user", "content": "hi"}]
@@ -146,7 +151,7 @@ def test_tools_are_told_and_documents_refused_where_the_template_knows_neither(f
             llm.chat(messages, GREEDY, use_tqdm=False, documents=[{"text": "x"}])
 
 
-def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder: Path):
+def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder: Path) -> None:
     with pytest.warns(UserWarning, match="^gpu_memory_utilization: without effect: .* use kv_cache_bytes"):
         oracle(folder, gpu_memory_utilization=0.5).shutdown()
 
@@ -164,7 +169,9 @@ def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder:
         ([1], [GREEDY, GREEDY], "sampling_params: 2 given for 1 prompts"),
     ],
 )
-def test_bad_input_names_the_field_and_the_limit_and_leaves_nothing_behind(llm: LLM, prompt, params, message):
+def test_bad_input_names_the_field_and_the_limit_and_leaves_nothing_behind(
+    llm: LLM, prompt: Any, params: Any, message: str
+) -> None:
     with pytest.raises(InvalidRequest, match=message):
         llm.generate(prompt, params, use_tqdm=False)
     assert llm.get_metrics()["num_used_blocks"] == 0
@@ -173,16 +180,16 @@ def test_bad_input_names_the_field_and_the_limit_and_leaves_nothing_behind(llm: 
 
 def test_an_interrupt_ends_the_batch_between_two_steps_and_leaves_nothing_running(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
-):
-    collect = llm._core.executor.collect
+) -> None:
+    collect = llm._running().executor.collect
     calls = iter(range(100))
 
-    def interrupt():
+    def interrupt() -> StepResult:
         if next(calls) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         return collect()
 
-    monkeypatch.setattr(llm._core.executor, "collect", interrupt)
+    monkeypatch.setattr(llm._running().executor, "collect", interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1]] * 5, SamplingParams(max_tokens=50), use_tqdm=False)
     assert next(calls) < 10
@@ -194,18 +201,18 @@ def test_an_interrupt_ends_the_batch_between_two_steps_and_leaves_nothing_runnin
 
 def test_an_executor_that_fails_ends_the_engine_rather_than_going_on_half_done(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
-):
-    def fail(step: object) -> None:
+) -> None:
+    def fail(_step: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(llm._core.executor, "submit", fail)
+    monkeypatch.setattr(llm._running().executor, "submit", fail)
     with pytest.raises(MemoryError):
         llm.generate([[1]], GREEDY, use_tqdm=False)
     with pytest.raises(RuntimeError, match="shut down"):
         llm.generate([[1]], GREEDY, use_tqdm=False)
 
 
-def test_the_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.CaptureFixture[str]):
+def test_the_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate([[1, 2]] * 3, GREEDY)
     shown = capsys.readouterr().err
     assert "3/3" in shown and "tok/s" in shown
@@ -220,12 +227,12 @@ def test_the_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.Ca
         ({"dtype": "int3"}, "int3"),
     ],
 )
-def test_options_that_cannot_be_used_are_named(folder: Path, option, message):
+def test_options_that_cannot_be_used_are_named(folder: Path, option: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         oracle(folder, **option)
 
 
-def test_a_model_that_was_shut_down_says_so(folder: Path):
+def test_a_model_that_was_shut_down_says_so(folder: Path) -> None:
     llm = oracle(folder)
     llm.shutdown()
     llm.shutdown()
@@ -241,6 +248,6 @@ def test_a_model_that_was_shut_down_says_so(folder: Path):
         ({"windows": 3}, "eplb_config: {'windows': 3} given; object contains unknown field `windows`"),
     ],
 )
-def test_options_of_moving_experts_are_checked_by_name_and_limit(given: dict, said: str):
+def test_options_of_moving_experts_are_checked_by_name_and_limit(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         engine_config("anywhere", {"eplb_config": given})

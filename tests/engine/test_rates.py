@@ -13,27 +13,27 @@ def measured(blocks_per_s: float, tokens_per_s: float, copies_per_s: float = 1e9
     return rates
 
 
-def test_large_samples_weigh_more_than_small_ones():
+def test_large_samples_weigh_more_than_small_ones() -> None:
     small, large = Rate(100), Rate(100)
     for rate, amount in ((small, 1), (large, 100)):
         rate.add(100, 1.0)
         rate.add(amount, amount / 50)
-    assert 98 < small.per_s < 100 and large.per_s == 75
+    assert small.per_s is not None and 98 < small.per_s < 100 and large.per_s == 75
 
 
-def test_nothing_known_means_that_loading_is_tried_and_waited_for():
+def test_nothing_known_means_that_loading_is_tried_and_waited_for() -> None:
     rates = Rates(2**20, 16, ["disk"])
     assert rates.is_load_faster({"disk": 1000}, 1, 0) and rates.is_restore_faster(1000, 1, True)
     assert rates.patience_s({"disk": 10}, 10) == UNKNOWN_PATIENCE_S
 
 
-def test_a_load_must_be_faster_with_all_that_is_queued_before_it():
+def test_a_load_must_be_faster_with_all_that_is_queued_before_it() -> None:
     rates = measured(blocks_per_s=1000, tokens_per_s=16 * 100)
     assert rates.is_load_faster({"disk": 50}, num_gained=10, num_host=0)
     assert not rates.is_load_faster({"disk": 150}, num_gained=10, num_host=0)
 
 
-def test_a_restore_costs_a_decoding_step_where_others_compute():
+def test_a_restore_costs_a_decoding_step_where_others_compute() -> None:
     rates = measured(blocks_per_s=1, tokens_per_s=16 * 100)
     for _ in range(50):
         rates.note_step(num_tokens=8, num_rows=8, elapsed_s=0.1)
@@ -42,14 +42,14 @@ def test_a_restore_costs_a_decoding_step_where_others_compute():
     assert rates.is_restore_faster(20, 20, is_busy=True)
 
 
-def test_patience_ends_when_computing_would_be_done():
+def test_patience_ends_when_computing_would_be_done() -> None:
     rates = measured(blocks_per_s=1000, tokens_per_s=16 * 100)
     assert rates.patience_s({"disk": 10}, 1000) == pytest.approx(0.03)
     assert rates.patience_s({"disk": 1000}, 10) == pytest.approx(0.1)
     assert rates.patience_s({"disk": 1}, 1) == MIN_PATIENCE_S
 
 
-def test_stores_work_side_by_side_and_each_has_its_own_rate():
+def test_stores_work_side_by_side_and_each_has_its_own_rate() -> None:
     rates = Rates(2**20, 16, ["disk", "peer a:1"])
     rates.prefill.add(16 * 100, 1.0)
     rates.reads["disk"].add(1000, 1.0)
@@ -59,7 +59,7 @@ def test_stores_work_side_by_side_and_each_has_its_own_rate():
     assert rates.patience_s({"disk": 90, "peer a:1": 1}, 1000) == pytest.approx(0.27)
 
 
-def test_a_store_is_measured_while_it_has_something_to_do():
+def test_a_store_is_measured_while_it_has_something_to_do() -> None:
     rate = StoreRate(1)
     rate.begin(10, now_s=5.0)
     rate.end(5, num_left=5, now_s=6.0)
@@ -70,7 +70,7 @@ def test_a_store_is_measured_while_it_has_something_to_do():
     assert rate.per_s == 5.0
 
 
-def test_what_a_store_says_of_itself_is_believed_instead():
+def test_what_a_store_says_of_itself_is_believed_instead() -> None:
     rate = StoreRate(1)
     rate.begin(10, now_s=5.0)
     rate.end(10, num_left=0, now_s=15.0)

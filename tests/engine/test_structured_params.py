@@ -1,6 +1,7 @@
 """What SamplingParams says about structured outputs before anything is compiled."""
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,8 +16,8 @@ from penstock.engine.sampling_params import (
 )
 
 
-def nested(depth: int) -> dict:
-    schema: dict = {}
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
     for _ in range(depth - 1):
         schema = {"items": schema}
     return schema
@@ -37,7 +38,7 @@ def nested(depth: int) -> dict:
         {"json": nested(MAX_GRAMMAR_DEPTH)},
     ],
 )
-def test_one_form_is_accepted_and_survives_the_wire(fields: dict) -> None:
+def test_one_form_is_accepted_and_survives_the_wire(fields: dict[str, Any]) -> None:
     wanted = StructuredOutputs(**fields)
     SamplingParams(structured_outputs=wanted).check(100)
     assert msgspec.json.decode(msgspec.json.encode(wanted), type=StructuredOutputs) == wanted
@@ -59,7 +60,7 @@ def test_one_form_is_accepted_and_survives_the_wire(fields: dict) -> None:
         ({"json": nested(100_000)}, "structured_outputs.json", "deep"),
     ],
 )
-def test_any_other_is_refused_with_the_field_and_the_limit(fields: dict, field: str, words: str) -> None:
+def test_any_other_is_refused_with_the_field_and_the_limit(fields: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         SamplingParams(structured_outputs=StructuredOutputs(**fields)).check(100)
     assert caught.value.field == field

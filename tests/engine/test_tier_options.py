@@ -2,8 +2,9 @@
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -11,7 +12,8 @@ from penstock.engine.commands.engine_options import add_engine_options, engine_o
 from penstock.engine.config import ConfigError, engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.sampling_params import SamplingParams
-from penstock.engine.server.tier_metrics import tier_families
+from penstock.engine.server.families import stats_families
+from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import ExecutorError
 from tests.support.peer_rig import free_addresses, until
 
@@ -31,7 +33,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "disk"
 
 
-def oracle(folder: Path, **options: object) -> LLM:
+def oracle(folder: Path, **options: Any) -> LLM:
     # Nine blocks of sixteen tokens: of eight prompts the device keeps the last two.
     shape = {"max_model_len": 64, "hf_overrides": {"vocab_size": 50}, "kv_cache_bytes": 10 * 16 * 8, **options}
     return LLM(str(folder), executor="oracle", load_format="dummy", skip_tokenizer=True, **shape)
@@ -46,7 +48,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", ["1MiB", "1.1 MB", 2**20])
-def test_sizes_are_numbers_or_texts(folder, size):
+def test_sizes_are_numbers_or_texts(folder: Path, size: int | str) -> None:
     with oracle(folder, kv_host_bytes=size) as llm:
         assert cached(llm)[0] == 0 and cached(llm) == [32] * 8
         metrics = llm.get_metrics()
@@ -78,24 +80,24 @@ def test_sizes_are_numbers_or_texts(folder, size):
         ({"kv_peer_listen": "127.0.0.1:9100", "kv_peer_secret_file": "/nowhere"}, "kv_peer_secret_file: '/nowhere'"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(folder, options, message):
+def test_what_cannot_be_meant_is_refused_by_name(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         oracle(folder, **options)
 
 
-def test_less_than_two_blocks_are_refused_by_name(folder, disk):
+def test_less_than_two_blocks_are_refused_by_name(folder: Path, disk: dict[str, Any]) -> None:
     with pytest.raises(ExecutorError, match="kv_host_bytes: 5000 given; a block takes 4096 bytes"):
         oracle(folder, kv_host_bytes=5000)
     with pytest.raises(ExecutorError, match="kv_disk_bytes: 5000"):
         oracle(folder, kv_disk_path=str(disk), kv_disk_bytes=5000)
 
 
-def test_a_disk_path_that_is_no_directory_is_refused_by_name(folder):
+def test_a_disk_path_that_is_no_directory_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ExecutorError, match="kv_disk_path: '.*config.json'"):
         oracle(folder, kv_disk_path=str(folder / "config.json"), kv_disk_bytes="1GiB")
 
 
-def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder, disk):
+def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder: Path, disk: dict[str, Any]) -> None:
     options = {"kv_disk_path": str(disk), "kv_disk_bytes": "16MiB", "kv_host_bytes": "64KiB"}
     with oracle(folder, **options) as llm:
         cold = tokens(llm)
@@ -106,7 +108,7 @@ def test_a_new_engine_finds_what_an_earlier_one_wrote_and_says_the_same(folder, 
         assert llm.info.memory["disk tier"] == 2**24
 
 
-def test_another_model_finds_nothing_on_the_same_disk(folder, disk):
+def test_another_model_finds_nothing_on_the_same_disk(folder: Path, disk: dict[str, Any]) -> None:
     options = {"kv_disk_path": str(disk), "kv_disk_bytes": "16MiB"}
     with oracle(folder, **options) as llm:
         tokens(llm)
@@ -114,32 +116,32 @@ def test_another_model_finds_nothing_on_the_same_disk(folder, disk):
         assert cached(llm)[0] == 0
 
 
-def test_a_disk_alone_passes_its_blocks_through_some_host_memory(folder, disk):
+def test_a_disk_alone_passes_its_blocks_through_some_host_memory(folder: Path, disk: dict[str, Any]) -> None:
     with oracle(folder, kv_disk_path=str(disk), kv_disk_bytes="16MiB") as llm:
         assert llm.info.host_slots == 4096
 
 
-def test_a_reset_forgets_the_disk_too(folder, disk):
+def test_a_reset_forgets_the_disk_too(folder: Path, disk: dict[str, Any]) -> None:
     with oracle(folder, kv_disk_path=str(disk), kv_disk_bytes="16MiB", kv_host_bytes="64KiB") as llm:
         cached(llm)
-        llm._running().settle(60.0)  # a block on its way to the disk is in use
+        llm._running().settle(60.0)  # a block in flight to the disk is in use
         assert llm.reset_prefix_cache()
         assert cached(llm)[0] == 0
 
 
-def test_the_command_line_has_the_same_options():
+def test_the_command_line_has_the_same_options() -> None:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     args = parser.parse_args(["--kv-host-bytes", "8GiB", "--kv-disk-path", "d", "--kv-disk-bytes", "1TB"])
     assert engine_options(args) == {"kv_host_bytes": 2**33, "kv_disk_path": "d", "kv_disk_bytes": 10**12}
 
 
-def test_ranks_on_several_hosts_cannot_be_peers(folder):
+def test_ranks_on_several_hosts_cannot_be_peers(folder: Path) -> None:
     with pytest.raises(ConfigError, match="executor: 'ray' given"):
         engine_config(str(folder), {"executor": "ray", "kv_peers": ["127.0.0.1:9100"]})
 
 
-def test_peers_on_the_command_line_are_the_same_options(folder, monkeypatch):
+def test_peers_on_the_command_line_are_the_same_options(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     words = "--kv-peer a:1 --kv-peer b:2 --kv-peer-listen 0.0.0.0:9100 --kv-peer-secret-file secret"
@@ -152,7 +154,7 @@ def test_peers_on_the_command_line_are_the_same_options(folder, monkeypatch):
     assert "long enough" not in repr(config)
 
 
-def test_a_port_that_is_taken_is_refused_by_name_and_memory_for_peers_is_shown(folder):
+def test_a_port_that_is_taken_is_refused_by_name_and_memory_for_peers_is_shown(folder: Path) -> None:
     (address,) = free_addresses(1)
     with oracle(folder, kv_peer_listen=address) as llm:
         assert llm.info.memory["for peers"] == 128 * 2**20 and llm.info.host_slots > 1000
@@ -160,17 +162,22 @@ def test_a_port_that_is_taken_is_refused_by_name_and_memory_for_peers_is_shown(f
             oracle(folder, kv_peer_listen=address)
 
 
-def test_metrics_of_all_peers_stand_under_one_tier(folder):
+def test_metrics_of_all_peers_stand_under_one_tier(folder: Path) -> None:
     first, second = free_addresses(2)
     with oracle(folder, kv_peer_listen=first) as llm, oracle(folder, kv_peer_listen=second, kv_peers=[first]) as other:
         tokens(llm)
         llm._running().settle()
-        until(lambda: len(other._running().executor._transfers._stores[f"peer {first}"]) == 16, "all is announced")
+        executor = cast(OracleExecutor, other._running().executor)
+        assert executor._transfers is not None
+        stores = executor._transfers._stores
+        until(lambda: len(cast(Sized, stores[f"peer {first}"])) == 16, "all is announced")
         assert cached(other) == [32] * 8
-        until(lambda: other.generate([1], GREEDY, use_tqdm=False) and other.get_metrics()["kv_peer_hits"], "figures")
+        until(
+            lambda: bool(other.generate([1], GREEDY, use_tqdm=False) and other.get_metrics()["kv_peer_hits"]), "figures"
+        )
         metrics = other.get_metrics()
         assert metrics["kv_peer_hit_tokens"] == metrics["kv_peer_hits"] * 16 == 256
         assert metrics["kv_peer_is_open"] == 1 and metrics["kv_peer_served_blocks"] == 0
-        families = {family.name: family for family in tier_families(other._running().stats().tiers, "m")}
+        families = {family.name: family for family in stats_families(other._running().stats(), "m")}
         (sample,) = families["penstock:kv_tier_is_open"].samples
         assert sample.labels == {"model_name": "m", "tier": "peer"} and sample.value == 1

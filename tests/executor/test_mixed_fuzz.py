@@ -26,7 +26,7 @@ import torch
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.front.answer import Choice, Update, joined
+from penstock.engine.front.answer import Choice, ChoiceState, Update, joined
 from penstock.engine.front.submit import submissions
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
@@ -172,11 +172,11 @@ class World:
         for output in filter(None, outputs):
             name = output.request_id
             asked, choice = self._asked[name], self._choices[name]
-            assert not asked.is_over, f"{name}: news after its end"
+            assert not asked.is_over, f"{name}: an output after its end"
             asked.outputs.append(output)
             self._updates[name].append(choice.push(output))
             is_enough = asked.abort_after is not None and len(asked.tokens) >= asked.abort_after
-            if (choice.must_abort or is_enough) and not asked.is_over:
+            if (choice.state is ChoiceState.STOPPED or is_enough) and not asked.is_over:
                 self._keep([self.core.abort(name)])
 
 
@@ -239,7 +239,6 @@ def random_request(rng: random.Random, number: int, world: World) -> list[Asked]
         priority=rng.choice([0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, "a"]),
         pooling=pooling,
-        skip_prefix_cache=rng.random() < 0.1,
         grammar=grammar,
     )
     return [Asked(message, params, rng.choice([None, None, None, rng.randint(0, 9)])) for message in messages]

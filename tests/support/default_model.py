@@ -1,4 +1,4 @@
-"""The real server over the model that is served when none is named; whoever asks is skipped where it is not installed."""
+"""The real server over the model that is served when none is named; a test that asks for it is skipped where it is not installed."""
 
 import contextlib
 import importlib.util
@@ -27,5 +27,5 @@ def default_model(name: str = MODEL) -> Iterator[Running]:
         eos_ids=tokenizer.eos_ids,
         text_stream=tokenizer.stream,
     )
-    with running(engine, tokenizer, template, served_model_names=(name,)) as server:  # type: ignore[arg-type]
+    with running(engine, tokenizer, template, served_model_names=(name,)) as server:
         yield server

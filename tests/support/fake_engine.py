@@ -5,16 +5,17 @@ The tokenizer and the template are real ones, the tokenizer over a vocabulary of
 
 import asyncio
 from array import array
+from functools import partial
 from typing import Any
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from penstock.engine.front.answer import Choice, TextStream
-from penstock.engine.front.client import EngineDead, Generation, Health, QueueFull
-from penstock.engine.front.submit import check_length, check_room, token_bytes
-from penstock.engine.messages import CacheUpdate, Output, Stats
+from penstock.engine.front.answer import Answer
+from penstock.engine.front.client import EngineDead, EngineHealth, QueueFull
+from penstock.engine.front.submit import begin_answer, check_room
+from penstock.engine.messages import CacheUpdate, FinishReason, Output, Stats, Submit
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import byte_alphabet
 from penstock.engine.text.template import ChatTemplate
@@ -72,7 +73,7 @@ class FakeEngine:
         self.max_num_batched_tokens = 2048
         self.stats = Stats(num_blocks=info.num_blocks)
         self.on_step: Any = None
-        self.on_cache_news: Any = None
+        self.on_cache_update: Any = None
         self.is_watched = False
         self.delay_s = delay_s
         self.max_open = max_open
@@ -91,47 +92,41 @@ class FakeEngine:
     def num_open(self) -> int:
         return len(self._open)
 
-    def health(self) -> Health:
+    def health(self) -> EngineHealth:
         if self._death is not None:
-            return Health(False, False, self._death)
-        return Health(self._is_healthy, self._is_healthy, "ok" if self._is_healthy else "a step hangs")
+            return EngineHealth(False, False, self._death)
+        return EngineHealth(self._is_healthy, self._is_healthy, "ok" if self._is_healthy else "a step hangs")
 
     def admit(self, num_sequences: int = 1) -> None:
         self.num_admissions += 1
         if self._death is not None:
             raise EngineDead(self._death)
         if len(self._open) + num_sequences > self.max_open:
-            raise QueueFull(f"{len(self._open)} sequences are under way", retry_after_s=7)
+            raise QueueFull(f"{len(self._open)} sequences are in flight", retry_after_s=7)
 
-    def generate(self, prompt_ids: list[int], params: SamplingParams, **options: Any) -> Generation:
-        params.check(self.info.vocab_size)
-        token_bytes(prompt_ids, self.info.vocab_size)
-        check_length(len(prompt_ids), self.info)
+    def generate(self, prompt_ids: list[int], params: SamplingParams, **options: Any) -> Answer:
+        shown_ids = options.get("shown_ids", frozenset())
+        stream = partial(self._tokenizer.stream, params.skip_special_tokens, shown_ids=shown_ids)
+        fields = {name: value for name, value in options.items() if name in Submit.__struct_fields__}
+        self._count += 1
+        answer = begin_answer(str(self._count), prompt_ids, params, self.info, {EOS}, stream, self.abort, **fields)
         if options.get("pooling") is None:
             check_room(len(prompt_ids), params.max_tokens, self.info)
         self.admit(params.n)
         self.submitted.append((prompt_ids, params, options))
-        self._count += 1
-        choices = [
-            Choice(i, params, self._stream(params, **options) if params.detokenize else None) for i in range(params.n)
-        ]
-        generation = Generation(self, str(self._count), len(prompt_ids), choices)  # type: ignore[arg-type]
-        for index in range(params.n):
-            name = f"{self._count}.{index}"
-            said = prompt_ids if self.reply is None else [*self._tokenizer.encode(self.reply, False), EOS]
-            self._open[name] = asyncio.ensure_future(self._run(name, generation, index, said, params, options))
-        return generation
+        said = prompt_ids if self.reply is None else [*self._tokenizer.encode(self.reply, False), EOS]
+        for index, message in enumerate(answer.messages):
+            running = self._run(message.request_id, answer, index, said, params, options)
+            self._open[message.request_id] = asyncio.ensure_future(running)
+        return answer
 
     def watch_cache(self, is_on: bool) -> None:
         self.is_watched = is_on
         if is_on:
-            self.on_cache_news(CacheUpdate("device", b"", b"", True))
+            self.on_cache_update(CacheUpdate("device", b"", b"", True))
 
     async def reset_prefix_cache(self) -> bool:
         return not self._open
-
-    def _stream(self, params: SamplingParams, shown_ids: frozenset[int] = frozenset(), **options: Any) -> TextStream:
-        return self._tokenizer.stream(params.skip_special_tokens, shown_ids=shown_ids)
 
     def abort(self, request_ids: Any) -> None:
         for name in list(request_ids):
@@ -156,27 +151,27 @@ class FakeEngine:
             await asyncio.sleep(0)
 
     async def _run(
-        self, name: str, generation: Generation, index: int, prompt: list[int], params: SamplingParams, options: Any
+        self, name: str, answer: Answer, index: int, prompt: list[int], params: SamplingParams, options: Any
     ) -> None:
         max_tokens = params.max_tokens or (self.info.max_model_len - len(prompt) if self.reply is None else len(prompt))
         try:
             if options.get("pooling"):
                 await self._step()
                 vector = array("f", [float(len(prompt)), float(prompt[0]), 2.0, 4.0])
-                generation._take(index, Output(name, [], finish_reason="length", embedding=vector.tobytes()))
+                answer.take(index, Output(name, [], finish_reason="length", embedding=vector.tobytes()))
                 return
             for position in range(max_tokens):
                 await self._step()
                 if self.fail_next is not None:
-                    generation._take(index, Output(name, [], finish_reason="error", error=self.fail_next))
+                    answer.take(index, Output(name, [], finish_reason="error", error=self.fail_next))
                     return
                 is_last = position == max_tokens - 1
-                generation._take(index, self._output(name, prompt, params, position, is_last))
+                answer.take(index, self._output(name, prompt, params, position, is_last))
                 if prompt[position % len(prompt)] == EOS and not params.ignore_eos:
                     return
         except asyncio.CancelledError:
-            reason = "abort" if self._death is None else "error"
-            generation._take(index, Output(name, [], finish_reason=reason, error=self._death))
+            reason: FinishReason = "abort" if self._death is None else "error"
+            answer.take(index, Output(name, [], finish_reason=reason, error=self._death))
         finally:
             del self._open[name]
 

@@ -94,7 +94,7 @@ class Core:
     def keep(self, outputs: list[Output | None]) -> None:
         for output in filter(None, outputs):
             seen = self.outputs[output.request_id]
-            assert not seen or seen[-1].finish_reason is None, f"{output.request_id}: news after its end"
+            assert not seen or seen[-1].finish_reason is None, f"{output.request_id}: an output after its end"
             seen.append(output)
 
     def tokens(self, request_id: str) -> list[int]:

@@ -59,7 +59,7 @@ class MockEngine(AsyncEngine):
             refused = [self._core.abort(request_id) for request_id in message.request_ids]
         elif isinstance(message, WatchCache):
             self._core.cache_log.watch(message.is_on)
-            asyncio.get_running_loop().call_soon(self._tell_cache)
+            asyncio.get_running_loop().call_soon(self._report_cache)
             return
         else:
             assert isinstance(message, Shutdown)
@@ -70,9 +70,9 @@ class MockEngine(AsyncEngine):
             # Not from here: the request is not listed yet.
             asyncio.get_running_loop().call_soon(self._receive, Outputs(outputs, self._core.stats(), 0))
 
-    def _tell_cache(self) -> None:
-        for news in self._core.cache_updates():
-            self._receive(news)
+    def _report_cache(self) -> None:
+        for update in self._core.cache_updates():
+            self._receive(update)
 
     async def _run(self) -> None:
         """Steps while there is work. Time is slept, so that many replicas fit on a core."""
@@ -82,7 +82,7 @@ class MockEngine(AsyncEngine):
                 self._receive(Heartbeat(core.num_collected, 0.0, 0.0))
                 beaten_s = now_s
             if not core.has_work() and not core.is_settled:
-                core.step()  # blocks on their way to the host tier
+                core.step()  # blocks in flight to the host tier
                 await asyncio.sleep(TRANSFER_STEP_S)
                 continue
             if not core.has_work():
@@ -96,7 +96,7 @@ class MockEngine(AsyncEngine):
             step_s = num_tokens / self._prefill_tps + self._inter_token_s if num_tokens else TRANSFER_STEP_S
             await asyncio.sleep(step_s)
             self._receive(Outputs(outputs, core.stats(), core.last_step_tokens))
-            self._tell_cache()
+            self._report_cache()
 
 
 async def replica(options: argparse.Namespace, server: ServerConfig, announce: Callable[[str], None]) -> int:

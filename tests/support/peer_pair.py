@@ -1,5 +1,7 @@
 """Engines that share blocks over loopback, each with a core process of its own, over the oracle executor."""
 
+from typing import Any
+
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
 from penstock.executor.protocol import ExecutorConfig
@@ -9,8 +11,13 @@ from tests.support.running_server import Running
 SECRET = "a secret that is long enough"
 
 
-def engine(**options: object) -> AsyncEngine:
-    shape = {"kind": "oracle", "max_model_len": 2000, "hf_overrides": {"vocab_size": 256}, "kv_host_bytes": 2**22}
+def engine(**options: Any) -> AsyncEngine:
+    shape: dict[str, Any] = {
+        "kind": "oracle",
+        "max_model_len": 2000,
+        "hf_overrides": {"vocab_size": 256},
+        "kv_host_bytes": 2**22,
+    }
     config = EngineConfig(executor=ExecutorConfig(**shape, **options), scheduler=SchedulerConfig())
     return AsyncEngine(config, eos_ids=[EOS], text_stream=byte_tokenizer().stream)
 

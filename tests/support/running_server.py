@@ -6,14 +6,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import uvloop
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.listen import Listener, bind_socket
-from penstock.engine.server.app import App, build_app
+from penstock.engine.server.app import ServerApp, build_app
 from penstock.engine.server.server_config import ServerConfig, resolve
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
@@ -23,14 +23,16 @@ MODEL = "tiny"
 
 
 class Running:
-    def __init__(self, loop: asyncio.AbstractEventLoop, engine: FakeEngine, app: App, listener: Listener) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, engine: FakeEngine | AsyncEngine, app: ServerApp, listener: Listener
+    ) -> None:
         self.loop = loop
-        self.engine = engine
+        self.engine = cast(FakeEngine, engine)  # tests of another one know what they have
         self.app = app
         self.listener = listener
         self.url = listener.url
         self.port = listener.sock.getsockname()[1]
-        self.http = httpx.Client(base_url=self.url, timeout=20)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the server's thread."""
@@ -38,13 +40,13 @@ class Running:
         async def run() -> Any:
             return work()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
 
     def connect(self, receive_buffer: int | None = None) -> socket.socket:
         sock = socket.socket()
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        sock.settimeout(10)
+        sock.settimeout(60)
         sock.connect(("127.0.0.1", self.port))
         return sock
 
@@ -61,7 +63,7 @@ class Running:
 
 @contextlib.contextmanager
 def running(
-    engine: FakeEngine | None = None,
+    engine: FakeEngine | AsyncEngine | None = None,
     tokenizer: Tokenizer | None = None,
     template: ChatTemplate | None = None,
     **settings: Any,
@@ -75,7 +77,7 @@ def running(
     async def serve() -> None:
         if isinstance(engine, AsyncEngine):
             await engine.start()
-        app = build_app(engine, tokenizer, template or line_template(), config)  # type: ignore[arg-type]
+        app = build_app(cast(AsyncEngine, engine), tokenizer, template or line_template(), config)
         async with Listener(app, bind_socket(config.host, 0), config.limits, app.service.metrics.refused) as listener:
             started.append(Running(asyncio.get_running_loop(), engine, app, listener))
             is_up.set()
@@ -88,17 +90,17 @@ def running(
 
     thread = threading.Thread(target=main)
     thread.start()
-    assert is_up.wait(30)
+    assert is_up.wait(60)
     try:
         yield started[0]
     finally:
         started[0].http.close()
         started[0].loop.call_soon_threadsafe(stop.set)
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition never came true"

@@ -7,11 +7,14 @@ tokens that it gets alone with an ample pool.
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import numpy as np
 
+from penstock.cache.tiers.base import Store
 from penstock.engine.config import SchedulerConfig, SpeculativeConfig
 from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.core.tiering import Tiering
 from penstock.engine.messages import Output, Submit
 from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling, Step, TokenLogprobs
@@ -21,7 +24,7 @@ from tests.support.flaky_store import FlakyStore
 BLOCK_SIZE = 4
 
 
-def submit(request_id: str, tokens: list[int], max_tokens: int = 8, **options) -> Submit:
+def submit(request_id: str, tokens: list[int], max_tokens: int = 8, **options: Any) -> Submit:
     sampling = options.pop("sampling", None) or Sampling(temperature=0.0, stop_ids=options.pop("stop_ids", ()))
     return Submit(request_id, np.array(tokens, "<i4").tobytes(), sampling, max_tokens, **options)
 
@@ -60,7 +63,7 @@ class World:
             kv_peer_listen=self.kv_peer_listen,
             hf_overrides={"vocab_size": self.vocab_size},
         )
-        stores = {} if self.store is None else {"disk": self.store}
+        stores: dict[str, Store] = {} if self.store is None else {"disk": cast(Store, self.store)}
         self.executor = OracleExecutor(executor_config, self.max_in_flight, stores)
         scheduler_config = SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
@@ -72,6 +75,21 @@ class World:
         )
         self.scheduler = Scheduler(scheduler_config, self.executor.info, lambda: self.now_s)
 
+    @property
+    def tiers(self) -> Tiering:
+        assert self.scheduler.tiers is not None
+        return self.scheduler.tiers
+
+    @property
+    def disk(self) -> FlakyStore:
+        assert self.store is not None
+        return self.store
+
+    def plan(self) -> Step:
+        step = self.scheduler.schedule()
+        assert step is not None
+        return step
+
     def submit(self, message: Submit) -> None:
         self.outputs[message.request_id] = []
         self._keep(self.scheduler.submit(message))
@@ -82,14 +100,14 @@ class World:
     def step(self, check: bool = True) -> None:
         """Fill the pipeline, take in one result."""
         self.now_s += self.step_s
-        while self.scheduler.num_under_way < self.max_in_flight:
+        while len(self.scheduler.in_flight) < self.max_in_flight:
             step = self.scheduler.schedule()
             if check:
                 self.scheduler.check()
             if step is None:
                 break
             self.executor.submit(step)
-        if self.scheduler.num_under_way:
+        if self.scheduler.in_flight:
             for output in self.scheduler.apply(self.executor.collect()):
                 self._keep(output)
             if check:
@@ -105,13 +123,13 @@ class World:
         raise AssertionError(f"not finished after {limit} steps")
 
     def settle(self, limit: int = 1000) -> None:
-        """Step until nothing is on its way between the tiers."""
+        """Step until nothing is in flight between the tiers."""
         self.run()
         for _ in range(limit):
             if self.scheduler.tiers is None or self.scheduler.tiers.is_idle:
                 return
             self.step()
-        raise AssertionError(f"transfers are still under way after {limit} steps")
+        raise AssertionError(f"transfers are still in flight after {limit} steps")
 
     def compare(self, messages: Mapping[str, Submit], counts: dict[str, int], where: str) -> None:
         """Every request has ended with what it gets alone, or with the beginning of it if it was aborted."""
@@ -136,7 +154,7 @@ class World:
     def _keep(self, output: Output | None) -> None:
         if output is not None:
             seen = self.outputs[output.request_id]
-            assert not seen or seen[-1].finish_reason is None, f"{output.request_id}: news after its end"
+            assert not seen or seen[-1].finish_reason is None, f"{output.request_id}: an output after its end"
             seen.append(output)
 
 
@@ -216,6 +234,5 @@ def random_request(
         priority=rng.choice([0, 0, 0, 1, -1]),
         cache_salt=rng.choice([None, None, "a", "b"]),
         adapter=rng.choice([None, None, None, "x"]),
-        skip_prefix_cache=rng.random() < 0.1,
         pooling=rng.choice([None] * 12 + ["last", "mean"]),
     )

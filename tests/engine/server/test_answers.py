@@ -4,6 +4,8 @@ import asyncio
 import base64
 import json
 from array import array
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -15,18 +17,18 @@ from tests.support.running_server import MODEL, Running, running
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[Running]:
     with running() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def client(server):
+def client(server: Running) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as made:
         yield made
 
 
-def events(answer: httpx.Response) -> list[dict]:
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
     assert answer.status_code == 200, answer.text
     *lines, done, end = answer.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
@@ -40,7 +42,7 @@ def last_params(server: Running) -> SamplingParams:
 # Completions.
 
 
-def test_a_completion_has_its_text_reason_and_usage(client):
+def test_a_completion_has_its_text_reason_and_usage(client: Any) -> None:
     answer = client.completions.create(model=MODEL, prompt="abc", max_tokens=5)
     assert answer.choices[0].text == "abcab"
     assert answer.choices[0].finish_reason == "length"
@@ -50,7 +52,7 @@ def test_a_completion_has_its_text_reason_and_usage(client):
     assert answer.model == MODEL
 
 
-def test_prompts_may_be_one_or_many_texts_or_id_lists(client):
+def test_prompts_may_be_one_or_many_texts_or_id_lists(client: Any) -> None:
     for prompt, texts in [
         ("ab", ["ab"]),
         (["ab", "cd"], ["ab", "cd"]),
@@ -62,14 +64,14 @@ def test_prompts_may_be_one_or_many_texts_or_id_lists(client):
         assert [choice.index for choice in answer.choices] == list(range(len(texts)))
 
 
-def test_choices_are_numbered_prompt_by_prompt(client):
+def test_choices_are_numbered_prompt_by_prompt(client: Any) -> None:
     answer = client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=1)
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "a"), (1, "a"), (2, "b"), (3, "b")]
     assert answer.usage.completion_tokens == 4
     assert answer.usage.prompt_tokens == 2
 
 
-def test_a_stream_adds_up_to_the_whole_answer_for_every_choice(client):
+def test_a_stream_adds_up_to_the_whole_answer_for_every_choice(client: Any) -> None:
     texts: dict[int, str] = {}
     reasons = {}
     stream = client.completions.create(model=MODEL, prompt=["ab", "xyz"], n=2, max_tokens=7, stream=True)
@@ -81,14 +83,14 @@ def test_a_stream_adds_up_to_the_whole_answer_for_every_choice(client):
     assert set(reasons.values()) == {"length"}
 
 
-def test_echo_puts_the_prompt_first(client):
+def test_echo_puts_the_prompt_first(client: Any) -> None:
     for prompt in ("abc", [97, 98, 99]):
         assert client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=2).choices[0].text == "abcab"
         stream = client.completions.create(model=MODEL, prompt=prompt, echo=True, max_tokens=2, stream=True)
         assert "".join(event.choices[0].text for event in stream) == "abcab"
 
 
-def test_logprobs_come_as_parallel_lists(client):
+def test_logprobs_come_as_parallel_lists(client: Any) -> None:
     logprobs = client.completions.create(model=MODEL, prompt="abc", logprobs=2, max_tokens=2).choices[0].logprobs
     assert logprobs.tokens == ["a", "b"]
     assert logprobs.token_logprobs == [-0.5, -0.5]
@@ -96,12 +98,12 @@ def test_logprobs_come_as_parallel_lists(client):
     assert logprobs.text_offset == [0, 1]
 
 
-def test_logprobs_of_zero_show_the_chosen_token_alone(client):
+def test_logprobs_of_zero_show_the_chosen_token_alone(client: Any) -> None:
     logprobs = client.completions.create(model=MODEL, prompt="abc", logprobs=0, max_tokens=1).choices[0].logprobs
     assert logprobs.top_logprobs == [{"a": -0.5}]
 
 
-def test_echo_with_logprobs_scores_the_prompt(server, client):
+def test_echo_with_logprobs_scores_the_prompt(server: Running, client: Any) -> None:
     asked = {"model": MODEL, "prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 1}
     whole = client.completions.create(**asked).choices[0].logprobs
     assert whole.tokens == ["a", "b", "c", "a"]
@@ -112,7 +114,7 @@ def test_echo_with_logprobs_scores_the_prompt(server, client):
     assert [offset for piece in pieces for offset in piece.text_offset] == whole.text_offset
 
 
-def test_prompt_logprobs_are_listed_by_id(server):
+def test_prompt_logprobs_are_listed_by_id(server: Running) -> None:
     choice = server.complete("abc", prompt_logprobs=1, max_tokens=1).json()["choices"][0]
     first, second, _ = choice["prompt_logprobs"]
     assert first is None
@@ -120,7 +122,7 @@ def test_prompt_logprobs_are_listed_by_id(server):
     assert choice["logprobs"] is None
 
 
-def test_token_ids_come_along_when_asked_for(server):
+def test_token_ids_come_along_when_asked_for(server: Running) -> None:
     choice = server.complete("ab", return_token_ids=True, max_tokens=3).json()["choices"][0]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], [97, 98, 97])
     chunks = [
@@ -130,7 +132,7 @@ def test_token_ids_come_along_when_asked_for(server):
     assert [token for chunk in chunks for token in chunk["token_ids"]] == [97, 98, 97]
 
 
-def test_a_stop_string_ends_the_answer_and_is_named(server):
+def test_a_stop_string_ends_the_answer_and_is_named(server: Running) -> None:
     choice = server.complete("abcd", stop=["cd"], max_tokens=50).json()["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("ab", "stop", "cd")
     shown = server.complete("abcd", stop="cd", include_stop_str_in_output=True).json()["choices"][0]
@@ -140,7 +142,7 @@ def test_a_stop_string_ends_the_answer_and_is_named(server):
     assert streamed[-1]["choices"][0]["stop_reason"] == "cd"
 
 
-def test_every_sampling_field_reaches_the_engine(server):
+def test_every_sampling_field_reaches_the_engine(server: Running) -> None:
     given = {
         "n": 2,
         "temperature": 0.5,
@@ -177,7 +179,7 @@ def test_every_sampling_field_reaches_the_engine(server):
     )
 
 
-def test_defaults_are_openai_s_and_an_unasked_length_is_cut_to_the_context(server):
+def test_defaults_are_openai_s_and_an_unasked_length_is_cut_to_the_context(server: Running) -> None:
     server.complete("abc")
     assert last_params(server) == SamplingParams(max_tokens=16)
     server.complete([1] * 995)
@@ -188,7 +190,7 @@ def test_defaults_are_openai_s_and_an_unasked_length_is_cut_to_the_context(serve
     assert last_params(server).max_tokens == 4
 
 
-def test_the_model_s_own_defaults_apply_where_the_request_says_nothing():
+def test_the_model_s_own_defaults_apply_where_the_request_says_nothing() -> None:
     with running(default_sampling={"temperature": 0.6, "top_k": 20, "max_tokens": 7}) as server:
         server.complete(top_k=5)
         assert last_params(server) == SamplingParams(temperature=0.6, top_k=5, max_tokens=7)
@@ -196,14 +198,14 @@ def test_the_model_s_own_defaults_apply_where_the_request_says_nothing():
         assert last_params(server) == SamplingParams(temperature=0, top_k=20, max_tokens=7)
 
 
-def test_a_truncated_prompt_keeps_its_end(server):
+def test_a_truncated_prompt_keeps_its_end(server: Running) -> None:
     answer = server.complete("abcdef", truncate_prompt_tokens=2, max_tokens=2, echo=True).json()
     assert answer["choices"][0]["text"] == "efef"
     assert server.complete([97] * 5000, truncate_prompt_tokens=-1).status_code == 400  # ids beyond the context: refused
     assert server.complete("a" * 5000, truncate_prompt_tokens=-1).json()["usage"]["prompt_tokens"] == 999
 
 
-def test_half_characters_are_held_back_in_a_stream(server):
+def test_half_characters_are_held_back_in_a_stream(server: Running) -> None:
     pieces = [event["choices"][0]["text"] for event in events(server.complete("né", max_tokens=3, stream=True))]
     assert pieces == ["n", "é"]
 
@@ -211,7 +213,7 @@ def test_half_characters_are_held_back_in_a_stream(server):
 # Chats.
 
 
-def test_a_chat_renders_the_template_and_answers_as_the_assistant(client):
+def test_a_chat_renders_the_template_and_answers_as_the_assistant(client: Any) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "U"}]}],
@@ -224,7 +226,7 @@ def test_a_chat_renders_the_template_and_answers_as_the_assistant(client):
     assert answer.usage.prompt_tokens_details.cached_tokens == 16
 
 
-def test_an_answer_can_be_sent_back_as_history(client):
+def test_an_answer_can_be_sent_back_as_history(client: Any) -> None:
     answer = (
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}], max_tokens=2)
         .choices[0]
@@ -235,11 +237,12 @@ def test_an_answer_can_be_sent_back_as_history(client):
     assert again.choices[0].message.content.startswith("user: a\nassistant: us\nuser: b\n>")
 
 
-def test_a_chat_stream_names_the_role_first_and_adds_up(client):
+def test_a_chat_stream_names_the_role_first_and_adds_up(client: Any) -> None:
     stream = client.chat.completions.create(
         model=MODEL, messages=[{"role": "user", "content": "hi"}], n=2, max_tokens=8, stream=True
     )
-    texts, roles = {}, []
+    texts: dict[int, str] = {}
+    roles = []
     for event in stream:
         (choice,) = event.choices
         if choice.delta.role:
@@ -250,7 +253,7 @@ def test_a_chat_stream_names_the_role_first_and_adds_up(client):
     assert texts == {0: "user: hi", 1: "user: hi"}
 
 
-def test_usage_in_a_stream_is_its_last_event_or_in_every_one(server):
+def test_usage_in_a_stream_is_its_last_event_or_in_every_one(server: Running) -> None:
     for send in (server.complete, server.chat):
         assert all("usage" not in event for event in events(send(max_tokens=3, stream=True)))
         *pieces, last = events(send(max_tokens=3, stream=True, stream_options={"include_usage": True}))
@@ -262,7 +265,7 @@ def test_usage_in_a_stream_is_its_last_event_or_in_every_one(server):
         assert [piece["usage"]["completion_tokens"] for piece in pieces] == [1, 2, 3]
 
 
-def test_chat_logprobs_come_with_bytes(client):
+def test_chat_logprobs_come_with_bytes(client: Any) -> None:
     asked = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "logprobs": True, "max_tokens": 2}
     first, second = client.chat.completions.create(**asked, top_logprobs=2).choices[0].logprobs.content
     assert (first.token, first.logprob, first.bytes) == ("u", -0.5, [117])
@@ -273,7 +276,7 @@ def test_chat_logprobs_come_with_bytes(client):
     assert [event.choices[0].logprobs.content[0].token for event in stream] == ["u", "s"]
 
 
-def test_template_variables_reach_the_template(server):
+def test_template_variables_reach_the_template(server: Running) -> None:
     def prompt(**fields: object) -> str:
         server.chat(max_tokens=1, **fields)
         return bytes(server.engine.submitted[-1][0]).decode()
@@ -284,7 +287,7 @@ def test_template_variables_reach_the_template(server):
     assert prompt(continue_final_message=True) == "user: hello"
 
 
-def test_a_model_without_a_template_can_only_complete(server, monkeypatch):
+def test_a_model_without_a_template_can_only_complete(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.app.service, "template", None)
     answer = server.chat()
     assert answer.status_code == 400
@@ -292,7 +295,7 @@ def test_a_model_without_a_template_can_only_complete(server, monkeypatch):
     assert server.complete(max_tokens=1).status_code == 200
 
 
-def test_errors_raise_the_client_s_own_exceptions(server, client):
+def test_errors_raise_the_client_s_own_exceptions(server: Running, client: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.completions.create(model="gpt-4", prompt="x")
     with pytest.raises(openai.BadRequestError, match="temperature: 3.0 is out of range"):
@@ -307,7 +310,7 @@ def test_errors_raise_the_client_s_own_exceptions(server, client):
         server.engine.fail_next = None
 
 
-def test_many_streams_at_once_do_not_mix(server):
+def test_many_streams_at_once_do_not_mix(server: Running) -> None:
     async def one(client: openai.AsyncOpenAI, at: int) -> str:
         stream = await client.completions.create(model=MODEL, prompt=f"<{at}>", max_tokens=40, stream=True)
         return "".join([event.choices[0].text async for event in stream])
@@ -322,7 +325,7 @@ def test_many_streams_at_once_do_not_mix(server):
 # Embeddings, tokens.
 
 
-def test_embeddings_come_in_order_as_numbers_or_base64(client):
+def test_embeddings_come_in_order_as_numbers_or_base64(client: Any) -> None:
     answer = client.embeddings.create(
         model=MODEL, input=["a", "abc"], encoding_format="float", extra_body={"normalize": False}
     )
@@ -332,20 +335,20 @@ def test_embeddings_come_in_order_as_numbers_or_base64(client):
     assert decoded.data[0].embedding == pytest.approx([value / 97.113 for value in (1, 97, 2, 4)], rel=1e-3)
 
 
-def test_base64_embeddings_are_little_endian_floats(server):
+def test_base64_embeddings_are_little_endian_floats(server: Running) -> None:
     body = {"input": "a", "encoding_format": "base64", "normalize": False, "dimensions": 4}
     data = server.post("/v1/embeddings", body).json()["data"][0]["embedding"]
     assert array("f", base64.b64decode(data)).tolist() == [1.0, 97.0, 2.0, 4.0]
 
 
-def test_pooling_is_the_server_s_unless_asked_for():
+def test_pooling_is_the_server_s_unless_asked_for() -> None:
     with running(pooling="mean") as server:
         server.post("/v1/embeddings", {"input": "a"})
         server.post("/v1/embeddings", {"input": "a", "pooling": "last"})
         assert [options["pooling"] for _, _, options in server.engine.submitted] == ["mean", "last"]
 
 
-def test_tokenizing_and_back(server):
+def test_tokenizing_and_back(server: Running) -> None:
     tokens = server.post("/tokenize", {"prompt": "né", "return_token_strs": True}).json()
     assert tokens == {"count": 3, "max_model_len": 1000, "tokens": [110, 195, 169], "token_strs": ["n", "�", "�"]}
     assert server.post("/detokenize", {"tokens": tokens["tokens"]}).json() == {"prompt": "né"}
@@ -357,7 +360,7 @@ def test_tokenizing_and_back(server):
 # Pages.
 
 
-def test_the_openapi_document_describes_every_route(server):
+def test_the_openapi_document_describes_every_route(server: Running) -> None:
     document = server.http.get("/openapi.json").json()
     assert set(document["paths"]) == {path.replace(":path", "") for path in server.app.templates}
     fields = document["components"]["schemas"]["ChatRequest"]["properties"]
@@ -365,7 +368,7 @@ def test_the_openapi_document_describes_every_route(server):
     assert document["components"]["schemas"]["CompletionRequest"]["required"] == ["prompt"]
 
 
-def test_the_description_as_a_page_needs_nothing_from_elsewhere(server):
+def test_the_description_as_a_page_needs_nothing_from_elsewhere(server: Running) -> None:
     answer = server.http.get("/docs")
     assert answer.status_code == 200
     assert "default-src 'none'" in answer.headers["content-security-policy"]
@@ -373,7 +376,7 @@ def test_the_description_as_a_page_needs_nothing_from_elsewhere(server):
     assert "truncate_prompt_tokens" in answer.text
 
 
-def test_a_long_answer_with_logprobs_is_whole(server):
+def test_a_long_answer_with_logprobs_is_whole(server: Running) -> None:
     engine = FakeEngine(
         info=type(INFO)(**{n: getattr(INFO, n) for n in INFO.__struct_fields__} | {"max_model_len": 9000})
     )

@@ -1,5 +1,7 @@
 """Every route against every way of asking without a key: closed unless listed as open."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from penstock.engine.http.auth import OPEN_ROUTES, Keys
@@ -11,7 +13,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[Running]:
     with running(api_keys=(KEY, "sk-other")) as started:
         yield started
 
@@ -28,28 +30,28 @@ def routes(server: Running) -> list[str]:
     return sorted(path.replace("{model:path}", "tiny") for path in server.app.templates)
 
 
-def test_without_a_key_only_the_open_routes_answer(server):
+def test_without_a_key_only_the_open_routes_answer(server: Running) -> None:
     for path in routes(server):
         for method in METHODS:
             expected = 200 if (method, path) in OPEN_ROUTES else 401
             assert status(server, method, path) == expected, (method, path)
 
 
-def test_a_wrong_key_is_as_good_as_none(server):
+def test_a_wrong_key_is_as_good_as_none(server: Running) -> None:
     for path in routes(server):
         for value in ("Bearer sk-wrong", "Bearer ", "Bearer", "Basic sk-right", "sk-right", "Bearer sk-right-not"):
             if ("GET", path) not in OPEN_ROUTES:
                 assert status(server, "GET", path, f"authorization: {value}") == 401, (path, value)
 
 
-def test_two_authorization_headers_are_refused_even_if_one_is_right(server):
+def test_two_authorization_headers_are_refused_even_if_one_is_right(server: Running) -> None:
     right, wrong = f"authorization: Bearer {KEY}", "authorization: Bearer x"
     assert status(server, "GET", "/v1/models", right, wrong) == 401
     assert status(server, "GET", "/v1/models", wrong, right) == 401
 
 
 @pytest.mark.parametrize("key", [KEY, "sk-other"])
-def test_each_of_the_keys_opens_every_route(server, key):
+def test_each_of_the_keys_opens_every_route(server: Running, key: str) -> None:
     for path in routes(server):
         answer = status(server, "GET", path, f"authorization: bearer {key}")
         assert answer in (200, 405), (path, answer)
@@ -82,22 +84,22 @@ def test_each_of_the_keys_opens_every_route(server, key):
         "http://health/metrics",
     ],
 )
-def test_no_spelling_of_a_path_gets_round_the_key(server, target):
+def test_no_spelling_of_a_path_gets_round_the_key(server: Running, target: str) -> None:
     for method in ("GET", "POST", "OPTIONS"):
         assert status(server, method, target) in (400, 401), (method, target)
 
 
 @pytest.mark.parametrize("host", ["x/health?", "/health", "x/?", "health", "[::1]/", "x/health#", ""])
-def test_the_host_header_has_no_say(server, host):
+def test_the_host_header_has_no_say(server: Running, host: str) -> None:
     assert status(server, "GET", "/v1/models", host=host) == 401
 
 
-def test_the_path_is_decoded_once_before_it_is_judged_and_routed(server):
+def test_the_path_is_decoded_once_before_it_is_judged_and_routed(server: Running) -> None:
     assert status(server, "GET", "/%68ealth") == 200  # the router would match it, so the gate must too
     assert status(server, "GET", "/%2568ealth") == 401
 
 
-def test_the_answer_is_in_the_error_format_and_says_nothing_of_the_key(server):
+def test_the_answer_is_in_the_error_format_and_says_nothing_of_the_key(server: Running) -> None:
     answer = server.http.get("/v1/models", headers={"authorization": "Bearer sk-canary"})
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
@@ -106,24 +108,24 @@ def test_the_answer_is_in_the_error_format_and_says_nothing_of_the_key(server):
     assert "canary" not in answer.text
 
 
-def test_a_body_without_a_key_is_not_read(server):
+def test_a_body_without_a_key_is_not_read(server: Running) -> None:
     with server.connect() as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
         assert sock.recv(65536).startswith(b"HTTP/1.1 401")
     assert server.engine.num_admissions == 0
 
 
-def test_without_configured_keys_everything_is_open():
+def test_without_configured_keys_everything_is_open() -> None:
     with running() as server:
         assert server.http.get("/v1/models").status_code == 200
 
 
-def test_a_key_from_the_environment_counts_beside_those_of_the_command_line():
+def test_a_key_from_the_environment_counts_beside_those_of_the_command_line() -> None:
     config = resolve(ServerConfig(api_keys=("a",)), {"PENSTOCK_API_KEY": "b"})
     assert config.api_keys == ("a", "b")
 
 
-def test_an_empty_key_is_an_error_and_does_not_open_the_server():
+def test_an_empty_key_is_an_error_and_does_not_open_the_server() -> None:
     with pytest.raises(ValueError, match="PENSTOCK_API_KEY is set but empty"):
         resolve(ServerConfig(), {"PENSTOCK_API_KEY": ""})
     with pytest.raises(ValueError, match="not empty"):

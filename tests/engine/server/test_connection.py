@@ -6,9 +6,12 @@ import random
 import resource
 import socket
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from penstock.executor.protocol import ModelInfo
 from tests.support.fake_engine import INFO, FakeEngine
 from tests.support.running_server import MODEL, Running, exchange, read_all, running, until
 
@@ -27,8 +30,9 @@ def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-def error(answer: bytes) -> dict:
-    return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+def error(answer: bytes) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    return found
 
 
 def assert_serves(server: Running) -> None:
@@ -40,7 +44,7 @@ def peak_memory_kib() -> int:
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[Running]:
     with running(max_body_bytes=100_000, header_timeout_s=0.5, body_timeout_s=0.5, write_timeout_s=0.5) as started:
         yield started
 
@@ -58,7 +62,7 @@ def server():
     ],
     ids=["one long value", "one name again and again", "many names", "one endless name"],
 )
-def test_headers_beyond_the_limit_are_answered_431_and_the_connection_ends(server, headers):
+def test_headers_beyond_the_limit_are_answered_431_and_the_connection_ends(server: Running, headers: bytes) -> None:
     before_kib = peak_memory_kib()
     with server.connect() as sock:
         answer = exchange(sock, b"GET /health HTTP/1.1\r\n" + headers)
@@ -68,12 +72,12 @@ def test_headers_beyond_the_limit_are_answered_431_and_the_connection_ends(serve
     assert_serves(server)
 
 
-def test_an_endless_path_is_answered_431(server):
+def test_an_endless_path_is_answered_431(server: Running) -> None:
     with server.connect() as sock:
         assert status(exchange(sock, b"GET /" + b"a" * 1_000_000)) == 431
 
 
-def test_headers_just_within_the_limit_are_served(server):
+def test_headers_just_within_the_limit_are_served(server: Running) -> None:
     padding = b"x: " + b"a" * (32 * 1024 - 100) + b"\r\n"
     with server.connect() as sock:
         assert (
@@ -82,7 +86,7 @@ def test_headers_just_within_the_limit_are_served(server):
         )
 
 
-def test_a_header_limit_counts_every_request_of_a_connection_anew(server):
+def test_a_header_limit_counts_every_request_of_a_connection_anew(server: Running) -> None:
     padding = b"x: " + b"a" * 20_000 + b"\r\n"
     with server.connect() as sock:
         for _ in range(4):
@@ -90,7 +94,7 @@ def test_a_header_limit_counts_every_request_of_a_connection_anew(server):
             assert status(sock.recv(65536)) == 200
 
 
-def test_headers_that_do_not_come_are_answered_408(server):
+def test_headers_that_do_not_come_are_answered_408(server: Running) -> None:
     with server.connect() as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nx")
         answer = read_all(sock)
@@ -98,7 +102,7 @@ def test_headers_that_do_not_come_are_answered_408(server):
     assert "headers" in error(answer)["message"]
 
 
-def test_the_headers_of_a_later_request_have_no_more_time_than_the_first_one_s(server):
+def test_the_headers_of_a_later_request_have_no_more_time_than_the_first_one_s(server: Running) -> None:
     with server.connect() as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         assert status(sock.recv(65536)) == 200
@@ -106,7 +110,7 @@ def test_the_headers_of_a_later_request_have_no_more_time_than_the_first_one_s(s
         assert status(read_all(sock)) == 408
 
 
-def test_a_connection_that_says_nothing_is_closed(server):
+def test_a_connection_that_says_nothing_is_closed(server: Running) -> None:
     with server.connect() as sock:
         assert read_all(sock) == b""
 
@@ -114,7 +118,7 @@ def test_a_connection_that_says_nothing_is_closed(server):
 # Bodies.
 
 
-def test_a_declared_body_beyond_the_limit_is_answered_413_before_it_is_sent(server):
+def test_a_declared_body_beyond_the_limit_is_answered_413_before_it_is_sent(server: Running) -> None:
     with server.connect() as sock:
         sock.sendall(HEAD + b"content-length: 100000000\r\n\r\n")
         answer = read_all(sock)
@@ -123,12 +127,12 @@ def test_a_declared_body_beyond_the_limit_is_answered_413_before_it_is_sent(serv
     assert_serves(server)
 
 
-def test_the_client_can_read_413_even_while_it_is_still_sending(server):
+def test_the_client_can_read_413_even_while_it_is_still_sending(server: Running) -> None:
     with server.connect() as sock:
         assert status(exchange(sock, request(b"x" * 3_000_000))) == 413
 
 
-def test_a_chunked_body_beyond_the_limit_is_answered_413(server):
+def test_a_chunked_body_beyond_the_limit_is_answered_413(server: Running) -> None:
     chunk = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
     refused = server.app.service.metrics.refused
     before = refused[413]
@@ -139,7 +143,7 @@ def test_a_chunked_body_beyond_the_limit_is_answered_413(server):
 
 
 @pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip\r\ntransfer-encoding: chunked"])
-def test_a_body_coded_in_another_way_is_not_taken_for_what_it_says(server, coding):
+def test_a_body_coded_in_another_way_is_not_taken_for_what_it_says(server: Running, coding: bytes) -> None:
     with server.connect() as sock:
         answer = exchange(sock, HEAD + b"transfer-encoding: " + coding + b"\r\n\r\n" + b"2\r\n{}\r\n0\r\n\r\n")
     assert status(answer) == 501
@@ -147,7 +151,7 @@ def test_a_body_coded_in_another_way_is_not_taken_for_what_it_says(server, codin
     assert_serves(server)
 
 
-def test_a_chunked_body_within_the_limit_is_served(server):
+def test_a_chunked_body_within_the_limit_is_served(server: Running) -> None:
     body = completion(max_tokens=3)
     chunks = b"".join(b"1\r\n" + body[i : i + 1] + b"\r\n" for i in range(len(body)))
     with server.connect() as sock:
@@ -158,7 +162,7 @@ def test_a_chunked_body_within_the_limit_is_served(server):
 
 
 @pytest.mark.parametrize("sent", [b"", b'{"prompt"'])
-def test_a_body_that_does_not_come_is_answered_408(server, sent):
+def test_a_body_that_does_not_come_is_answered_408(server: Running, sent: bytes) -> None:
     with server.connect() as sock:
         sock.sendall(HEAD + b"content-length: 50\r\n\r\n" + sent)
         answer = read_all(sock)
@@ -167,7 +171,7 @@ def test_a_body_that_does_not_come_is_answered_408(server, sent):
     until(lambda: server.call(lambda: server.app.service.num_open_requests) == 0)
 
 
-def test_a_trickling_body_does_not_get_more_time_than_a_silent_one(server):
+def test_a_trickling_body_does_not_get_more_time_than_a_silent_one(server: Running) -> None:
     with server.connect() as sock:
         sock.sendall(HEAD + b"content-length: 1000\r\n\r\n")
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -177,7 +181,7 @@ def test_a_trickling_body_does_not_get_more_time_than_a_silent_one(server):
         assert status(read_all(sock)) == 408
 
 
-def test_an_expectation_is_met_unless_the_body_is_too_large(server):
+def test_an_expectation_is_met_unless_the_body_is_too_large(server: Running) -> None:
     body = completion(max_tokens=3)
     with server.connect() as sock:
         sock.sendall(HEAD + b"connection: close\r\nexpect: 100-continue\r\ncontent-length: %d\r\n\r\n" % len(body))
@@ -213,7 +217,7 @@ def test_an_expectation_is_met_unless_the_body_is_too_large(server):
         b"GET http://[ HTTP/1.1\r\nhost: x\r\n\r\n",
     ],
 )
-def test_what_is_not_http_is_answered_4xx_in_the_error_format(server, data):
+def test_what_is_not_http_is_answered_4xx_in_the_error_format(server: Running, data: bytes) -> None:
     with server.connect() as sock:
         sock.sendall(data)
         sock.shutdown(socket.SHUT_WR)
@@ -224,13 +228,13 @@ def test_what_is_not_http_is_answered_4xx_in_the_error_format(server, data):
     assert_serves(server)
 
 
-def test_an_upgrade_is_not_followed(server):
+def test_an_upgrade_is_not_followed(server: Running) -> None:
     with server.connect() as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
         assert status(sock.recv(65536)) == 200
 
 
-def test_pipelined_requests_are_answered_in_order(server):
+def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
     with server.connect() as sock:
         sock.sendall(
             request(completion(max_tokens=3))
@@ -245,7 +249,7 @@ def test_pipelined_requests_are_answered_in_order(server):
 # Many.
 
 
-def test_hundreds_of_slow_senders_do_not_keep_others_from_being_served():
+def test_hundreds_of_slow_senders_do_not_keep_others_from_being_served() -> None:
     with running() as server, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(server.connect()) for _ in range(400)]
         for at, sock in enumerate(slow):
@@ -254,7 +258,7 @@ def test_hundreds_of_slow_senders_do_not_keep_others_from_being_served():
             assert_serves(server)
 
 
-def test_connections_beyond_the_limit_are_told_so_and_places_are_given_back():
+def test_connections_beyond_the_limit_are_told_so_and_places_are_given_back() -> None:
     with running(max_connections=5) as server:
         with contextlib.ExitStack() as stack:
             held = [stack.enter_context(server.connect()) for _ in range(5)]
@@ -270,28 +274,28 @@ def test_connections_beyond_the_limit_are_told_so_and_places_are_given_back():
 # Clients that do not read, and clients that leave.
 
 
-def test_streams_that_nobody_reads_are_cut_off_and_their_requests_freed():
+def test_streams_that_are_not_read_are_cut_off_and_their_requests_freed() -> None:
     engine = FakeEngine(info=_long())
     with running(engine, write_timeout_s=0.4) as server, contextlib.ExitStack() as stack:
         body = completion(max_tokens=100_000, stream=True, prompt="x" * 500)
         for _ in range(10):
             stack.enter_context(server.connect(receive_buffer=1024)).sendall(request(body))
         until(lambda: len(engine.submitted) == 10)
-        until(lambda: engine.num_open == 0, 20)
+        until(lambda: engine.num_open == 0, 90)
         assert len(engine.aborted) == 10
         assert_serves(server)
 
 
-def test_an_unread_stream_holds_a_bounded_number_of_bytes():
+def test_an_unread_stream_holds_a_bounded_number_of_bytes() -> None:
     engine = FakeEngine(info=_long())
     with running(engine, write_timeout_s=60.0) as server, server.connect(receive_buffer=1024) as sock:
         sock.sendall(request(completion(max_tokens=50_000, stream=True)))
-        until(lambda: engine.num_open == 0, 30)  # the engine is done, the client has read nothing
+        until(lambda: engine.num_open == 0, 90)  # the engine is done, the client has read nothing
         (connection,) = server.call(lambda: list(server.listener.connections))
         assert server.call(connection.transport.get_write_buffer_size) < 256 * 1024
 
 
-def test_a_slow_reader_gets_the_whole_stream():
+def test_a_slow_reader_gets_the_whole_stream() -> None:
     engine = FakeEngine(info=_long())
     with running(engine, write_timeout_s=5.0) as server, server.connect(receive_buffer=4096) as sock:
         sock.sendall(request(completion(max_tokens=20_000, stream=True), b"connection: close\r\n"))
@@ -304,21 +308,23 @@ def test_a_slow_reader_gets_the_whole_stream():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_has_its_request_aborted_without_a_fuss(stream, caplog):
+def test_a_client_that_leaves_has_its_request_aborted_without_a_fuss(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = FakeEngine(delay_s=0.01)
     with running(engine) as server:
         sock = server.connect()
         sock.sendall(request(completion(max_tokens=900, stream=stream, n=2)))
         until(lambda: engine.num_open == 2)
         sock.close()
-        until(lambda: engine.num_open == 0, 0.5 + 2.0)  # 0.5 s is the target; the machine may be busy
+        until(lambda: engine.num_open == 0)  # long before its 900 tokens are there, or nothing would be aborted
         assert sorted(engine.aborted) == ["1.0", "1.1"]
         until(lambda: server.app.service.metrics.requests["/v1/completions", 499] == 1)
         until(lambda: not server.call(lambda: list(server.listener.connections)))
     assert [record for record in caplog.records if record.name != "penstock.server"] == []
 
 
-def test_a_client_may_leave_at_any_byte():
+def test_a_client_may_leave_at_any_byte() -> None:
     engine = FakeEngine(delay_s=0.002)
     choose = random.Random(7)
     with running(engine) as server:
@@ -335,7 +341,7 @@ def test_a_client_may_leave_at_any_byte():
         assert_serves(server)
 
 
-def test_a_stream_ends_in_a_proper_last_chunk_and_the_connection_is_kept(server):
+def test_a_stream_ends_in_a_proper_last_chunk_and_the_connection_is_kept(server: Running) -> None:
     used = []
     for _ in range(3):
         assert server.complete("abc", max_tokens=2, stream=True).text.endswith("data: [DONE]\n\n")
@@ -343,7 +349,7 @@ def test_a_stream_ends_in_a_proper_last_chunk_and_the_connection_is_kept(server)
     assert len(used) == 3 and len(set(used)) == 1
 
 
-def _long():
+def _long() -> ModelInfo:
     return type(INFO)(**{name: getattr(INFO, name) for name in INFO.__struct_fields__} | {"max_model_len": 200_000})
 
 

@@ -3,6 +3,8 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -15,7 +17,7 @@ from tests.support.fake_engine import EOS, byte_tokenizer
 from tests.support.running_server import Running, running, until
 
 
-def oracle_engine(**scheduler: int) -> AsyncEngine:
+def oracle_engine(**scheduler: Any) -> AsyncEngine:
     return AsyncEngine(
         EngineConfig(
             executor=ExecutorConfig(kind="oracle", max_model_len=4000, hf_overrides={"vocab_size": 256}),
@@ -27,16 +29,16 @@ def oracle_engine(**scheduler: int) -> AsyncEngine:
 
 
 @pytest.fixture(scope="module")
-def server():
-    with running(oracle_engine()) as started:  # type: ignore[arg-type]
+def server() -> Iterator[Running]:
+    with running(oracle_engine()) as started:
         yield started
 
 
 def num_open(server: Running) -> int:
-    return server.call(lambda: server.engine.num_open)
+    return int(server.call(lambda: server.engine.num_open))
 
 
-def test_a_stream_and_a_whole_answer_are_the_same(server):
+def test_a_stream_and_a_whole_answer_are_the_same(server: Running) -> None:
     asked = {"prompt": "the same prompt", "max_tokens": 60, "temperature": 0, "return_token_ids": True}
     whole = server.complete(**asked).json()["choices"][0]
     streamed = [event["choices"][0] for event in events(server.complete(**asked, stream=True))]
@@ -44,10 +46,10 @@ def test_a_stream_and_a_whole_answer_are_the_same(server):
     assert "".join(piece["text"] for piece in streamed) == whole["text"]
 
 
-def test_a_second_prompt_finds_the_first_one_s_prefix_unless_its_salt_differs(server):
+def test_a_second_prompt_finds_the_first_one_s_prefix_unless_its_salt_differs(server: Running) -> None:
     def cached(salt: str | None) -> int:
         usage = server.complete("a prefix " * 40, max_tokens=1, cache_salt=salt).json()["usage"]
-        return usage["prompt_tokens_details"]["cached_tokens"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
 
     assert cached("one") == 0
     assert cached("one") > 300
@@ -56,7 +58,7 @@ def test_a_second_prompt_finds_the_first_one_s_prefix_unless_its_salt_differs(se
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_frees_its_blocks(server, stream):
+def test_a_client_that_leaves_frees_its_blocks(server: Running, stream: bool) -> None:
     body = {"prompt": "x", "max_tokens": 3999, "n": 4, "stream": stream}
     with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.3) as client:
         answer = client.send(client.build_request("POST", f"{server.url}/v1/completions", json=body), stream=stream)
@@ -68,16 +70,16 @@ def test_a_client_that_leaves_frees_its_blocks(server, stream):
     until(lambda: server.call(lambda: server.engine.stats.num_used_blocks) == 0)
 
 
-def test_more_than_the_queue_holds_is_refused_with_a_time():
-    with running(oracle_engine(max_num_seqs=2, max_queued_requests=2)) as server:  # type: ignore[arg-type]
+def test_more_than_the_queue_holds_is_refused_with_a_time() -> None:
+    with running(oracle_engine(max_num_seqs=2, max_queued_requests=2)) as server:
         answer = server.complete(["a"] * 5, max_tokens=500)
         assert answer.status_code == 429
         assert int(answer.headers["retry-after"]) >= 1
         assert server.complete(["a"] * 2, max_tokens=5).status_code == 200
 
 
-def test_when_the_core_is_killed_every_request_ends_and_health_says_so():
-    with running(oracle_engine()) as server:  # type: ignore[arg-type]
+def test_when_the_core_is_killed_every_request_ends_and_health_says_so() -> None:
+    with running(oracle_engine()) as server:
         server.complete(max_tokens=1)
         body = {"prompt": "x", "max_tokens": 3999, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as answer:

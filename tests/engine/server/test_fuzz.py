@@ -12,7 +12,27 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import MODEL, Running, running, until
 
 PATHS = {post.path: post.takes.__struct_fields__ or ("model",) for post in POSTS}
-SCALARS = [None, True, False, 0, 1, -1, 2, 7, 299, 300, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.0, 0.5, 1e300, -1.5]
+SCALARS: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    299,
+    300,
+    2**31,
+    2**63,
+    2**64,
+    10**30,
+    -(10**30),
+    0.0,
+    0.5,
+    1e300,
+    -1.5,
+]
 SCALARS += [
     "",
     "a",
@@ -74,7 +94,7 @@ class Generator:
                 return choose.choice([True, False, None, 1, 0.5])
 
     def body(self, path: str) -> dict[str, Any]:
-        body = {
+        body: dict[str, Any] = {
             field: self.likely(field) for field in ("prompt", "messages", "input", "tokens") if field in PATHS[path]
         }
         if "max_tokens" in PATHS[path]:
@@ -117,14 +137,14 @@ def fuzz(server: Running, seed: int, count: int) -> None:
     assert server.engine.num_open == 0
 
 
-def test_two_thousand_random_requests_are_answered_or_refused():
+def test_two_thousand_random_requests_are_answered_or_refused() -> None:
     with running(FakeEngine()) as server:
         fuzz(server, seed=1, count=2000)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_hundred_thousand_random_requests_are_answered_or_refused():
+def test_a_hundred_thousand_random_requests_are_answered_or_refused() -> None:
     with running(FakeEngine()) as server:
         for seed in range(2, 52):
             fuzz(server, seed, 2000)

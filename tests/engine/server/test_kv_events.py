@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -15,6 +17,7 @@ from penstock.engine.http.kv_stream import Alive, Changes, Frame, FrameReader, H
 from penstock.engine.messages import CacheUpdate
 from penstock.engine.server import kv_events
 from penstock.engine.server.kv_events import KvEvents
+from penstock.engine.server.service import Service
 from penstock.executor.protocol import ExecutorConfig
 from tests.support.fake_engine import EOS, FakeEngine, byte_tokenizer
 from tests.support.running_server import Running, running, until
@@ -28,6 +31,9 @@ class Follower:
         self.held: set[bytes] = set()
         self._client = server.http
         self._is_over = False
+
+    def has(self, keys: set[bytes]) -> bool:
+        return keys <= self.held
 
     def run(self) -> None:
         reader = FrameReader()
@@ -64,16 +70,16 @@ def keys(run: bytes) -> set[bytes]:
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[Running]:
     config = EngineConfig(
         executor=ExecutorConfig(kind="oracle", max_model_len=4000, hf_overrides={"vocab_size": 256}),
         scheduler=SchedulerConfig(),
     )
-    with running(AsyncEngine(config, eos_ids=[EOS], text_stream=byte_tokenizer().stream)) as started:  # type: ignore[arg-type]
+    with running(AsyncEngine(config, eos_ids=[EOS], text_stream=byte_tokenizer().stream)) as started:
         yield started
 
 
-def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(server):
+def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(server: Running) -> None:
     info = server.engine.info
     assert server.http.get("/v1/models").json()["data"][0]["num_blocks"] == info.num_blocks - 1
 
@@ -86,7 +92,7 @@ def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(
     with Follower(server).following() as one, Follower(server).following() as two:
         server.complete(late, max_tokens=1)
         for follower in (one, two):
-            until(lambda follower=follower: expected(early) | expected(late) <= follower.held)
+            until(partial(follower.has, expected(early) | expected(late)))
             hello = follower.frames[0]
             assert isinstance(hello, Hello) and hello.fingerprint == info.fingerprint
             seqs = [frame.seq for frame in follower.frames if isinstance(frame, Changes)]
@@ -98,18 +104,18 @@ def test_a_listener_learns_the_keys_of_what_was_cached_before_and_after_it_came(
         assert again.frames[0] == hello
 
 
-def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(monkeypatch):
+def test_a_slow_listener_gets_a_new_snapshot_instead_of_what_it_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "MAX_BACKLOG_BYTES", 200)
 
     async def run() -> list[Frame]:
         engine = FakeEngine()
-        events = KvEvents(Stub(engine))  # type: ignore[arg-type]
+        events = KvEvents(cast(Service, Stub(engine)))
         frames = events.frames()
         taken = [await anext(frames), await anext(frames)]
         for number in range(20):
-            engine.on_cache_news(CacheUpdate("device", number.to_bytes(8, "little") * 2, b""))
+            engine.on_cache_update(CacheUpdate("device", number.to_bytes(8, "little") * 2, b""))
         taken.append(await anext(frames))
-        engine.on_cache_news(CacheUpdate("device", b"", (3).to_bytes(8, "little")))
+        engine.on_cache_update(CacheUpdate("device", b"", (3).to_bytes(8, "little")))
         taken.append(await anext(frames))
         assert engine.is_watched
         await frames.aclose()
@@ -132,20 +138,22 @@ class Stub:
         self.is_draining = False
 
 
-def test_a_large_snapshot_comes_in_parts(monkeypatch):
+def test_a_large_snapshot_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_events, "FRAME_KEYS", 4)
 
-    async def run() -> list[Frame]:
+    async def run() -> list[Snapshot]:
         engine = FakeEngine()
-        events = KvEvents(Stub(engine))  # type: ignore[arg-type]
+        events = KvEvents(cast(Service, Stub(engine)))
         first = events.frames()
-        await anext(first), await anext(first)
+        await anext(first)
+        await anext(first)
         for tier in ("device", "host"):
-            engine.on_cache_news(CacheUpdate(tier, b"".join(n.to_bytes(8, "big") for n in range(10)), b""))
+            engine.on_cache_update(CacheUpdate(tier, b"".join(n.to_bytes(8, "big") for n in range(10)), b""))
         second = events.frames()
         await anext(second)
-        parts = [FrameReader().feed(await anext(second))[0] for _ in range(6)]
-        await first.aclose(), await second.aclose()
+        parts = [cast(Snapshot, FrameReader().feed(await anext(second))[0]) for _ in range(6)]
+        await first.aclose()
+        await second.aclose()
         return parts
 
     parts = asyncio.run(run())
@@ -156,10 +164,10 @@ def test_a_large_snapshot_comes_in_parts(monkeypatch):
     assert {part.seq for part in parts} == {2}
 
 
-def test_the_stream_ends_when_the_server_drains():
+def test_the_stream_ends_when_the_server_drains() -> None:
     async def run() -> None:
         stub = Stub(FakeEngine())
-        frames = KvEvents(stub).frames()  # type: ignore[arg-type]
+        frames = KvEvents(cast(Service, stub)).frames()
         await anext(frames)
         stub.is_draining = True
         assert [frame async for frame in frames] == []
@@ -167,12 +175,12 @@ def test_the_stream_ends_when_the_server_drains():
     asyncio.run(run())
 
 
-def test_a_head_request_gets_the_head_alone(server):
+def test_a_head_request_gets_the_head_alone(server: Running) -> None:
     assert server.http.head("/kv_events").status_code == 200
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_frames_survive_any_cut_of_the_bytes(size):
+def test_frames_survive_any_cut_of_the_bytes(size: int) -> None:
     sent: list[Frame] = [Hello("e", "sha256", b"f", 16, 10), Snapshot(3, "device", b"8" * 16, True, True), Alive(3)]
     sent.append(Changes(4, "host", b"a" * 8, b"b" * 8, True))
     data = b"".join(pack(frame) for frame in sent)
@@ -189,12 +197,12 @@ def test_frames_survive_any_cut_of_the_bytes(size):
         (pack(Snapshot(0, "device", b"seven..", True, True)), "7 bytes are not a whole number"),
     ],
 )
-def test_what_is_no_frame_is_an_error_that_says_so(data, message):
+def test_what_is_no_frame_is_an_error_that_says_so(data: bytes, message: str) -> None:
     with pytest.raises(StreamError, match=message):
         FrameReader().feed(data)
 
 
-def test_a_listener_that_leaves_without_a_word_is_forgotten(server):
+def test_a_listener_that_leaves_without_a_word_is_forgotten(server: Running) -> None:
     with httpx.Client(base_url=server.url, timeout=5) as client, client.stream("GET", "/kv_events"):
         pass
     server.complete("anything else", max_tokens=1)
@@ -202,5 +210,6 @@ def test_a_listener_that_leaves_without_a_word_is_forgotten(server):
     until(lambda: not events._listeners)
 
 
-def _routes(server: Running):
-    return server.app._inner.app.router.routes
+def _routes(server: Running) -> list[Any]:
+    found: list[Any] = cast(Any, server.app._inner).app.router.routes
+    return found

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -106,7 +107,7 @@ def text(events: list[str]) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number):
+def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number: signal.Signals) -> None:
     with process() as server:
         stream = Stream(server, 150)
         assert server.http.get("/ready").status_code == 200
@@ -123,14 +124,14 @@ def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number):
         assert server.exit_code() == 0
 
 
-def test_without_requests_a_signal_ends_the_process_at_once():
+def test_without_requests_a_signal_ends_the_process_at_once() -> None:
     with process() as server:
         server.http.get("/health")
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
 
 
-def test_a_second_signal_does_not_wait():
+def test_a_second_signal_does_not_wait() -> None:
     with process() as server:
         stream = Stream(server, 900)
         server.signal(signal.SIGTERM)
@@ -142,7 +143,7 @@ def test_a_second_signal_does_not_wait():
         assert stream.finish()[-1] == "cut off"
 
 
-def test_when_the_drain_takes_too_long_answers_end_properly_with_what_they_have():
+def test_when_the_drain_takes_too_long_answers_end_properly_with_what_they_have() -> None:
     with process(drain_timeout_s=0.3) as server:
         stream = Stream(server, 900)
         server.signal(signal.SIGTERM)
@@ -152,7 +153,7 @@ def test_when_the_drain_takes_too_long_answers_end_properly_with_what_they_have(
         assert server.exit_code() == 0
 
 
-def test_a_dead_engine_ends_every_answer_with_an_error_and_the_process_with_a_failure():
+def test_a_dead_engine_ends_every_answer_with_an_error_and_the_process_with_a_failure() -> None:
     with process() as server:
         stream = Stream(server, 900)
         server.signal(signal.SIGUSR1)
@@ -162,7 +163,7 @@ def test_a_dead_engine_ends_every_answer_with_an_error_and_the_process_with_a_fa
         assert server.exit_code() == 1
 
 
-def test_a_hanging_engine_does_the_same():
+def test_a_hanging_engine_does_the_same() -> None:
     with process() as server:
         stream = Stream(server, 900)
         server.signal(signal.SIGUSR2)
@@ -171,7 +172,7 @@ def test_a_hanging_engine_does_the_same():
         assert server.exit_code() == 1
 
 
-def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key():
+def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
     with process() as server:
         body = {"prompt": "canary-prompt", "max_tokens": 3, "user": "canary-user"}
         headers = {"authorization": "Bearer canary-key", "x-request-id": "mine-7<>"}
@@ -187,7 +188,7 @@ def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key():
     assert "unmatched 404" in log
 
 
-def test_a_taken_port_is_an_error_that_names_it():
+def test_a_taken_port_is_an_error_that_names_it() -> None:
     taken = bind_socket("127.0.0.1", 0)
     taken.listen()
     port = taken.getsockname()[1]
@@ -209,7 +210,7 @@ def test_a_taken_port_is_an_error_that_names_it():
         ({"default_sampling": {"temperature": 9}}, "temperature: 9"),
     ],
 )
-def test_settings_that_cannot_run_are_refused_by_name(settings, message):
+def test_settings_that_cannot_run_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(ServerConfig(**settings), {})
 

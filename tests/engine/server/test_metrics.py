@@ -3,6 +3,8 @@
 import random
 import string
 from array import array
+from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -11,16 +13,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.engine.messages import Outputs, Stats
 from penstock.executor.protocol import ExpertUpdate
 from tests.support.fake_engine import FakeEngine
-from tests.support.running_server import running, until
+from tests.support.running_server import Running, running, until
 
 
 @pytest.fixture
-def server():
+def server() -> Iterator[Running]:
     with running() as started:
         yield started
 
 
-def samples(server) -> dict[str, float]:
+def samples(server: Running) -> dict[str, float]:
     """`name{label=value,…}` → value."""
     found = {}
     for family in text_string_to_metric_families(server.http.get("/metrics").text):
@@ -30,7 +32,7 @@ def samples(server) -> dict[str, float]:
     return found
 
 
-def test_the_names_are_those_of_existing_dashboards(server):
+def test_the_names_are_those_of_existing_dashboards(server: Running) -> None:
     names = {name.partition("{")[0] for name in samples(server)}
     assert names >= {
         "vllm:num_requests_running",
@@ -53,7 +55,7 @@ def test_the_names_are_those_of_existing_dashboards(server):
     }
 
 
-def test_gauges_and_counters_are_the_engine_s(server):
+def test_gauges_and_counters_are_the_engine_s(server: Running) -> None:
     server.engine.stats = Stats(
         num_running=3,
         num_waiting=4,
@@ -81,9 +83,12 @@ def test_gauges_and_counters_are_the_engine_s(server):
     assert drafts == [3, 12, 9]
 
 
-def test_tiers_are_labelled_and_absent_without_any(server):
+def test_tiers_are_labelled_and_absent_without_any(server: Running) -> None:
     assert not [name for name in samples(server) if "kv_tier" in name]
-    tiers = {"host": {"hit_tokens": 32, "used_blocks": 5}, "disk": {"hit_tokens": 16, "bytes_per_s": 1e9}}
+    tiers: dict[str, dict[str, float]] = {
+        "host": {"hit_tokens": 32, "used_blocks": 5},
+        "disk": {"hit_tokens": 16, "bytes_per_s": 1e9},
+    }
     server.engine.stats = Stats(num_blocks=64, tiers=tiers)
     seen = samples(server)
     assert seen["penstock:kv_tier_hit_tokens_total{tier=host}"] == 32
@@ -92,9 +97,12 @@ def test_tiers_are_labelled_and_absent_without_any(server):
     assert seen["penstock:kv_tier_bytes_per_s{tier=disk}"] == 1e9
 
 
-def test_experts_are_told_by_rank_and_by_expert_and_absent_without_any(server):
+def test_experts_are_listed_by_rank_and_by_expert_and_absent_without_any(server: Running) -> None:
     assert not [name for name in samples(server) if "expert" in name]
-    loads = {"rank_load": array("f", [0.25, 0.75]).tobytes(), "expert_load": array("f", [0.5, 0.25, 0.25]).tobytes()}
+    loads: dict[str, Any] = {
+        "rank_load": array("f", [0.25, 0.75]).tobytes(),
+        "expert_load": array("f", [0.5, 0.25, 0.25]).tobytes(),
+    }
     server.engine.stats = Stats(experts=ExpertUpdate(balance=0.5, num_moved=3, **loads))
     seen = samples(server)
     assert seen["penstock:expert_balance{}"] == 0.5 and seen["penstock:expert_moved_total{}"] == 3
@@ -102,7 +110,7 @@ def test_experts_are_told_by_rank_and_by_expert_and_absent_without_any(server):
     assert [seen[f"penstock:expert_load{{expert={expert}}}"] for expert in range(3)] == [0.5, 0.25, 0.25]
 
 
-def test_blocks_of_the_device_and_the_time_of_steps_are_told(server):
+def test_blocks_of_the_device_and_the_time_of_steps_are_listed(server: Running) -> None:
     server.engine.stats = Stats(num_blocks=64, num_used_blocks=16, num_cached_blocks=20, num_steps=4, step_s=0.5)
     seen = samples(server)
     states = {state: seen[f"penstock:kv_device_blocks{{state={state}}}"] for state in ("all", "held", "cached")}
@@ -110,7 +118,7 @@ def test_blocks_of_the_device_and_the_time_of_steps_are_told(server):
     assert (seen["penstock:step_seconds_sum{}"], seen["penstock:step_seconds_count{}"]) == (0.5, 4)
 
 
-def test_requests_are_measured_once_whole_or_streamed(server):
+def test_requests_are_measured_once_whole_or_streamed(server: Running) -> None:
     server.complete("abc", max_tokens=5)
     server.complete("abc", max_tokens=5, stream=True)
     server.complete("abcd", stop="cd", max_tokens=5)
@@ -121,14 +129,14 @@ def test_requests_are_measured_once_whole_or_streamed(server):
     assert seen["vllm:time_to_first_token_seconds_count{}"] == 3
     assert seen["vllm:e2e_request_latency_seconds_count{}"] == 3
     assert seen["vllm:request_queue_time_seconds_sum{}"] == pytest.approx(0.003)
-    assert seen["vllm:request_queue_time_seconds_bucket{le=0.005}"] == 3, "a queue that nobody waits in is told"
+    assert seen["vllm:request_queue_time_seconds_bucket{le=0.005}"] == 3, "an empty queue is shown"
     assert seen["vllm:request_queue_time_seconds_bucket{le=0.3}"] == 3, "vLLM's bounds are there too"
     assert seen["vllm:request_success_total{finished_reason=length}"] == 2
     assert seen["vllm:request_success_total{finished_reason=stop}"] == 1
     until(lambda: samples(server)["penstock:http_requests_total{route=/v1/completions,status=200}"] == 3)
 
 
-def test_a_request_whose_client_left_counts_as_aborted():
+def test_a_request_whose_client_left_counts_as_aborted() -> None:
     engine = FakeEngine(delay_s=0.01)
     with running(engine) as server:
         body = {"prompt": "a", "n": 2, "max_tokens": 900}
@@ -139,7 +147,7 @@ def test_a_request_whose_client_left_counts_as_aborted():
         assert samples(server)["vllm:request_success_total{finished_reason=abort}"] == 2
 
 
-def test_what_the_connection_refuses_is_counted_too():
+def test_what_the_connection_refuses_is_counted_too() -> None:
     with running(max_body_bytes=2000) as server:
         assert server.complete("x" * 5000).status_code == 413
         with server.connect() as sock:
@@ -150,7 +158,7 @@ def test_what_the_connection_refuses_is_counted_too():
         assert seen["penstock:http_refused_total{status=400}"] == 1
 
 
-def test_clients_cannot_grow_the_labels(server):
+def test_clients_cannot_grow_the_labels(server: Running) -> None:
     choose = random.Random(3)
 
     def noise() -> str:

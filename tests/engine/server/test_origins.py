@@ -1,5 +1,7 @@
 """Web pages of other origins: none may ask, unless the operator names them."""
 
+from typing import Any
+
 import pytest
 
 from tests.support.running_server import running
@@ -8,7 +10,7 @@ PREFLIGHT = {"Access-Control-Request-Method": "POST", "Access-Control-Request-He
 PAGE = "https://app.example"
 
 
-def test_no_page_of_another_origin_may_ask_unless_it_is_told():
+def test_no_page_of_another_origin_may_ask_unless_it_is_told() -> None:
     with running() as server:
         asked = server.http.options("/v1/chat/completions", headers={"Origin": PAGE, **PREFLIGHT})
         assert asked.status_code == 405
@@ -16,7 +18,7 @@ def test_no_page_of_another_origin_may_ask_unless_it_is_told():
         assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def test_a_named_origin_may_ask_with_its_key_and_another_may_not():
+def test_a_named_origin_may_ask_with_its_key_and_another_may_not() -> None:
     with running(api_keys=("sk-right",), allowed_origins=(PAGE,)) as server:
         asked = server.http.options("/v1/chat/completions", headers={"Origin": PAGE, **PREFLIGHT})
         assert asked.status_code == 200 and asked.headers["access-control-allow-origin"] == PAGE
@@ -31,13 +33,13 @@ def test_a_named_origin_may_ask_with_its_key_and_another_may_not():
 
 
 @pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "", "https://"])
-def test_what_is_no_origin_is_refused(origin: str):
+def test_what_is_no_origin_is_refused(origin: str) -> None:
     with pytest.raises(ValueError, match="allowed_origins: .* is no origin"), running(allowed_origins=(origin,)):
         pass
 
 
-def test_a_seed_of_the_server_is_used_for_requests_without_one():
-    def sampled(**settings: object) -> list[int | None]:
+def test_a_seed_of_the_server_is_used_for_requests_without_one() -> None:
+    def sampled(**settings: Any) -> list[int | None]:
         with running(**settings) as server:
             for _ in range(3):
                 server.complete("abc", max_tokens=1, temperature=1)

@@ -1,6 +1,7 @@
 """Two servers that share blocks, each with a core process of its own: prefill on one, answer on the other."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,11 @@ def pair() -> Iterator[tuple[Running, Running, str]]:
             yield prefill, decode, address
 
 
-def cached(answer: dict) -> int:
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_a_prompt_that_was_computed_on_one_server_is_read_by_the_other(pair):
+def test_a_prompt_that_was_computed_on_one_server_is_read_by_the_other(pair: tuple[Running, Running, str]) -> None:
     prefill, decode, address = pair
     asked = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0, "return_token_ids": True}
     until(lambda: is_connected(decode))
@@ -38,7 +39,7 @@ def test_a_prompt_that_was_computed_on_one_server_is_read_by_the_other(pair):
     assert "none of this engine's --kv-peer" in refused.json()["error"]["message"]
 
 
-def test_chat_takes_the_same_hint(pair):
+def test_chat_takes_the_same_hint(pair: tuple[Running, Running, str]) -> None:
     _, decode, address = pair
     assert decode.chat(max_tokens=1, kv_transfer_params={"peer": address}).status_code == 200
     assert decode.chat(max_tokens=1, kv_transfer_params={"peer": "a:1"}).status_code == 400
@@ -54,7 +55,7 @@ def test_chat_takes_the_same_hint(pair):
         ("a:1", "kv_transfer_params"),
     ],
 )
-def test_what_a_request_cannot_say_of_peers_is_refused(params, message):
+def test_what_a_request_cannot_say_of_peers_is_refused(params: dict[str, Any] | str, message: str) -> None:
     with running() as server:
         answer = server.complete(max_tokens=1, kv_transfer_params=params)
         assert answer.status_code == 400 and message in answer.json()["error"]["message"]

@@ -1,7 +1,9 @@
-"""Requests that cannot be served: each is a 4xx that names the field, comes before heavy work, and harms nobody."""
+"""Requests that cannot be served: each is a 4xx that names the field, comes before heavy work, and harms no other request."""
 
 import json
 import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx
 import pytest
@@ -13,7 +15,7 @@ from tests.support.running_server import Running, running, until
 
 
 @pytest.fixture(scope="module")
-def server():
+def server() -> Iterator[Running]:
     with running() as started:
         yield started
         # After everything in this file: nothing was left behind, and the server still answers.
@@ -37,7 +39,7 @@ def refused(answer: httpx.Response, code: int = 400, param: str | None = None) -
     if param is not None:
         assert error["param"] == param
         assert param in error["message"]
-    return error["message"]
+    return str(error["message"])
 
 
 # Sampling fields: (field, value). Those of one list are refused by completions and by chat.
@@ -148,7 +150,7 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_a_field_out_of_range_or_unknown_is_refused_by_name(server, endpoint):
+def test_a_field_out_of_range_or_unknown_is_refused_by_name(server: Running, endpoint: str) -> None:
     send = server.complete if endpoint == "completions" else server.chat
     before = len(server.engine.submitted)
     for field, value in BAD_FIELDS:
@@ -161,7 +163,7 @@ def test_a_field_out_of_range_or_unknown_is_refused_by_name(server, endpoint):
     assert len(server.engine.submitted) == before
 
 
-def test_fields_that_change_nothing_are_accepted(server):
+def test_fields_that_change_nothing_are_accepted(server: Running) -> None:
     for field, value in [
         ("user", "someone"),
         ("metadata", {"a": "b"}),
@@ -221,7 +223,9 @@ def test_fields_that_change_nothing_are_accepted(server):
         ("prompt", ["ok", "x" * 1000], "prompt"),
     ],
 )
-def test_a_bad_prompt_or_completion_field_is_refused_by_name(server, field, value, param):
+def test_a_bad_prompt_or_completion_field_is_refused_by_name(
+    server: Running, field: str, value: Any, param: str
+) -> None:
     refused(server.complete(**{field: value}), 400, None)
     error = server.complete(**{field: value}).json()["error"]
     assert (error["param"] or "").split("[")[0] == param
@@ -266,7 +270,7 @@ MESSAGE = {"role": "user", "content": "hello"}
         ({"prompt": "x"}, "prompt"),
     ],
 )
-def test_a_bad_conversation_is_refused_by_place(server, fields, param):
+def test_a_bad_conversation_is_refused_by_place(server: Running, fields: dict[str, Any], param: str) -> None:
     answer = server.chat(**fields)
     refused(answer)
     assert answer.json()["error"]["param"] == param
@@ -301,7 +305,7 @@ def test_a_bad_conversation_is_refused_by_place(server, fields, param):
         ("/detokenize", {"tokens": [1] * 5000}, "tokens"),
     ],
 )
-def test_the_other_endpoints_refuse_by_name_too(server, path, body, param):
+def test_the_other_endpoints_refuse_by_name_too(server: Running, path: str, body: dict[str, Any], param: str) -> None:
     answer = server.post(path, body)
     refused(answer)
     assert answer.json()["error"]["param"].split("[")[0] == param
@@ -351,21 +355,21 @@ def test_the_other_endpoints_refuse_by_name_too(server, path, body, param):
         b"[" * 100_000,
     ],
 )
-def test_a_body_that_is_not_a_proper_json_object_is_refused(server, body):
+def test_a_body_that_is_not_a_proper_json_object_is_refused(server: Running, body: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize"):
         refused(post(server, path, body))
 
 
-def test_an_escaped_nul_is_a_character_like_any_other(server):
+def test_an_escaped_nul_is_a_character_like_any_other(server: Running) -> None:
     assert server.complete("a\0b", max_tokens=3).json()["choices"][0]["text"] == "a\0b"
 
 
-def test_the_duplicate_field_is_named(server):
+def test_the_duplicate_field_is_named(server: Running) -> None:
     for body in (b'{"prompt":"a","n":12,"n":1}', b'{"n":1,"prompt":"a","n":1}', b'{"prompt":"a","n":1,"n":2,"seed":1}'):
         assert refused(post(server, "/v1/completions", body), 400, "n").startswith("n: the field is given more")
 
 
-def test_json_must_be_called_json(server):
+def test_json_must_be_called_json(server: Running) -> None:
     for content_type in ("", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"):
         refused(post(server, "/v1/completions", b'{"prompt": "a"}', content_type), 415)
     assert post(server, "/v1/completions", b'{"prompt": "a"}', "Application/JSON; charset=utf-8").status_code == 200
@@ -395,7 +399,9 @@ def test_json_must_be_called_json(server):
         "messages to tokenize",
     ],
 )
-def test_millions_of_values_are_refused_without_building_them(server, monkeypatch, path, body):
+def test_millions_of_values_are_refused_without_building_them(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: bytes
+) -> None:
     def explode(*_: object) -> None:
         raise AssertionError("decoded")
 
@@ -403,11 +409,13 @@ def test_millions_of_values_are_refused_without_building_them(server, monkeypatc
     refused(post(server, path, body), 400, next(iter(json.loads(body[:12].split(b":")[0] + b":0}"))))
 
 
-def test_a_body_of_many_megabytes_is_refused_by_its_length(server):
+def test_a_body_of_many_megabytes_is_refused_by_its_length(server: Running) -> None:
     refused(post(server, "/v1/completions", b'{"prompt":[' + b"1," * 3_000_000 + b"1]}"), 413)
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(server, monkeypatch):
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def explode(*_: object) -> None:
         raise AssertionError("tokenized")
 
@@ -416,13 +424,13 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(server, monk
     assert "200000 characters" in message
 
 
-def test_prompts_times_choices_are_bounded(server):
+def test_prompts_times_choices_are_bounded(server: Running) -> None:
     before = len(server.engine.submitted)
     refused(server.complete(["a"] * 100, n=100), 400, "n")
     assert len(server.engine.submitted) == before
 
 
-def test_a_large_value_in_a_small_field_is_refused_by_size(server):
+def test_a_large_value_in_a_small_field_is_refused_by_size(server: Running) -> None:
     refused(server.complete(stop=["x" * 100] * 4000), 400, "stop")
     refused(server.complete(logit_bias={str(i): 0.123456789 for i in range(20_000)}), 400, "logit_bias")
 
@@ -430,13 +438,13 @@ def test_a_large_value_in_a_small_field_is_refused_by_size(server):
 # Models, routes, methods.
 
 
-def test_an_unknown_model_is_a_404_that_names_those_there_are(server):
+def test_an_unknown_model_is_a_404_that_names_those_there_are(server: Running) -> None:
     assert "'gpt-4'" in refused(server.complete(model="gpt-4"), 404, "model")
     refused(server.chat(model="x" * 100_000), 404, "model")
     refused(server.http.get("/v1/models/nope/at/all"), 404, "model")
 
 
-def test_every_served_name_is_a_model_and_is_echoed():
+def test_every_served_name_is_a_model_and_is_echoed() -> None:
     with running(served_model_names=("one", "org/two")) as server:
         assert [model["id"] for model in server.http.get("/v1/models").json()["data"]] == ["one", "org/two"]
         assert server.http.get("/v1/models/org/two").json()["root"] == "one"
@@ -444,7 +452,7 @@ def test_every_served_name_is_a_model_and_is_echoed():
         assert server.post("/v1/completions", {"prompt": "a"}).json()["model"] == "one"
 
 
-def test_unknown_routes_and_methods_are_refused_in_the_error_format(server):
+def test_unknown_routes_and_methods_are_refused_in_the_error_format(server: Running) -> None:
     refused(server.http.get("/v2/models"), 404)
     refused(server.http.get("/v1/models/../../etc/passwd"), 404)
     refused(server.http.get(f"/{'x' * 5000}"), 404)
@@ -457,7 +465,7 @@ def test_unknown_routes_and_methods_are_refused_in_the_error_format(server):
 # What the engine refuses.
 
 
-def test_a_full_queue_is_a_429_with_a_time_and_before_tokenizing():
+def test_a_full_queue_is_a_429_with_a_time_and_before_tokenizing() -> None:
     engine = FakeEngine(max_open=2)
     engine.hold = True
     with running(engine) as server:
@@ -472,12 +480,12 @@ def test_a_full_queue_is_a_429_with_a_time_and_before_tokenizing():
     assert engine.submitted == []
 
 
-def test_prompts_that_are_being_tokenized_count_as_queued():
+def test_prompts_that_are_being_tokenized_count_as_queued() -> None:
     with running(FakeEngine(max_open=1)) as server:
         tokenizer, go_on = server.app.service.tokenizer, threading.Event()
         encode = tokenizer.encode_batch
 
-        def slow(texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        def slow(texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
             assert go_on.wait(10)
             return encode(texts, add_special_tokens)
 
@@ -497,14 +505,14 @@ def test_prompts_that_are_being_tokenized_count_as_queued():
         assert server.complete("x" * 5000, truncate_prompt_tokens=5).status_code == 200
 
 
-def test_a_refused_prompt_takes_back_those_before_it():
+def test_a_refused_prompt_takes_back_those_before_it() -> None:
     engine = FakeEngine(delay_s=0.01)
     with running(engine) as server:
         refused(server.complete([[1] * 10, [2] * 995], max_tokens=20), 400, "max_tokens")
         assert engine.aborted == ["1.0"]
 
 
-def test_a_dead_engine_is_a_503():
+def test_a_dead_engine_is_a_503() -> None:
     engine = FakeEngine()
     with running(engine) as server:
         server.call(lambda: engine.die("the core was killed"))
@@ -512,7 +520,7 @@ def test_a_dead_engine_is_a_503():
             assert refused(answer, 503) == "the core was killed"
 
 
-def test_an_engine_that_dies_meanwhile_ends_answers_with_503_and_streams_with_an_error():
+def test_an_engine_that_dies_meanwhile_ends_answers_with_503_and_streams_with_an_error() -> None:
     engine = FakeEngine(delay_s=0.01)
     with running(engine) as server:
         server.loop.call_soon_threadsafe(server.loop.call_later, 0.1, engine.die, "the core was killed")
@@ -530,7 +538,7 @@ def test_an_engine_that_dies_meanwhile_ends_answers_with_503_and_streams_with_an
         }
 
 
-def test_a_failure_of_one_request_is_its_own_500():
+def test_a_failure_of_one_request_is_its_own_500() -> None:
     engine = FakeEngine(delay_s=0.01)
     with running(engine) as server:
         engine.fail_next = "the sampler failed"
@@ -539,19 +547,21 @@ def test_a_failure_of_one_request_is_its_own_500():
         assert server.complete(max_tokens=3).status_code == 200
 
 
-def test_a_bug_is_a_500_that_tells_the_client_nothing(server, monkeypatch, caplog):
+def test_a_bug_is_a_500_that_tells_the_client_nothing(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def explode(*_: object) -> None:
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr(server.app.service.tokenizer, "encode_batch", explode)
     assert refused(server.complete(), 500) == "internal error"
-    until(lambda: "secret detail" in caplog.text)  # the operator is told
+    until(lambda: "secret detail" in caplog.text)  # it is in the log
 
 
 # Ids of requests.
 
 
-def test_a_repeated_client_id_still_gets_fresh_ids_and_its_own_answer(server):
+def test_a_repeated_client_id_still_gets_fresh_ids_and_its_own_answer(server: Running) -> None:
     seen = set()
     for at in range(50):
         body = {"prompt": [97 + at % 20] * 3, "max_tokens": 2}
@@ -562,7 +572,7 @@ def test_a_repeated_client_id_still_gets_fresh_ids_and_its_own_answer(server):
     assert len(seen) == 50
 
 
-def test_a_client_id_is_cleaned_before_it_is_echoed(server):
+def test_a_client_id_is_cleaned_before_it_is_echoed(server: Running) -> None:
     def echoed(value: bytes) -> str:
         return server.http.get("/version", headers={b"x-request-id": value}).headers["x-request-id"]
 
@@ -572,7 +582,7 @@ def test_a_client_id_is_cleaned_before_it_is_echoed(server):
     assert len(echoed(b"\xff\xff")) == 32  # nothing is left, so it is ours
 
 
-def test_an_eos_inside_the_prompt_is_a_token_and_not_an_end(server):
+def test_an_eos_inside_the_prompt_is_a_token_and_not_an_end(server: Running) -> None:
     answer = server.complete([97, EOS, 98], max_tokens=5).json()
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == 2

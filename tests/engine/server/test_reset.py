@@ -8,7 +8,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import running, until
 
 
-def test_an_idle_server_resets_and_a_busy_one_says_409():
+def test_an_idle_server_resets_and_a_busy_one_says_409() -> None:
     engine = FakeEngine(delay_s=0.005)
     with running(engine) as server:
         assert server.post("/reset_prefix_cache", {}).json() == {"status": "reset"}
@@ -21,12 +21,12 @@ def test_an_idle_server_resets_and_a_busy_one_says_409():
         assert server.post("/reset_prefix_cache", {}).status_code == 200
 
 
-def test_unknown_fields_are_refused():
+def test_unknown_fields_are_refused() -> None:
     with running() as server:
         assert server.post("/reset_prefix_cache", {"tier": "host"}).status_code == 400
 
 
-def test_a_core_forgets_what_it_had_cached():
+def test_a_core_forgets_what_it_had_cached() -> None:
     async def run() -> None:
         async with running_engine() as engine:
             prompt = list(range(40))

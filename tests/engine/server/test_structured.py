@@ -3,7 +3,9 @@
 import json
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,20 +18,20 @@ from penstock.executor.protocol import ExecutorConfig
 from tests.engine.server.test_answers import events
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import EOS, byte_tokenizer
-from tests.support.running_server import running
+from tests.support.running_server import Running, running
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}, "required": ["a"], "additionalProperties": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
 
 
 @pytest.fixture(scope="module")
-def fake():
+def fake() -> Iterator[Running]:
     with running() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory):
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Over the real core, which finds its tokenizer where its model is."""
     folder: Path = tmp_path_factory.mktemp("bytes")
     byte_tokenizer().save(folder)
@@ -42,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory):
         eos_ids=[EOS],
         text_stream=byte_tokenizer().stream,
     )
-    with running(engine) as started:  # type: ignore[arg-type]
+    with running(engine) as started:
         yield started
 
 
@@ -60,7 +62,7 @@ def server(tmp_path_factory: pytest.TempPathFactory):
     ],
 )  # fmt: skip
 def test_both_routes_hand_the_engine_what_is_asked_and_its_grammar(
-    fake, fields: dict, wanted: StructuredOutputs
+    fake: Running, fields: dict[str, Any], wanted: StructuredOutputs
 ) -> None:
     for send in (fake.complete, fake.chat):
         assert send(max_tokens=2, **fields).status_code == 200
@@ -69,7 +71,7 @@ def test_both_routes_hand_the_engine_what_is_asked_and_its_grammar(
         assert options["grammar"] == grammar_source(wanted)
 
 
-def test_a_one_of_may_be_taken_for_any_of_in_one_request_or_in_all(fake) -> None:
+def test_a_one_of_may_be_taken_for_any_of_in_one_request_or_in_all(fake: Running) -> None:
     schema = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
     form = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
     parameters = {"type": "object", "properties": {"x": schema}}
@@ -107,7 +109,7 @@ def test_a_one_of_may_be_taken_for_any_of_in_one_request_or_in_all(fake) -> None
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_a_grammar_is_a_400_that_says_where_before_anything_is_streamed(
-    fake, fields: dict, param: str, words: str, stream: bool
+    fake: Running, fields: dict[str, Any], param: str, words: str, stream: bool
 ) -> None:
     before = len(fake.engine.submitted)
     for send in (fake.complete, fake.chat):
@@ -118,7 +120,7 @@ def test_what_cannot_be_a_grammar_is_a_400_that_says_where_before_anything_is_st
     assert len(fake.engine.submitted) == before
 
 
-def test_a_grammar_with_a_dead_end_is_the_requests_fault_and_not_the_servers(server) -> None:
+def test_a_grammar_with_a_dead_end_is_the_requests_fault_and_not_the_servers(server: Running) -> None:
     """A router counts answers of 5xx against the replica that gives them."""
     answer = server.complete(structured_outputs={"grammar": "start: <eos>"})
     assert answer.status_code == 400
@@ -126,7 +128,7 @@ def test_a_grammar_with_a_dead_end_is_the_requests_fault_and_not_the_servers(ser
     assert error["type"] == "invalid_request_error" and "no token of the vocabulary can follow" in error["message"]
 
 
-def test_answers_keep_to_what_was_asked_streamed_or_whole_and_for_every_choice(server) -> None:
+def test_answers_keep_to_what_was_asked_streamed_or_whole_and_for_every_choice(server: Running) -> None:
     asked = {"response_format": FORMAT, "max_tokens": 100, "temperature": 1.5, "n": 5, "seed": 7}
     choices = server.chat(**asked).json()["choices"]
     assert len(choices) == 5
@@ -140,7 +142,7 @@ def test_answers_keep_to_what_was_asked_streamed_or_whole_and_for_every_choice(s
     assert [pieces[choice["index"]] for choice in choices] == [choice["message"]["content"] for choice in choices]
 
 
-def test_many_constrained_and_free_requests_run_side_by_side(server) -> None:
+def test_many_constrained_and_free_requests_run_side_by_side(server: Running) -> None:
     wrong: list[str] = []
 
     def ask(number: int) -> None:
@@ -158,13 +160,13 @@ def test_many_constrained_and_free_requests_run_side_by_side(server) -> None:
     assert wrong == []
 
 
-def test_log_probabilities_cover_every_token_of_a_constrained_answer(server) -> None:
+def test_log_probabilities_cover_every_token_of_a_constrained_answer(server: Running) -> None:
     answer = server.chat(response_format=FORMAT, max_tokens=50, logprobs=True, top_logprobs=2).json()["choices"][0]
     shown = "".join(entry["token"] for entry in answer["logprobs"]["content"])
     assert shown.startswith(answer["message"]["content"])
 
 
-def test_a_bomb_is_answered_and_streams_of_others_go_on(server) -> None:
+def test_a_bomb_is_answered_and_streams_of_others_go_on(server: Running) -> None:
     lines: list[str] = []
 
     def listen() -> None:

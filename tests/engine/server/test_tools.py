@@ -3,7 +3,8 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -54,12 +55,12 @@ def servers() -> Iterator[dict[str, Running]]:
 
 
 @pytest.fixture
-def qwen(servers) -> Running:
+def qwen(servers: dict[str, Running]) -> Running:
     servers["qwen"].engine.reply = "Hello."
     return servers["qwen"]
 
 
-def client(server: Running) -> openai.OpenAI:
+def client(server: Running) -> Any:  # its overloads take no plain dictionaries
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
 
 
@@ -74,9 +75,9 @@ def grammar_of(server: Running) -> str | None:
     return None if wanted is None else wanted.grammar
 
 
-def gathered(stream) -> dict:
+def gathered(stream: Iterable[Any]) -> dict[str, Any]:
     """A streamed answer as clients put it together; checks the form of every delta."""
-    found: dict = {"content": "", "reasoning": "", "calls": [], "reason": None, "num_fragments": 0}
+    found: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "reason": None, "num_fragments": 0}
     for event in stream:
         (choice,) = event.choices
         delta = choice.delta
@@ -100,7 +101,7 @@ def gathered(stream) -> dict:
 
 
 @pytest.mark.parametrize("model", SAID)
-def test_calls_come_back_as_calls_whole_and_streamed(servers, model: str) -> None:
+def test_calls_come_back_as_calls_whole_and_streamed(servers: dict[str, Running], model: str) -> None:
     server = servers[model]
     server.engine.reply = SAID[model]
     asked = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS}
@@ -119,7 +120,7 @@ def test_calls_come_back_as_calls_whole_and_streamed(servers, model: str) -> Non
     assert all(re.fullmatch(pattern, call_id) for call_id in ids)
 
 
-def test_the_model_is_shown_the_tools_and_the_history_of_calls(qwen) -> None:
+def test_the_model_is_shown_the_tools_and_the_history_of_calls(qwen: Running) -> None:
     qwen.engine.reply = SAID["qwen"]
     with client(qwen) as openai_client:
         asked = {"model": MODEL, "tools": TOOLS}
@@ -134,7 +135,7 @@ def test_the_model_is_shown_the_tools_and_the_history_of_calls(qwen) -> None:
     assert tokens == qwen.engine.submitted[-1][0]
 
 
-def test_choices_of_one_request_are_read_apart(qwen) -> None:
+def test_choices_of_one_request_are_read_apart(qwen: Running) -> None:
     qwen.engine.reply = SAID["qwen"]
     with client(qwen) as openai_client:
         answer = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, n=3)
@@ -142,7 +143,7 @@ def test_choices_of_one_request_are_read_apart(qwen) -> None:
     assert len({call.id for choice in answer.choices for call in choice.message.tool_calls}) == 6
 
 
-def test_a_call_cut_off_by_the_length_says_length(qwen) -> None:
+def test_a_call_cut_off_by_the_length_says_length(qwen: Running) -> None:
     qwen.engine.reply = SAID["qwen"]
     fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": SAID["qwen"].index("Ulm")}
     choice = qwen.chat(**fields).json()["choices"][0]
@@ -150,7 +151,7 @@ def test_a_call_cut_off_by_the_length_says_length(qwen) -> None:
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "'}
 
 
-def test_without_tools_the_signs_of_a_call_are_text(qwen) -> None:
+def test_without_tools_the_signs_of_a_call_are_text(qwen: Running) -> None:
     qwen.engine.reply = SAID["qwen"]
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         choice = qwen.chat(messages=MESSAGES, **fields).json()["choices"][0]
@@ -159,7 +160,7 @@ def test_without_tools_the_signs_of_a_call_are_text(qwen) -> None:
         assert grammar_of(qwen) is None and "weather" not in prompt_of(qwen)
 
 
-def test_log_probabilities_and_ids_of_a_stream_with_calls_are_all_there(qwen) -> None:
+def test_log_probabilities_and_ids_of_a_stream_with_calls_are_all_there(qwen: Running) -> None:
     qwen.engine.reply = SAID["qwen"]
     fields = {"messages": MESSAGES, "tools": TOOLS, "logprobs": True, "return_token_ids": True, "stream": True}
     lines = [line[6:] for line in qwen.chat(**fields).text.split("\n\n") if line.startswith("data: {")]
@@ -170,7 +171,7 @@ def test_log_probabilities_and_ids_of_a_stream_with_calls_are_all_there(qwen) ->
     assert choices[0]["delta"]["role"] == "assistant" and all("role" not in each["delta"] for each in choices[1:])
 
 
-def test_special_tokens_are_shown_to_the_reader_and_to_nobody_else(servers) -> None:
+def test_special_tokens_are_shown_to_the_reader_alone(servers: dict[str, Running]) -> None:
     server = servers["mistral"]
     server.engine.reply = "a<eos>[TOOL_CALLS]b"
     fields = {"ignore_eos": True, "max_tokens": 4}
@@ -182,7 +183,7 @@ def test_special_tokens_are_shown_to_the_reader_and_to_nobody_else(servers) -> N
 # Grammars.
 
 
-def test_required_and_named_calls_are_held_by_a_grammar(qwen) -> None:
+def test_required_and_named_calls_are_held_by_a_grammar(qwen: Running) -> None:
     for choice, absent in (("required", "nothing"), ({"type": "function", "function": {"name": "clock"}}, "weather")):
         assert qwen.chat(messages=MESSAGES, tools=TOOLS, tool_choice=choice).status_code == 200
         text = grammar_of(qwen)
@@ -191,7 +192,7 @@ def test_required_and_named_calls_are_held_by_a_grammar(qwen) -> None:
     assert "called" not in (grammar_of(qwen) or "")
 
 
-def test_an_optional_call_is_held_unless_the_operator_says_otherwise(qwen) -> None:
+def test_an_optional_call_is_held_unless_the_operator_says_otherwise(qwen: Running) -> None:
     qwen.chat(messages=MESSAGES, tools=TOOLS)
     assert "called" in (grammar_of(qwen) or "")
     with running(template=ChatTemplate(QWEN3), constrain_auto_tools=False) as free:
@@ -213,7 +214,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_a_tool_that_no_grammar_expresses_is_held_to_less_and_the_others_as_before(qwen, kind: str) -> None:
+def test_a_tool_that_no_grammar_expresses_is_held_to_less_and_the_others_as_before(qwen: Running, kind: str) -> None:
     tools = [*TOOLS, tool(name="odd", parameters=ODD[kind])]
     assert qwen.chat(messages=MESSAGES, tools=tools).status_code == 200
     source = qwen.engine.submitted[-1][2]["grammar"]
@@ -230,13 +231,13 @@ def test_a_tool_that_no_grammar_expresses_is_held_to_less_and_the_others_as_befo
         )
 
 
-def test_parallel_calls_can_be_turned_off(qwen) -> None:
+def test_parallel_calls_can_be_turned_off(qwen: Running) -> None:
     qwen.engine.reply = SAID["qwen"]
     message = qwen.chat(messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False).json()["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
 
 
-def test_a_wanted_form_goes_with_optional_calls_and_not_with_required_ones(qwen) -> None:
+def test_a_wanted_form_goes_with_optional_calls_and_not_with_required_ones(qwen: Running) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     assert qwen.chat(messages=MESSAGES, tools=TOOLS, response_format=form).status_code == 200
     assert "answer" in (grammar_of(qwen) or "")
@@ -248,7 +249,7 @@ def test_a_wanted_form_goes_with_optional_calls_and_not_with_required_ones(qwen)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_reasoning_is_told_apart(qwen, stream: bool) -> None:
+def test_reasoning_is_set_apart(qwen: Running, stream: bool) -> None:
     qwen.engine.reply = "<think>\nHm, <b>.\n</think>\n\nYes."
     with client(qwen) as openai_client:
         answer = openai_client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=stream)
@@ -260,7 +261,7 @@ def test_reasoning_is_told_apart(qwen, stream: bool) -> None:
             assert (message.reasoning_content, message.content) == ("Hm, <b>.", "Yes.")
 
 
-def test_reasoning_may_be_left_out_of_the_answer(qwen) -> None:
+def test_reasoning_may_be_left_out_of_the_answer(qwen: Running) -> None:
     qwen.engine.reply = "<think>Hm.</think>Yes."
     message = qwen.chat(messages=MESSAGES, include_reasoning=False).json()["choices"][0]["message"]
     assert message["content"] == "Yes." and "reasoning_content" not in message
@@ -292,19 +293,20 @@ def test_the_operator_names_the_marks_or_turns_reasoning_off() -> None:
             assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
 
-def test_a_wanted_form_begins_behind_the_reasoning(qwen) -> None:
+def test_a_wanted_form_begins_behind_the_reasoning(qwen: Running) -> None:
     qwen.chat(messages=MESSAGES, structured_outputs={"choice": ["yes", "no"]})
     assert "thoughts" in (grammar_of(qwen) or "")
     # Where the request turns reasoning off, there is nothing in front of the answer.
     thinks_not = {"chat_template_kwargs": {"enable_thinking": False}}
     qwen.chat(messages=MESSAGES, structured_outputs={"choice": ["yes", "no"]}, **thinks_not)
-    assert qwen.engine.submitted[-1][1].structured_outputs.choice == ["yes", "no"]
+    wanted = qwen.engine.submitted[-1][1].structured_outputs
+    assert wanted is not None and wanted.choice == ["yes", "no"]
 
 
 # Models that were not made for tools.
 
 
-def test_a_template_without_tools_gets_them_as_text(servers) -> None:
+def test_a_template_without_tools_gets_them_as_text(servers: dict[str, Running]) -> None:
     server = servers["none"]
     server.engine.reply = SAID["qwen"]
     answer = server.chat(messages=MESSAGES, tools=TOOLS).json()["choices"][0]["message"]
@@ -344,11 +346,11 @@ def test_calls_in_fences_or_bare_are_read_where_the_operator_says_that_the_model
 # Refusals.
 
 
-def tool(**function) -> dict:
+def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **function}}
 
 
-def past(*ids: str, role: str = "assistant", arguments: str = "{}", name: str = "f") -> dict:
+def past(*ids: str, role: str = "assistant", arguments: str = "{}", name: str = "f") -> dict[str, Any]:
     calls = [{"id": i, "type": "function", "function": {"name": name, "arguments": arguments}} for i in ids]
     return {"role": role, "content": None, "tool_calls": calls}
 
@@ -396,7 +398,9 @@ def past(*ids: str, role: str = "assistant", arguments: str = "{}", name: str = 
         ({"messages": [{"role": "assistant", "content": "", "function_call": {}}]}, "messages[0].function_call", ""),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_a_400_that_names_the_field(qwen, fields: dict, param: str, words: str) -> None:
+def test_what_cannot_be_served_is_a_400_that_names_the_field(
+    qwen: Running, fields: dict[str, Any], param: str, words: str
+) -> None:
     before = len(qwen.engine.submitted)
     answer = qwen.chat(**fields)
     assert answer.status_code == 400, answer.text

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import jsonschema
 import openai
@@ -37,7 +38,7 @@ MESSAGES = [{"role": "user", "content": "What is the weather in Ulm?"}]
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
+def client() -> Iterator[Any]:
     with default_model() as server:
         yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60)
 
@@ -48,7 +49,7 @@ def check(calls: list[tuple[str, str]]) -> None:
         jsonschema.validate(json.loads(arguments), SCHEMAS[name])
 
 
-def test_required_calls_parse_and_validate_at_a_high_temperature(client: openai.OpenAI) -> None:
+def test_required_calls_parse_and_validate_at_a_high_temperature(client: Any) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=MESSAGES,
@@ -66,7 +67,7 @@ def test_required_calls_parse_and_validate_at_a_high_temperature(client: openai.
         check([(call.function.name, call.function.arguments)])
 
 
-def test_a_named_function_is_the_one_that_is_called_streamed_too(client: openai.OpenAI) -> None:
+def test_a_named_function_is_the_one_that_is_called_streamed_too(client: Any) -> None:
     stream = client.chat.completions.create(
         model=MODEL,
         messages=MESSAGES,
@@ -89,7 +90,7 @@ def test_a_named_function_is_the_one_that_is_called_streamed_too(client: openai.
     check([("pick", arguments)])
 
 
-def test_optional_calls_are_text_or_valid_calls(client: openai.OpenAI) -> None:
+def test_optional_calls_are_text_or_valid_calls(client: Any) -> None:
     answer = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, tools=TOOLS, temperature=0.8, seed=2, n=3, max_tokens=40
     )
@@ -101,7 +102,7 @@ def test_optional_calls_are_text_or_valid_calls(client: openai.OpenAI) -> None:
             assert choice.message.content is not None or choice.finish_reason == "length"
 
 
-def test_a_result_can_be_sent_back(client: openai.OpenAI) -> None:
+def test_a_result_can_be_sent_back(client: Any) -> None:
     asked = {"model": MODEL, "tools": TOOLS, "temperature": 0, "max_tokens": 100}
     first = client.chat.completions.create(
         **asked, messages=MESSAGES, tool_choice={"type": "function", "function": {"name": "weather"}}

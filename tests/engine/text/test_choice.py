@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from penstock.engine.front.answer import Choice, Update, joined
+from penstock.engine.front.answer import Choice, ChoiceState, Update, joined
 from penstock.engine.messages import FinishReason, Output
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.text.detokenize import Detokenizer
@@ -41,8 +41,7 @@ def test_text_and_tokens_pass_through_until_the_end() -> None:
     one = choice()
     assert words(one.push(output("ab"))) == ("ab", "ab")
     last = one.push(output("c", "length"))
-    assert (last.text, last.finish_reason, last.stop_reason, one.finished) == ("c", "length", None, True)
-    assert not one.must_abort
+    assert (last.text, last.finish_reason, last.stop_reason, one.state) == ("c", "length", None, ChoiceState.ENDED)
 
 
 def test_a_stop_string_over_several_outputs_ends_the_text_and_aborts_the_core() -> None:
@@ -52,7 +51,7 @@ def test_a_stop_string_over_several_outputs_ends_the_text_and_aborts_the_core() 
     last = one.push(output("Dxyz"))
     assert words(last) == ("", "D")
     assert (last.finish_reason, last.stop_reason) == ("stop", "END")
-    assert one.finished and one.must_abort
+    assert one.state is ChoiceState.STOPPED
 
 
 def test_nothing_comes_after_the_end() -> None:
@@ -66,7 +65,7 @@ def test_a_stop_string_in_the_last_output_needs_no_abort() -> None:
     one = choice(stop=["x"])
     last = one.push(output("axb", "length"))
     assert (*words(last), last.finish_reason, last.stop_reason) == ("a", "ax", "stop", "x")
-    assert not one.must_abort
+    assert one.state is ChoiceState.ENDED
 
 
 def test_what_was_held_back_comes_at_the_end() -> None:
@@ -121,7 +120,10 @@ def test_an_error_keeps_its_message_and_what_was_held_back() -> None:
     one = choice(stop="END")
     one.push(output("EN"))
     last = one.push(output("", "error", error="out of memory"))
-    assert (last.text, last.finish_reason, last.error, one.finished) == ("EN", "error", "out of memory", True)
+    assert (last.text, last.finish_reason, last.error, one.state) == (
+        *("EN", "error", "out of memory"),
+        ChoiceState.ENDED,
+    )
 
 
 def test_without_a_stream_there_are_only_tokens() -> None:
@@ -145,7 +147,7 @@ def test_random_outputs_add_up_to_the_whole_text_cut_at_the_first_stop_string(ma
         one = Choice(0, SamplingParams(stop=stops), detokenizer.stream())
         updates = []
         at = 0
-        while not one.finished:
+        while one.is_running:
             size = rng.randint(1, 6)
             updates.append(one.push(Output("r", ids[at : at + size], "length" if at + size >= len(ids) else None)))
             at += size

@@ -1,0 +1,122 @@
+"""What the offline API returns: finished requests under vLLM's names."""
+
+import math
+from array import array
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.engine.front.answer import Answer, RequestMetrics, Update
+from penstock.engine.messages import FinishReason
+from penstock.executor.protocol import TokenLogprobs
+
+TokenText = Callable[[int], str]  # how a token reads
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """A token that was, or might have been, at one position. The names are those of vLLM."""
+
+    logprob: float
+    rank: int  # 1 is the most likely
+    decoded_token: str | None = None  # None without a tokenizer
+
+
+Candidates = dict[int, Logprob]  # by token id: the one that is there first, then the most likely ones in order
+
+
+def candidates(entry: TokenLogprobs, text: TokenText | None) -> Candidates:
+    """`text` says how a token reads."""
+    ranks = (entry.rank, *range(1, len(entry.ids)))
+    found: Candidates = {}
+    for token_id, value, rank in zip(entry.ids, entry.values, ranks, strict=True):
+        found.setdefault(token_id, Logprob(value, rank, None if text is None else text(token_id)))
+    return found
+
+
+class CompletionOutput(msgspec.Struct):
+    """One finished choice of a request."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    logprobs: list[Candidates] | None = None
+    cumulative_logprob: float | None = None
+
+
+class RequestOutput(msgspec.Struct):
+    """A finished request, as `LLM.generate` returns it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[Candidates | None] | None = None  # None for the first token, which nothing predicts
+    metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
+
+
+def unit_length(vector: "array[float]") -> "array[float]":
+    """The same direction; a vector of zeros stays."""
+    length = math.sqrt(sum(value * value for value in vector)) or 1.0
+    return array("f", [value / length for value in vector])
+
+
+class EmbeddingOutput(msgspec.Struct):
+    embedding: list[float]
+
+
+class EmbeddingRequestOutput(msgspec.Struct):
+    """An embedded prompt, as `LLM.embed` returns it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics = msgspec.field(default_factory=RequestMetrics)
+
+    @property
+    def embedding(self) -> list[float]:
+        return self.outputs.embedding
+
+
+def completed(answer: Answer, prompt: str | None, text: TokenText | None) -> RequestOutput:
+    """The result of a finished answer that nothing was read of."""
+    entries = answer.prompt_logprobs
+    return RequestOutput(
+        request_id=answer.request_id,
+        prompt=prompt,
+        prompt_token_ids=answer.prompt_token_ids,
+        outputs=[_completion(update, text) for update in answer.updates()],
+        num_cached_tokens=answer.num_cached_tokens or 0,
+        prompt_logprobs=None if entries is None else [None, *(candidates(entry, text) for entry in entries)],
+        metrics=answer.metrics,
+    )
+
+
+def embedded(answer: Answer, prompt: str | None, normalize: bool) -> EmbeddingRequestOutput:
+    assert answer.embedding is not None
+    vector = array("f", answer.embedding)
+    return EmbeddingRequestOutput(
+        request_id=answer.request_id,
+        prompt=prompt,
+        prompt_token_ids=answer.prompt_token_ids,
+        outputs=EmbeddingOutput((unit_length(vector) if normalize else vector).tolist()),
+        num_cached_tokens=answer.num_cached_tokens or 0,
+        metrics=answer.metrics,
+    )
+
+
+def _completion(update: Update, text: TokenText | None) -> CompletionOutput:
+    entries = update.logprobs
+    return CompletionOutput(
+        index=update.index,
+        text=update.text,
+        token_ids=update.token_ids,
+        finish_reason=update.finish_reason,
+        stop_reason=update.stop_reason,
+        logprobs=None if entries is None else [candidates(entry, text) for entry in entries],
+        cumulative_logprob=None if entries is None else sum(entry.values[0] for entry in entries),
+    )
