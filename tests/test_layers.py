@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "cache": {"cache", "_csrc"},
     "eplb": {"eplb"},
     "router": {
-        *("router", "cache.keys", "engine.text", "engine.http", "_csrc"),
+        *("router", "cache.keys", "engine.options", "engine.text", "engine.http", "_csrc"),
         *(
             "executor.ranks.cluster",
             "executor.process_life",
@@ -36,7 +36,7 @@ MAY_IMPORT = {
 }
 # Inside a room imports point one way too: a part imports itself and those before it.
 PARTS = {
-    "engine": ("vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
+    "engine": ("options vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
                "server", "commands"),
     "executor": ("protocol batch moe_spec parallel staging progress process_life outbox", "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle"),

@@ -37,7 +37,7 @@ SAID = {
     "allowed_origins": "https://app.example",
     "kv_peers": "127.0.0.1:9100",
     "kv_peer_listen": "127.0.0.1:9101",
-    "backend": "http://127.0.0.1:2",
+    "backends": "http://127.0.0.1:2",
     "decode": "http://127.0.0.1:3",
     "prefill": "http://127.0.0.1:4=127.0.0.1:9102",
     "host": "127.0.0.2",
@@ -91,8 +91,8 @@ def actions_of(command: Any) -> list[argparse.Action]:
 def served(given: list[str]) -> tuple[Any, Any]:
     args = parsed(serve, given)
     return (
-        engine_config("model", serve.engine_options(args)),
-        serve._server_config(args, "model", args.override_generation_config or {}),
+        engine_config("model", serve.given_options(args, serve.EngineOptions)),
+        serve.server_config(args, "model", {}),
     )
 
 

@@ -85,8 +85,7 @@ def _deploy() -> Command:
     from penstock.router import serve as route
     from penstock.router.deploy.file import Command as Program
 
-    replica = Program(("penstock.cli", "serve"), serve.add_arguments, serve.check)
-    router = Program(("penstock.cli", "route"), route.add_arguments, route.check)
+    replica, router = Program(("penstock.cli", "serve"), serve), Program(("penstock.cli", "route"), route)
     return deploy.add_arguments, lambda args: deploy.run(args, replica, router)
 
 

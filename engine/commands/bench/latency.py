@@ -11,8 +11,8 @@ from pathlib import Path
 
 from penstock.engine.commands.bench.report import average, percentiles
 from penstock.engine.commands.bench.throughput import add_offline_options
-from penstock.engine.commands.engine_options import engine_options
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, EngineOptions
+from penstock.engine.options import given_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def _measure(args: argparse.Namespace) -> list[float]:
     )
     rng = random.Random(args.seed or 0)
     latencies = []
-    with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **engine_options(args)) as llm:
+    with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **given_options(args, EngineOptions)) as llm:
         length = args.input_len + args.output_len
         if length > llm.info.max_model_len:
             limit = llm.info.max_model_len

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.engine.commands.bench.report import average, percentiles
-from penstock.engine.commands.engine_options import add_engine_options, engine_options
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, EngineOptions, add_engine_options
+from penstock.engine.options import given_options
 
 POLL_S = 0.02
 STOP_GRACE_S = 10.0
@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.num_iters_warm < 1:
         raise ConfigError(f"num_iters_warm: {args.num_iters_warm} given; at least 1 is expected")
-    command = shlex.split(args.command) if args.command else serve_command(args.model, engine_options(args))
+    command = (
+        shlex.split(args.command) if args.command else serve_command(args.model, given_options(args, EngineOptions))
+    )
     starts = []
     for index in range(args.num_iters_warmup + args.num_iters_warm):
         try:

@@ -11,7 +11,8 @@ from typing import Any
 
 from penstock.engine.commands.bench.datasets import Sample, Source, add_dataset_options, load_samples
 from penstock.engine.commands.bench.synthetic import token_counter
-from penstock.engine.commands.engine_options import add_engine_options, engine_options
+from penstock.engine.config import EngineOptions, add_engine_options
+from penstock.engine.options import given_options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def add_offline_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from penstock.engine.front.llm import LLM
 
-    with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **engine_options(args)) as llm:
+    with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **given_options(args, EngineOptions)) as llm:
         count = args.num_prompts + args.num_warmups
         source = Source(llm.info.vocab_size)
         if not args.skip_tokenizer_init:
