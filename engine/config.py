@@ -3,13 +3,14 @@
 import argparse
 import os
 import warnings
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, read_secret
-from penstock.engine.options import Count, Flag, add_options, converted, count, meant, options_of, size_bytes
+from penstock.engine.options import Count, add_options, converted, count, flag, meant, options_of, size_bytes
 from penstock.engine.vllm_options import add_vllm_options, sort_out
 from penstock.executor.protocol import (
     Device,
@@ -66,117 +67,79 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.max_num_seqs + self.max_queued_requests
 
 
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
     """All that may be said of an engine, as flags and as keywords of `LLM(...)`. None: nothing is said."""
 
-    dtype: Annotated[
-        DType | None,
-        Flag(
-            "number format of weights and activations (default: the model's own)",
-            read=lambda text: DTYPES.get(text, text),
-            opens="engine",
-        ),
-    ] = None
-    device: Annotated[Device | None, Flag("default: cuda when there is one, else cpu")] = None
-    load_format: Annotated[LoadFormat | None, Flag("dummy: seeded random weights, for benchmarks")] = None
-    max_model_len: Annotated[
-        Count | None, Flag("tokens of prompt and answer (default: what model and memory allow)", "N", read=count)
-    ] = None
-    max_num_seqs: Annotated[Count | None, Flag("sequences computed at a time (default: 256)", "N")] = None
-    max_num_batched_tokens: Annotated[Count | None, Flag("tokens computed per step (default: 2048)", "N")] = None
-    max_queued_requests: Annotated[int | None, Flag("beyond this many, requests get 429 (default: 4096)", "N")] = None
+    dtype: DType | None = flag(
+        "number format of weights and activations (default: the model's own)",
+        read=lambda text: DTYPES.get(text, text),
+        opens="engine",
+    )
+    device: Device | None = flag("default: cuda when there is one, else cpu")
+    load_format: LoadFormat | None = flag("dummy: seeded random weights, for benchmarks")
+    max_model_len: Count | None = flag(
+        "tokens of prompt and answer (default: what model and memory allow)", "N", read=count
+    )
+    max_num_seqs: Count | None = flag("sequences computed at a time (default: 256)", "N")
+    max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048)", "N")
+    max_queued_requests: int | None = flag("beyond this many, requests get 429 (default: 4096)", "N")
     patience_s: float | None = None
-    block_size: Annotated[Count | None, Flag("tokens per KV block (default: 16)", "N")] = None
-    enable_prefix_caching: Annotated[
-        bool | None,
-        Flag("keep finished blocks for later requests with the same beginning (default: on)", has_off=True),
-    ] = None
-    speculative_config: Annotated[
-        SpeculativeConfig | None,
-        Flag(
-            'compute tokens that followed the same text before ahead of sampling them, like {"method": "ngram", '
-            '"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4} (default: off)',
-            "JSON",
-        ),
-    ] = None
-    enforce_eager: Annotated[bool | None, Flag("no CUDA graphs; kernels are warmed up all the same")] = None
-    seed: Annotated[
-        int | None, Flag("for requests without a seed of their own, and for dummy weights (default: none, and 0)", "N")
-    ] = None
-    hf_overrides: Annotated[dict[str, Any] | None, Flag("entries of the model's config.json to replace", "JSON")] = None
-    kv_cache_dtype: Annotated[
-        KvDType | None,
-        Flag(
-            "fp8 (or fp8_e4m3): keys and values in eight bits, on GPUs of compute capability 8.9 and later "
-            "(default: auto, the model's own)",
-            opens="memory",
-        ),
-    ] = None
-    kv_cache_bytes: Annotated[
-        Count | None,
-        Flag(
-            "memory for the KV cache, like 8GiB",
-            "SIZE",
-            ("--kv-cache-bytes", "--kv-cache-memory-bytes"),
-            read=size_bytes,
-        ),
-    ] = None
-    kv_host_bytes: Annotated[
-        Count | None,
-        Flag(
-            "memory of the host for KV blocks that the cache has no room for (default: none)", "SIZE", read=size_bytes
-        ),
-    ] = None
-    kv_disk_path: Annotated[
-        str | None, Flag("directory for KV blocks that outlive the host's memory and a restart", "DIR")
-    ] = None
-    kv_disk_bytes: Annotated[
-        Count | None, Flag("what they may take there; with --kv-disk-path", "SIZE", read=size_bytes)
-    ] = None
-    kv_peers: Annotated[
-        tuple[str, ...] | None,
-        Flag(
-            "read KV blocks also from the engine that listens there; repeat for more than one",
-            "HOST:PORT",
-            ("--kv-peer",),
-        ),
-    ] = None
-    kv_peer_listen: Annotated[
-        str | None, Flag("give KV blocks to other engines here; rank r at PORT + r", "HOST:PORT")
-    ] = None
-    kv_peer_secret_file: Annotated[
-        str | None,
-        Flag(
-            f"what engines that share blocks all know; else {SECRET_VARIABLE} in the environment. "
-            "Without it, peers must be on this machine's loopback",
-            "FILE",
-        ),
-    ] = None
-    gpu_memory_utilization: Annotated[
-        Annotated[float, Meta(gt=0, le=1)] | None,
-        Flag("share of the GPU to use when no size is given (default: 0.9)", "F"),
-    ] = None
-    enable_expert_parallel: Annotated[
-        bool | None, Flag("share out whole experts between the ranks, not slices of each", opens="ranks")
-    ] = None
-    enable_eplb: Annotated[bool | None, Flag("move experts between ranks as their load changes")] = None
-    eplb_config: Annotated[
-        EplbConfig | None, Flag('like {"window": 1000, "interval": 3000, "redundant_experts": 32}', "JSON")
-    ] = None
-    tensor_parallel_size: Annotated[
-        Count | None, Flag("ranks (GPUs) to split the model over", "N", ("--tensor-parallel-size", "-tp"))
-    ] = None
-    executor: Annotated[
-        ExecutorKind | None,
-        Flag(
-            "in the engine core's process, in one process per rank, or on a running Ray cluster "
-            "(default: auto, by the number of ranks)",
-            choices=("auto", "uniproc", "multiproc", "ray"),
-        ),
-    ] = None
-    ray_allow_open_dashboard: Annotated[
-        bool | None, Flag("use a Ray cluster also where its dashboard takes jobs from the network")
-    ] = None
+    block_size: Count | None = flag("tokens per KV block (default: 16)", "N")
+    enable_prefix_caching: bool | None = flag(
+        "keep finished blocks for later requests with the same beginning (default: on)", has_off=True
+    )
+    speculative_config: SpeculativeConfig | None = flag(
+        'compute tokens that followed the same text before ahead of sampling them, like {"method": "ngram", '
+        '"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4} (default: off)',
+        "JSON",
+    )
+    enforce_eager: bool | None = flag("no CUDA graphs; kernels are warmed up all the same")
+    seed: int | None = flag(
+        "for requests without a seed of their own, and for dummy weights (default: none, and 0)", "N"
+    )
+    hf_overrides: dict[str, Any] | None = flag("entries of the model's config.json to replace", "JSON")
+    kv_cache_dtype: KvDType | None = flag(
+        "fp8 (or fp8_e4m3): keys and values in eight bits, on GPUs of compute capability 8.9 and later "
+        "(default: auto, the model's own)",
+        opens="memory",
+    )
+    kv_cache_bytes: Count | None = flag(
+        "memory for the KV cache, like 8GiB", "SIZE", ("--kv-cache-bytes", "--kv-cache-memory-bytes"), read=size_bytes
+    )
+    kv_host_bytes: Count | None = flag(
+        "memory of the host for KV blocks that the cache has no room for (default: none)", "SIZE", read=size_bytes
+    )
+    kv_disk_path: str | None = flag("directory for KV blocks that outlive the host's memory and a restart", "DIR")
+    kv_disk_bytes: Count | None = flag("what they may take there; with --kv-disk-path", "SIZE", read=size_bytes)
+    kv_peers: tuple[str, ...] | None = flag(
+        "read KV blocks also from the engine that listens there; repeat for more than one", "HOST:PORT"
+    )
+    kv_peer_listen: str | None = flag("give KV blocks to other engines here; rank r at PORT + r", "HOST:PORT")
+    kv_peer_secret_file: str | None = flag(
+        f"what engines that share blocks all know; else {SECRET_VARIABLE} in the environment. "
+        "Without it, peers must be on this machine's loopback",
+        "FILE",
+    )
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = flag(
+        "share of the GPU to use when no size is given (default: 0.9)", "F"
+    )
+    enable_expert_parallel: bool | None = flag(
+        "share out whole experts between the ranks, not slices of each", opens="ranks"
+    )
+    enable_eplb: bool | None = flag("move experts between ranks as their load changes")
+    eplb_config: EplbConfig | None = flag('like {"window": 1000, "interval": 3000, "redundant_experts": 32}', "JSON")
+    tensor_parallel_size: Count | None = flag(
+        "ranks (GPUs) to split the model over", "N", ("--tensor-parallel-size", "-tp")
+    )
+    executor: ExecutorKind | None = flag(
+        "in the engine core's process, in one process per rank, or on a running Ray cluster "
+        "(default: auto, by the number of ranks)",
+        choices=("auto", "uniproc", "multiproc", "ray"),
+    )
+    ray_allow_open_dashboard: bool | None = flag(
+        "use a Ray cluster also where its dashboard takes jobs from the network"
+    )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -197,7 +160,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def option_names() -> set[str]:
     """What `engine_config` takes."""
-    return {*EngineOptions.__struct_fields__, "kv_cache_memory_bytes"}
+    return {*EngineOptions.__dataclass_fields__, "kv_cache_memory_bytes"}
 
 
 def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:

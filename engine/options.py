@@ -1,18 +1,31 @@
-"""Options, declared once: on the fields of the structs that configure an engine, a server and a router.
+"""Options, declared once: on the fields of the dataclasses that say how an engine, a server or a router runs.
 
-    max_num_seqs: Annotated[int, Meta(ge=1), Flag("sequences computed at a time", "N")] = 256
+    max_num_seqs: Count = flag("sequences computed at a time (default: %(default)s)", "N", default=256)
 
-Type, limits and `Flag` together are the flag on the command line with its help, the check of a keyword of `LLM(...)`,
-the key in a deployment's file and the line in docs/configuration.md. What several options must keep to together is
-checked where they are resolved.
+The type with its limits and `flag` together are the flag on the command line with its help, the check of a keyword of
+`LLM(...)`, the key in a deployment's file and the line in docs/configuration.md. What several options must keep to
+together is checked where they are resolved.
 """
 
 import argparse
+import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
@@ -22,17 +35,25 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 # More than thirty years is a mistake, and so is infinity.
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
-SecondsOrNone = Annotated[float, Meta(ge=0, le=1e9)]  # 0: do not wait
+Delay = Annotated[float, Meta(ge=0, le=1e9)]
 
-S = TypeVar("S", bound=msgspec.Struct)
+
+class Declared(Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+T = TypeVar("T")
+D = TypeVar("D", bound=Declared)
 
 
 class Flag(NamedTuple):
-    """What the command line says of a field. Without one, a field is no option there."""
+    """What the command line says of a field."""
 
     help: str  # %(default)s is the field's
     metavar: str | None = None
-    names: tuple[str, ...] = ()  # where they are not the field's own name
+    names: tuple[str, ...] = ()  # where the field's own name does not give them
     choices: tuple[str, ...] = ()  # where the type does not list them
     read: Callable[[str], Any] | None = None  # what a text stands for; ValueError: for nothing
     has_off: bool = False  # a switch that --no-… turns off
@@ -40,15 +61,22 @@ class Flag(NamedTuple):
     opens: str = ""  # the title of a group in the help, for this option and those that follow
 
 
+def flag(*said: Any, default: Any = None, **more: Any) -> Any:
+    """A field with a flag; the arguments are those of `Flag`."""
+    return dataclasses.field(default=default, metadata={"flag": Flag(*said, **more)})
+
+
 class Option(NamedTuple):
     name: str  # of the field
-    kind: Any  # its type, without what is said about it and without None
+    kind: Any  # its type, without its limits and without None
     default: Any
     flag: Flag
 
     @property
     def words(self) -> tuple[str, ...]:
-        return self.flag.names or ("--" + self.name.replace("_", "-"),)
+        """By its name, without the unit, and in the singular where each value has a flag of its own."""
+        name = self.name.removesuffix("_s").replace("_", "-")
+        return self.flag.names or (f"--{name.removesuffix('s') if self.is_list else name}",)
 
     @property
     def is_switch(self) -> bool:
@@ -60,34 +88,31 @@ class Option(NamedTuple):
 
     def settings(self) -> dict[str, Any]:
         """Of `add_argument`."""
-        flag = self.flag
+        flag, kind = self.flag, self.kind
         if self.is_switch:
             return {"action": argparse.BooleanOptionalAction if flag.has_off else "store_true"}
-        found: dict[str, Any] = {"metavar": flag.metavar}
-        if flag.choices or get_origin(self.kind) is Literal:
-            found = {"choices": flag.choices or get_args(self.kind)}
-        read = flag.read or (self.kind if self.kind in (int, float) else None)
-        if self.kind is dict or get_origin(self.kind) is dict or isinstance(self.kind, type(msgspec.Struct)):
-            read = json_object
+        if choices := flag.choices or (get_args(kind) if get_origin(kind) is Literal else ()):
+            return {"choices": choices, "type": flag.read}
+        settings: dict[str, Any] = {"metavar": flag.metavar}
         if self.is_list:
-            found |= {"nargs": "+"} if flag.takes_several else {"action": "extend" if flag.read else "append"}
-        return found if read is None else {**found, "type": read if read in (int, float) else _complaining(read)}
+            settings |= {"nargs": "+"} if flag.takes_several else {"action": "extend" if flag.read else "append"}
+        is_object = get_origin(kind) is dict or isinstance(kind, type(msgspec.Struct))
+        read = flag.read or (json_object if is_object else None)
+        return {**settings, "type": _complaining(read) if read else kind if kind in (int, float) else None}
 
 
-def options_of(kind: type[msgspec.Struct]) -> Iterator[Option]:
-    """Those of a struct, and of the structs within it that have some."""
+def options_of(kind: type[Declared]) -> Iterator[Option]:
+    """Those of a dataclass, and of the ones within it."""
     hints = get_type_hints(kind, include_extras=True)
-    for field in msgspec.structs.fields(kind):
-        flag = next((said for said in getattr(hints[field.name], "__metadata__", ()) if isinstance(said, Flag)), None)
+    for field in dataclasses.fields(kind):
         plain = _plain(hints[field.name])
-        if flag is not None:
-            default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
-            yield Option(field.name, plain, default, flag)
-        elif isinstance(plain, type(msgspec.Struct)):
+        if "flag" in field.metadata:
+            yield Option(field.name, plain, field.default, field.metadata["flag"])
+        elif dataclasses.is_dataclass(plain):
             yield from options_of(plain)
 
 
-def add_options(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:
+def add_options(parser: argparse.ArgumentParser, kind: type[Declared]) -> None:
     """A flag for each option."""
     add = parser.add_argument
     for option in options_of(kind):
@@ -97,28 +122,28 @@ def add_options(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> 
         add(*option.words, dest=option.name, default=default, help=option.flag.help, **option.settings())
 
 
-def given_options(args: argparse.Namespace, kind: type[msgspec.Struct]) -> dict[str, Any]:
+def given_options(args: argparse.Namespace, kind: type[Declared]) -> dict[str, Any]:
     """What the command line says of a struct's own options; None is nothing."""
     values = {option.name: getattr(args, option.name, None) for option in options_of(kind)}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def built(args: argparse.Namespace, kind: type[S], **others: Any) -> S:
-    """The struct, and those within it, as the command line says. Nothing is checked yet."""
+def built(args: argparse.Namespace, kind: type[D], **others: Any) -> D:
+    """The dataclass, and those within it, as the command line says. Nothing is checked yet."""
     values: dict[str, Any] = {}
-    for field in msgspec.structs.fields(kind):
+    for field in dataclasses.fields(kind):
         if (value := getattr(args, field.name, None)) not in (None, []):
             values[field.name] = tuple(value) if isinstance(value, list) else value
-        elif isinstance(field.default, msgspec.Struct):
+        elif dataclasses.is_dataclass(field.default):
             values[field.name] = built(args, type(field.default))
     return kind(**{**values, **others})
 
 
-def check(config: msgspec.Struct) -> None:
+def check(config: Declared) -> None:
     """Every field has its type and keeps to its limits; ValueError names the field, the value and the limit."""
-    values = {name: getattr(config, name) for name in config.__struct_fields__}
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for value in values.values():
-        if isinstance(value, msgspec.Struct):
+        if dataclasses.is_dataclass(value):
             check(value)
     converted(msgspec.to_builtins(values), type(config))
     for option in options_of(type(config)):
@@ -126,23 +151,21 @@ def check(config: msgspec.Struct) -> None:
             raise ValueError(f"{option.name}: {value!r} is not known; {', '.join(option.flag.choices)} are")
 
 
-def converted(values: Mapping[str, Any], kind: type[S]) -> S:
-    """A struct of plain data; ValueError as of `check`."""
+def converted(values: Mapping[str, Any], kind: type[T]) -> T:
+    """An object of plain data; ValueError as of `check`."""
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         what, _, path = str(error).replace(" | null`", "`").partition(" - at `$.")
-        if not path:
-            raise ValueError(what) from None
-        value: Any = values
         name = path.rstrip("`").partition("[")[0]
+        value: Any = values
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         what = what if " given; " in what else f"{value!r} given; {what[0].lower()}{what[1:]}"
         raise ValueError(f"{name}: {what}") from None
 
 
-def meant(values: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+def meant(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
     """Texts as the flags read them: a keyword may say '8GiB' too."""
     found = dict(values)
     for option in options_of(kind):

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -10,7 +11,7 @@ from msgspec import Meta
 
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
-from penstock.engine.options import Count, Flag, Port, Seconds, SecondsOrNone, Share, check
+from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 ADMIN_KEY_VARIABLE = "PENSTOCK_ADMIN_API_KEY"
@@ -23,18 +24,19 @@ class RouteError(ValueError):
     """An option of the router cannot be used as given; the message names it."""
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Patience:
     """How long the router waits for replicas, and how much failing it makes up for."""
 
     connect_s: Seconds = 2.0
     # Without a byte from the replica: a queue may be long, a dead one shows by its probe.
-    response_s: Annotated[Seconds, Flag("without a byte of an answer", "S", ("--response-timeout",))] = 600.0
-    probe_interval_s: Annotated[Seconds, Flag("default: %(default)g", "S", ("--probe-interval",))] = 0.5
+    response_s: Seconds = flag("without a byte of an answer", "S", ("--response-timeout",), default=600.0)
+    probe_interval_s: Seconds = flag("default: %(default)g", "S", default=0.5)
     probe_timeout_s: Seconds = 1.0
-    retry_share: Annotated[Share, Flag("retries per request", "X")] = 0.15  # over time; see router/fleet/budget.py
+    retry_share: Share = flag("retries per request", "X", default=0.15)  # over time; see router/fleet/budget.py
     # Of a model's replicas that misbehaviour may take out; the dead are always out.
-    max_ejected_share: Annotated[Share, Flag("of the replicas", "X")] = 0.5
-    drain_s: Annotated[SecondsOrNone, Flag("default: %(default)g", "S", ("--drain-timeout",))] = 30.0
+    max_ejected_share: Share = flag("of the replicas", "X", default=0.5)
+    drain_s: Delay = flag("default: %(default)g", "S", ("--drain-timeout",), default=30.0)
 
 
 class Prefill(msgspec.Struct, frozen=True):
@@ -59,32 +61,25 @@ class Prefill(msgspec.Struct, frozen=True):
         return Prefill(canonical_url(self.url, "prefill"), self.peer)
 
 
-class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
     # Who answers: with `prefills` these are the decode replicas.
-    backends: Annotated[
-        tuple[str, ...], Flag("a replica, http://HOST:PORT; repeat for each", "URL", ("--backend",))
-    ] = ()
+    backends: tuple[str, ...] = flag("a replica, http://HOST:PORT; repeat for each", "URL", default=())
     prefills: tuple[Prefill, ...] = ()
-    prefill_threshold: Annotated[
-        Count, Flag("uncached tokens from which a prompt is computed at --prefill (default: 512)", "N")
-    ] = 512
-    host: Annotated[str, Flag("address to listen on (default: %(default)s, this machine only)")] = "127.0.0.1"
-    port: Annotated[Port, Flag("0 takes any free port (default: %(default)s)")] = 8080
-    workers: Annotated[int, Meta(ge=1, le=256), Flag("processes that share the port", "N")] = 1
-    policy: Annotated[PolicyName, Flag("default: %(default)s")] = "predicted-ttft"
+    prefill_threshold: Count = flag(
+        "uncached tokens from which a prompt is computed at --prefill (default: 512)", "N", default=512
+    )
+    host: str = flag("address to listen on (default: %(default)s, this machine only)", default="127.0.0.1")
+    port: Port = flag("0 takes any free port (default: %(default)s)", default=8080)
+    workers: Annotated[int, Meta(ge=1, le=256)] = flag("processes that share the port", "N", default=1)
+    policy: PolicyName = flag("default: %(default)s", default="predicted-ttft")
     # None: no tokens, byte prefixes.
-    tokenizer: Annotated[
-        str | None, Flag("the replicas' model, for its tokenizer: hub name, folder or .gguf file", "MODEL")
-    ] = None
-    chat_template: Annotated[str | None, Flag("as the replicas were given, if they were", "FILE")] = None
-    api_keys: Annotated[
-        tuple[str, ...], Flag("ask clients for this key; repeat for several", "KEY", ("--api-key",))
-    ] = ()
-    admin_api_keys: Annotated[
-        tuple[str, ...], Flag("a client with this key may change the fleet", "KEY", ("--admin-api-key",))
-    ] = ()
-    backend_api_key: Annotated[str | None, Flag("the key that the replicas ask for", "KEY")] = None
-    max_requests: Annotated[Count, Flag("in flight at one replica", "N")] = 512
+    tokenizer: str | None = flag("the replicas' model, for its tokenizer: hub name, folder or .gguf file", "MODEL")
+    chat_template: str | None = flag("as the replicas were given, if they were", "FILE")
+    api_keys: tuple[str, ...] = flag("ask clients for this key; repeat for several", "KEY", default=())
+    admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())
+    backend_api_key: str | None = flag("the key that the replicas ask for", "KEY")
+    max_requests: Count = flag("in flight at one replica", "N", default=512)
     limits: Limits = Limits()
     patience: Patience = Patience()
 
@@ -111,7 +106,7 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
     urls = tuple(canonical_url(url) for url in config.backends)
     prefills = tuple(each.check() for each in config.prefills)
     _check_once(urls, prefills)
-    return msgspec.structs.replace(
+    return replace(
         config,
         backends=urls,
         prefills=prefills,

@@ -162,7 +162,7 @@ def test_only_options_that_were_given_reach_the_engine():
 def test_all_that_an_engine_can_be_configured_with_is_an_option_and_the_help_knows_its_default() -> None:
     executor, scheduler = ExecutorConfig(), SchedulerConfig()
     fields = {*executor.__struct_fields__, *scheduler.__struct_fields__} - {"model", "kind"}
-    assert {*EngineOptions.__struct_fields__} - {"executor"} == fields
+    assert {*EngineOptions.__dataclass_fields__} - {"executor"} == fields
     said = {option.name: re.search(r"default: (\d[\d.]*)\)", option.flag.help) for option in options_of(EngineOptions)}
     named = {name: float(found[1]) for name, found in said.items() if found is not None}
     assert len(named) >= 5

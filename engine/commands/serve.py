@@ -8,14 +8,13 @@ import os
 import signal
 import sys
 import time
-from typing import Annotated, Any, Literal
-
-import msgspec
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from penstock.engine.config import ConfigError, EngineConfig, EngineOptions, add_engine_options, engine_config
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
-from penstock.engine.options import Flag, Option, add_options, built, given_options, options_of
+from penstock.engine.options import Option, add_options, built, flag, given_options, options_of
 from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
 from penstock.engine.text.template import load_template
 from penstock.engine.text.tokenizer import load_tokenizer
@@ -23,16 +22,17 @@ from penstock.engine.vllm_options import vllm_options
 from penstock.executor.protocol import ModelInfo
 
 
-class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
     """What of a model's files is used, and how."""
 
-    chat_template: Annotated[str | None, Flag("a Jinja chat template in place of the model's own", "FILE")] = None
-    revision: Annotated[str | None, Flag("of a model from the hub: a branch, tag or commit", "REV")] = None
-    generation_config: Annotated[
-        Literal["auto", "vllm"],
-        Flag("where a request says nothing, sample as the model's authors recommend, or as OpenAI does (vllm)"),
-    ] = "auto"
-    override_generation_config: Annotated[dict[str, Any], Flag('over that, like {"temperature": 0.5}', "JSON")] = {}
+    chat_template: str | None = flag("a Jinja chat template in place of the model's own", "FILE")
+    revision: str | None = flag("of a model from the hub: a branch, tag or commit", "REV")
+    generation_config: Literal["auto", "vllm"] = flag(
+        "where a request says nothing, sample as the model's authors recommend, or as OpenAI does (vllm)",
+        default="auto",
+    )
+    override_generation_config: dict[str, Any] | None = flag('over that, like {"temperature": 0.5}', "JSON")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
         args,
         ServerConfig,
         served_model_names=tuple(args.served_model_names or (name,)),
-        default_sampling=recommended | args.override_generation_config,
+        default_sampling=recommended | (args.override_generation_config or {}),
     )
     try:
         return resolve(config, os.environ)

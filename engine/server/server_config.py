@@ -2,14 +2,15 @@
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
 from penstock.engine.front.submit import Pooling
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
-from penstock.engine.options import Flag, Port, SecondsOrNone, check
+from penstock.engine.options import Delay, Port, check, flag
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tools import formats, thinking
 
@@ -28,61 +29,56 @@ def _origins(text: str) -> list[str]:
         raise ValueError(f"not a JSON list of texts: {error}") from None
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    host: Annotated[str, Flag("address to listen on (default: %(default)s, this machine only)", opens="server")] = (
-        "127.0.0.1"
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    host: str = flag(
+        "address to listen on (default: %(default)s, this machine only)", opens="server", default="127.0.0.1"
     )
-    port: Annotated[Port, Flag("0 takes any free port (default: %(default)s)")] = 8000
-    api_keys: Annotated[tuple[str, ...], Flag("ask for this key; repeat for more than one", "KEY", ("--api-key",))] = ()
+    port: Port = flag("0 takes any free port (default: %(default)s)", default=8000)
+    api_keys: tuple[str, ...] = flag("ask for this key; repeat for more than one", "KEY", default=())
     # The first one stands in answers and metrics.
-    served_model_names: Annotated[
-        tuple[str, ...],
-        Flag(
-            "what the API calls the model (default: its own name)", "NAME", ("--served-model-name",), takes_several=True
-        ),
-    ] = ("default",)
-    default_sampling: dict[str, Any] = {}  # from generation_config.json: used where a request says nothing
+    served_model_names: tuple[str, ...] = flag(
+        "what the API calls the model (default: its own name)",
+        "NAME",
+        takes_several=True,
+        default=("default",),
+    )
+    default_sampling: dict[str, Any] = field(
+        default_factory=dict
+    )  # from generation_config.json: used where a request says nothing
     seed: int | None = None  # for requests without one of their own
-    allowed_origins: Annotated[
-        tuple[str, ...],
-        Flag(
-            "web pages from there may ask (CORS), like https://app.example, or * for all; repeat, or give a JSON list "
-            "(default: none)",
-            "ORIGIN",
-            read=_origins,
-        ),
-    ] = ()
-    pooling: Annotated[Pooling, Flag("of embeddings (default: %(default)s)")] = "last"
-    tool_call_parser: Annotated[
-        str,
-        Flag(
-            "the format in which the model writes tool calls (default: %(default)s, as its chat template does)",
-            choices=TOOL_CALL_PARSERS,
-        ),
-    ] = "auto"
-    reasoning_parser: Annotated[
-        str,
-        Flag(
-            "the marks around the model's reasoning (default: %(default)s, as in its chat template)",
-            choices=REASONING_PARSERS,
-        ),
-    ] = "auto"
-    constrain_auto_tools: Annotated[
-        bool, Flag("hold optional tool calls to their schema by a grammar (default: on)", has_off=True)
-    ] = True
-    coerce_one_of: Annotated[  # in every request, as StructuredOutputs.coerce_one_of in one
-        bool,
-        Flag(
-            "take a oneOf whose schemas may hold for the same value for anyOf, in place of refusing it (default: off)",
-            has_off=True,
-        ),
-    ] = False
-    max_logprobs: Annotated[int, Flag("limit (default: %(default)s)", "N")] = MAX_LOGPROBS
+    allowed_origins: tuple[str, ...] = flag(
+        "web pages from there may ask (CORS), like https://app.example, or * for all; repeat, or give a JSON list "
+        "(default: none)",
+        "ORIGIN",
+        ("--allowed-origins",),
+        read=_origins,
+        default=(),
+    )
+    pooling: Pooling = flag("of embeddings (default: %(default)s)", default="last")
+    tool_call_parser: str = flag(
+        "the format in which the model writes tool calls (default: %(default)s, as its chat template does)",
+        choices=TOOL_CALL_PARSERS,
+        default="auto",
+    )
+    reasoning_parser: str = flag(
+        "the marks around the model's reasoning (default: %(default)s, as in its chat template)",
+        choices=REASONING_PARSERS,
+        default="auto",
+    )
+    constrain_auto_tools: bool = flag(
+        "hold optional tool calls to their schema by a grammar (default: on)", has_off=True, default=True
+    )
+    coerce_one_of: bool = flag(
+        "take a oneOf whose schemas may hold for the same value for anyOf, in place of refusing it (default: off)",
+        has_off=True,
+        default=False,
+    )
+    max_logprobs: int = flag("limit (default: %(default)s)", "N", default=MAX_LOGPROBS)
     limits: Limits = Limits()
-    drain_timeout_s: Annotated[
-        SecondsOrNone,
-        Flag("how long a stop waits for running requests (default: %(default)g)", "S", ("--drain-timeout",)),
-    ] = 30.0
+    drain_timeout_s: Delay = flag(
+        "how long a stop waits for running requests (default: %(default)g)", "S", default=30.0
+    )
 
 
 def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
@@ -104,4 +100,4 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     if unknown:
         raise ValueError(f"default_sampling: {sorted(unknown)[0]!r} cannot have a default")
     SamplingParams(**config.default_sampling).check(vocab_size=1)
-    return msgspec.structs.replace(config, api_keys=keys)
+    return replace(config, api_keys=keys)

@@ -69,7 +69,7 @@ def running(
 ) -> Iterator[Running]:
     tokenizer = tokenizer or byte_tokenizer()
     engine = engine or FakeEngine(tokenizer=tokenizer)
-    limits = Limits(**{name: settings.pop(name) for name in Limits.__struct_fields__ if name in settings})
+    limits = Limits(**{name: settings.pop(name) for name in Limits.__dataclass_fields__ if name in settings})
     config = resolve(ServerConfig(**{"port": 0, "served_model_names": (MODEL,), "limits": limits, **settings}), {})
     started: list[Running] = []
     is_up, stop = threading.Event(), asyncio.Event()
