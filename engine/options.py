@@ -108,7 +108,7 @@ def options_of(kind: type[Declared]) -> Iterator[Option]:
         plain = _plain(hints[field.name])
         if "flag" in field.metadata:
             yield Option(field.name, plain, field.default, field.metadata["flag"])
-        elif dataclasses.is_dataclass(plain):
+        elif isinstance(plain, type) and dataclasses.is_dataclass(plain):
             yield from options_of(plain)
 
 
@@ -134,7 +134,7 @@ def built(args: argparse.Namespace, kind: type[D], **others: Any) -> D:
     for field in dataclasses.fields(kind):
         if (value := getattr(args, field.name, None)) not in (None, []):
             values[field.name] = tuple(value) if isinstance(value, list) else value
-        elif dataclasses.is_dataclass(field.default):
+        elif dataclasses.is_dataclass(field.default) and not isinstance(field.default, type):
             values[field.name] = built(args, type(field.default))
     return kind(**{**values, **others})
 
@@ -143,7 +143,7 @@ def check(config: Declared) -> None:
     """Every field has its type and keeps to its limits; ValueError names the field, the value and the limit."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for value in values.values():
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             check(value)
     converted(msgspec.to_builtins(values), type(config))
     for option in options_of(type(config)):

@@ -29,14 +29,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_version_and_the_commands_are_shown():
+def test_the_version_and_the_commands_are_shown() -> None:
     assert run("--version").stdout.strip() == f"penstock {__version__}"
     shown = run("--help").stdout
     assert all(command in shown for command in ("serve", "deploy", "bench", "export"))
 
 
-def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(monkeypatch, capsys):
-    def load():
+def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setitem(cli._COMMANDS, "serve", ("", load))
@@ -45,7 +47,7 @@ def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(monk
 
 
 @pytest.mark.parametrize("command", ["serve", "deploy", "bench", "export"])
-def test_every_command_has_help(command: str):
+def test_every_command_has_help(command: str) -> None:
     result = run(command, "--help")
     assert result.returncode == 0 and f"usage: penstock {command}" in result.stdout
 
@@ -63,7 +65,9 @@ def test_every_command_has_help(command: str):
         (["export", "/nowhere", "-o", "/nowhere/else"], "there is no folder or .gguf file '/nowhere'"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_a_mistake_is_one_line_that_names_it(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     shown = capsys.readouterr().err
     assert message in shown and shown.startswith("penstock: ") and shown.count("\n") == 1
@@ -82,16 +86,16 @@ def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str,
         (["route", "--backand", "http://127.0.0.1:1"], "--backand: there is no such option; did you mean --backend?"),
     ],
 )
-def test_an_option_that_is_not_known_here_is_told_by_its_command_with_what_to_use(
+def test_an_option_that_is_not_known_here_is_named_by_its_command_with_what_to_use(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     shown = capsys.readouterr().err
     assert caught.value.code == 2 and message in shown and f"usage: penstock {arguments[0]}" in shown
 
 
-def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: pytest.CaptureFixture[str]):
+def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     flags = ["--enable-auto-tool-choice", "--trust-remote-code", "--uvicorn-log-level", "info", "--seed", "3"]
@@ -104,7 +108,7 @@ def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: 
 
 def test_every_option_of_vllm_in_the_tables_is_answered_on_the_command_line_and_in_python(
     capsys: pytest.CaptureFixture[str],
-):
+) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     serve.add_arguments(parser)
     for name in (*TAKEN, *REFUSED):
@@ -123,12 +127,12 @@ def test_every_option_of_vllm_in_the_tables_is_answered_on_the_command_line_and_
     assert not {*TAKEN, *REFUSED} & option_names()
 
 
-def test_no_command_shows_the_help():
+def test_no_command_shows_the_help() -> None:
     result = run()
     assert result.returncode == 2 and "commands:" in result.stderr and "serve" in result.stderr
 
 
-def test_an_unknown_command_lists_the_known_ones():
+def test_an_unknown_command_lists_the_known_ones() -> None:
     result = run("frob")
     assert result.returncode == 2 and "'serve', 'route', 'deploy', 'top', 'bench', 'cache', 'export'" in result.stderr
 
@@ -137,17 +141,17 @@ def test_an_unknown_command_lists_the_known_ones():
     ("text", "expected"),
     [("0", 0), ("512", 512), ("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("1.5g", 1_500_000_000), ("2 KiB", 2048)],
 )
-def test_sizes_are_read_with_their_units(text: str, expected: int):
+def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:
     assert size_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "8 gigs", "1e9", "8Gi iB"])
-def test_what_is_no_size_is_refused(text: str):
+def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size"):
         size_bytes(text)
 
 
-def test_only_options_that_were_given_reach_the_engine():
+def test_only_options_that_were_given_reach_the_engine() -> None:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     assert given_options(parser.parse_args([]), EngineOptions) == {}

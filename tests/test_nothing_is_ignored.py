@@ -1,6 +1,6 @@
 """No option and no keyword is ignored in silence: each is used, or documented as accepted without effect, or refused.
 
-Flags that end in a configuration have to change it; of what else can be said, somebody has to read the value.
+Flags that end in a configuration have to change it; of what else can be said, some code has to read the value.
 """
 
 import argparse
@@ -16,11 +16,12 @@ import pytest
 from penstock.cli import _COMMANDS
 from penstock.engine.commands import serve
 from penstock.engine.commands.bench.calls import SAMPLING
-from penstock.engine.config import ConfigError, SchedulerConfig, engine_config
+from penstock.engine.config import ConfigError, EngineOptions, SchedulerConfig, engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.front.submit import submissions
 from penstock.engine.model_files import ModelRefused, resolve_model
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.options import given_options
+from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server import requests as schema
 from penstock.engine.server.answers import _SHARED
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
@@ -72,8 +73,8 @@ def words(action: argparse.Action) -> list[str]:
         return [action.option_strings[0] if action.default is False else flag]
     if action.choices:
         return [flag, next(str(choice) for choice in action.choices if choice not in (action.default, "auto"))]
-    numbers = {int: "77", float: "0.77"}
-    return [flag, SAID.get(action.dest) or numbers.get(action.type, "1500")]  # type: ignore[arg-type]
+    numbers: dict[Any, str] = {int: "77", float: "0.77"}
+    return [flag, SAID.get(action.dest) or numbers.get(action.type, "1500")]
 
 
 def parsed(command: Any, given: list[str]) -> argparse.Namespace:
@@ -91,13 +92,15 @@ def actions_of(command: Any) -> list[argparse.Action]:
 def served(given: list[str]) -> tuple[Any, Any]:
     args = parsed(serve, given)
     return (
-        engine_config("model", serve.given_options(args, serve.EngineOptions)),
+        engine_config("model", given_options(args, EngineOptions)),
         serve.server_config(args, "model", {}),
     )
 
 
 @pytest.mark.parametrize("action", actions_of(serve), ids=lambda action: action.dest)
-def test_every_flag_of_serve_changes_what_is_served(action: argparse.Action, tmp_path: Path, monkeypatch) -> None:
+def test_every_flag_of_serve_changes_what_is_served(
+    action: argparse.Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if action.dest in OF_FILES:
         assert f"args.{action.dest}" in source("engine/commands/serve.py").split("def run")[1]
         return
@@ -150,7 +153,7 @@ def test_every_flag_of_the_other_commands_is_read(name: str) -> None:
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
             elif action.dest not in (*read, "executor"):
-                pytest.fail(f"nobody reads {action.option_strings or action.dest}")
+                pytest.fail(f"no code reads {action.option_strings or action.dest}")
 
 
 def test_every_command_is_walked() -> None:
@@ -223,7 +226,7 @@ REQUESTS = [
 
 @pytest.mark.parametrize("request_type", REQUESTS)
 def test_every_field_of_a_request_is_read(request_type: type[msgspec.Struct]) -> None:
-    loops = {"logprobs", *schema.StructuredOutputs.__struct_fields__}
+    loops = {"logprobs", *StructuredOutputs.__struct_fields__}
     named = ["add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "tools"]
     read = attributes("engine/server") | {*_SHARED, *loops, *named}
     assert {*request_type.__struct_fields__} <= read
@@ -253,7 +256,7 @@ PROMPT_PARTS = ("description", "function_call", "audio", "structures", "triggers
         ({"enable_prefix_caching": False, "kv_host_bytes": "1GiB"}, "kv_host_bytes"),
     ],
 )
-def test_an_option_that_nothing_reads_without_another_is_refused(given: dict, named: str) -> None:
+def test_an_option_that_nothing_reads_without_another_is_refused(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named}: given; "):
         engine_config("model", given)
 

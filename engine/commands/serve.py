@@ -85,7 +85,7 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
 
 
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
-    # starlette and uvicorn take a while to import: after the core process has been told to load.
+    # starlette and uvicorn take a while to import: do it once the core process has begun to load.
     started_s = time.monotonic()
     from penstock.engine.http.listen import bind_socket
 

@@ -1,7 +1,7 @@
 """Which schemas no finite value keeps to: those that require themselves. llguidance would write on without end.
 
 Of every definition the kinds of values that can be written to their end are found as a least fixed point. Where that
-cannot be told for sure, a schema is taken to have an end.
+cannot be decided, a schema is taken to have an end.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """A JSON schema as llguidance takes it: what the library would get wrong is rewritten or refused before it sees it.
 
 A schema is read by the meaning of its keywords, so data (enum, const, default) is never taken for schemas. Only what
-holds an answer to something is passed on; a keyword that nobody knows, llguidance's own options among them, says
+holds an answer to something is passed on; an unknown keyword, llguidance's own options among them, says
 nothing. Every schema that a `$ref` leads to is read too, and stands under `$defs` of what is passed on.
 
     rewritten   patterns (in ECMA's meaning, ecma.py), dates, times, host names, oneOf of schemas that exclude each
@@ -256,7 +256,7 @@ class _Document:
 
 
 def _plainly(schema: dict[str, Any]) -> dict[str, Any]:
-    """What stands beside a oneOf and may tell its schemas apart."""
+    """What stands beside a oneOf and may distinguish its schemas."""
     return {
         name: value
         for name, value in schema.items()
@@ -364,13 +364,13 @@ def _unique(value: Any, schema: dict[str, Any]) -> list[Any]:
     return []
 
 
-def _contains(value: Any, schema: dict[str, Any]) -> list[Any]:
+def _contains(_value: Any, schema: dict[str, Any]) -> list[Any]:
     if schema.get("minContains") == 0 and "maxContains" not in schema:
         return []
     raise _NotHeld("which items an array holds is not counted")
 
 
-def _not(value: Any, schema: dict[str, Any]) -> list[Any]:
+def _not(value: Any, _schema: dict[str, Any]) -> list[Any]:
     found = opposite(value)
     if found is None:
         raise _NotHeld("only simple schemas have an opposite here")
@@ -386,7 +386,7 @@ def _if(value: Any, schema: dict[str, Any]) -> list[Any]:
     return [{"anyOf": [{"allOf": [value, schema.get("then", True)]}, {"allOf": [found, schema.get("else", True)]}]}]
 
 
-def _property_names(value: Any, schema: dict[str, Any]) -> list[Any]:
+def _property_names(value: Any, _schema: dict[str, Any]) -> list[Any]:
     if value is False:
         return [{"maxProperties": 0}]
     given = {} if value is True else {name: inner for name, inner in value.items() if name in _OF_NAMES}
@@ -407,7 +407,7 @@ def _property_names(value: Any, schema: dict[str, Any]) -> list[Any]:
     return found
 
 
-def _dependencies(value: Any, schema: dict[str, Any]) -> list[Any]:
+def _dependencies(value: Any, _schema: dict[str, Any]) -> list[Any]:
     if len(value) > MAX_DEPENDENCIES:
         raise _NotHeld(f"at most {MAX_DEPENDENCIES} dependencies are held")
     return [
@@ -433,12 +433,11 @@ def _unevaluated_items(value: Any, schema: dict[str, Any]) -> list[Any]:
     return [{"prefixItems": [True] * len(schema.get("prefixItems", ())), "items": value}]
 
 
-def _unknown_beforehand(value: Any, schema: dict[str, Any]) -> list[Any]:
-    raise _NotHeld("what it leads to is not known beforehand")
+def _never(why: str) -> Callable[[Any, dict[str, Any]], list[Any]]:
+    def refuse(_value: Any, _schema: dict[str, Any]) -> list[Any]:
+        raise _NotHeld(why)
 
-
-def _of_draft_3(value: Any, schema: dict[str, Any]) -> list[Any]:
-    raise _NotHeld("draft 3 is not known")
+    return refuse
 
 
 _REWRITTEN: dict[str, Callable[[Any, dict[str, Any]], list[Any]]] = {
@@ -452,7 +451,6 @@ _REWRITTEN: dict[str, Callable[[Any, dict[str, Any]], list[Any]]] = {
     "dependentSchemas": _dependencies,
     "unevaluatedProperties": _unevaluated_properties,
     "unevaluatedItems": _unevaluated_items,
-    "$dynamicRef": _unknown_beforehand,
-    "$recursiveRef": _unknown_beforehand,
-    **dict.fromkeys(("extends", "disallow", "divisibleBy"), _of_draft_3),
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef"), _never("what it leads to is not known beforehand")),
+    **dict.fromkeys(("extends", "disallow", "divisibleBy"), _never("draft 3 is not known")),
 }

@@ -1,6 +1,6 @@
 """What a JSON schema rules out: its exact opposite as a schema, and whether two of them can hold the same value.
 
-Both answer for simple forms only. None, or False, means that it could not be told, never a guess.
+Both answer for simple forms only. None, or False, means that it could not be decided, never a guess.
 """
 
 import json
@@ -38,14 +38,14 @@ def opposite(schema: Any, depth: int = 0) -> Any:
     options = []
     for keyword, value in schema.items():
         if keyword not in _ANNOTATIONS:
-            option = _opposite_of(keyword, value, schema, depth + 1)
+            option = _opposite_of(keyword, value, depth + 1)
             if option is None:
                 return None
             options.append(option)
     return options[0] if len(options) == 1 else {"anyOf": options} if options else False
 
 
-def _opposite_of(keyword: str, value: Any, schema: dict[str, Any], depth: int) -> Any:
+def _opposite_of(keyword: str, value: Any, depth: int) -> Any:
     if keyword == "type":
         given = _names([value] if isinstance(value, str) else value)
         others = [name for name in TYPES if name not in given]

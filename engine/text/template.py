@@ -1,7 +1,7 @@
 """Chat templates: from a conversation to the text that the model was trained to continue.
 
 The sources come with the model or from the operator's command line, never from a request. They render in
-engine/text/sandbox.py; what a template raises, and where it fails on the messages it was given, the user is told
+engine/text/sandbox.py; what a template raises, and where it fails on the messages it was given, is reported
 as a fault of `messages`.
 """
 

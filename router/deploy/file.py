@@ -71,7 +71,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     surge: Count = 1  # replicas beyond `count` while it lasts
     max_unavailable: Count = 0  # how many fewer than `count` may answer while it lasts
     ready_s: Seconds = 600.0  # from the start of a replica to its first word that it is ready
-    drain_s: Seconds = 30.0  # for requests under way at a replica that leaves
+    drain_s: Seconds = 30.0  # for requests in flight at a replica that leaves
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):

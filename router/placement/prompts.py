@@ -72,7 +72,7 @@ class Asked(msgspec.Struct):
 
 
 class ToRender(msgspec.Struct):
-    """Of a chat, what its template is told."""
+    """Of a chat, what its template is given."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool | None = None

@@ -44,7 +44,8 @@ def _run(arguments: list[str]) -> int:
         return 2
     if unknown:
         _refuse(commands.choices[args.command], unknown)
-    return args.run(args)
+    code: int = args.run(args)
+    return code
 
 
 def _refuse(command: argparse.ArgumentParser, unknown: list[str]) -> None:

@@ -55,7 +55,7 @@ def _add_traffic(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="1: Poisson arrivals; less: bursts; more: more even (default: 1)",
     )
-    add("--max-concurrency", type=int, metavar="N", help="hold requests back while this many are under way")
+    add("--max-concurrency", type=int, metavar="N", help="hold requests back while this many are in flight")
     add("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate change over the requests")
     add("--ramp-up-start-rps", type=float, metavar="R", help="requests per second at the first")
     add("--ramp-up-end-rps", type=float, metavar="R", help="and at the last")

@@ -124,7 +124,7 @@ def measure(
             stop(server)
 
 
-def _poll(server: subprocess.Popen, port: int, method: str, path: str, body: Any, deadline: float) -> Any:
+def _poll(server: "subprocess.Popen[bytes]", port: int, method: str, path: str, body: Any, deadline: float) -> Any:
     """Ask until it is answered with 200. What a server says while it loads (refusals, 404, 503) is not final."""
     last = "nothing listens"
     while time.perf_counter() < deadline:
@@ -149,7 +149,7 @@ def _poll(server: subprocess.Popen, port: int, method: str, path: str, body: Any
     raise StartupError(f"{path} was not answered: {last}")
 
 
-def stop(server: subprocess.Popen) -> None:
+def stop(server: "subprocess.Popen[bytes]") -> None:
     """End the server and whatever it started."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -166,7 +166,8 @@ def stop(server: subprocess.Popen) -> None:
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+        port: int = sock.getsockname()[1]
+        return port
 
 
 def _tail(log: bytes) -> str:

@@ -138,7 +138,7 @@ def _peak_output(outcomes: Sequence[Outcome]) -> float:
 
 
 def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """The most requests under way at one moment."""
+    """The most requests in flight at one moment."""
     changes = [(outcome.start_s, 1) for outcome in outcomes]
     changes += [(outcome.start_s + outcome.latency_s, -1) for outcome in outcomes]
     running = peak = 0

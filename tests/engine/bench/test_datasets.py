@@ -4,6 +4,7 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,7 @@ def test_a_prefix_is_shared_by_all_and_comes_on_top() -> None:
 @pytest.mark.parametrize("vocab_size", [2, 150, 50_000])
 def test_token_ids_stay_inside_the_vocabulary(vocab_size: int) -> None:
     for sample in samples(count=10, source=Source(vocab_size)):
+        assert isinstance(sample.prompt, list)
         assert min(sample.prompt) >= 0 and max(sample.prompt) < vocab_size
 
 
@@ -85,7 +87,7 @@ def test_a_few_prefixes_come_again_and_again() -> None:
     assert len({tuple(sample.prompt) for sample in made}) == 12
 
 
-def conversation(question: str, *answers: str) -> dict:
+def conversation(question: str, *answers: str) -> dict[str, Any]:
     return {"conversations": [{"from": "human", "value": question}, *({"from": "gpt", "value": a} for a in answers)]}
 
 

@@ -111,7 +111,7 @@ def test_the_peaks_are_those_of_counting_every_moment() -> None:
     assert result["max_concurrent_requests"] == max(running)
     begin = min(o.start_s for o in done)
     arrivals = [o.start_s + o.ttft_s - begin + sum(o.itls_s[:i]) for o in done for i in range(o.output_len)]
-    assert result["max_output_tokens_per_s"] == pytest.approx(np.bincount(np.int64(arrivals)).max())
+    assert result["max_output_tokens_per_s"] == pytest.approx(np.bincount(np.array(arrivals, np.int64)).max())
 
 
 def test_a_piece_of_several_tokens_counts_as_several_in_the_peak() -> None:

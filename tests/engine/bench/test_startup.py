@@ -89,7 +89,9 @@ def test_the_engine_options_reach_the_server_as_they_were_given() -> None:
     assert (parsed.model, parsed.port) == ("a model", 5)
 
 
-def test_the_report_and_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_the_report_and_its_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts = iter([startup.Startup(9, 9), startup.Startup(1, 2), startup.Startup(2, 4)])
     monkeypatch.setattr(startup, "measure", lambda command, **_: next(starts))
     path = tmp_path / "out.json"
