@@ -10,7 +10,19 @@ import msgspec
 from msgspec import Meta
 
 from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, read_secret
-from penstock.engine.options import Count, add_options, converted, count, flag, meant, options_of, size_bytes
+from penstock.engine.options import (
+    Count,
+    D,
+    add_options,
+    built,
+    check,
+    converted,
+    count,
+    flag,
+    meant,
+    options_of,
+    size_bytes,
+)
 from penstock.engine.vllm_options import add_vllm_options, sort_out
 from penstock.executor.protocol import (
     Device,
@@ -151,6 +163,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class ConfigError(ValueError):
     """An option cannot be used as given; the message names it."""
+
+
+def chosen(args: argparse.Namespace, kind: type[D]) -> D:
+    """What the command line says of a command's own options, checked."""
+    config = built(args, kind)
+    try:
+        check(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:

@@ -51,7 +51,7 @@ D = TypeVar("D", bound=Declared)
 class Flag(NamedTuple):
     """What the command line says of a field."""
 
-    help: str  # %(default)s is the field's
+    help: str | None  # %(default)s is the field's
     metavar: str | None = None
     names: tuple[str, ...] = ()  # where the field's own name does not give them
     choices: tuple[str, ...] = ()  # where the type does not list them

@@ -167,7 +167,9 @@ def test_all_that_an_engine_can_be_configured_with_is_an_option_and_the_help_kno
     executor, scheduler = ExecutorConfig(), SchedulerConfig()
     fields = {*executor.__struct_fields__, *scheduler.__struct_fields__} - {"model", "kind"}
     assert {*EngineOptions.__dataclass_fields__} - {"executor"} == fields
-    said = {option.name: re.search(r"default: (\d[\d.]*)\)", option.flag.help) for option in options_of(EngineOptions)}
+    said = {
+        option.name: re.search(r"default: (\d[\d.]*)\)", option.flag.help or "") for option in options_of(EngineOptions)
+    }
     named = {name: float(found[1]) for name, found in said.items() if found is not None}
     assert len(named) >= 5
     assert named == {name: getattr(scheduler, name, getattr(executor, name, None)) for name in named}

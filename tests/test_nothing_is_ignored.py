@@ -24,6 +24,7 @@ from penstock.engine.options import given_options
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server import requests as schema
 from penstock.engine.server.answers import _SHARED
+from penstock.engine.text.prompt import RENDERING
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 from penstock.router import serve as route
 from penstock.router.config import RouteError
@@ -227,7 +228,7 @@ REQUESTS = [
 @pytest.mark.parametrize("request_type", REQUESTS)
 def test_every_field_of_a_request_is_read(request_type: type[msgspec.Struct]) -> None:
     loops = {"logprobs", *StructuredOutputs.__struct_fields__}
-    named = ["add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "tools"]
+    named = [*RENDERING, "tools"]
     read = attributes("engine/server") | {*_SHARED, *loops, *named}
     assert {*request_type.__struct_fields__} <= read
 
@@ -236,7 +237,13 @@ def test_what_is_accepted_without_effect_is_documented() -> None:
     (listed,) = re.findall(r"\*\*Accepted without effect\*\*(.*?)\*\*Refused by name\*\*", source("docs/api.md"), re.S)
     documented = set(re.findall(r"`([\w.]+)`", listed))
     assert schema.HARMLESS - {"parallel_tool_calls"} <= documented
-    read = attributes("engine/server") | {*_SHARED, "reasoning_content", "arguments", "include_stop_str_in_output"}
+    read = attributes("engine/server") | {
+        *_SHARED,
+        *RENDERING,
+        "reasoning_content",
+        "arguments",
+        "include_stop_str_in_output",
+    }
     for found in vars(schema).values():
         if isinstance(found, type) and issubclass(found, msgspec.Struct) and found.__module__ == schema.__name__:
             unread = {*found.__struct_fields__} - read

@@ -11,13 +11,13 @@ nothing. Every schema that a `$ref` leads to is read too, and stands under `$def
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urljoin
 
 from penstock.engine.grammar.ecma import UNWRITABLE, translated
 from penstock.engine.grammar.endless import ROOT, without_endless
-from penstock.engine.grammar.opposites import At, Exclusion, opposite, words
+from penstock.engine.grammar.opposites import MANY, TYPES, At, Exclusion, opposite, subschemas, words
 from penstock.engine.sampling_params import InvalidRequest, check_depth
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
@@ -27,7 +27,6 @@ ESCAPES = 'nrbtf\\"'
 _COERCED = "with structured_outputs.coerce_one_of or --coerce-one-of it is taken for anyOf"
 MAX_BRANCHES = 16  # of one oneOf or minProperties that is rewritten
 MAX_DEPENDENCIES = 4  # each doubles the branches
-TYPES = words("null boolean number integer string array object")
 # Passed on as they are. A number may have any exponent: to bound it would cut 1.6e-19 off at 1.6.
 _PLAIN = words(
     "required minLength maxLength minItems maxItems maxProperties"
@@ -35,12 +34,6 @@ _PLAIN = words(
 )
 _COUNTS = words("minLength maxLength minItems maxItems minProperties maxProperties")
 _OF_NAMES = words("enum const pattern minLength maxLength")
-_ONE = words(
-    "items additionalItems additionalProperties contains not if then else propertyNames"
-    " unevaluatedItems unevaluatedProperties"
-)
-_MANY = words("allOf anyOf oneOf prefixItems items")
-_NAMED = words("properties patternProperties $defs definitions dependentSchemas dependencies")
 # With one of these, what is "unevaluated" depends on the value.
 _IN_PLACE = words("$ref allOf anyOf oneOf not if dependentSchemas dependencies contains $dynamicRef $recursiveRef")
 _LISTS = words("enum required allOf anyOf oneOf prefixItems")
@@ -128,7 +121,7 @@ class _Document:
             if isinstance(given := schema.get(name), str):
                 anchor = given if name == "$anchor" else given.partition("#")[2]
                 self._resources.setdefault(f"{base}#{anchor}", schema)
-        for inner in _subschemas(schema):
+        for inner in subschemas(schema):
             self._register(inner, base)
 
     def _target(self, reference: str, base: str) -> tuple[Any, str]:
@@ -219,7 +212,7 @@ class _Document:
             held[keyword] = {
                 _pattern(name): self._schema(inner, base, f"{place}/{name}") for name, inner in value.items()
             }
-        elif keyword in _MANY - {"oneOf"} and isinstance(value, list):
+        elif keyword in MANY - {"oneOf"} and isinstance(value, list):
             inner = [self._schema(member, base, f"{place}/{index}") for index, member in enumerate(value)]
             held[keyword] = held.get(keyword, []) + inner
         elif keyword in ("items", "additionalProperties") or (
@@ -282,19 +275,9 @@ def _base(schema: Any, base: str) -> str:
     return _absolute(given, base).partition("#")[0] if isinstance(given, str) and given[:1] != "#" else base
 
 
-def _subschemas(schema: dict[str, Any]) -> Iterator[Any]:
-    for keyword, value in schema.items():
-        if keyword in _ONE and isinstance(value, dict):
-            yield value
-        elif keyword in _MANY and isinstance(value, list):
-            yield from value
-        elif keyword in _NAMED and isinstance(value, dict):
-            yield from value.values()
-
-
 def _type(value: Any) -> Any:
     for name in value if isinstance(value, list) else [value]:
-        if not isinstance(name, str) or name not in TYPES:
+        if not isinstance(name, str) or name not in (*TYPES, "integer"):
             raise _NotHeld(f"{str(name)[:40]!r} is no type of JSON")
     return value
 

@@ -25,8 +25,25 @@ _BOUNDS = {  # keyword: the type that it holds, the keyword that rules out the s
     "exclusiveMinimum": ("number", "maximum", 0),
     "exclusiveMaximum": ("number", "minimum", 0),
 }
+# Keywords whose values are schemas: one, a list of them, or an object of them.
+ONE = words(
+    "items additionalItems additionalProperties contains not if then else propertyNames"
+    " unevaluatedItems unevaluatedProperties"
+)
+MANY = words("allOf anyOf oneOf prefixItems items")
+NAMED = words("properties patternProperties $defs definitions dependentSchemas dependencies")
 MAX_EXCLUDED_CHARS = 2000
 MAX_DEPTH = 6
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
+    for keyword, value in schema.items():
+        if keyword in ONE and isinstance(value, dict):
+            yield value
+        elif keyword in MANY and isinstance(value, list):
+            yield from value
+        elif keyword in NAMED and isinstance(value, dict):
+            yield from value.values()
 
 
 def opposite(schema: Any, depth: int = 0) -> Any:

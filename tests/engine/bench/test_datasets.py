@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.commands.bench.datasets import Sample, Source, add_dataset_options, load_samples
+from penstock.engine.commands.bench.datasets import DatasetOptions, Sample, Source, load_samples
 from penstock.engine.config import ConfigError
+from penstock.engine.options import add_options
 
 IDS = Source(1000)
 
 
 def samples(*options: str, count: int = 50, source: Source = IDS, seed: int = 0) -> list[Sample]:
     parser = argparse.ArgumentParser()
-    add_dataset_options(parser)
+    add_options(parser, DatasetOptions)
     args = parser.parse_args(options)
     args.seed = seed
     return load_samples(args, count, source)
@@ -66,7 +67,7 @@ def test_a_seed_gives_the_same_prompts_and_asking_for_more_keeps_the_first() -> 
         ("--random-input-len", "0", "random_input_len"),
         ("--random-output-len", "-1", "random_output_len"),
         ("--random-prefix-len", "-1", "random_prefix_len"),
-        ("--random-range-ratio", "1", "random_range_ratio"),
+        ("--random-range-ratio", "1.0", "random_range_ratio"),
     ],
 )
 def test_a_value_out_of_range_is_named(option: str, value: str, field: str) -> None:

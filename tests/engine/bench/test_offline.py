@@ -105,6 +105,6 @@ def test_latency_never_repeats_a_prompt(counting: type[CountingLLM]) -> None:
 
 
 def test_a_count_out_of_range_is_named(counting: type[CountingLLM]) -> None:
-    with pytest.raises(ConfigError, match="num_iters: 0 given; at least 1"):
+    with pytest.raises(ConfigError, match="num_iters: 0 given; expected `int` >= 1"):
         run(latency, "--num-iters", "0")
     assert not counting.made, "nothing was loaded for it"
