@@ -1,16 +1,38 @@
 """What the user said, split by who needs it. Frozen; unknown names are errors; nothing here looks at hardware."""
 
+import argparse
 import os
-import re
 import warnings
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from penstock.cache.tiers.peer.address import SECRET_VARIABLE, read_address, read_secret
-from penstock.engine.vllm_options import sort_out
-from penstock.executor.protocol import ExecutorConfig
+from penstock.engine.options import (
+    Count,
+    D,
+    add_options,
+    built,
+    check,
+    converted,
+    count,
+    flag,
+    meant,
+    options_of,
+    size_bytes,
+)
+from penstock.engine.vllm_options import add_vllm_options, sort_out
+from penstock.executor.protocol import (
+    Device,
+    DType,
+    EplbConfig,
+    ExecutorConfig,
+    ExecutorKind,
+    KvDType,
+    LoadFormat,
+)
 
 DTYPES = {
     "half": "float16",
@@ -57,6 +79,81 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return self.max_num_seqs + self.max_queued_requests
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """All that may be said of an engine, as flags and as keywords of `LLM(...)`. None: nothing is said."""
+
+    dtype: DType | None = flag(
+        "number format of weights and activations (default: the model's own)",
+        read=lambda text: DTYPES.get(text, text),
+        opens="engine",
+    )
+    device: Device | None = flag("default: cuda when there is one, else cpu")
+    load_format: LoadFormat | None = flag("dummy: seeded random weights, for benchmarks")
+    max_model_len: Count | None = flag(
+        "tokens of prompt and answer (default: what model and memory allow)", "N", read=count
+    )
+    max_num_seqs: Count | None = flag("sequences computed at a time (default: 256)", "N")
+    max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048)", "N")
+    max_queued_requests: int | None = flag("beyond this many, requests get 429 (default: 4096)", "N")
+    patience_s: float | None = None
+    block_size: Count | None = flag("tokens per KV block (default: 16)", "N")
+    enable_prefix_caching: bool | None = flag(
+        "keep finished blocks for later requests with the same beginning (default: on)", has_off=True
+    )
+    speculative_config: SpeculativeConfig | None = flag(
+        'compute tokens that followed the same text before ahead of sampling them, like {"method": "ngram", '
+        '"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4} (default: off)',
+        "JSON",
+    )
+    enforce_eager: bool | None = flag("no CUDA graphs; kernels are warmed up all the same")
+    seed: int | None = flag(
+        "for requests without a seed of their own, and for dummy weights (default: none, and 0)", "N"
+    )
+    hf_overrides: dict[str, Any] | None = flag("entries of the model's config.json to replace", "JSON")
+    kv_cache_dtype: KvDType | None = flag(
+        "fp8 (or fp8_e4m3): keys and values in eight bits, on GPUs of compute capability 8.9 and later "
+        "(default: auto, the model's own)",
+        opens="memory",
+    )
+    kv_cache_bytes: Count | None = flag(
+        "memory for the KV cache, like 8GiB", "SIZE", ("--kv-cache-bytes", "--kv-cache-memory-bytes"), read=size_bytes
+    )
+    kv_host_bytes: Count | None = flag(
+        "memory of the host for KV blocks that the cache has no room for (default: none)", "SIZE", read=size_bytes
+    )
+    kv_disk_path: str | None = flag("directory for KV blocks that outlive the host's memory and a restart", "DIR")
+    kv_disk_bytes: Count | None = flag("what they may take there; with --kv-disk-path", "SIZE", read=size_bytes)
+    kv_peers: tuple[str, ...] | None = flag(
+        "read KV blocks also from the engine that listens there; repeat for more than one", "HOST:PORT"
+    )
+    kv_peer_listen: str | None = flag("give KV blocks to other engines here; rank r at PORT + r", "HOST:PORT")
+    kv_peer_secret_file: str | None = flag(
+        f"what engines that share blocks all know; else {SECRET_VARIABLE} in the environment. "
+        "Without it, peers must be on this machine's loopback",
+        "FILE",
+    )
+    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = flag(
+        "share of the GPU to use when no size is given (default: 0.9)", "F"
+    )
+    enable_expert_parallel: bool | None = flag(
+        "share out whole experts between the ranks, not slices of each", opens="ranks"
+    )
+    enable_eplb: bool | None = flag("move experts between ranks as their load changes")
+    eplb_config: EplbConfig | None = flag('like {"window": 1000, "interval": 3000, "redundant_experts": 32}', "JSON")
+    tensor_parallel_size: Count | None = flag(
+        "ranks (GPUs) to split the model over", "N", ("--tensor-parallel-size", "-tp")
+    )
+    executor: ExecutorKind | None = flag(
+        "in the engine core's process, in one process per rank, or on a running Ray cluster "
+        "(default: auto, by the number of ranks)",
+        choices=("auto", "uniproc", "multiproc", "ray"),
+    )
+    ray_allow_open_dashboard: bool | None = flag(
+        "use a Ray cluster also where its dashboard takes jobs from the network"
+    )
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One model, ready to be started: paths are resolved."""
 
@@ -68,6 +165,26 @@ class ConfigError(ValueError):
     """An option cannot be used as given; the message names it."""
 
 
+def chosen(args: argparse.Namespace, kind: type[D]) -> D:
+    """What the command line says of a command's own options, checked."""
+    config = built(args, kind)
+    try:
+        check(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, EngineOptions)
+    add_vllm_options(parser, {option.name: option.words[0] for option in options_of(EngineOptions)})
+
+
+def option_names() -> set[str]:
+    """What `engine_config` takes."""
+    return {*EngineOptions.__dataclass_fields__, "kv_cache_memory_bytes"}
+
+
 def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
     """Sort flat options (of `LLM(...)` or the command line) into the rooms' configs; None means the default."""
     given, remarks, wrong = sort_out({n: value for n, value in options.items() if value is not None}, option_names())
@@ -77,142 +194,69 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         warnings.warn(remark, stacklevel=3)
     if "kv_cache_memory_bytes" in given:
         given["kv_cache_bytes"] = given.pop("kv_cache_memory_bytes")
-    given["dtype"] = DTYPES.get(given.get("dtype", "auto"), given.get("dtype", "auto"))
-    if "executor" in given:
-        given["kind"] = given.pop("executor")
-    shared = ("max_num_seqs", "max_num_batched_tokens")
-    for name, low in (
-        *((name, 1) for name in shared),
-        ("block_size", 1),
-        ("max_model_len", 1),
-        ("kv_cache_bytes", 1),
-        ("tensor_parallel_size", 1),
-    ):
-        value = given.get(name, low)
-        if not isinstance(value, int) or value < low:
-            raise ConfigError(f"{name}: {value!r} given; an integer of at least {low} is expected")
-    share = given.get("gpu_memory_utilization", 0.9)
-    if not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"gpu_memory_utilization: {share!r} given; a number above 0 and at most 1 is expected")
-    for name in ("kv_host_bytes", "kv_disk_bytes"):
-        if name in given:
-            given[name] = _size(name, given[name])
-    if given.get("kv_disk_path") and not given.get("kv_disk_bytes"):
-        raise ConfigError(f"kv_disk_bytes: how much of {given['kv_disk_path']!r} (kv_disk_path) may be used?")
-    if given.get("kv_disk_bytes") and not given.get("kv_disk_path"):
-        raise ConfigError(f"kv_disk_path: kv_disk_bytes is {given['kv_disk_bytes']}, and no directory is given")
-    _check_peers(given)
-    if given.get("max_num_seqs", 256) > given.get("max_num_batched_tokens", 2048):
-        raise ConfigError(
-            f"max_num_batched_tokens: {given.get('max_num_batched_tokens', 2048)} is less than max_num_seqs "
-            f"({given.get('max_num_seqs', 256)}); every running request needs at least one token of each step"
-        )
-    if given.get("max_num_seqs") == 1 and "speculative_config" in given:
-        raise ConfigError(
-            "max_num_seqs: 1 given; with speculative_config at least 2: drafts take rows that no request needs"
-        )
-    executor = {k: v for k, v in given.items() if k in ExecutorConfig.__struct_fields__}
-    scheduler = {k: v for k, v in given.items() if k in SchedulerConfig.__struct_fields__}
     try:
+        said = converted(meant(given, EngineOptions), EngineOptions)
+        values = {name: getattr(said, name) for name in given} | {"model": model_path, "kind": said.executor or "auto"}
         config = EngineConfig(
-            executor=msgspec.convert({**executor, "model": model_path}, ExecutorConfig),
-            scheduler=msgspec.convert(scheduler, SchedulerConfig),
+            executor=ExecutorConfig(**_those_of(ExecutorConfig, values)),
+            scheduler=SchedulerConfig(**_those_of(SchedulerConfig, values)),
         )
-    except msgspec.ValidationError as error:
-        raise ConfigError(_in_our_words(str(error), given)) from None
-    _check_company(given, config)
+        _check_together(said, config)
+        _check_peers(config.executor)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return config
 
 
-def option_names() -> set[str]:
-    """What `engine_config` takes."""
-    own = {*ExecutorConfig.__struct_fields__, *SchedulerConfig.__struct_fields__} - {"model", "kind"}
-    return own | {"executor", "kv_cache_memory_bytes"}
+def _those_of(kind: type[msgspec.Struct], values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in kind.__struct_fields__}
 
 
-def _check_company(given: dict[str, Any], config: EngineConfig) -> None:
-    """Refuse options that nothing would read without another one."""
-    executor = config.executor
-    if "eplb_config" in given and not executor.enable_eplb:
-        raise ConfigError("eplb_config: given; it needs enable_eplb, without which no expert moves")
+def _check_together(said: EngineOptions, config: EngineConfig) -> None:
+    """What options must keep to beside each other; nothing is taken that only another one would have read."""
+    executor, scheduler = config.executor, config.scheduler
+    if executor.kv_disk_path and not executor.kv_disk_bytes:
+        raise ValueError(f"kv_disk_bytes: how much of {executor.kv_disk_path!r} (kv_disk_path) may be used?")
+    if executor.kv_disk_bytes and not executor.kv_disk_path:
+        raise ValueError(f"kv_disk_path: kv_disk_bytes is {executor.kv_disk_bytes}, and no directory is given")
+    if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
+        raise ValueError(
+            f"max_num_batched_tokens: {scheduler.max_num_batched_tokens} is less than max_num_seqs "
+            f"({scheduler.max_num_seqs}); every running request needs at least one token of each step"
+        )
+    if scheduler.max_num_seqs == 1 and scheduler.speculative_config is not None:
+        raise ValueError(
+            "max_num_seqs: 1 given; with speculative_config at least 2: drafts take rows that no request needs"
+        )
+    if said.eplb_config is not None and not executor.enable_eplb:
+        raise ValueError("eplb_config: given; it needs enable_eplb, without which no expert moves")
     if executor.ray_allow_open_dashboard and executor.kind != "ray":
-        raise ConfigError("ray_allow_open_dashboard: given; only executor 'ray' has a dashboard")
+        raise ValueError("ray_allow_open_dashboard: given; only executor 'ray' has a dashboard")
     if executor.kv_peer_secret_file and not (executor.kv_peers or executor.kv_peer_listen):
-        raise ConfigError("kv_peer_secret_file: given; it needs kv_peers or kv_peer_listen")
+        raise ValueError("kv_peer_secret_file: given; it needs kv_peers or kv_peer_listen")
     for name in ("kv_host_bytes", "kv_disk_bytes", "kv_peers", "kv_peer_listen"):
-        if getattr(executor, name) and not config.scheduler.enable_prefix_caching:
-            raise ConfigError(f"{name}: given; without enable_prefix_caching no block is found again")
+        if getattr(executor, name) and not scheduler.enable_prefix_caching:
+            raise ValueError(f"{name}: given; without enable_prefix_caching no block is found again")
 
 
-def _in_our_words(error: str, given: dict[str, Any]) -> str:
-    """A complaint about `$.field.inner` as field, value and what was expected."""
-    what, _, path = error.partition(" - at `$.")
-    if not path:
-        return error
-    name = path.rstrip("`")
-    value: Any = given
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return f"{name}: {what}" if " given; " in what else f"{name}: {value!r} given; {what[0].lower()}{what[1:]}"
-
-
-def _check_peers(given: dict[str, Any]) -> None:
+def _check_peers(config: ExecutorConfig) -> None:
     """Addresses that can be meant, and a secret where they lie beyond this machine: before anything is loaded."""
-    peers, listen = given.get("kv_peers", ()), given.get("kv_peer_listen", "")
+    peers, listen, num_ranks = config.kv_peers, config.kv_peer_listen, config.tensor_parallel_size
     if not peers and not listen:
         return
-    for name in ("kv_peer_listen", "kv_peer_secret_file"):
-        if not isinstance(given.get(name, ""), str):
-            raise ConfigError(f"{name}: {given[name]!r} given; a text is expected")
-    is_list = isinstance(peers, list | tuple) and all(isinstance(peer, str) for peer in peers)
-    if not is_list or len(set(peers)) < len(peers) or len(peers) > MAX_PEERS:
-        raise ConfigError(f"kv_peers: {peers!r} given; a list of up to {MAX_PEERS} different HOST:PORT is expected")
-    if given.get("kind") == "ray":
-        raise ConfigError(
+    if len(set(peers)) < len(peers) or len(peers) > MAX_PEERS:
+        raise ValueError(f"kv_peers: {[*peers]} given; a list of up to {MAX_PEERS} different HOST:PORT is expected")
+    if config.kind == "ray":
+        raise ValueError(
             "executor: 'ray' given; peers find rank r at PORT + r of one host, so its ranks must share one"
         )
-    num_ranks = given.get("tensor_parallel_size", 1)
-    try:
-        addresses = [read_address("kv_peers", peer, num_ranks) for peer in peers]
-        if listen:
-            addresses.append(read_address("kv_peer_listen", listen, num_ranks))
-        secret = read_secret(given.get("kv_peer_secret_file", ""), os.environ)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    addresses = [read_address("kv_peers", peer, num_ranks) for peer in peers]
+    if listen:
+        addresses.append(read_address("kv_peer_listen", listen, num_ranks))
+    secret = read_secret(config.kv_peer_secret_file, os.environ)
     far = [address for address in addresses if not address.is_loopback]
     if far and not secret:
-        raise ConfigError(
+        raise ValueError(
             f"kv_peer_secret_file: needed for {far[0].host}:{far[0].port}, which is not this machine's loopback; the "
             f"secret may also be in {SECRET_VARIABLE}"
         )
-
-
-def count(text: str) -> int:
-    """`4096`, `4k` (thousands) or `4K` (of 1,024), as vLLM reads a number of tokens; ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
-    if match is None:
-        raise ValueError(f"{text!r} is not a number of tokens; write it like 4096, 4k (4,000) or 4K (4,096)")
-    return int(float(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]])
-
-
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
-_UNITS |= {f"{unit}i": 1024 ** (index + 1) for index, unit in enumerate("kmgt")}
-
-
-def size_bytes(text: str) -> int:
-    """`8GiB`, `500MB`, `1.5g` or a plain number of bytes; ValueError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1073741824")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def _size(name: str, value: int | str) -> int:
-    """A number of bytes, or a text that says it."""
-    try:
-        size = size_bytes(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ConfigError(f"{name}: {error}") from None
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"{name}: {value!r} given; a size of at least one byte is expected, like '8GiB'")
-    return size

@@ -56,7 +56,7 @@ class ModelRefused(ModelError):
 class ModelFiles(msgspec.Struct, frozen=True):
     """A model on this machine."""
 
-    name: str  # what the API calls it unless told otherwise; never a path
+    name: str  # what the API calls it unless the operator says otherwise; never a path
     path: Path  # a folder (hf) or a file (gguf)
     kind: Literal["hf", "gguf"]
     config: dict[str, Any] = {}  # config.json; empty for a .gguf file, which has its own

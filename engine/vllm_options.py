@@ -4,10 +4,14 @@ The command line and `LLM(...)` know the same ones; what is in neither table is 
 """
 
 import argparse
+import contextlib
 import difflib
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from penstock.engine.options import Flag, Option
 
 # Without effect, and why. On the command line those of FLAGS take no value.
 TAKEN = {
@@ -66,43 +70,36 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def add_vllm_options(parser: argparse.ArgumentParser) -> None:
-    """Hidden from `--help`. Names that the parser has already are its own."""
-    own = {option for action in parser._actions for option in action.option_strings}
+def vllm_options() -> Iterator[Option]:
     for name in (*TAKEN, *REFUSED):
-        flags = [flag for flag in ("--" + name.replace("_", "-"),) if flag not in own]
-        if name == "pipeline_parallel_size":
-            flags.append("-pp")
-        if flags:
-            takes_value = name not in FLAGS
-            parser.add_argument(
-                *flags,
-                action=_Without,
-                nargs="?" if takes_value else 0,
-                default=argparse.SUPPRESS,
-                help=argparse.SUPPRESS,
-            )
+        yield Option(name, bool if name in FLAGS else str, None, Flag(argparse.SUPPRESS))
+
+
+def add_vllm_options(parser: argparse.ArgumentParser, known: Mapping[str, str]) -> None:
+    """Hidden from `--help`. Advice names options as keywords of `LLM(...)`; `known` has their flags."""
+    for option in vllm_options():
+        words = option.words if option.name != "pipeline_parallel_size" else (*option.words, "-pp")
+        settings: dict[str, Any] = {"nargs": 0 if option.is_switch else "?", "help": option.flag.help}
+        with contextlib.suppress(argparse.ArgumentError):  # the parser has one of this name itself
+            parser.add_argument(*words, action=_Without, known=known, default=argparse.SUPPRESS, **settings)
 
 
 class _Without(argparse.Action):
     """Says that it has no effect, or ends with what to use."""
 
+    def __init__(self, *args: Any, known: Mapping[str, str], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.known = known
+
     def __call__(
         self,
         parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
+        _namespace: argparse.Namespace,
+        _values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
         if self.dest in REFUSED:
-            advice = REFUSED[self.dest]
-            for name in _names(advice, parser):
-                advice = advice.replace(name, "--" + name.replace("_", "-"))
+            words = re.split(r"\b", REFUSED[self.dest])
+            advice = "".join(self.known.get(word, word) if "_" in word else word for word in words)
             parser.error(f"{option_string}: {advice}")
         print(f"penstock: {option_string}: without effect: {TAKEN[self.dest]}", file=sys.stderr)
-
-
-def _names(advice: str, parser: argparse.ArgumentParser) -> list[str]:
-    """Options that the advice speaks of, by the names of their keywords."""
-    words = {word.strip(",.;") for word in advice.split()}
-    return [action.dest for action in parser._actions if action.dest in words and "_" in action.dest]

@@ -26,7 +26,7 @@ from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import Request
 from penstock.router.http.wire import Headers
 from penstock.router.metrics import Metrics
-from penstock.router.placement.prompts import Asked, Prepared, Texts
+from penstock.router.placement.prompts import Asked, Routable, Texts
 
 log = logging.getLogger("penstock.router")
 
@@ -185,7 +185,7 @@ class App:
         if connection.current is request:
             self._begin(exchange, group, asked, prepared)
 
-    def _begin(self, exchange: Exchange, group: Group, asked: Asked, prepared: Prepared) -> None:
+    def _begin(self, exchange: Exchange, group: Group, asked: Asked, prepared: Routable) -> None:
         request = exchange.request
         lines = self._upstream_lines(request)
         with_ids = None

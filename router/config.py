@@ -2,36 +2,41 @@
 
 import re
 from collections.abc import Mapping
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
+from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 ADMIN_KEY_VARIABLE = "PENSTOCK_ADMIN_API_KEY"
 BACKEND_KEY_VARIABLE = "PENSTOCK_BACKEND_API_KEY"
 
 PolicyName = Literal["predicted-ttft", "prefix", "least-loaded", "round-robin"]
-POLICIES: tuple[str, ...] = get_args(PolicyName)
 
 
 class RouteError(ValueError):
     """An option of the router cannot be used as given; the message names it."""
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True)
+class Patience:
     """How long the router waits for replicas, and how much failing it makes up for."""
 
-    connect_s: float = 2.0
-    response_s: float = 600.0  # without a byte from the replica: a queue may be long, a dead one shows by its probe
-    probe_interval_s: float = 0.5
-    probe_timeout_s: float = 1.0
-    drain_s: float = 30.0
-    retry_share: float = 0.15  # retries per request over time; see router/fleet/budget.py
-    max_ejected_share: float = 0.5  # of a model's replicas that misbehaviour may take out; the dead are always out
+    connect_s: Seconds = 2.0
+    # Without a byte from the replica: a queue may be long, a dead one shows by its probe.
+    response_s: Seconds = flag("without a byte of an answer", "S", ("--response-timeout",), default=600.0)
+    probe_interval_s: Seconds = flag("default: %(default)g", "S", default=0.5)
+    probe_timeout_s: Seconds = 1.0
+    retry_share: Share = flag("retries per request", "X", default=0.15)  # over time; see router/fleet/budget.py
+    # Of a model's replicas that misbehaviour may take out; the dead are always out.
+    max_ejected_share: Share = flag("of the replicas", "X", default=0.5)
+    drain_s: Delay = flag("default: %(default)g", "S", ("--drain-timeout",), default=30.0)
 
 
 class Prefill(msgspec.Struct, frozen=True):
@@ -56,20 +61,25 @@ class Prefill(msgspec.Struct, frozen=True):
         return Prefill(canonical_url(self.url, "prefill"), self.peer)
 
 
-class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    backends: tuple[str, ...] = ()  # who answers: with `prefills` these are the decode replicas
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    # Who answers: with `prefills` these are the decode replicas.
+    backends: tuple[str, ...] = flag("a replica, http://HOST:PORT; repeat for each", "URL", default=())
     prefills: tuple[Prefill, ...] = ()
-    prefill_threshold: int = 512  # tokens of a prompt that are not cached where it will be answered
-    host: str = "127.0.0.1"
-    port: int = 8080  # 0: any free port
-    workers: int = 1
-    policy: PolicyName = "predicted-ttft"
-    api_keys: tuple[str, ...] = ()
-    admin_api_keys: tuple[str, ...] = ()
-    backend_api_key: str | None = None
-    tokenizer: str | None = None  # a model as `penstock serve` takes it; None: no tokens, byte prefixes
-    chat_template: str | None = None
-    max_requests: int = 512  # under way at one replica
+    prefill_threshold: Count = flag(
+        "uncached tokens from which a prompt is computed at --prefill (default: 512)", "N", default=512
+    )
+    host: str = flag("address to listen on (default: %(default)s, this machine only)", default="127.0.0.1")
+    port: Port = flag("0 takes any free port (default: %(default)s)", default=8080)
+    workers: Annotated[int, Meta(ge=1, le=256)] = flag("processes that share the port", "N", default=1)
+    policy: PolicyName = flag("default: %(default)s", default="predicted-ttft")
+    # None: no tokens, byte prefixes.
+    tokenizer: str | None = flag("the replicas' model, for its tokenizer: hub name, folder or .gguf file", "MODEL")
+    chat_template: str | None = flag("as the replicas were given, if they were", "FILE")
+    api_keys: tuple[str, ...] = flag("ask clients for this key; repeat for several", "KEY", default=())
+    admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())
+    backend_api_key: str | None = flag("the key that the replicas ask for", "KEY")
+    max_requests: Count = flag("in flight at one replica", "N", default=512)
     limits: Limits = Limits()
     patience: Patience = Patience()
 
@@ -87,24 +97,16 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
         if environment.get(variable) == "":  # a mistake in a deployment, and must not open the router
             raise RouteError(f"{variable} is set but empty; unset it to run without that key")
     try:
+        check(config)
         Keys((*config.api_keys, *config.admin_api_keys))  # refuses what cannot be one
     except ValueError as error:
         raise RouteError(str(error)) from None
-    if not 0 <= config.port <= 65535:
-        raise RouteError(f"port: {config.port} is out of range; it must be from 0 to 65535")
-    if not 1 <= config.workers <= 256:
-        raise RouteError(f"workers: {config.workers} is out of range; it must be from 1 to 256")
     if config.workers > 1 and config.port == 0:
         raise RouteError("port: 0 is not possible with several workers; they share one given port")
-    if config.max_requests < 1:
-        raise RouteError(f"max_requests: {config.max_requests} is too small; it must be at least 1")
-    if config.prefill_threshold < 1:
-        raise RouteError(f"prefill_threshold: {config.prefill_threshold} is too small; it must be at least 1")
-    _check_patience(config.patience)
     urls = tuple(canonical_url(url) for url in config.backends)
     prefills = tuple(each.check() for each in config.prefills)
     _check_once(urls, prefills)
-    return msgspec.structs.replace(
+    return replace(
         config,
         backends=urls,
         prefills=prefills,
@@ -138,16 +140,3 @@ def _check_once(urls: tuple[str, ...], prefills: tuple[Prefill, ...]) -> None:
 
 def _from(environment: Mapping[str, str], variable: str) -> tuple[str, ...]:
     return (environment[variable],) if variable in environment else ()
-
-
-def _check_patience(patience: Patience) -> None:
-    for name in ("connect_s", "response_s", "probe_interval_s", "probe_timeout_s"):
-        value = getattr(patience, name)
-        if not 0 < value < float("inf"):
-            raise RouteError(f"{name}: {value} is out of range; it must be above 0")
-    if not 0 <= patience.drain_s < float("inf"):
-        raise RouteError(f"drain_s: {patience.drain_s} is out of range; it must be at least 0")
-    for name in ("retry_share", "max_ejected_share"):
-        value = getattr(patience, name)
-        if not 0 <= value <= 1:
-            raise RouteError(f"{name}: {value} is out of range; it must be from 0 to 1")

@@ -1,6 +1,6 @@
 """`penstock route`: from the command line to a running router, and its end.
 
-The first SIGTERM drains: `/ready` and new requests answer 503, those under way finish. The second ends it at once.
+The first SIGTERM drains: `/ready` and new requests answer 503, those in flight finish. The second ends it at once.
 """
 
 import argparse
@@ -19,25 +19,25 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from penstock import __version__
-from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
+from penstock.engine.options import Option, add_options, built, options_of
 from penstock.engine.text.model_text import load_text
 from penstock.router.app import App
-from penstock.router.config import POLICIES, Patience, Prefill, RouteError, RouterConfig, replicas_of, resolve
+from penstock.router.config import Prefill, RouteError, RouterConfig, replicas_of, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
 from penstock.router.fleet.probe import Prober, ServedModel
 from penstock.router.fleet.replica import Replica
-from penstock.router.placement.placement import Placement, PolicyConfig
+from penstock.router.placement.placement import Placement
+from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import Texts
 
 log = logging.getLogger("penstock.router")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults, limits, patience = RouterConfig(), Limits(), Patience()
     add = parser.add_argument
-    add("--backend", action="append", default=[], metavar="URL", help="a replica, http://HOST:PORT; repeat for each")
+    add_options(parser, RouterConfig)
     add(
         "--decode",
         action="append",
@@ -52,29 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL=HOST:PORT",
         help="one that computes long prompts, and the --kv-peer by which those of --decode know it",
     )
-    add(
-        "--prefill-threshold",
-        type=int,
-        metavar="N",
-        help=f"uncached tokens from which a prompt is computed at --prefill (default: {defaults.prefill_threshold})",
-    )
-    add("--host", default=defaults.host, help="address to listen on (default: %(default)s, this machine only)")
-    add("--port", type=int, default=defaults.port, help="0 takes any free port (default: %(default)s)")
-    add("--workers", type=int, default=defaults.workers, metavar="N", help="processes that share the port")
-    add("--policy", choices=POLICIES, default=defaults.policy, help="default: %(default)s")
-    add("--tokenizer", metavar="MODEL", help="the replicas' model, for its tokenizer: hub name, folder or .gguf file")
-    add("--chat-template", metavar="FILE", help="as the replicas were given, if they were")
-    add("--api-key", action="append", default=[], metavar="KEY", help="ask clients for this key; repeat for several")
-    add("--admin-api-key", action="append", default=[], metavar="KEY", help="whoever has it may change the fleet")
-    add("--backend-api-key", metavar="KEY", help="the key that the replicas ask for")
-    add("--max-requests", type=int, default=defaults.max_requests, metavar="N", help="under way at one replica")
-    add("--max-body-bytes", type=int, default=limits.max_body_bytes, metavar="N", help="limit of a body")
-    add("--max-connections", type=int, default=limits.max_connections, metavar="N", help="default: %(default)s")
-    add("--response-timeout", type=float, default=patience.response_s, metavar="S", help="without a byte of an answer")
-    add("--probe-interval", type=float, default=patience.probe_interval_s, metavar="S", help="default: %(default)g")
-    add("--retry-share", type=float, default=patience.retry_share, metavar="X", help="retries per request")
-    add("--max-ejected-share", type=float, default=patience.max_ejected_share, metavar="X", help="of the replicas")
-    add("--drain-timeout", type=float, default=patience.drain_s, metavar="S", help="default: %(default)g")
+    parser.set_defaults(prefill_threshold=None)  # given without --prefill, it is a mistake
+
+
+def options() -> list[Option]:
+    return [*options_of(RouterConfig)]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,7 +91,7 @@ def check(args: argparse.Namespace) -> RouterConfig:
 
 
 def _config(args: argparse.Namespace) -> RouterConfig:
-    if args.backend and (args.decode or args.prefill):
+    if args.backends and (args.decode or args.prefill):
         raise RouteError("backend: not with --prefill and --decode; a replica that does both is one of --decode")
     if bool(args.decode) != bool(args.prefill):
         given, missing = ("decode", "prefill") if args.decode else ("prefill", "decode")
@@ -118,30 +100,11 @@ def _config(args: argparse.Namespace) -> RouterConfig:
         raise RouteError("chat_template: needs --tokenizer; without it prompts are not rendered here")
     if args.prefill_threshold is not None and not args.prefill:
         raise RouteError("prefill_threshold: needs --prefill; no prompt is computed elsewhere")
-    return RouterConfig(
-        backends=(*args.backend, *args.decode),
+    return built(
+        args,
+        RouterConfig,
+        backends=(*args.backends, *args.decode),
         prefills=tuple(map(Prefill.of, args.prefill)),
-        prefill_threshold=(
-            RouterConfig().prefill_threshold if args.prefill_threshold is None else args.prefill_threshold
-        ),
-        host=args.host,
-        port=args.port,
-        workers=args.workers,
-        policy=args.policy,
-        api_keys=tuple(args.api_key),
-        admin_api_keys=tuple(args.admin_api_key),
-        backend_api_key=args.backend_api_key,
-        tokenizer=args.tokenizer,
-        chat_template=args.chat_template,
-        max_requests=args.max_requests,
-        limits=Limits(max_body_bytes=args.max_body_bytes, max_connections=args.max_connections),
-        patience=Patience(
-            response_s=args.response_timeout,
-            probe_interval_s=args.probe_interval,
-            retry_share=args.retry_share,
-            max_ejected_share=args.max_ejected_share,
-            drain_s=args.drain_timeout,
-        ),
     )
 
 
@@ -176,7 +139,7 @@ class Router:
 
     async def _know_the_fleet(self) -> None:
         """Listen only when every replica has been asked once, or had the time: a worker that joins others, or one
-        that is started again, must not say that nobody is there."""
+        that is started again, must not say that there is none."""
         deadline_s = time.monotonic() + self.config.patience.probe_timeout_s
         while time.monotonic() < deadline_s and any(
             replica.state == "starting" for replica in self.fleet.replicas.values()
@@ -184,7 +147,7 @@ class Router:
             await asyncio.sleep(0.005)
 
     async def drain(self, stop: asyncio.Event) -> None:
-        """Let what is under way finish, as long as the drain may take."""
+        """Let what is in flight finish, as long as the drain may take."""
         self.app.is_draining = True
         deadline_s = time.monotonic() + self.config.patience.drain_s
         while self.app.exchanges and not stop.is_set() and time.monotonic() < deadline_s:
@@ -228,7 +191,7 @@ async def serve(
     sock: socket.socket,
     *,
     announce: bool,
-    on_start: Callable[["Router"], None] = lambda router: None,
+    on_start: Callable[["Router"], None] = lambda _router: None,
 ) -> int:
     """Until a signal has drained it; the exit code."""
     router = Router(config, texts_of(config))
@@ -243,7 +206,7 @@ async def serve(
         if announce:
             _announce(url_of(sock), config)
         await drain.wait()
-        log.info("shutting down: %d requests are under way", len(router.app.exchanges))
+        log.info("shutting down: %d requests are in flight", len(router.app.exchanges))
         await router.drain(stop)
         await router.close()
     return 0

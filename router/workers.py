@@ -7,6 +7,7 @@ up their counters so that any of them can answer `/metrics` for all.
 """
 
 import asyncio
+import dataclasses
 import logging
 import multiprocessing
 import signal
@@ -93,7 +94,7 @@ class Parent:
 
     def _start(self, worker: Worker) -> None:
         worker.pipe, theirs = self._context.Pipe()
-        config = msgspec.structs.replace(
+        config = dataclasses.replace(
             self._config,
             backends=tuple(url for url, peer in self._peers.items() if peer is None),
             prefills=tuple(Prefill(url, peer) for url, peer in self._peers.items() if peer is not None),

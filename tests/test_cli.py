@@ -1,6 +1,7 @@
 """The command line: what a user sees of help, versions and mistakes. No torch is loaded for any of it."""
 
 import argparse
+import re
 import subprocess
 import sys
 
@@ -9,9 +10,17 @@ import pytest
 from penstock import __version__, cli
 from penstock.cli import main
 from penstock.engine.commands import serve
-from penstock.engine.commands.engine_options import add_engine_options, engine_options, size_bytes
-from penstock.engine.config import ConfigError, engine_config, option_names
+from penstock.engine.config import (
+    ConfigError,
+    EngineOptions,
+    SchedulerConfig,
+    add_engine_options,
+    engine_config,
+    option_names,
+)
+from penstock.engine.options import given_options, options_of, size_bytes
 from penstock.engine.vllm_options import FLAGS, REFUSED, TAKEN
+from penstock.executor.protocol import ExecutorConfig
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -20,14 +29,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_version_and_the_commands_are_shown():
+def test_the_version_and_the_commands_are_shown() -> None:
     assert run("--version").stdout.strip() == f"penstock {__version__}"
     shown = run("--help").stdout
     assert all(command in shown for command in ("serve", "deploy", "bench", "export"))
 
 
-def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(monkeypatch, capsys):
-    def load():
+def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setitem(cli._COMMANDS, "serve", ("", load))
@@ -36,7 +47,7 @@ def test_an_interrupt_while_a_command_is_still_imported_ends_without_a_word(monk
 
 
 @pytest.mark.parametrize("command", ["serve", "deploy", "bench", "export"])
-def test_every_command_has_help(command: str):
+def test_every_command_has_help(command: str) -> None:
     result = run(command, "--help")
     assert result.returncode == 0 and f"usage: penstock {command}" in result.stdout
 
@@ -45,8 +56,8 @@ def test_every_command_has_help(command: str):
     ("arguments", "message"),
     [
         (["serve", "/nowhere"], "there is no folder or .gguf file '/nowhere'"),
-        (["serve", "--port", "70000"], "port: 70000 is out of range"),
-        (["serve", "--drain-timeout", "-1"], "drain_timeout_s: -1.0 is out of range"),
+        (["serve", "--port", "70000"], "port: 70000 given; expected `int` <= 65535"),
+        (["serve", "--drain-timeout", "-1"], "drain_timeout_s: -1.0 given; expected `float` >= 0.0"),
         (["serve", "--max-num-seqs", "0"], "max_num_seqs: 0 given"),
         (["serve", "--gpu-memory-utilization", "nan"], "gpu_memory_utilization: nan given"),
         (["serve", "--api-key", ""], "api_keys: a key must be printable"),
@@ -54,7 +65,9 @@ def test_every_command_has_help(command: str):
         (["export", "/nowhere", "-o", "/nowhere/else"], "there is no folder or .gguf file '/nowhere'"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+def test_a_mistake_is_one_line_that_names_it(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     shown = capsys.readouterr().err
     assert message in shown and shown.startswith("penstock: ") and shown.count("\n") == 1
@@ -73,29 +86,29 @@ def test_a_mistake_is_one_line_that_names_it(arguments: list[str], message: str,
         (["route", "--backand", "http://127.0.0.1:1"], "--backand: there is no such option; did you mean --backend?"),
     ],
 )
-def test_an_option_that_is_not_known_here_is_told_by_its_command_with_what_to_use(
+def test_an_option_that_is_not_known_here_is_named_by_its_command_with_what_to_use(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     shown = capsys.readouterr().err
     assert caught.value.code == 2 and message in shown and f"usage: penstock {arguments[0]}" in shown
 
 
-def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: pytest.CaptureFixture[str]):
+def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     flags = ["--enable-auto-tool-choice", "--trust-remote-code", "--uvicorn-log-level", "info", "--seed", "3"]
     args = parser.parse_args([*flags, "--dtype", "half", "--max-model-len", "2k", "--kv-cache-memory-bytes", "1GiB"])
     given = {"seed": 3, "dtype": "float16", "max_model_len": 2000, "kv_cache_bytes": 2**30}
-    assert engine_options(args) == given
+    assert given_options(args, EngineOptions) == given
     shown = capsys.readouterr().err
     assert shown.count("without effect") == 3 and "--trust-remote-code: without effect: no code" in shown
 
 
 def test_every_option_of_vllm_in_the_tables_is_answered_on_the_command_line_and_in_python(
     capsys: pytest.CaptureFixture[str],
-):
+) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     serve.add_arguments(parser)
     for name in (*TAKEN, *REFUSED):
@@ -114,12 +127,12 @@ def test_every_option_of_vllm_in_the_tables_is_answered_on_the_command_line_and_
     assert not {*TAKEN, *REFUSED} & option_names()
 
 
-def test_no_command_shows_the_help():
+def test_no_command_shows_the_help() -> None:
     result = run()
     assert result.returncode == 2 and "commands:" in result.stderr and "serve" in result.stderr
 
 
-def test_an_unknown_command_lists_the_known_ones():
+def test_an_unknown_command_lists_the_known_ones() -> None:
     result = run("frob")
     assert result.returncode == 2 and "'serve', 'route', 'deploy', 'top', 'bench', 'cache', 'export'" in result.stderr
 
@@ -128,19 +141,41 @@ def test_an_unknown_command_lists_the_known_ones():
     ("text", "expected"),
     [("0", 0), ("512", 512), ("8GiB", 8 * 2**30), ("500MB", 500_000_000), ("1.5g", 1_500_000_000), ("2 KiB", 2048)],
 )
-def test_sizes_are_read_with_their_units(text: str, expected: int):
+def test_sizes_are_read_with_their_units(text: str, expected: int) -> None:
     assert size_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1", "8 gigs", "1e9", "8Gi iB"])
-def test_what_is_no_size_is_refused(text: str):
-    with pytest.raises(argparse.ArgumentTypeError):
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
         size_bytes(text)
 
 
-def test_only_options_that_were_given_reach_the_engine():
+def test_only_options_that_were_given_reach_the_engine() -> None:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
-    assert engine_options(parser.parse_args([])) == {}
-    given = parser.parse_args(["--no-enable-prefix-caching", "--kv-cache-memory-bytes", "1GiB", "--hf-overrides", "{}"])
-    assert engine_options(given) == {"enable_prefix_caching": False, "kv_cache_bytes": 2**30, "hf_overrides": {}}
+    assert given_options(parser.parse_args([]), EngineOptions) == {}
+    args = parser.parse_args(["--no-enable-prefix-caching", "--kv-cache-memory-bytes", "1GiB", "--hf-overrides", "{}"])
+    assert given_options(args, EngineOptions) == {
+        "enable_prefix_caching": False,
+        "kv_cache_bytes": 2**30,
+        "hf_overrides": {},
+    }
+
+
+def test_all_that_an_engine_can_be_configured_with_is_an_option_and_the_help_knows_its_default() -> None:
+    executor, scheduler = ExecutorConfig(), SchedulerConfig()
+    fields = {*executor.__struct_fields__, *scheduler.__struct_fields__} - {"model", "kind"}
+    assert {*EngineOptions.__dataclass_fields__} - {"executor"} == fields
+    said = {
+        option.name: re.search(r"default: (\d[\d.]*)\)", option.flag.help or "") for option in options_of(EngineOptions)
+    }
+    named = {name: float(found[1]) for name, found in said.items() if found is not None}
+    assert len(named) >= 5
+    assert named == {name: getattr(scheduler, name, getattr(executor, name, None)) for name in named}
+
+
+def test_a_keyword_may_be_written_as_its_flag_is() -> None:
+    config = engine_config("model", {"kv_cache_bytes": "2GiB", "max_model_len": "4k", "dtype": "half"})
+    assert config.executor.kv_cache_bytes == 2**31
+    assert (config.executor.max_model_len, config.executor.dtype) == (4000, "float16")

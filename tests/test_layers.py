@@ -19,12 +19,12 @@ ROOMS = ("engine", "cache", "executor", "router", "eplb")
 
 # Where imports may point, per room; a name stands for itself and everything beneath it.
 MAY_IMPORT = {
-    "engine": {"engine", "cache", "executor.protocol", "executor.process_life", "_csrc"},
+    "engine": {"engine", "cache", "executor.protocol", "executor.process_life", "executor.gguf_header", "_csrc"},
     "executor": {"executor", "cache", "eplb", "_csrc"},
     "cache": {"cache", "_csrc"},
     "eplb": {"eplb"},
     "router": {
-        *("router", "cache.keys", "engine.text", "engine.http", "_csrc"),
+        *("router", "cache.keys", "engine.options", "engine.text", "engine.http", "_csrc"),
         *(
             "executor.ranks.cluster",
             "executor.process_life",
@@ -36,9 +36,9 @@ MAY_IMPORT = {
 }
 # Inside a room imports point one way too: a part imports itself and those before it.
 PARTS = {
-    "engine": ("vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
+    "engine": ("options vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
                "server", "commands"),
-    "executor": ("protocol batch moe_spec parallel staging progress process_life outbox", "kernels", "loading", "models",
+    "executor": ("protocol gguf_header batch moe_spec parallel staging progress process_life outbox", "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle"),
     "router": ("config", "http", "placement", "fleet", "split prefill exchange app metrics workers serve", "deploy"),
     "cache": ("keys pool", "tiers.base tiers.health tiers.measures tiers.memory", "tiers.index", "tiers.disk",

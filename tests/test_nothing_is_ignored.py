@@ -1,6 +1,6 @@
 """No option and no keyword is ignored in silence: each is used, or documented as accepted without effect, or refused.
 
-Flags that end in a configuration have to change it; of what else can be said, somebody has to read the value.
+Flags that end in a configuration have to change it; of what else can be said, some code has to read the value.
 """
 
 import argparse
@@ -16,12 +16,14 @@ import pytest
 from penstock.cli import _COMMANDS
 from penstock.engine.commands import serve
 from penstock.engine.commands.bench.calls import SAMPLING
-from penstock.engine.config import ConfigError, SchedulerConfig, engine_config
+from penstock.engine.config import ConfigError, EngineOptions, SchedulerConfig, engine_config
 from penstock.engine.front.llm import LLM
 from penstock.engine.front.submit import submissions
 from penstock.engine.model_files import ModelRefused, resolve_model
-from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.options import given_options
+from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.server import requests as schema
+from penstock.engine.text.prompt import RENDERING
 from penstock.executor.protocol import ExecutorConfig, ModelInfo
 from penstock.router import serve as route
 from penstock.router.config import RouteError
@@ -36,7 +38,7 @@ SAID = {
     "allowed_origins": "https://app.example",
     "kv_peers": "127.0.0.1:9100",
     "kv_peer_listen": "127.0.0.1:9101",
-    "backend": "http://127.0.0.1:2",
+    "backends": "http://127.0.0.1:2",
     "decode": "http://127.0.0.1:3",
     "prefill": "http://127.0.0.1:4=127.0.0.1:9102",
     "host": "127.0.0.2",
@@ -71,8 +73,8 @@ def words(action: argparse.Action) -> list[str]:
         return [action.option_strings[0] if action.default is False else flag]
     if action.choices:
         return [flag, next(str(choice) for choice in action.choices if choice not in (action.default, "auto"))]
-    numbers = {int: "77", float: "0.77"}
-    return [flag, SAID.get(action.dest) or numbers.get(action.type, "1500")]  # type: ignore[arg-type]
+    numbers: dict[Any, str] = {int: "77", float: "0.77"}
+    return [flag, SAID.get(action.dest) or numbers.get(action.type, "1500")]
 
 
 def parsed(command: Any, given: list[str]) -> argparse.Namespace:
@@ -90,13 +92,15 @@ def actions_of(command: Any) -> list[argparse.Action]:
 def served(given: list[str]) -> tuple[Any, Any]:
     args = parsed(serve, given)
     return (
-        engine_config("model", serve.engine_options(args)),
-        serve._server_config(args, "model", args.override_generation_config or {}),
+        engine_config("model", given_options(args, EngineOptions)),
+        serve.server_config(args, "model", {}),
     )
 
 
 @pytest.mark.parametrize("action", actions_of(serve), ids=lambda action: action.dest)
-def test_every_flag_of_serve_changes_what_is_served(action: argparse.Action, tmp_path: Path, monkeypatch) -> None:
+def test_every_flag_of_serve_changes_what_is_served(
+    action: argparse.Action, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if action.dest in OF_FILES:
         assert f"args.{action.dest}" in source("engine/commands/serve.py").split("def run")[1]
         return
@@ -149,7 +153,7 @@ def test_every_flag_of_the_other_commands_is_read(name: str) -> None:
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
             elif action.dest not in (*read, "executor"):
-                pytest.fail(f"nobody reads {action.option_strings or action.dest}")
+                pytest.fail(f"no code reads {action.option_strings or action.dest}")
 
 
 def test_every_command_is_walked() -> None:
@@ -222,8 +226,8 @@ REQUESTS = [
 
 @pytest.mark.parametrize("request_type", REQUESTS)
 def test_every_field_of_a_request_is_read(request_type: type[msgspec.Struct]) -> None:
-    loops = {"logprobs", *schema.StructuredOutputs.__struct_fields__}
-    named = ["add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "tools"]
+    loops = {"logprobs", *StructuredOutputs.__struct_fields__}
+    named = [*RENDERING, "tools"]
     read = attributes("engine/server") | {*schema.SAMPLING_FIELDS, *loops, *named}
     assert {*request_type.__struct_fields__} <= read
 
@@ -232,7 +236,13 @@ def test_what_is_accepted_without_effect_is_documented() -> None:
     (listed,) = re.findall(r"\*\*Accepted without effect\*\*(.*?)\*\*Refused by name\*\*", source("docs/api.md"), re.S)
     documented = set(re.findall(r"`([\w.]+)`", listed))
     assert schema.HARMLESS - {"parallel_tool_calls"} <= documented
-    read = attributes("engine/server") | {*schema.SAMPLING_FIELDS, "reasoning_content", "arguments", "include_stop_str_in_output"}
+    read = attributes("engine/server") | {
+        *schema.SAMPLING_FIELDS,
+        *RENDERING,
+        "reasoning_content",
+        "arguments",
+        "include_stop_str_in_output",
+    }
     for found in vars(schema).values():
         if isinstance(found, type) and issubclass(found, msgspec.Struct) and found.__module__ == schema.__name__:
             unread = {*found.__struct_fields__} - read
@@ -252,7 +262,7 @@ PROMPT_PARTS = ("description", "function_call", "audio", "structures", "triggers
         ({"enable_prefix_caching": False, "kv_host_bytes": "1GiB"}, "kv_host_bytes"),
     ],
 )
-def test_an_option_that_nothing_reads_without_another_is_refused(given: dict, named: str) -> None:
+def test_an_option_that_nothing_reads_without_another_is_refused(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=f"^{named}: given; "):
         engine_config("model", given)
 

@@ -8,107 +8,56 @@ import os
 import signal
 import sys
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-import msgspec
-
-from penstock.engine.commands.engine_options import add_engine_options, engine_options, json_object, size_bytes
-from penstock.engine.config import ConfigError, EngineConfig, engine_config
+from penstock.engine.config import ConfigError, EngineConfig, EngineOptions, add_engine_options, engine_config
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.model_files import DEFAULT_NAME, ModelFiles, recommended_sampling, resolve_model
-from penstock.engine.server.server_config import (
-    API_KEY_VARIABLE,
-    REASONING_PARSERS,
-    TOOL_CALL_PARSERS,
-    ServerConfig,
-    resolve,
-)
+from penstock.engine.options import Option, add_options, built, flag, given_options, options_of
+from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig, resolve
 from penstock.engine.text.template import load_template
 from penstock.engine.text.tokenizer import load_tokenizer
+from penstock.engine.vllm_options import vllm_options
 from penstock.executor.protocol import ModelInfo
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What of a model's files is used, and how."""
+
+    chat_template: str | None = flag("a Jinja chat template in place of the model's own", "FILE")
+    revision: str | None = flag("of a model from the hub: a branch, tag or commit", "REV")
+    generation_config: Literal["auto", "vllm"] = flag(
+        "where a request says nothing, sample as the model's authors recommend, or as OpenAI does (vllm)",
+        default="auto",
+    )
+    override_generation_config: dict[str, Any] | None = flag('over that, like {"temperature": 0.5}', "JSON")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    defaults = ServerConfig()
     parser.add_argument("model", nargs="?", help=f"hub name, folder or .gguf file (default: {DEFAULT_NAME})")
     parser.add_argument("--model", dest="model_option", help=argparse.SUPPRESS)  # as it is given to vLLM's module
-    group = parser.add_argument_group("server")
-    add = group.add_argument
-    add("--host", default=defaults.host, help="address to listen on (default: %(default)s, this machine only)")
-    add("--port", type=int, default=defaults.port, help="0 takes any free port (default: %(default)s)")
-    add("--api-key", action="append", default=[], metavar="KEY", help="ask for this key; repeat for more than one")
-    add("--served-model-name", nargs="+", metavar="NAME", help="what the API calls the model (default: its own name)")
-    add("--chat-template", metavar="FILE", help="a Jinja chat template in place of the model's own")
-    add(
-        "--tool-call-parser",
-        choices=TOOL_CALL_PARSERS,
-        default=defaults.tool_call_parser,
-        help="the format in which the model writes tool calls (default: %(default)s, as its chat template does)",
-    )
-    add(
-        "--constrain-auto-tools",
-        action=argparse.BooleanOptionalAction,
-        default=defaults.constrain_auto_tools,
-        help="hold optional tool calls to their schema by a grammar (default: on)",
-    )
-    add(
-        "--coerce-one-of",
-        action=argparse.BooleanOptionalAction,
-        default=defaults.coerce_one_of,
-        help="take a oneOf whose schemas may hold for the same value for anyOf, in place of refusing it (default: off)",
-    )
-    add(
-        "--reasoning-parser",
-        choices=REASONING_PARSERS,
-        default=defaults.reasoning_parser,
-        help="the marks around the model's reasoning (default: %(default)s, as in its chat template)",
-    )
-    add("--revision", metavar="REV", help="of a model from the hub: a branch, tag or commit")
-    add(
-        "--generation-config",
-        choices=("auto", "vllm"),
-        default="auto",
-        help="where a request says nothing, sample as the model's authors recommend, or as OpenAI does (vllm)",
-    )
-    add(
-        "--override-generation-config",
-        type=json_object,
-        metavar="JSON",
-        help='over that, like {"temperature": 0.5}',
-    )
-    add(
-        "--allowed-origins",
-        action="extend",
-        type=_origins,
-        default=[],
-        metavar="ORIGIN",
-        help="web pages from there may ask (CORS), like https://app.example, or * for all; repeat, or give a JSON list "
-        "(default: none)",
-    )
-    add("--pooling", choices=("last", "mean"), default=defaults.pooling, help="of embeddings (default: %(default)s)")
-    add("--max-logprobs", type=int, default=defaults.max_logprobs, metavar="N", help="limit (default: %(default)s)")
-    add("--max-body-bytes", type=size_bytes, default=defaults.max_body_bytes, metavar="SIZE", help="limit of a body")
-    add("--max-connections", type=int, default=defaults.max_connections, metavar="N", help="default: %(default)s")
-    add(
-        "--drain-timeout",
-        type=float,
-        default=defaults.drain_timeout_s,
-        metavar="S",
-        help="how long a stop waits for running requests (default: %(default)g)",
-    )
+    for kind in (ServerConfig, ModelOptions):
+        add_options(parser, kind)
     add_engine_options(parser)
+
+
+def options() -> list[Option]:
+    """All flags, those that vLLM has included."""
+    return [*options_of(ServerConfig), *options_of(ModelOptions), *options_of(EngineOptions), *vllm_options()]
 
 
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
-    options = engine_options(args)
+    options = given_options(args, EngineOptions)
     if args.model and args.model_option:
         raise ConfigError(f"model: {args.model!r} and, as --model, {args.model_option!r} given; one is expected")
     need_weights = options.get("load_format") != "dummy"
     files = resolve_model(args.model or args.model_option, revision=args.revision, need_weights=need_weights)
     engine = engine_config(str(files.path), options)
     recommended = recommended_sampling(files) if args.generation_config == "auto" else {}
-    server = _server_config(args, files.name, recommended | (args.override_generation_config or {}))
+    server = server_config(args, files.name, recommended)
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args))
@@ -117,28 +66,17 @@ def run(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> None:
     """Refuse what can be refused without the model's files."""
     name = args.model or args.model_option or DEFAULT_NAME
-    engine_config(name, engine_options(args))
-    _server_config(args, name, args.override_generation_config or {})
+    engine_config(name, given_options(args, EngineOptions))
+    server_config(args, name, {})
 
 
-def _server_config(args: argparse.Namespace, name: str, default_sampling: dict[str, Any]) -> ServerConfig:
-    config = ServerConfig(
-        host=args.host,
-        port=args.port,
-        api_keys=tuple(args.api_key),
-        served_model_names=tuple(args.served_model_name or (name,)),
-        default_sampling=default_sampling,
-        seed=args.seed,
-        allowed_origins=tuple(args.allowed_origins),
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        constrain_auto_tools=args.constrain_auto_tools,
-        coerce_one_of=args.coerce_one_of,
-        pooling=args.pooling,
-        max_logprobs=args.max_logprobs,
-        max_body_bytes=args.max_body_bytes,
-        max_connections=args.max_connections,
-        drain_timeout_s=args.drain_timeout,
+def server_config(args: argparse.Namespace, name: str, recommended: dict[str, Any]) -> ServerConfig:
+    """`recommended` is what to sample like where neither a request nor the operator says anything."""
+    config = built(
+        args,
+        ServerConfig,
+        served_model_names=tuple(args.served_model_names or (name,)),
+        default_sampling=recommended | (args.override_generation_config or {}),
     )
     try:
         return resolve(config, os.environ)
@@ -146,18 +84,8 @@ def _server_config(args: argparse.Namespace, name: str, default_sampling: dict[s
         raise ConfigError(str(error)) from None
 
 
-def _origins(text: str) -> list[str]:
-    """One origin, or a JSON list of them."""
-    if not text.startswith("["):
-        return [text]
-    try:
-        return msgspec.json.decode(text, type=list[str])
-    except msgspec.MsgspecError as error:
-        raise argparse.ArgumentTypeError(f"not a JSON list of texts: {error}") from None
-
-
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
-    # starlette and uvicorn take a while to import: after the core process has been told to load.
+    # starlette and uvicorn take a while to import: do it once the core process has begun to load.
     started_s = time.monotonic()
     from penstock.engine.http.listen import bind_socket
 

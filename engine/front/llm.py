@@ -29,6 +29,7 @@ from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.text.prompt import chat_prompt
 from penstock.engine.text.template import ChatTemplate, load_template
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.executor.protocol import ModelInfo, open_executor
@@ -99,15 +100,19 @@ class LLM:
         if documents and not template.has_documents:
             raise InvalidRequest("documents", "the model's chat template knows none; put their text into a message")
         many: list[Messages] = messages if messages and isinstance(messages[0], list) else [messages]  # type: ignore
-        options = {
-            **(chat_template_kwargs or {}),
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            "tools_as_text": not template.has_tools,  # it would drop them
-            "documents": documents,
-        }
-        texts = [template.render(conversation, **options) for conversation in many]
+        texts = [
+            chat_prompt(
+                template,
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+                tools=tools,
+                tools_as_text=not template.has_tools,  # it would drop them
+                documents=documents,
+            )
+            for conversation in many
+        ]
         # The template has written the special tokens itself.
         ids: list[Prompt] = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._generate(ids, sampling_params, use_tqdm, is_continuation=False)

@@ -2,8 +2,8 @@
 
 llguidance compiles most schemas in milliseconds with the interpreter's lock released. What a hostile one may cost
 is bounded by `LIMITS`: 25 seconds of one core here, and by recursion as deep as the text is long, for which the
-threads have their large stack (pages that nobody touches cost nothing). Nothing can stop a thread, so while one is
-at a grammar that everybody has given up, another takes its place.
+threads have their large stack (pages that are never touched cost nothing). Nothing can stop a thread, so while one is
+at a grammar that every caller has given up, another takes its place.
 """
 
 import queue
@@ -20,7 +20,7 @@ from penstock.engine.grammar.matcher import Lexer, Matcher, shortened
 from penstock.engine.grammar.vocabulary import Vocabulary
 
 NUM_THREADS = 2  # so that one slow grammar does not hold up the others
-MAX_GIVEN_UP = 6  # threads beside them, at grammars that nobody waits for any more
+MAX_GIVEN_UP = 6  # threads beside them, at grammars that no request waits for any more
 STACK_BYTES = 512 << 20  # 20,000 rules in a chain, as many as fit the limit of 256 KiB of text, take a third of it
 RECYCLE_TOKENS = (
     16_384  # after so many a kept grammar makes room for a fresh one: 11 states of its lexer for each were seen
@@ -90,7 +90,7 @@ class Compiler:
         self._lock = threading.Lock()  # over what is kept, refused and given up
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_threads = 0
-        self._given_up: set[Future[Matcher]] = set()  # under way; another thread has taken the place of theirs
+        self._given_up: set[Future[Matcher]] = set()  # being compiled; another thread has taken the place of theirs
 
     def cached(self, source: str) -> Matcher | None:
         """A fresh matcher, if the grammar is known: 10 µs."""
@@ -105,7 +105,7 @@ class Compiler:
             return Matcher(backend.deep_copy(), self._vocabulary, lexer)
 
     def warm(self) -> None:
-        """Have the vocabulary made before the first request needs it, unless one has. Nobody waits, nothing is told.
+        """Have the vocabulary made before the first request needs it, unless one has. No one is notified when it is done.
 
         Some of it holds the interpreter's lock, up to a second with 152k tokens: call it when nothing else runs.
         """
@@ -122,7 +122,7 @@ class Compiler:
         return job
 
     def give_up(self, job: Job) -> None:
-        """Nobody waits for it any more. If no thread has taken it up, none will; else that thread ends with it."""
+        """No request waits for it any more. If no thread has taken it up, none will; else that thread ends with it."""
         with self._lock:
             if job.result.cancel() or job.result.done() or len(self._given_up) == MAX_GIVEN_UP:
                 return
@@ -157,7 +157,7 @@ class Compiler:
                 job.result.set_result(self.cached(job.source) or self._compile(job.source))
             except (
                 BaseException
-            ) as error:  # the top of this thread, also for a panic of the library: whoever waits is told
+            ) as error:  # the top of this thread, also for a panic of the library: what waits is notified
                 if not job.began.done():
                     job.began.set_result(Work())
                 is_plain = isinstance(error, Exception)

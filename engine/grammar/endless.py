@@ -1,13 +1,13 @@
 """Which schemas no finite value keeps to: those that require themselves. llguidance would write on without end.
 
 Of every definition the kinds of values that can be written to their end are found as a least fixed point. Where that
-cannot be told for sure, a schema is taken to have an end.
+cannot be decided, a schema is taken to have an end.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.engine.grammar.opposites import TYPES
+from penstock.engine.grammar.opposites import TYPES, subschemas
 
 ROOT = "#"
 MAX_ROUNDS = 8  # definitions come before what they refer to and are looked at from the last, so few suffice
@@ -78,10 +78,5 @@ def _items(schema: dict[str, Any]) -> list[Any]:
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
     if isinstance(schema, dict):
         yield schema
-        for keyword in ("properties", "patternProperties"):
-            for inner in schema.get(keyword, {}).values():
-                yield from _nodes(inner)
-        for keyword in ("allOf", "anyOf", "prefixItems", "items", "additionalItems", "additionalProperties"):
-            inner = schema.get(keyword)
-            for each in inner if isinstance(inner, list) else [inner]:
-                yield from _nodes(each)
+        for inner in subschemas(schema):
+            yield from _nodes(inner)

@@ -1,7 +1,7 @@
 """A JSON schema as llguidance takes it: what the library would get wrong is rewritten or refused before it sees it.
 
 A schema is read by the meaning of its keywords, so data (enum, const, default) is never taken for schemas. Only what
-holds an answer to something is passed on; a keyword that nobody knows, llguidance's own options among them, says
+holds an answer to something is passed on; an unknown keyword, llguidance's own options among them, says
 nothing. Every schema that a `$ref` leads to is read too, and stands under `$defs` of what is passed on.
 
     rewritten   patterns (in ECMA's meaning, ecma.py), dates, times, host names, oneOf of schemas that exclude each
@@ -11,13 +11,13 @@ nothing. Every schema that a `$ref` leads to is read too, and stands under `$def
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urljoin
 
 from penstock.engine.grammar.ecma import UNWRITABLE, translated
 from penstock.engine.grammar.endless import ROOT, without_endless
-from penstock.engine.grammar.opposites import At, Exclusion, opposite, words
+from penstock.engine.grammar.opposites import MANY, TYPES, At, Exclusion, opposite, subschemas, words
 from penstock.engine.sampling_params import InvalidRequest, check_depth
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
@@ -27,7 +27,6 @@ ESCAPES = 'nrbtf\\"'
 _COERCED = "with structured_outputs.coerce_one_of or --coerce-one-of it is taken for anyOf"
 MAX_BRANCHES = 16  # of one oneOf or minProperties that is rewritten
 MAX_DEPENDENCIES = 4  # each doubles the branches
-TYPES = words("null boolean number integer string array object")
 # Passed on as they are. A number may have any exponent: to bound it would cut 1.6e-19 off at 1.6.
 _PLAIN = words(
     "required minLength maxLength minItems maxItems maxProperties"
@@ -35,12 +34,6 @@ _PLAIN = words(
 )
 _COUNTS = words("minLength maxLength minItems maxItems minProperties maxProperties")
 _OF_NAMES = words("enum const pattern minLength maxLength")
-_ONE = words(
-    "items additionalItems additionalProperties contains not if then else propertyNames"
-    " unevaluatedItems unevaluatedProperties"
-)
-_MANY = words("allOf anyOf oneOf prefixItems items")
-_NAMED = words("properties patternProperties $defs definitions dependentSchemas dependencies")
 # With one of these, what is "unevaluated" depends on the value.
 _IN_PLACE = words("$ref allOf anyOf oneOf not if dependentSchemas dependencies contains $dynamicRef $recursiveRef")
 _LISTS = words("enum required allOf anyOf oneOf prefixItems")
@@ -128,7 +121,7 @@ class _Document:
             if isinstance(given := schema.get(name), str):
                 anchor = given if name == "$anchor" else given.partition("#")[2]
                 self._resources.setdefault(f"{base}#{anchor}", schema)
-        for inner in _subschemas(schema):
+        for inner in subschemas(schema):
             self._register(inner, base)
 
     def _target(self, reference: str, base: str) -> tuple[Any, str]:
@@ -219,7 +212,7 @@ class _Document:
             held[keyword] = {
                 _pattern(name): self._schema(inner, base, f"{place}/{name}") for name, inner in value.items()
             }
-        elif keyword in _MANY - {"oneOf"} and isinstance(value, list):
+        elif keyword in MANY - {"oneOf"} and isinstance(value, list):
             inner = [self._schema(member, base, f"{place}/{index}") for index, member in enumerate(value)]
             held[keyword] = held.get(keyword, []) + inner
         elif keyword in ("items", "additionalProperties") or (
@@ -256,7 +249,7 @@ class _Document:
 
 
 def _plainly(schema: dict[str, Any]) -> dict[str, Any]:
-    """What stands beside a oneOf and may tell its schemas apart."""
+    """What stands beside a oneOf and may distinguish its schemas."""
     return {
         name: value
         for name, value in schema.items()
@@ -282,19 +275,9 @@ def _base(schema: Any, base: str) -> str:
     return _absolute(given, base).partition("#")[0] if isinstance(given, str) and given[:1] != "#" else base
 
 
-def _subschemas(schema: dict[str, Any]) -> Iterator[Any]:
-    for keyword, value in schema.items():
-        if keyword in _ONE and isinstance(value, dict):
-            yield value
-        elif keyword in _MANY and isinstance(value, list):
-            yield from value
-        elif keyword in _NAMED and isinstance(value, dict):
-            yield from value.values()
-
-
 def _type(value: Any) -> Any:
     for name in value if isinstance(value, list) else [value]:
-        if not isinstance(name, str) or name not in TYPES:
+        if not isinstance(name, str) or name not in (*TYPES, "integer"):
             raise _NotHeld(f"{str(name)[:40]!r} is no type of JSON")
     return value
 
@@ -364,13 +347,13 @@ def _unique(value: Any, schema: dict[str, Any]) -> list[Any]:
     return []
 
 
-def _contains(value: Any, schema: dict[str, Any]) -> list[Any]:
+def _contains(_value: Any, schema: dict[str, Any]) -> list[Any]:
     if schema.get("minContains") == 0 and "maxContains" not in schema:
         return []
     raise _NotHeld("which items an array holds is not counted")
 
 
-def _not(value: Any, schema: dict[str, Any]) -> list[Any]:
+def _not(value: Any, _schema: dict[str, Any]) -> list[Any]:
     found = opposite(value)
     if found is None:
         raise _NotHeld("only simple schemas have an opposite here")
@@ -386,7 +369,7 @@ def _if(value: Any, schema: dict[str, Any]) -> list[Any]:
     return [{"anyOf": [{"allOf": [value, schema.get("then", True)]}, {"allOf": [found, schema.get("else", True)]}]}]
 
 
-def _property_names(value: Any, schema: dict[str, Any]) -> list[Any]:
+def _property_names(value: Any, _schema: dict[str, Any]) -> list[Any]:
     if value is False:
         return [{"maxProperties": 0}]
     given = {} if value is True else {name: inner for name, inner in value.items() if name in _OF_NAMES}
@@ -407,7 +390,7 @@ def _property_names(value: Any, schema: dict[str, Any]) -> list[Any]:
     return found
 
 
-def _dependencies(value: Any, schema: dict[str, Any]) -> list[Any]:
+def _dependencies(value: Any, _schema: dict[str, Any]) -> list[Any]:
     if len(value) > MAX_DEPENDENCIES:
         raise _NotHeld(f"at most {MAX_DEPENDENCIES} dependencies are held")
     return [
@@ -433,12 +416,11 @@ def _unevaluated_items(value: Any, schema: dict[str, Any]) -> list[Any]:
     return [{"prefixItems": [True] * len(schema.get("prefixItems", ())), "items": value}]
 
 
-def _unknown_beforehand(value: Any, schema: dict[str, Any]) -> list[Any]:
-    raise _NotHeld("what it leads to is not known beforehand")
+def _never(why: str) -> Callable[[Any, dict[str, Any]], list[Any]]:
+    def refuse(_value: Any, _schema: dict[str, Any]) -> list[Any]:
+        raise _NotHeld(why)
 
-
-def _of_draft_3(value: Any, schema: dict[str, Any]) -> list[Any]:
-    raise _NotHeld("draft 3 is not known")
+    return refuse
 
 
 _REWRITTEN: dict[str, Callable[[Any, dict[str, Any]], list[Any]]] = {
@@ -452,7 +434,6 @@ _REWRITTEN: dict[str, Callable[[Any, dict[str, Any]], list[Any]]] = {
     "dependentSchemas": _dependencies,
     "unevaluatedProperties": _unevaluated_properties,
     "unevaluatedItems": _unevaluated_items,
-    "$dynamicRef": _unknown_beforehand,
-    "$recursiveRef": _unknown_beforehand,
-    **dict.fromkeys(("extends", "disallow", "divisibleBy"), _of_draft_3),
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef"), _never("what it leads to is not known beforehand")),
+    **dict.fromkeys(("extends", "disallow", "divisibleBy"), _never("draft 3 is not known")),
 }

@@ -23,7 +23,7 @@ class Masks(NamedTuple):
 
     rows: np.ndarray  # [n] int32
     bits: np.ndarray  # [n, words] int32, contiguous; token t may be sampled if bit t % 32 of word t // 32 is set
-    ended: list[int]  # rows after which only an end of text may follow; their masks allow all, nobody will look
+    ended: list[int]  # rows after which only an end of text may follow; their masks allow all and are not used
     errors: dict[int, str]  # rows whose mask could not be computed within the limits; likewise
 
 
@@ -82,13 +82,14 @@ class MaskFiller:
 
     def _at_an_end(self, bits: np.ndarray) -> list[int]:
         """The places of rows that allow nothing but an end of text. Nearly all allow some token of the long stretch of
-        words without an end, whose first byte that is not zero tells."""
+        words without an end, whose first byte that is not zero decides."""
         begin, end = self._plain
         doubtful = np.flatnonzero(~bits[:, begin:end].view(np.bool_).any(axis=1))
         if not len(doubtful):
             return []
         assert self._ends is not None
-        return doubtful[~(bits[doubtful] & self._ends).any(axis=1)].tolist()
+        places: list[int] = doubtful[~(bits[doubtful] & self._ends).any(axis=1)].tolist()
+        return places
 
     def _compute(self, rows: Sequence[tuple[int, Matcher]], buffer: np.ndarray) -> None:
         address, row_bytes = buffer.ctypes.data, buffer.strides[0]

@@ -1,6 +1,6 @@
 """What a JSON schema rules out: its exact opposite as a schema, and whether two of them can hold the same value.
 
-Both answer for simple forms only. None, or False, means that it could not be told, never a guess.
+Both answer for simple forms only. None, or False, means that it could not be decided, never a guess.
 """
 
 import json
@@ -25,8 +25,25 @@ _BOUNDS = {  # keyword: the type that it holds, the keyword that rules out the s
     "exclusiveMinimum": ("number", "maximum", 0),
     "exclusiveMaximum": ("number", "minimum", 0),
 }
+# Keywords whose values are schemas: one, a list of them, or an object of them.
+ONE = words(
+    "items additionalItems additionalProperties contains not if then else propertyNames"
+    " unevaluatedItems unevaluatedProperties"
+)
+MANY = words("allOf anyOf oneOf prefixItems items")
+NAMED = words("properties patternProperties $defs definitions dependentSchemas dependencies")
 MAX_EXCLUDED_CHARS = 2000
 MAX_DEPTH = 6
+
+
+def subschemas(schema: dict[str, Any]) -> Iterator[Any]:
+    for keyword, value in schema.items():
+        if keyword in ONE and isinstance(value, dict):
+            yield value
+        elif keyword in MANY and isinstance(value, list):
+            yield from value
+        elif keyword in NAMED and isinstance(value, dict):
+            yield from value.values()
 
 
 def opposite(schema: Any, depth: int = 0) -> Any:
@@ -38,14 +55,14 @@ def opposite(schema: Any, depth: int = 0) -> Any:
     options = []
     for keyword, value in schema.items():
         if keyword not in _ANNOTATIONS:
-            option = _opposite_of(keyword, value, schema, depth + 1)
+            option = _opposite_of(keyword, value, depth + 1)
             if option is None:
                 return None
             options.append(option)
     return options[0] if len(options) == 1 else {"anyOf": options} if options else False
 
 
-def _opposite_of(keyword: str, value: Any, schema: dict[str, Any], depth: int) -> Any:
+def _opposite_of(keyword: str, value: Any, depth: int) -> Any:
     if keyword == "type":
         given = _names([value] if isinstance(value, str) else value)
         others = [name for name in TYPES if name not in given]

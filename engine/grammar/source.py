@@ -29,7 +29,7 @@ def grammar_source(wanted: StructuredOutputs, special_tokens: Collection[str] = 
     if kind == "regex":
         return LLMatcher.grammar_from_regex(value)
     if kind == "choice":
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, dict.fromkeys(value))))
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, dict.fromkeys(value))))
     if kind == "grammar":
         if "::=" in value:
             raise InvalidRequest(field, "this looks like GBNF or EBNF; a Lark grammar with a rule 'start' is expected")
@@ -38,7 +38,7 @@ def grammar_source(wanted: StructuredOutputs, special_tokens: Collection[str] = 
 
 
 def json_source(schema: str | dict[str, Any] | bool, field: str, coerce_one_of: bool = False) -> str:
-    schema = parsed(schema, field) if isinstance(schema, str) else schema
+    schema = parsed(schema, field)
     if schema is False:
         raise InvalidRequest(field, "the schema 'false' accepts no answer at all")
     if not isinstance(schema, (dict, bool)):
@@ -52,7 +52,7 @@ def json_source(schema: str | dict[str, Any] | bool, field: str, coerce_one_of: 
         raise InvalidRequest(field, f"the schema cannot be read: {error}") from None
 
 
-def parsed(value: str | dict[str, Any], field: str) -> Any:
+def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
     """JSON that was given as text."""
     if not isinstance(value, str):
         return value
@@ -65,8 +65,3 @@ def parsed(value: str | dict[str, Any], field: str) -> Any:
     if isinstance(found, (dict, list)):
         check_depth(field, found)
     return found
-
-
-def quoted(text: str) -> str:
-    """A text as Lark writes it, which is JSON's way."""
-    return json.dumps(text)

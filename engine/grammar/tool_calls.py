@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from penstock.engine.grammar.json_schema import WHITESPACE, lark_json
+from penstock.engine.grammar.source import parsed
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.text.tools.formats import Calls, Format, Function
 from penstock.engine.text.tools.thinking import Thinking
@@ -84,8 +85,8 @@ class _Rules:
         kind = wanted.kind
         value = getattr(wanted, kind)
         if kind in ("json", "json_object"):
-            schema = {"type": "object"} if kind == "json_object" else _loaded(value)
             coerce_one_of, field = wanted.coerce_one_of, "structured_outputs.json"
+            schema = {"type": "object"} if kind == "json_object" else parsed(value, field)
             body = lark_json(schema, field, coerce_one_of=coerce_one_of, whitespace_pattern=WHITESPACE)
         elif kind == "regex":
             body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", value) + "/"
@@ -253,15 +254,6 @@ def _arguments(function: Function, spacing: dict[str, Any]) -> str:
 
 def _marks(form: Format) -> tuple[str, ...]:
     return form.marks + form.punctuation
-
-
-def _loaded(schema: str | dict[str, Any] | bool) -> Any:
-    if not isinstance(schema, str):
-        return schema
-    try:
-        return json.loads(schema)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest("structured_outputs.json", f"not valid JSON: {error}") from None
 
 
 def _escaped(text: str) -> str:

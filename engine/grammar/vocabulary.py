@@ -56,7 +56,7 @@ class ExactEncoder:
     """How a forced text is cut into tokens: as the tokenizer cuts it where that gives the text's very bytes.
 
     SentencePiece puts a blank before a text, makes its mark for blanks of them, and has several tokens that read alike;
-    what it cuts is compared with the bytes that the grammar will be told.
+    what it cuts is compared with the bytes that the grammar will be given.
     """
 
     MARK = "\n"  # stands before a text, so that the tokenizer puts its blank there
@@ -106,7 +106,7 @@ def _another(backend: Backend) -> Backend:
     added = backend.get_added_tokens_decoder()
     for token_id in sorted(added):
         (other.add_special_tokens if added[token_id].special else other.add_tokens)([added[token_id]])
-    # It numbers them as they come; where the file has them elsewhere, only the file's text tells.
+    # It numbers them as they come; where the file has them elsewhere, only the file's text says where.
     same = {token_id: token.content for token_id, token in other.get_added_tokens_decoder().items()}
     if same != {token_id: token.content for token_id, token in added.items()}:
         other = Backend.from_str(backend.to_str())

@@ -99,7 +99,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_header_bytes = 0
         super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
+    def send_400_response(self, _msg: str) -> None:
         self._refuse(400, "this is not a valid HTTP/1.1 request")
 
     # A client that does not read: the transport's buffer is full, or closed and not empty, and stays so.
@@ -118,7 +118,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._set_unread()
 
     def timeout_keep_alive_handler(self) -> None:
-        self.transport.abort()  # close() would wait for an answer that nobody has read in all that time
+        self.transport.abort()  # close() would wait for an answer that the client has not read in all that time
 
     # Refusals.
 

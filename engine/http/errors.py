@@ -49,7 +49,7 @@ class HttpError(Exception):
 
 
 class ClientGone(Exception):
-    """The client closed the connection; nobody is left to answer."""
+    """The client closed the connection; an answer would reach no one."""
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:

@@ -1,8 +1,8 @@
-"""What an engine says about its cache to whoever routes for it: the frames of `GET /kv_events`.
+"""What an engine says about its cache to its routers: the frames of `GET /kv_events`.
 
 Server and router share this page. A frame is a little-endian u32 length and a msgpack array. Keys travel as the
 first 8 bytes of block keys, run together; token ids never do. A stream opens with `Hello` and a snapshot, then
-`Changes` follow with sequence numbers that rise by one; whoever sees a gap connects again. A reader that is too slow
+`Changes` follow with sequence numbers that rise by one; a reader that sees a gap connects again. A reader that is too slow
 gets a new snapshot in the stream instead of what it missed.
 """
 
@@ -87,7 +87,7 @@ class FrameReader:
 
     def _decode(self, body: bytes) -> Frame:
         try:
-            frame = self._decoder.decode(body)
+            frame: Frame = self._decoder.decode(body)
         except msgspec.DecodeError as error:
             raise StreamError(f"frame: {error}") from None
         for keys in _keys_of(frame):

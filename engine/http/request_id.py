@@ -13,7 +13,7 @@ _NOT_ALLOWED = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
 
 def fresh_id() -> str:
-    """32 hexadecimal characters that nobody has used."""
+    """32 hexadecimal characters that were never used before."""
     return secrets.token_hex(16)
 
 

@@ -38,7 +38,7 @@ class Endpoint:
         try:
             kind = _check_content_type(scope)
             call.reports = any(name == token_form.REPORT_HEADER for name, _ in scope["headers"])
-            body = await read_body(scope, receive, service.config.max_body_bytes)
+            body = await read_body(scope, receive, service.config.limits.max_body_bytes)
             if kind == token_form.CONTENT_TYPE:
                 body, call.prompt_ids = token_form.unpack(body)
             await unless_gone(receive, self._answer(call, body, scope, receive, send))

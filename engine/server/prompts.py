@@ -17,15 +17,10 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.requests import ChatRequest, Message, TokenizeRequest
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import check_history, for_template
+from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, chat_prompt, rendering
 from penstock.executor.protocol import ModelInfo
 
-MAX_CHARS_PER_TOKEN = 128  # a text longer than this times the context is refused before it is tokenized
-INLINE_CHARS = 2048  # tokenized on the event loop: about as long as handing it to a thread takes
 MAX_MESSAGES = 2048
-# Of the template's variables, those that have a field of their own.
-TEMPLATE_FIELDS = frozenset(
-    {"tools", "tools_as_text", "documents", "add_generation_prompt", "continue_final_message", "reasoning_effort"}
-)
 
 T = TypeVar("T")
 
@@ -101,26 +96,12 @@ async def render(request: ChatRequest | TokenizeRequest, service: Service) -> st
     if template is None:
         raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
     messages = _decode_messages(request.messages, service.info)
-    variables = dict(request.chat_template_kwargs or {})
-    for name in TEMPLATE_FIELDS & variables.keys():
-        raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set there")
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
-    continues = bool(request.continue_final_message)
-    opens = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     check_history(messages)
     plain = [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
     tools = None if getattr(request, "tool_choice", None) == "none" else for_template(request.tools)
     return await in_thread_if(
         sum(len(message["content"] or "") for message in plain) > INLINE_CHARS,
-        lambda: template.render(
-            plain,
-            tools=tools,
-            add_generation_prompt=opens,
-            continue_final_message=continues,
-            tools_as_text=service.tools.as_text,
-            **variables,
-        ),
+        lambda: chat_prompt(template, plain, tools=tools, tools_as_text=service.tools.as_text, **rendering(request)),
     )
 
 

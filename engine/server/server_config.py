@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from penstock.engine.front.submit import Pooling
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
+from penstock.engine.options import Delay, Port, check, flag
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tools import formats, thinking
 
@@ -17,35 +19,71 @@ REASONING_PARSERS = ("auto", "none", *thinking.NAMES)
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free port
-    api_keys: tuple[str, ...] = ()
-    served_model_names: tuple[str, ...] = ("default",)  # the first one stands in answers and metrics
-    default_sampling: dict[str, Any] = {}  # from generation_config.json: used where a request says nothing
-    seed: int | None = None  # for requests without one of their own
-    allowed_origins: tuple[str, ...] = ()  # of web pages that may ask
-    pooling: Pooling = "last"  # of /v1/embeddings, unless the request says otherwise
-    tool_call_parser: str = "auto"  # which format of calls the model writes; auto: as its chat template does
-    reasoning_parser: str = "auto"
-    constrain_auto_tools: bool = True  # a grammar holds calls to their schema even where a call is optional
-    coerce_one_of: bool = False  # in every request, as StructuredOutputs.coerce_one_of in one
-    max_logprobs: int = MAX_LOGPROBS
-    max_header_bytes: int = Limits().max_header_bytes
-    max_body_bytes: int = Limits().max_body_bytes
-    header_timeout_s: float = Limits().header_timeout_s
-    body_timeout_s: float = Limits().body_timeout_s
-    write_timeout_s: float = Limits().write_timeout_s
-    max_connections: int = Limits().max_connections
-    drain_timeout_s: float = 30.0
+def _origins(text: str) -> list[str]:
+    """One origin, or a JSON list of them."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not a JSON list of texts: {error}") from None
 
-    @property
-    def limits(self) -> Limits:
-        return Limits(**{name: getattr(self, name) for name in Limits.__struct_fields__})
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    host: str = flag(
+        "address to listen on (default: %(default)s, this machine only)", opens="server", default="127.0.0.1"
+    )
+    port: Port = flag("0 takes any free port (default: %(default)s)", default=8000)
+    api_keys: tuple[str, ...] = flag("ask for this key; repeat for more than one", "KEY", default=())
+    # The first one stands in answers and metrics.
+    served_model_names: tuple[str, ...] = flag(
+        "what the API calls the model (default: its own name)",
+        "NAME",
+        takes_several=True,
+        default=("default",),
+    )
+    default_sampling: dict[str, Any] = field(
+        default_factory=dict
+    )  # from generation_config.json: used where a request says nothing
+    seed: int | None = None  # for requests without one of their own
+    allowed_origins: tuple[str, ...] = flag(
+        "web pages from there may ask (CORS), like https://app.example, or * for all; repeat, or give a JSON list "
+        "(default: none)",
+        "ORIGIN",
+        ("--allowed-origins",),
+        read=_origins,
+        default=(),
+    )
+    pooling: Pooling = flag("of embeddings (default: %(default)s)", default="last")
+    tool_call_parser: str = flag(
+        "the format in which the model writes tool calls (default: %(default)s, as its chat template does)",
+        choices=TOOL_CALL_PARSERS,
+        default="auto",
+    )
+    reasoning_parser: str = flag(
+        "the marks around the model's reasoning (default: %(default)s, as in its chat template)",
+        choices=REASONING_PARSERS,
+        default="auto",
+    )
+    constrain_auto_tools: bool = flag(
+        "hold optional tool calls to their schema by a grammar (default: on)", has_off=True, default=True
+    )
+    coerce_one_of: bool = flag(
+        "take a oneOf whose schemas may hold for the same value for anyOf, in place of refusing it (default: off)",
+        has_off=True,
+        default=False,
+    )
+    max_logprobs: int = flag("limit (default: %(default)s)", "N", default=MAX_LOGPROBS)
+    limits: Limits = Limits()
+    drain_timeout_s: Delay = flag(
+        "how long a stop waits for running requests (default: %(default)g)", "S", default=30.0
+    )
 
 
 def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
     """Add the key from the environment and refuse what cannot run; ValueError names the option."""
+    check(config)
     keys = config.api_keys
     if API_KEY_VARIABLE in environment:
         # Set but empty is a mistake in a deployment, and must not open the server.
@@ -55,19 +93,6 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     Keys(keys)  # refuses what cannot be one
     if not config.served_model_names or not all(config.served_model_names):
         raise ValueError("served_model_names: at least one name is needed, and none may be empty")
-    if not 0 <= config.port <= 65535:
-        raise ValueError(f"port: {config.port} is out of range; it must be from 0 to 65535")
-    for name in ("header_timeout_s", "body_timeout_s", "write_timeout_s"):
-        if not 0 < getattr(config, name) < float("inf"):
-            raise ValueError(f"{name}: {getattr(config, name)} is out of range; it must be above 0")
-    if not 0 <= config.drain_timeout_s < float("inf"):
-        raise ValueError(f"drain_timeout_s: {config.drain_timeout_s} is out of range; it must be at least 0")
-    for name, low in (("max_header_bytes", 1024), ("max_body_bytes", 1024), ("max_connections", 1)):
-        if getattr(config, name) < low:
-            raise ValueError(f"{name}: {getattr(config, name)} is too small; it must be at least {low}")
-    for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
-        if getattr(config, name) not in known:
-            raise ValueError(f"{name}: {getattr(config, name)!r} is not known; {', '.join(known)} are")
     for origin in config.allowed_origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
             raise ValueError(f"allowed_origins: {origin!r} is no origin; it is written like https://app.example, or *")
@@ -75,4 +100,4 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     if unknown:
         raise ValueError(f"default_sampling: {sorted(unknown)[0]!r} cannot have a default")
     SamplingParams(**config.default_sampling).check(vocab_size=1)
-    return msgspec.structs.replace(config, api_keys=keys)
+    return replace(config, api_keys=keys)

@@ -5,10 +5,11 @@ import msgspec
 from penstock.engine.front.submit import token_bytes
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
-from penstock.engine.server.prompts import INLINE_CHARS, decode_ids, in_thread_if, render, to_ids
+from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_ids
 from penstock.engine.server.requests import DetokenizeRequest, TokenizeRequest, parse
 from penstock.engine.server.responses import Detokenized, Tokens
 from penstock.engine.server.service import Service
+from penstock.engine.text.prompt import INLINE_CHARS
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "tools")

@@ -12,9 +12,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import ModelRefused
-from penstock.engine.text.gguf_metadata import read_gguf_metadata
 from penstock.engine.text.gguf_splits import SPLITS
 from penstock.engine.text.tokenizer import Tokenizer, refusing
+from penstock.executor.gguf_header import GgufHeader
+from penstock.executor.protocol import ExecutorError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"  # what SentencePiece writes for a space
@@ -63,6 +64,14 @@ def read_template_parts(path: Path) -> tuple[dict[str, str], dict[str, str]]:
     """The special tokens' texts by name, and the chat templates' sources by name."""
     metadata = read_gguf_metadata(path)
     return _Vocabulary(metadata).special_tokens(), _chat_templates(metadata)
+
+
+def read_gguf_metadata(path: Path) -> dict[str, Any]:
+    """Every key of the file with its value; arrays are lists. Raises ModelRefused where the bytes make no sense."""
+    try:
+        return GgufHeader(path).metadata
+    except ExecutorError as error:
+        raise ModelRefused(f"model: {error}") from None
 
 
 class _Vocabulary:

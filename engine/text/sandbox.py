@@ -93,7 +93,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _dict}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Counting().visit(Parser(self, source, name, filename).parse())
+        tree: nodes.Template = _Counting().visit(Parser(self, source, name, filename).parse())
+        return tree
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
@@ -139,7 +140,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
                 return attr in allowed
         return super().is_safe_attribute(obj, attr, value)
 
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+    def wrap_str_format(self, _value: Any) -> Callable[..., str] | None:
         return None  # str.format is not among METHODS: its widths and repeated fields have no bound
 
 
@@ -170,7 +171,7 @@ class _Counting(NodeTransformer):
 class _Generation(Extension):
     """`{% generation %}` marks an assistant's words for training; for serving it only groups."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  the base class declares it of an instance
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -201,13 +202,14 @@ def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = 
 def _join(context: EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
     items, separator = [*value], str(d)
     check_join(separator, items)
-    return do_join(context, items, separator, attribute)
+    joined: str = do_join(context, items, separator, attribute)
+    return joined
 
 
 def _replace(text: Any, old: str, new: str, count: int = -1) -> str:
-    text = str(text)
-    check_replace(text, old, new)
-    return text.replace(old, new, -1 if count is None else count)
+    before = str(text)
+    check_replace(before, old, new)
+    return before.replace(old, new, -1 if count is None else count)
 
 
 def _format(text: str, *args: Any, **kwargs: Any) -> str:

@@ -1,7 +1,7 @@
 """Chat templates: from a conversation to the text that the model was trained to continue.
 
 The sources come with the model or from the operator's command line, never from a request. They render in
-engine/text/sandbox.py; what a template raises, and where it fails on the messages it was given, the user is told
+engine/text/sandbox.py; what a template raises, and where it fails on the messages it was given, is reported
 as a fault of `messages`.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 
 from jinja2 import Template, TemplateError
 
+from penstock.engine.http.errors import clip
 from penstock.engine.model_files import ModelFiles, ModelRefused
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text import gguf_tokenizer, hf_tokenizer
@@ -131,7 +132,7 @@ def _compile(environment: Sandbox, name: str, source: str) -> Template:
         return environment.from_string(source)
     except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ModelRefused(
-            f"chat template {name!r} does not compile: {_short(error)}; give another one with --chat-template"
+            f"chat template {name!r} does not compile: {clip(str(error), MAX_ERROR_CHARS)}; give another one with --chat-template"
         ) from None
 
 
@@ -139,18 +140,18 @@ def _run(template: Template, variables: dict[str, Any]) -> str:
     try:
         return template.render({**variables, BUDGET: Budget()})
     except Refused as error:
-        raise InvalidRequest("messages", f"the model's chat template refuses them: {_short(error)}") from None
+        raise InvalidRequest(
+            "messages", f"the model's chat template refuses them: {clip(str(error), MAX_ERROR_CHARS)}"
+        ) from None
     except TooMuch as error:
-        raise InvalidRequest("messages", f"the model's chat template was stopped: {_short(error)}") from None
+        raise InvalidRequest(
+            "messages", f"the model's chat template was stopped: {clip(str(error), MAX_ERROR_CHARS)}"
+        ) from None
     except FAULTS as error:
         raise InvalidRequest(
-            "messages", f"the model's chat template cannot render them: {type(error).__name__}: {_short(error)}"
+            "messages",
+            f"the model's chat template cannot render them: {type(error).__name__}: {clip(str(error), MAX_ERROR_CHARS)}",
         ) from None
-
-
-def _short(error: BaseException) -> str:
-    text = str(error)
-    return text if len(text) <= MAX_ERROR_CHARS else f"{text[: MAX_ERROR_CHARS - 1]}…"
 
 
 def _mark_end(chat: list[Message]) -> str:

@@ -9,16 +9,20 @@ import argparse
 import difflib
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, NoReturn, get_type_hints
+from typing import Annotated, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 import msgspec
 from msgspec import Meta
 
+from penstock.engine.options import Option, converted
+
 Count = Annotated[int, Meta(ge=0, le=1024)]
 Amount = Annotated[float, Meta(ge=0, le=4096)]
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 KEY_VARIABLES = ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY", "PENSTOCK_BACKEND_API_KEY")
 PATHS = ("model", "tokenizer", "chat-template")  # may be given relative to the file
@@ -28,12 +32,23 @@ class DeployError(ValueError):
     """The file, or the cluster, cannot be used as it is; the message says what is wrong."""
 
 
+class Flags(Protocol):
+    """The module of a command whose flags the file may have."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser, /) -> None: ...
+
+    def options(self) -> list[Option]: ...
+
+    def check(self, args: argparse.Namespace, /) -> object:
+        """Raises ValueError."""
+        ...
+
+
 class Command(NamedTuple):
-    """A command that the file has flags of: started by these words after `python -m`, read by this parser."""
+    """A command, started by these words after `python -m`."""
 
     words: tuple[str, ...]
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    check: Callable[[argparse.Namespace], object]  # raises ValueError
+    flags: Flags
 
 
 class Replicas(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,7 +71,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     surge: Count = 1  # replicas beyond `count` while it lasts
     max_unavailable: Count = 0  # how many fewer than `count` may answer while it lasts
     ready_s: Seconds = 600.0  # from the start of a replica to its first word that it is ready
-    drain_s: Seconds = 30.0  # for requests under way at a replica that leaves
+    drain_s: Seconds = 30.0  # for requests in flight at a replica that leaves
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,10 +132,11 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
     for variable in KEY_VARIABLES:
         if variable in size.env:
             raise DeployError(f"replicas.env.{variable}: keys are not written here; set it where deploy is started")
-    flags = Flags("model", serve, folder, ("host", "port", "api-key", "drain-timeout"))
-    engine = flags.read({key: value for key, value in model.items() if key != "model"}, model.get("model"))
+    engine = Table("model", serve, folder, ("host", "port", "api-key", "drain-timeout")).read(
+        {key: value for key, value in model.items() if key != "model"}, model.get("model")
+    )
     room = _own(Router, "router", {"cpus": router["cpus"]} if "cpus" in router else {})
-    edge = Flags(
+    edge = Table(
         "router",
         route,
         folder,
@@ -145,63 +161,55 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
     )
 
 
-class Read(NamedTuple):
+class Words(NamedTuple):
     words: tuple[str, ...]
     options: argparse.Namespace
 
 
-class Flags:
+class Table:
     """A command's flags as the keys of a table; those that `deploy` sets itself are refused."""
 
     def __init__(
-        self, table: str, command: Command, folder: Path, kept: tuple[str, ...], others: tuple[str, ...] = ()
+        self, name: str, command: Command, folder: Path, kept: tuple[str, ...], others: tuple[str, ...] = ()
     ) -> None:
-        self._table, self._command, self._folder, self._kept = table, command, folder, kept
+        self._name, self._flags, self._folder, self._kept = name, command.flags, folder, kept
         self._others = others  # keys of the table that are no flags
-        self._parser = _Parser(prog=table, add_help=False, allow_abbrev=False)
-        command.add_arguments(self._parser)
-        self._actions = {
-            word[2:]: action
-            for action in self._parser._actions
-            for word in action.option_strings
-            if word.startswith("--")
-        }
+        self._options = {word[2:]: option for option in self._flags.options() for word in option.words}
 
-    def read(self, given: Mapping[str, Any], model: Any = None) -> Read:
-        words = [] if model is None else [self._path("model", _field(f"{self._table}.model", model, str))]
+    def read(self, given: Mapping[str, Any], model: Any = None) -> Words:
+        words = [] if model is None else [self._path("model", _field(f"{self._name}.model", model, str))]
         for key in sorted(given):
             words += self._words(key, given[key])
-        options = self._parser.parse_args(words)
+        parser = _Parser(prog=self._name, add_help=False, allow_abbrev=False)
+        self._flags.add_arguments(parser)
+        options = parser.parse_args(words)
         try:
-            self._command.check(options)
+            self._flags.check(options)
         except ValueError as error:
-            raise DeployError(f"{self._table}.{error}") from None
-        return Read(tuple(words), options)
+            raise DeployError(f"{self._name}.{error}") from None
+        return Words(tuple(words), options)
 
     def _words(self, key: str, value: Any) -> list[str]:
-        name = f"{self._table}.{key}"
+        name = f"{self._name}.{key}"
         if key in self._kept:
             raise DeployError(f"{name}: deploy sets this itself{_INSTEAD.get(key, '')}")
-        action = self._actions.get(key)
-        if action is None or key.startswith("no-"):
-            known = [each for each in self._actions if each not in self._kept and not each.startswith("no-")]
-            raise _unknown(name, [f"{self._table}.{each}" for each in (*known, *self._others)])
-        if action.nargs == 0:  # a switch
-            return [f"--{key}" if _field(name, value, bool) else self._off(key)]
-        if isinstance(action, argparse._AppendAction) or action.nargs == "+":
+        option = self._options.get(key)
+        if option is None:
+            known = [each for each in self._options if each not in self._kept]
+            raise _unknown(name, [f"{self._name}.{each}" for each in (*known, *self._others)])
+        if option.is_switch:
+            if not _field(name, value, bool) and not option.flag.has_off:
+                raise DeployError(f"{name}: false given; leave the key out, it is off unless it is true")
+            return [f"--{key}" if value else f"--no-{key}"]
+        if option.is_list:
             values = _field(name, value if isinstance(value, list) else [value], list[str])
-            return [f"--{key}", *values] if action.nargs == "+" else [f"--{key}={each}" for each in values]
-        if action.type in (int, float):
-            return [f"--{key}={_field(name, value, action.type)}"]
+            return [f"--{key}", *values] if option.flag.takes_several else [f"--{key}={each}" for each in values]
+        if option.kind in (int, float) and option.flag.read is None:
+            return [f"--{key}={_field(name, value, option.kind)}"]
         if isinstance(value, dict):
             return [f"--{key}={json.dumps(value)}"]
         text = str(value) if isinstance(value, int) and not isinstance(value, bool) else _field(name, value, str)
         return [f"--{key}={self._path(key, text)}"]
-
-    def _off(self, key: str) -> str:
-        if f"no-{key}" not in self._actions:
-            raise DeployError(f"{self._table}.{key}: false given; leave the key out, it is off unless it is true")
-        return f"--no-{key}"
 
     def _path(self, key: str, text: str) -> str:
         """Replicas run elsewhere: what lies beside the file is named by its whole path."""
@@ -239,18 +247,16 @@ def _table(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     return keys
 
 
-def _own(kind: Any, table: str, given: Mapping[str, Any]) -> Any:
-    types = get_type_hints(kind, include_extras=True)
-    known = [name.replace("_", "-") for name in types]
+def _own(kind: type[S], table: str, given: Mapping[str, Any]) -> S:
+    known = [name.replace("_", "-") for name in kind.__struct_fields__]
     for key in given:
         if key not in known:
             raise _unknown(f"{table}.{key}", [f"{table}.{each}" for each in known])
-    return kind(
-        **{
-            (name := key.replace("-", "_")): _field(f"{table}.{key}", value, types[name])
-            for key, value in given.items()
-        }
-    )
+    try:
+        return converted({key.replace("-", "_"): value for key, value in given.items()}, kind)
+    except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        raise DeployError(f"{table}.{name.replace('_', '-')}:{rest}") from None
 
 
 def _field(name: str, value: Any, kind: Any) -> Any:

@@ -18,14 +18,13 @@ from msgspec import Raw
 from penstock.engine.http import token_form
 from penstock.engine.http.body import split_object
 from penstock.engine.text.model_text import text_digest
+from penstock.engine.text.prompt import INLINE_CHARS, MAX_CHARS_PER_TOKEN, RENDERING, chat_prompt, rendering
 from penstock.engine.text.segments import SegmentCache
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.router.placement.placement import Placement, Prompt
 
-INLINE_BYTES = 2048  # done on the event loop: about as long as handing it to a thread takes
 THREADS = 2
-MAX_CHARS_PER_TOKEN = 128  # as in the engine: a text beyond this times the context is refused there, unread here
 BYTES_PER_TOKEN = 4
 
 CHAT = "/v1/chat/completions"
@@ -42,16 +41,7 @@ BESIDE_THE_PROMPT = frozenset(
         *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "session_id"),
     }
 )
-RENDERED = frozenset(
-    {
-        *("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort"),
-        "add_special_tokens",
-    }
-)
-# What a template is told by fields of their own; the engine refuses them inside chat_template_kwargs.
-TEMPLATE_FIELDS = frozenset(
-    {"tools", "documents", "add_generation_prompt", "continue_final_message", "reasoning_effort"}
-)
+RENDERED = frozenset({"messages", "add_special_tokens", *RENDERING})
 PLAIN_MESSAGE = frozenset({"role", "content", "name", "reasoning_content"})
 PLAIN_ROLES = frozenset({"system", "developer", "user", "assistant"})
 
@@ -81,8 +71,8 @@ class Asked(msgspec.Struct):
         return None
 
 
-class Chat(msgspec.Struct):
-    """What a chat template is told."""
+class ToRender(msgspec.Struct):
+    """Of a chat, what its template is given."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool | None = None
@@ -94,10 +84,10 @@ class Chat(msgspec.Struct):
     documents: list[dict[str, Any]] | None = None
 
 
-_CHAT = msgspec.json.Decoder(Chat)
+_CHAT = msgspec.json.Decoder(ToRender)
 
 
-class Prepared(msgspec.Struct, frozen=True, gc=False):
+class Routable(msgspec.Struct, frozen=True, gc=False):
     prompt: Prompt | None
     num_tokens: int
     body_with_ids: bytes | None = None
@@ -124,28 +114,28 @@ class Texts:
 
     def is_long(self, path: str, body: bytes) -> bool:
         """Whether preparing it would hold up the event loop: then it is done aside, in a thread."""
-        return len(body) > INLINE_BYTES and path in (CHAT, COMPLETIONS)
+        return len(body) > INLINE_CHARS and path in (CHAT, COMPLETIONS)
 
-    async def prepare_aside(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Prepared:
+    async def prepare_aside(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Routable:
         return await asyncio.get_running_loop().run_in_executor(
             self._threads, self.prepare, path, body, asked, placement
         )
 
-    def prepare(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Prepared:
+    def prepare(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Routable:
         """Raises HttpError for a body that no replica would take. Safe in any thread."""
         if path not in (CHAT, COMPLETIONS):
-            return Prepared(None, len(body) // BYTES_PER_TOKEN)
+            return Routable(None, len(body) // BYTES_PER_TOKEN)
         ids = self._ids(path, body, asked)
         if ids is None:
             text = bytes(asked.messages if path == CHAT else asked.prompt)
             whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
-            return Prepared(placement.prepare(whole, asked.cache_salt, None), len(text) // BYTES_PER_TOKEN)
+            return Routable(placement.prepare(whole, asked.cache_salt, None), len(text) // BYTES_PER_TOKEN)
         prompt = placement.prepare(ids.packed, asked.cache_salt, None)
         num_tokens = len(ids.packed) // 4
         if not ids.is_exact:
-            return Prepared(prompt, num_tokens)
+            return Routable(prompt, num_tokens)
         form = token_form.pack(body, "messages" if path == CHAT else "prompt", ids.packed)
-        return Prepared(prompt, num_tokens, form)
+        return Routable(prompt, num_tokens, form)
 
     def _ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
         """None: no tokenizer, several prompts, or something that only the replica can judge."""
@@ -171,19 +161,13 @@ class Texts:
         if self.template is None or self.segments is None:
             return None
         chat = _CHAT.decode(body)
-        variables = dict(chat.chat_template_kwargs or {})
-        if TEMPLATE_FIELDS & variables.keys():
-            return None
-        if chat.reasoning_effort is not None:
-            variables["reasoning_effort"] = chat.reasoning_effort
-        continues, opens = bool(chat.continue_final_message), chat.add_generation_prompt
-        text = self.template.render(
+        text = chat_prompt(
+            self.template,
             [{name: value for name, value in message.items() if value is not None} for message in chat.messages],
-            add_generation_prompt=not continues if opens is None else opens,
-            continue_final_message=continues,
             tools=chat.tools,
+            tools_as_text=not self.template.has_tools,
             documents=chat.documents,
-            **variables,
+            **rendering(chat),
         )
         is_exact = fields.keys() <= BESIDE_THE_PROMPT | RENDERED and all(map(_is_plain, chat.messages))
         return Ids(self.segments.encode(text, bool(chat.add_special_tokens)), is_exact)

@@ -44,7 +44,8 @@ def _run(arguments: list[str]) -> int:
         return 2
     if unknown:
         _refuse(commands.choices[args.command], unknown)
-    return args.run(args)
+    code: int = args.run(args)
+    return code
 
 
 def _refuse(command: argparse.ArgumentParser, unknown: list[str]) -> None:
@@ -85,8 +86,7 @@ def _deploy() -> Command:
     from penstock.router import serve as route
     from penstock.router.deploy.file import Command as Program
 
-    replica = Program(("penstock.cli", "serve"), serve.add_arguments, serve.check)
-    router = Program(("penstock.cli", "route"), route.add_arguments, route.check)
+    replica, router = Program(("penstock.cli", "serve"), serve), Program(("penstock.cli", "route"), route)
     return deploy.add_arguments, lambda args: deploy.run(args, replica, router)
 
 

@@ -19,7 +19,9 @@ ENDINGS = ("_total", "_bucket", "_sum", "_count", "_created")
 def exported() -> set[str]:
     """Every sample that a server with tiers and experts exports."""
     shares = array("f", [0.5, 0.5]).tobytes()
-    tiers = {tier: {"hit_tokens": 1, "used_blocks": 2, "corrupt_reads": 0} for tier in ("host", "disk")}
+    tiers: dict[str, dict[str, float]] = {
+        tier: {"hit_tokens": 1, "used_blocks": 2, "corrupt_reads": 0} for tier in ("host", "disk")
+    }
     with running() as server:
         server.engine.stats = Stats(
             num_blocks=4, tiers=tiers, experts=ExpertUpdate(balance=1.0, rank_load=shares, expert_load=shares)
@@ -35,11 +37,11 @@ def plain(name: str) -> str:
 
 def test_the_page_names_every_metric_of_a_server_and_no_other() -> None:
     names = {plain(name) for name in exported() if name.startswith(("vllm:", "penstock:"))}
-    told = NAME.findall((DOCS / "operations.md").read_text())
-    groups = tuple(name for name, is_group in told if is_group)
-    alone = {text for name, is_group in told if not is_group for text in (name, plain(name))}
+    named_there = NAME.findall((DOCS / "operations.md").read_text())
+    groups = tuple(name for name, is_group in named_there if is_group)
+    alone = {text for name, is_group in named_there if not is_group for text in (name, plain(name))}
     assert {name for name in names if not name.startswith(groups)} - alone == set()
-    whole = {name for name, is_group in told if not is_group and not name.startswith(groups)}
+    whole = {name for name, is_group in named_there if not is_group and not name.startswith(groups)}
     assert {name for name in whole if not {name, plain(name)} & names} == set()
 
 

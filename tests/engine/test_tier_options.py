@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.engine.commands.engine_options import add_engine_options, engine_options
-from penstock.engine.config import ConfigError, engine_config
+from penstock.engine.config import ConfigError, EngineOptions, add_engine_options, engine_config
 from penstock.engine.front.llm import LLM
+from penstock.engine.options import given_options
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.families import stats_families
 from penstock.executor.oracle import OracleExecutor
@@ -68,10 +68,10 @@ def test_sizes_are_numbers_or_texts(folder: Path, size: int | str) -> None:
         ({"kv_disk_path": "somewhere"}, "kv_disk_bytes: how much of 'somewhere'"),
         ({"kv_disk_bytes": "1GiB"}, "kv_disk_path: kv_disk_bytes is 1073741824"),
         ({"kv_disk_path": 7, "kv_disk_bytes": "1GiB"}, "kv_disk_path"),
-        ({"kv_peers": "127.0.0.1:9100"}, "kv_peers: '127.0.0.1:9100' given; a list"),
-        ({"kv_peers": 5}, "kv_peers: 5 given; a list"),
-        ({"kv_peers": [5]}, "kv_peers: \\[5\\] given; a list"),
-        ({"kv_peer_listen": 9100}, "kv_peer_listen: 9100 given; a text"),
+        ({"kv_peers": "127.0.0.1:9100"}, "kv_peers: '127.0.0.1:9100' given; expected `array`"),
+        ({"kv_peers": 5}, "kv_peers: 5 given; expected `array`"),
+        ({"kv_peers": [5]}, "kv_peers: \\[5\\] given; expected `str`"),
+        ({"kv_peer_listen": 9100}, "kv_peer_listen: 9100 given; expected `str`"),
         ({"kv_peers": ["127.0.0.1:9100"] * 2}, "kv_peers: .* different HOST:PORT"),
         ({"kv_peers": ["127.0.0.1"]}, "kv_peers: '127.0.0.1' given; HOST:PORT"),
         ({"kv_peer_listen": "127.0.0.1:0"}, "kv_peer_listen: port 0 given"),
@@ -133,7 +133,7 @@ def test_the_command_line_has_the_same_options() -> None:
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     args = parser.parse_args(["--kv-host-bytes", "8GiB", "--kv-disk-path", "d", "--kv-disk-bytes", "1TB"])
-    assert engine_options(args) == {"kv_host_bytes": 2**33, "kv_disk_path": "d", "kv_disk_bytes": 10**12}
+    assert given_options(args, EngineOptions) == {"kv_host_bytes": 2**33, "kv_disk_path": "d", "kv_disk_bytes": 10**12}
 
 
 def test_ranks_on_several_hosts_cannot_be_peers(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_peers_on_the_command_line_are_the_same_options(folder: Path, monkeypatc
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     words = "--kv-peer a:1 --kv-peer b:2 --kv-peer-listen 0.0.0.0:9100 --kv-peer-secret-file secret"
-    options = engine_options(parser.parse_args(words.split()))
+    options = given_options(parser.parse_args(words.split()), EngineOptions)
     assert options == {"kv_peers": ["a:1", "b:2"], "kv_peer_listen": "0.0.0.0:9100", "kv_peer_secret_file": "secret"}
     del options["kv_peer_secret_file"]
     monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")

@@ -17,7 +17,7 @@ from tests.support.router_fleet import mock_replicas, running_router
 from tests.support.running_server import until
 
 SIZE = {"width": 1180, "height": 740}
-TALE = "Tell me a long story about a river, a bridge and the people who built it."
+TALE = "Write a long story about a river, a bridge and the people who built it."
 
 
 def main() -> None:

@@ -67,7 +67,8 @@ def say(page: Any, text: str) -> None:
 def answer(page: Any) -> str:
     """The text of the last answer, once it is complete."""
     page.wait_for_selector("#talk li:last-child [data-does=again]")
-    return page.inner_text("#talk li:last-child .text")
+    text: str = page.inner_text("#talk li:last-child .text")
+    return text
 
 
 def wait_for(page: Any, condition: str) -> None:
@@ -76,7 +77,8 @@ def wait_for(page: Any, condition: str) -> None:
 
 
 def foot(page: Any) -> str:
-    return page.inner_text("#talk li:last-child .counts")
+    text: str = page.inner_text("#talk li:last-child .counts")
+    return text
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,9 @@ def slow() -> Iterator[Running]:
         yield server
 
 
-def test_a_question_is_answered_by_the_default_model_with_its_counts_and_again_when_asked(browser, model):
+def test_a_question_is_answered_by_the_default_model_with_its_counts_and_again_when_asked(
+    browser: Any, model: Running
+) -> None:
     with visit(browser, model.url) as page:
         page.fill("[data-field=temperature]", "0")
         page.fill("#system", "You answer in one short sentence.")
@@ -109,7 +113,7 @@ def test_a_question_is_answered_by_the_default_model_with_its_counts_and_again_w
         assert page.locator("#talk li").count() == 0 and page.is_visible("#empty")
 
 
-def test_an_answer_after_a_schema_is_json_of_that_form(browser, model):
+def test_an_answer_after_a_schema_is_json_of_that_form(browser: Any, model: Running) -> None:
     schema = {
         "type": "object",
         "properties": {"city": {"enum": ["Paris", "Rome"]}, "big": {"type": "boolean"}},
@@ -124,7 +128,7 @@ def test_an_answer_after_a_schema_is_json_of_that_form(browser, model):
         assert found["city"] in ("Paris", "Rome") and found["big"] in (True, False)
 
 
-def test_a_schema_that_is_none_is_said_beside_it_and_nothing_is_sent(browser, slow):
+def test_a_schema_that_is_none_is_said_beside_it_and_nothing_is_sent(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url) as page:
         page.select_option("#form", "json_schema")
         page.fill("#schema", "{broken")
@@ -136,7 +140,7 @@ def test_a_schema_that_is_none_is_said_beside_it_and_nothing_is_sent(browser, sl
         page.wait_for_selector("#talk li.assistant")
 
 
-def test_the_settings_go_with_the_request_and_empty_ones_are_left_out(browser, slow):
+def test_the_settings_go_with_the_request_and_empty_ones_are_left_out(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url) as page:
         for field, value in {
             "temperature": "0.5",
@@ -156,7 +160,7 @@ def test_the_settings_go_with_the_request_and_empty_ones_are_left_out(browser, s
 
 
 @pytest.mark.parametrize("how", ["button", "escape"])
-def test_an_answer_is_stopped_and_the_engine_stops_with_it(browser, slow, how):
+def test_an_answer_is_stopped_and_the_engine_stops_with_it(browser: Any, slow: Running, how: str) -> None:
     with visit(browser, slow.url) as page:
         say(page, "abc")
         wait_for(page, "document.querySelector('#talk li:last-child .text').textContent.length > 3")
@@ -169,7 +173,7 @@ def test_an_answer_is_stopped_and_the_engine_stops_with_it(browser, slow, how):
         assert page.is_visible("#send") and page.evaluate("document.activeElement.id") == "say"
 
 
-def test_an_answer_that_fails_on_its_way_keeps_what_came_and_says_why(browser, slow):
+def test_an_answer_that_fails_on_its_way_keeps_what_came_and_says_why(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url) as page:
         say(page, "abc")
         wait_for(page, "document.querySelector('#talk li:last-child .text').textContent.length > 3")
@@ -180,7 +184,7 @@ def test_an_answer_that_fails_on_its_way_keeps_what_came_and_says_why(browser, s
         assert page.inner_text("[data-does=again]") == "Try again"
 
 
-def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(browser, slow):
+def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(browser: Any, slow: Running) -> None:
     chunk = {"choices": [{"index": 0, "delta": {"content": "half an ans"}, "finish_reason": None}]}
     body = f"data: {json.dumps(chunk)}\n\n"
     with visit(browser, slow.url) as page:
@@ -189,7 +193,7 @@ def test_an_answer_that_breaks_off_is_not_taken_for_a_whole_one(browser, slow):
         assert answer(page) == "half an ans" and page.inner_text("#talk .error") == "The answer broke off."
 
 
-def test_a_refusal_is_shown_in_the_server_s_words(browser, slow):
+def test_a_refusal_is_shown_in_the_server_s_words(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url, may_complain=True) as page:  # the browser notes every 4xx
         page.fill("[data-field=max_tokens]", "100000")
         say(page, "abc")
@@ -197,7 +201,7 @@ def test_a_refusal_is_shown_in_the_server_s_words(browser, slow):
         assert "max_tokens" in page.inner_text("#talk .error")
 
 
-def test_markup_of_a_user_a_model_and_a_name_is_shown_as_text(browser):
+def test_markup_of_a_user_a_model_and_a_name_is_shown_as_text(browser: Any) -> None:
     with running(FakeEngine(), served_model_names=(HOSTILE,)) as server, visit(browser, server.url) as page:
         page.fill("[data-field=max_tokens]", str(len(HOSTILE) + 20))
         page.fill("#system", HOSTILE)
@@ -209,12 +213,12 @@ def test_markup_of_a_user_a_model_and_a_name_is_shown_as_text(browser):
         assert page.evaluate("window.broken") is None
 
 
-def test_a_policy_keeps_even_the_console_from_making_html_of_text(browser, slow):
+def test_a_policy_keeps_even_the_console_from_making_html_of_text(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url, may_complain=True) as page, pytest.raises(sync_api.Error, match="TrustedHTML"):
         page.evaluate("document.body.innerHTML = '<b>x</b>'")
 
 
-def test_a_key_is_asked_for_refused_when_wrong_and_kept_in_the_tab_alone(browser):
+def test_a_key_is_asked_for_refused_when_wrong_and_kept_in_the_tab_alone(browser: Any) -> None:
     with running(api_keys=("sk-right",)) as server, visit(browser, server.url, may_complain=True) as page:
         page.wait_for_selector("#key[open]")
         page.click("#key-cancel")
@@ -237,7 +241,7 @@ def test_a_key_is_asked_for_refused_when_wrong_and_kept_in_the_tab_alone(browser
         assert page.evaluate("sessionStorage.length") == 0
 
 
-def test_the_live_view_shows_what_the_engine_says(browser):
+def test_the_live_view_shows_what_the_engine_says(browser: Any) -> None:
     engine = FakeEngine()
     loads = {"rank_load": b"\x00\x00\x80\x3e\x00\x00\x40\x3f", "expert_load": b"\x00\x00\x00\x3f" * 2}  # ¼, ¾; ½, ½
     engine.stats = Stats(
@@ -251,7 +255,7 @@ def test_the_live_view_shows_what_the_engine_says(browser):
         num_steps=4,
         step_s=0.1,
         tiers={"host": {"used_blocks": 5, "capacity_blocks": 50}, "disk": {"used_blocks": 7}},
-        experts=ExpertUpdate(balance=0.5, num_moved=9, **loads),
+        experts=ExpertUpdate(balance=0.5, num_moved=9, rank_load=loads["rank_load"], expert_load=loads["expert_load"]),
     )
     with running(engine) as server, visit(browser, f"{server.url}/#watch") as page:
         server.complete("abc", max_tokens=5)
@@ -270,7 +274,7 @@ def test_the_live_view_shows_what_the_engine_says(browser):
         assert page.is_hidden("#experts")
 
 
-def test_a_server_that_goes_away_is_said_and_found_again(browser):
+def test_a_server_that_goes_away_is_said_and_found_again(browser: Any) -> None:
     with visit(browser, "about:blank", may_complain=True) as page:
         with running() as server:
             page.goto(server.url)
@@ -279,7 +283,7 @@ def test_a_server_that_goes_away_is_said_and_found_again(browser):
         assert page.inner_text("#state-text") == "not reachable"
 
 
-def test_a_router_s_page_shows_its_fleet_and_chats_through_it(browser):
+def test_a_router_s_page_shows_its_fleet_and_chats_through_it(browser: Any) -> None:
     with running(FakeEngine()) as server, stub() as other:
         other.models = json.dumps({"object": "list", "data": [{"id": HOSTILE}]}).encode()
         with (
@@ -303,7 +307,7 @@ def test_a_router_s_page_shows_its_fleet_and_chats_through_it(browser):
 
 @pytest.mark.parametrize("view", ["chat", "watch"])
 @pytest.mark.parametrize("kind", ["server", "router"])
-def test_it_fits_a_telephone_and_both_colour_schemes(browser, slow, view, kind):
+def test_it_fits_a_telephone_and_both_colour_schemes(browser: Any, slow: Running, view: str, kind: str) -> None:
     with running_router(slow.url) as router:
         url = slow.url if kind == "server" else f"http://127.0.0.1:{router.port}"
         lightness = {}
@@ -322,7 +326,7 @@ def test_it_fits_a_telephone_and_both_colour_schemes(browser, slow, view, kind):
         assert lightness["dark"][0] < 0.2 and lightness["dark"][1] > 0.8
 
 
-def test_the_keyboard_reaches_everything_in_order(browser, slow):
+def test_the_keyboard_reaches_everything_in_order(browser: Any, slow: Running) -> None:
     with visit(browser, slow.url) as page:
         page.wait_for_selector("#model option", state="attached")
         page.click("h1")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
 import socket
@@ -10,7 +11,6 @@ import time
 from collections import Counter
 
 import httpx
-import msgspec
 import pytest
 
 from penstock.engine.http.limits import Limits
@@ -77,7 +77,7 @@ def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_m
 
 
 def test_a_stopped_replica_is_taken_out_and_what_waited_there_goes_elsewhere():
-    patience = msgspec.structs.replace(QUICK, probe_timeout_s=1.0)  # less, and a busy machine is taken for a stop
+    patience = dataclasses.replace(QUICK, probe_timeout_s=1.0)  # less, and a busy machine is taken for a stop
     with contextlib.ExitStack() as stack:
         replicas = stack.enter_context(mock_replicas(3, prefill_tps=2000, inter_token_s=0.01))
         router = stack.enter_context(running_router(*(each.url for each in replicas), patience=patience))
@@ -230,7 +230,7 @@ def silence(seen, sock: socket.socket) -> None:
 
 
 def test_a_replica_that_never_answers_is_given_up_without_a_second_try():
-    patience = msgspec.structs.replace(QUICK, response_s=0.3)
+    patience = dataclasses.replace(QUICK, response_s=0.3)
     with contextlib.ExitStack() as stack:
         mute = stack.enter_context(stub(silence))
         other = stack.enter_context(stub())
@@ -264,7 +264,7 @@ def test_rubbish_from_a_replica_is_a_502_and_never_passed_on(rubbish):
 
 
 def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas():
-    patience = msgspec.structs.replace(QUICK, probe_timeout_s=0.2, connect_s=0.2)
+    patience = dataclasses.replace(QUICK, probe_timeout_s=0.2, connect_s=0.2)
     with stub() as backend, running_router(backend.url, patience=patience) as router:
         block = threading.Event()
         for _ in range(4):
@@ -275,7 +275,7 @@ def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas():
 
 def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for_dead():
     """Every round of the loop takes most of a time-out, so timers are due before what came in time is read."""
-    patience = msgspec.structs.replace(QUICK, probe_timeout_s=0.05, connect_s=0.05)
+    patience = dataclasses.replace(QUICK, probe_timeout_s=0.05, connect_s=0.05)
     with stub() as backend, running_router(backend.url, patience=patience) as router:
         left = 30
 

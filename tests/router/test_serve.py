@@ -141,9 +141,9 @@ def _states(url: str) -> dict[str, str]:
         ([], "backend: no replica is given, and without --admin-api-key none can be added"),
         (["--backend", "ftp://x"], "backend: 'ftp://x' is not of the form http://HOST:PORT"),
         (["--backend", "http://x:1", "--backend", "http://x:1/"], "given more than once"),
-        (["--port", "70000"], "port: 70000 is out of range"),
+        (["--port", "70000"], "port: 70000 given; expected `int` <= 65535"),
         (["--workers", "2", "--port", "0"], "port: 0 is not possible with several workers"),
-        (["--backend", "http://x:1", "--retry-share", "2"], "retry_share: 2.0 is out of range"),
+        (["--backend", "http://x:1", "--retry-share", "2"], "retry_share: 2.0 given; expected `float` <= 1.0"),
         (["--backend", "http://x:1", "--tokenizer", "/nowhere"], "model: there is no folder or .gguf file '/nowhere'"),
     ],
 )

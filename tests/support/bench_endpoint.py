@@ -1,4 +1,4 @@
-"""A server of a few lines for the load generator's tests: it answers with the bytes it is told to."""
+"""A server of a few lines for the load generator's tests: it answers with the bytes it is given."""
 
 import asyncio
 import json

@@ -3,6 +3,7 @@
 import random
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def vocabulary() -> Vocabulary:
 COMPILER = Compiler(vocabulary)  # shared: what one test compiled, the next may find
 
 
-def matcher(**wanted: object) -> Matcher:
+def matcher(**wanted: Any) -> Matcher:
     return COMPILER.start(grammar_source(StructuredOutputs(**wanted))).result.result(10)
 
 
@@ -43,7 +44,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 def submit(
-    request_id: str, tokens: list[int], wanted: StructuredOutputs | None, max_tokens: int = 40, **options: object
+    request_id: str, tokens: list[int], wanted: StructuredOutputs | None, max_tokens: int = 40, **options: Any
 ) -> Submit:
     sampling = options.pop("sampling", None) or Sampling(temperature=0.0, stop_ids=(EOS,))
     grammar = None if wanted is None else grammar_source(wanted)
@@ -84,7 +85,7 @@ class Core:
         self.keep([self.core.abort(request_id)])
 
     def step(self) -> None:
-        self.keep(self.core.step())
+        self.keep([*self.core.step()])
         self.core.scheduler.check()
 
     def run(self) -> None:

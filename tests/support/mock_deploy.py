@@ -8,8 +8,8 @@ from penstock.router import deploy
 from penstock.router import serve as route
 from penstock.router.deploy.file import Command
 
-REPLICA = Command(("tests.support.mock_serve", "serve"), serve.add_arguments, serve.check)
-ROUTER = Command(("penstock.cli", "route"), route.add_arguments, route.check)
+REPLICA = Command(("tests.support.mock_serve", "serve"), serve)
+ROUTER = Command(("penstock.cli", "route"), route)
 
 if __name__ == "__main__":
     cli._COMMANDS["deploy"] = ("", lambda: (deploy.add_arguments, lambda args: deploy.run(args, REPLICA, ROUTER)))

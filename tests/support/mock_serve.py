@@ -24,7 +24,7 @@ def main() -> int:
     settings = argparse.ArgumentParser()
     add_engine_arguments(settings)
     server = ServerConfig(
-        host=given.host, port=given.port, drain_timeout_s=given.drain_timeout, served_model_names=(MODEL,)
+        host=given.host, port=given.port, drain_timeout_s=given.drain_timeout_s, served_model_names=(MODEL,)
     )
     options = settings.parse_args(["--inter-token-s", "0.01"])
 

@@ -12,6 +12,7 @@ import httpx
 import uvloop
 
 from penstock.engine.front.client import AsyncEngine
+from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import Listener, bind_socket
 from penstock.engine.server.app import ServerApp, build_app
 from penstock.engine.server.server_config import ServerConfig, resolve
@@ -70,7 +71,8 @@ def running(
 ) -> Iterator[Running]:
     tokenizer = tokenizer or byte_tokenizer()
     engine = engine or FakeEngine(tokenizer=tokenizer)
-    config = resolve(ServerConfig(**{"port": 0, "served_model_names": (MODEL,), **settings}), {})
+    limits = Limits(**{name: settings.pop(name) for name in Limits.__dataclass_fields__ if name in settings})
+    config = resolve(ServerConfig(**{"port": 0, "served_model_names": (MODEL,), "limits": limits, **settings}), {})
     started: list[Running] = []
     is_up, stop = threading.Event(), asyncio.Event()
 

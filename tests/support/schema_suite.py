@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from penstock.engine.grammar.compiler import GrammarRefused
+from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.sampling_params import InvalidRequest
 from tests.support.grammar_rig import accepts, matcher
 
@@ -36,8 +37,9 @@ def counts(files: list[Path]) -> Counter[str]:
     return found
 
 
-def copied(found):
-    return type(found)(found.backend.deep_copy(), found.vocabulary, found._lexer)
+def copied(found: Matcher) -> Matcher:
+    assert found._lexer is not None
+    return Matcher(found.backend.deep_copy(), found.vocabulary, found._lexer)
 
 
 if __name__ == "__main__":

@@ -36,8 +36,8 @@ def random_schema(seed: int) -> dict[str, Any]:
 def _any(rng: random.Random, depth: int) -> dict[str, Any]:
     simple = [_string, _integer, _number, _enum, _const, _boolean, _nullable]
     nested = [_array, _object, _any_of, _reference]
-    make = rng.choice(simple if depth <= 0 else simple + nested)
-    return make(rng) if make in simple else make(rng, depth - 1)
+    place = rng.randrange(len(simple) + (len(nested) if depth > 0 else 0))
+    return simple[place](rng) if place < len(simple) else nested[place - len(simple)](rng, depth - 1)
 
 
 def _object(rng: random.Random, depth: int) -> dict[str, Any]:

@@ -24,4 +24,5 @@ def add_arguments(parser: argparse.ArgumentParser, others: Sequence[tuple[str, A
 
 
 def run(args: argparse.Namespace) -> int:
-    return args.measure(args)
+    code: int = args.measure(args)
+    return code

@@ -35,7 +35,7 @@ class Ramp(NamedTuple):
         """At 0 … 1 of the requests."""
         if self.strategy == "linear":
             return self.start + (self.end - self.start) * progress
-        return self.start * (self.end / self.start) ** progress
+        return self.start * math.exp(progress * math.log(self.end / self.start))
 
 
 def ramp_times(count: int, ramp: Ramp, burstiness: float, rng: random.Random) -> list[float]:

@@ -6,9 +6,11 @@ import math
 import os
 import random
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from penstock.engine.commands.bench.arrivals import Ramp, arrival_times, ramp_times
 from penstock.engine.commands.bench.datasets import Sample, Source, load_samples
@@ -16,25 +18,34 @@ from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.bench.load import Call
 from penstock.engine.commands.bench.structured import response_formats
 from penstock.engine.commands.bench.synthetic import estimated_tokens, token_counter
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, chosen
+from penstock.engine.options import Count, flag
 
 ENDPOINTS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
-MIN_BURSTINESS = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficOptions:
+    request_rate: Annotated[float, Meta(gt=0)] = flag(
+        "requests per second (default: all at once)", "R", default=math.inf, opens="traffic"
+    )
+    burstiness: Annotated[float, Meta(ge=0.01)] = flag(
+        "1: Poisson arrivals; less: bursts; more: more even (default: 1)", "B", default=1.0
+    )
+    max_concurrency: Count | None = flag("hold requests back while this many are in flight", "N")
+    ramp_up_strategy: Literal["linear", "exponential"] | None = flag("let the rate change over the requests")
+    ramp_up_start_rps: float | None = flag("requests per second at the first", "R")
+    ramp_up_end_rps: float | None = flag("and at the last", "R")
+    num_warmups: int = flag("requests before the measured ones (default: 0)", "N", default=0)
+    seed: int = flag("of prompts, lengths and arrivals (default: 0)", default=0)
 
 
 def build_calls(
     args: argparse.Namespace, target: Target, model: str, headers: dict[str, str]
 ) -> tuple[list[Call], list[Call]]:
     """The warm-ups and the measured calls; warm-ups have prompts of their own, so no cache knows the others."""
-    if args.request_rate <= 0:
-        raise ConfigError(f"request_rate: {args.request_rate:g} given; more than 0 is expected")
-    if args.burstiness < MIN_BURSTINESS:
-        raise ConfigError(f"burstiness: {args.burstiness:g} given; at least {MIN_BURSTINESS} is expected")
-    if args.max_concurrency is not None and args.max_concurrency < 1:
-        raise ConfigError(f"max_concurrency: {args.max_concurrency} given; at least 1 is expected")
-    if not isinstance(args.extra_body, dict):
-        raise ConfigError("extra_body: a JSON object is expected, like '{\"top_k\": 5}'")
+    chosen(args, TrafficOptions)
     path = args.endpoint or ENDPOINTS[args.backend]
     is_chat = path.rstrip("/").endswith("/chat/completions")
     counter = estimated_tokens if args.tokenizer is None else token_counter(args.tokenizer)
@@ -83,7 +94,7 @@ def _body(args: argparse.Namespace, model: str, is_chat: bool, sample: Sample, e
     if args.ignore_eos:
         body["ignore_eos"] = True
     body |= {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    return msgspec.json.encode(body | args.extra_body)
+    return msgspec.json.encode(body | (args.extra_body or {}))
 
 
 def headers_of(args: argparse.Namespace) -> dict[str, str]:

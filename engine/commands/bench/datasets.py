@@ -1,19 +1,24 @@
 """The prompts of a benchmark.
 
 A dataset is a function (args, count, source) -> samples, an entry in DATASETS, and its options in
-`add_dataset_options`. What differs between servers stands in `Source`: a server is sent token ids wherever it
+`DatasetOptions`. What differs between servers stands in `Source`: a server is sent token ids wherever it
 takes them and the dataset has no texts, so no tokenizer is needed and lengths are exact; a chat gets words, which it
 counts itself.
 """
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from penstock.engine.commands.bench.recorded import custom_samples, sharegpt_samples, timed_trace_samples
 from penstock.engine.commands.bench.synthetic import Sample, Source, prefix_repetition_samples, random_samples
-from penstock.engine.config import ConfigError
+from penstock.engine.config import chosen
+from penstock.engine.options import Count, flag
 
-__all__ = ["DATASETS", "Sample", "Source", "add_dataset_options", "load_samples"]
+__all__ = ["DATASETS", "DatasetOptions", "Sample", "Source", "load_samples"]
 
 DATASETS: dict[str, Callable[[argparse.Namespace, int, Source], list[Sample]]] = {
     "random": random_samples,
@@ -23,73 +28,38 @@ DATASETS: dict[str, Callable[[argparse.Namespace, int, Source], list[Sample]]] =
     "timed_trace": timed_trace_samples,
 }
 
-_LENGTHS = {  # option → the least it can be
-    "num_prompts": 1,
-    "random_input_len": 1,
-    "random_output_len": 1,
-    "random_prefix_len": 0,
-    "prefix_repetition_prefix_len": 0,
-    "prefix_repetition_suffix_len": 1,
-    "prefix_repetition_num_prefixes": 1,
-    "prefix_repetition_output_len": 1,
-    "sharegpt_output_len": 1,
-    "custom_output_len": 1,
-}
+Factor = Annotated[float, Meta(gt=0, le=1e9)]
+Length = Annotated[int, Meta(ge=0)]
 
 
-def add_dataset_options(parser: argparse.ArgumentParser, *, num_prompts: int = 1000) -> None:
-    add = parser.add_argument_group("dataset").add_argument
-    add("--dataset-name", choices=DATASETS, default="random", help="default: %(default)s")
-    add("--dataset-path", metavar="FILE", help="of sharegpt, custom (JSON lines) and timed_trace (Mooncake or Azure)")
-    add("--num-prompts", type=int, default=num_prompts, metavar="N", help="default: %(default)s")
-    add("--random-input-len", "--input-len", type=int, default=1024, metavar="N", help="default: %(default)s")
-    add("--random-output-len", "--output-len", type=int, default=128, metavar="N", help="default: %(default)s")
-    add(
-        "--random-range-ratio",
-        type=float,
-        default=0.0,
-        metavar="R",
-        help="draw each length from len·(1-R) … len·(1+R); 0 ≤ R < 1 (default: %(default)g)",
+@dataclass(frozen=True, kw_only=True)
+class DatasetOptions:
+    dataset_name: str = flag("default: %(default)s", choices=tuple(DATASETS), default="random", opens="dataset")
+    dataset_path: str | None = flag("of sharegpt, custom (JSON lines) and timed_trace (Mooncake or Azure)", "FILE")
+    num_prompts: Count = flag("default: %(default)s", "N", default=1000)
+    random_input_len: Count = flag("default: %(default)s", "N", ("--random-input-len", "--input-len"), default=1024)
+    random_output_len: Count = flag("default: %(default)s", "N", ("--random-output-len", "--output-len"), default=128)
+    random_range_ratio: Annotated[float, Meta(ge=0, lt=1)] = flag(
+        "draw each length from len·(1-R) … len·(1+R); 0 ≤ R < 1 (default: %(default)g)", "R", default=0.0
     )
-    add(
-        "--random-prefix-len",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens that all prompts begin with, before their own (default: %(default)s)",
+    random_prefix_len: Length = flag(
+        "tokens that all prompts begin with, before their own (default: %(default)s)", "N", default=0
     )
-    for name, value, what in (
-        ("prefix-len", 256, "tokens that prompts share"),
-        ("suffix-len", 256, "tokens of their own"),
-        ("num-prefixes", 10, "different prefixes"),
-        ("output-len", 128, "tokens of an answer"),
-    ):
-        add(f"--prefix-repetition-{name}", type=int, default=value, metavar="N", help=f"{what} (default: %(default)s)")
-    add("--sharegpt-output-len", type=int, metavar="N", help="default: as long as the answer in the file")
-    add(
-        "--custom-output-len", type=int, default=256, metavar="N", help="where a line names none (default: %(default)s)"
-    )
-    add("--trace-speed", type=float, default=1.0, metavar="X", help="replay this much faster (default: %(default)g)")
-    add(
-        "--trace-length-scale",
-        type=float,
+    prefix_repetition_prefix_len: Length = flag("tokens that prompts share (default: %(default)s)", "N", default=256)
+    prefix_repetition_suffix_len: Count = flag("tokens of their own (default: %(default)s)", "N", default=256)
+    prefix_repetition_num_prefixes: Count = flag("different prefixes (default: %(default)s)", "N", default=10)
+    prefix_repetition_output_len: Count = flag("tokens of an answer (default: %(default)s)", "N", default=128)
+    sharegpt_output_len: Count | None = flag("default: as long as the answer in the file", "N")
+    custom_output_len: Count = flag("where a line names none (default: %(default)s)", "N", default=256)
+    trace_speed: Factor = flag("replay this much faster (default: %(default)g)", "X", default=1.0)
+    trace_length_scale: Factor = flag(
+        "multiply all lengths, for a model that is too small or slow for the trace (default: %(default)g)",
+        "X",
         default=1.0,
-        metavar="X",
-        help="multiply all lengths, for a model that is too small or slow for the trace (default: %(default)g)",
     )
 
 
 def load_samples(args: argparse.Namespace, count: int, source: Source) -> list[Sample]:
     """`count` samples of the dataset that was asked for."""
-    for name, low in _LENGTHS.items():
-        value = getattr(args, name)
-        if value is not None and value < low:
-            raise ConfigError(f"{name}: {value} given; at least {low} is expected")
-    if not 0 <= args.random_range_ratio < 1:
-        raise ConfigError(
-            f"random_range_ratio: {args.random_range_ratio:g} given; 0 or more and less than 1 is expected"
-        )
-    for name in ("trace_speed", "trace_length_scale"):
-        if not 0 < getattr(args, name) < float("inf"):
-            raise ConfigError(f"{name}: {getattr(args, name):g} given; more than 0 is expected")
+    chosen(args, DatasetOptions)
     return DATASETS[args.dataset_name](args, count, source)

@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
         self._transport = transport  # type: ignore[assignment]  # uvloop's is not an asyncio.Transport
 
     def data_received(self, data: bytes) -> None:
-        if self._ended is None:  # bytes nobody asked for
+        if self._ended is None:  # bytes that no exchange waits for
             self.close()
             return
         self._now_s = time.perf_counter()
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
 
     # -- httptools' callbacks ------------------------------------------------------------------------------
 
-    def on_header(self, name: bytes, value: bytes) -> None:
+    def on_header(self, name: bytes, _value: bytes) -> None:
         self._has_length |= name.lower() in (b"content-length", b"transfer-encoding")
 
     def on_headers_complete(self) -> None:

@@ -4,46 +4,46 @@ Options, output and JSON keys are those of `vllm bench latency` where both have 
 """
 
 import argparse
-import json
 import random
 import time
-from pathlib import Path
+from dataclasses import dataclass
+from statistics import fmean
 
-from penstock.engine.commands.bench.report import average, percentiles
-from penstock.engine.commands.bench.throughput import add_offline_options
-from penstock.engine.commands.engine_options import engine_options
-from penstock.engine.config import ConfigError
+from penstock.engine.commands.bench.report import percentiles, write_json
+from penstock.engine.commands.bench.throughput import OfflineOptions
+from penstock.engine.config import EngineOptions, add_engine_options, chosen
+from penstock.engine.options import Count, add_options, flag, given_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyOptions:
+    input_len: Count = flag("default: %(default)s", "N", default=32)
+    output_len: Count = flag("default: %(default)s", "N", default=128)
+    batch_size: Count = flag("default: %(default)s", "N", default=8)
+    num_iters_warmup: int = flag("default: %(default)s", "N", default=10)
+    num_iters: Count = flag("default: %(default)s", "N", default=30)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_offline_options(parser)
-    add = parser.add_argument
-    add("--input-len", type=int, default=32, metavar="N", help="default: %(default)s")
-    add("--output-len", type=int, default=128, metavar="N", help="default: %(default)s")
-    add("--batch-size", type=int, default=8, metavar="N", help="default: %(default)s")
-    add("--n", type=int, default=1, metavar="N", help="answers per prompt (default: 1)")
-    add("--num-iters-warmup", type=int, default=10, metavar="N", help="default: %(default)s")
-    add("--num-iters", type=int, default=30, metavar="N", help="default: %(default)s")
-    add("--output-json", metavar="FILE", help="write the result as JSON")
+    add_options(parser, OfflineOptions)
+    add_options(parser, LatencyOptions)
+    add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("input_len", "output_len", "batch_size", "num_iters"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"{name}: {getattr(args, name)} given; at least 1 is expected")
+    chosen(args, LatencyOptions)
     latencies = _measure(args)
     percents = percentiles(latencies)
-    print(f"Avg latency: {average(latencies)} seconds")
+    print(f"Avg latency: {fmean(latencies)} seconds")
     for percent, value in percents.items():
         print(f"{percent}% percentile latency: {value} seconds")
-    if args.output_json:
-        result = {
-            "model_id": args.model,
-            "avg_latency": average(latencies),
-            "latencies": latencies,
-            "percentiles": percents,
-        }
-        Path(args.output_json).write_text(json.dumps(result, indent=4) + "\n")
+    result = {
+        "model_id": args.model,
+        "avg_latency": fmean(latencies),
+        "latencies": latencies,
+        "percentiles": percents,
+    }
+    write_json(args.output_json, result)
     return 0
 
 
@@ -57,7 +57,7 @@ def _measure(args: argparse.Namespace) -> list[float]:
     )
     rng = random.Random(args.seed or 0)
     latencies = []
-    with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **engine_options(args)) as llm:
+    with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **given_options(args, EngineOptions)) as llm:
         length = args.input_len + args.output_len
         if length > llm.info.max_model_len:
             limit = llm.info.max_model_len

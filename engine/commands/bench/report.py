@@ -1,9 +1,10 @@
 """The printed tables, in the shape that users of `vllm bench` know; built from the result that is saved."""
 
-import math
+import json
+from pathlib import Path
 from typing import Any
 
-from penstock.engine.commands.bench.summary import METRICS, percentile
+from penstock.engine.commands.bench.summary import METRICS
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 _WIDTH = 50
@@ -57,10 +58,12 @@ def _line(label: str, value: float) -> str:
     return f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}"
 
 
-def average(values: list[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def percentiles(values: list[float]) -> dict[int, float]:
-    ordered = sorted(values)
-    return {percent: percentile(ordered, percent) for percent in PERCENTAGES}
+    import numpy as np
+
+    return {percent: float(np.percentile(values, percent)) for percent in PERCENTAGES}
+
+
+def write_json(path: str | None, result: dict[str, Any]) -> None:
+    if path is not None:
+        Path(path).write_text(json.dumps(result, indent=4) + "\n")

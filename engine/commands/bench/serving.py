@@ -5,98 +5,94 @@ either server and the results compare.
 """
 
 import argparse
-import json
-import math
 import sys
+from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.commands.bench.calls import ENDPOINTS, build_calls, first_model, headers_of, pair, wait_until_up
-from penstock.engine.commands.bench.datasets import add_dataset_options
+from penstock.engine.commands.bench.calls import (
+    ENDPOINTS,
+    TrafficOptions,
+    build_calls,
+    first_model,
+    headers_of,
+    pair,
+    wait_until_up,
+)
+from penstock.engine.commands.bench.datasets import DatasetOptions
 from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.bench.load import Run, drive
 from penstock.engine.commands.bench.report import serving_table
 from penstock.engine.commands.bench.results import description, explain_failures, save
-from penstock.engine.commands.bench.structured import add_structured_options
+from penstock.engine.commands.bench.structured import StructuredOptions
 from penstock.engine.commands.bench.summary import METRICS, OBJECTIVES, details, summarize
 from penstock.engine.config import ConfigError
+from penstock.engine.options import add_options, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    backend: str = flag(
+        "openai-chat sends chats of words (default: openai)",
+        choices=tuple(ENDPOINTS),
+        default="openai",
+        opens="server",
+    )
+    base_url: str | None = flag("in place of --host and --port", "URL")
+    host: str = flag("default: %(default)s", default="127.0.0.1")
+    port: int = flag("default: %(default)s", default=8000)
+    endpoint: str | None = flag("default: by --backend, /v1/completions or /v1/chat/completions", "PATH")
+    model: str | None = flag("default: the first that the server lists")
+    header: tuple[str, ...] = flag("with every request", "KEY=VALUE", takes_several=True, default=())
+    insecure: bool = flag("do not verify a TLS certificate", default=False)
+    ready_check_timeout_sec: float = flag("wait this long for the server to be up", "S", default=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    random_vocab_size: int = flag("token ids are drawn below it", "N", default=10_000, opens="text")
+    tokenizer: str | None = flag("counts a dataset's texts (default: four characters are a token)", "MODEL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    ignore_eos: bool = flag(
+        "generate exactly the length asked for (default: on)", has_off=True, default=True, opens="requests"
+    )
+    temperature: float | None = flag("default: the server's, for all of these", "T")
+    top_p: float | None = flag(None, "P")
+    top_k: int | None = flag(None, "K")
+    min_p: float | None = flag(None, "P")
+    extra_body: dict[str, Any] | None = flag("fields for every request; they win", "JSON")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    percentile_metrics: str = flag(f"of {','.join(METRICS)}", "LIST", default="ttft,tpot,itl", opens="results")
+    metric_percentiles: str = flag("like 50,90,99.9 (default: 99)", "LIST", default="99")
+    goodput: tuple[str, ...] = flag(
+        f"count requests within limits of {', '.join(OBJECTIVES)}", "NAME:MS", takes_several=True, default=()
+    )
+    save_result: bool = flag("write the result as JSON", default=False)
+    save_detailed: bool = flag("with the lists of every request's times, texts and errors", default=False)
+    append_result: bool = flag("add a line to the file instead of replacing it", default=False)
+    result_dir: str | None = flag("default: the current directory", "DIR")
+    result_filename: str | None = flag("default: LABEL-RATEqps-MODEL-DATE.json", "NAME")
+    label: str | None = flag("default: the backend")
+    metadata: tuple[str, ...] = flag("entries to add to the result", "KEY=VALUE", takes_several=True, default=())
+    disable_tqdm: bool = flag("no live progress line", default=False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("server").add_argument
-    add("--backend", choices=ENDPOINTS, default="openai", help="openai-chat sends chats of words (default: openai)")
-    add("--base-url", metavar="URL", help="in place of --host and --port")
-    add("--host", default="127.0.0.1", help="default: %(default)s")
-    add("--port", type=int, default=8000, help="default: %(default)s")
-    add("--endpoint", metavar="PATH", help="default: by --backend, /v1/completions or /v1/chat/completions")
-    add("--model", help="default: the first that the server lists")
-    add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="with every request")
-    add("--insecure", action="store_true", help="do not verify a TLS certificate")
-    add("--ready-check-timeout-sec", type=float, default=0, metavar="S", help="wait this long for the server to be up")
-    _add_traffic(parser)
-    add_dataset_options(parser)
-    add_structured_options(parser)
-    parser.add_argument(
-        "--random-vocab-size", type=int, default=10_000, metavar="N", help="token ids are drawn below it"
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="MODEL", help="counts a dataset's texts (default: four characters are a token)"
-    )
-    _add_requests(parser)
-    _add_results(parser)
-
-
-def _add_traffic(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("traffic").add_argument
-    add("--request-rate", type=float, default=math.inf, metavar="R", help="requests per second (default: all at once)")
-    add(
-        "--burstiness",
-        type=float,
-        default=1.0,
-        metavar="B",
-        help="1: Poisson arrivals; less: bursts; more: more even (default: 1)",
-    )
-    add("--max-concurrency", type=int, metavar="N", help="hold requests back while this many are under way")
-    add("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate change over the requests")
-    add("--ramp-up-start-rps", type=float, metavar="R", help="requests per second at the first")
-    add("--ramp-up-end-rps", type=float, metavar="R", help="and at the last")
-    add("--num-warmups", type=int, default=0, metavar="N", help="requests before the measured ones (default: 0)")
-    add("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default: 0)")
-
-
-def _add_requests(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("requests").add_argument
-    add(
-        "--ignore-eos",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="generate exactly the length asked for (default: on)",
-    )
-    add("--temperature", type=float, metavar="T", help="default: the server's, for all of these")
-    add("--top-p", type=float, metavar="P")
-    add("--top-k", type=int, metavar="K")
-    add("--min-p", type=float, metavar="P")
-    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="fields for every request; they win")
-
-
-def _add_results(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("results").add_argument
-    add("--percentile-metrics", default="ttft,tpot,itl", metavar="LIST", help=f"of {','.join(METRICS)}")
-    add("--metric-percentiles", default="99", metavar="LIST", help="like 50,90,99.9 (default: 99)")
-    add(
-        "--goodput",
-        nargs="+",
-        default=[],
-        metavar="NAME:MS",
-        help=f"count requests within limits of {', '.join(OBJECTIVES)}",
-    )
-    add("--save-result", action="store_true", help="write the result as JSON")
-    add("--save-detailed", action="store_true", help="with the lists of every request's times, texts and errors")
-    add("--append-result", action="store_true", help="add a line to the file instead of replacing it")
-    add("--result-dir", metavar="DIR", help="default: the current directory")
-    add("--result-filename", metavar="NAME", help="default: LABEL-RATEqps-MODEL-DATE.json")
-    add("--label", help="default: the backend")
-    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="entries to add to the result")
-    add("--disable-tqdm", action="store_true", help="no live progress line")
+    for kind in (
+        TargetOptions,
+        TrafficOptions,
+        DatasetOptions,
+        StructuredOptions,
+        TextOptions,
+        RequestOptions,
+        ResultOptions,
+    ):
+        add_options(parser, kind)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,12 +16,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
-from penstock.engine.commands.bench.report import average, percentiles
-from penstock.engine.commands.engine_options import add_engine_options, engine_options
-from penstock.engine.config import ConfigError
+from penstock.engine.commands.bench.report import percentiles, write_json
+from penstock.engine.config import EngineOptions, add_engine_options, chosen
+from penstock.engine.options import Count, add_options, flag, given_options
 
 POLL_S = 0.02
 STOP_GRACE_S = 10.0
@@ -39,26 +40,27 @@ class StartupError(RuntimeError):
     """The server ended or did not answer; the message has the last lines it wrote."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StartupOptions:
+    model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
+    num_iters_warmup: int = flag("starts before the measured ones (default: 1)", "N", default=1)
+    num_iters_warm: Count = flag("measured starts (default: 3)", "N", default=3)
+    prompt: str = flag("what the first token answers (default: %(default)s)", default="Hello")
+    timeout: float = flag("for one start (default: %(default)g)", "S", default=900.0)
+    command: str | None = flag("start this in place of penstock serve; {port} stands for the port to listen on", "CMD")
+    output_json: str | None = flag("write the result as JSON", "FILE")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", help="hub name, folder or .gguf file (default: the default model)")
-    add("--num-iters-warmup", type=int, default=1, metavar="N", help="starts before the measured ones (default: 1)")
-    add("--num-iters-warm", type=int, default=3, metavar="N", help="measured starts (default: 3)")
-    add("--prompt", default="Hello", help="what the first token answers (default: %(default)s)")
-    add("--timeout", type=float, default=900, metavar="S", help="for one start (default: %(default)s)")
-    add(
-        "--command",
-        metavar="CMD",
-        help="start this in place of penstock serve; {port} stands for the port to listen on",
-    )
-    add("--output-json", metavar="FILE", help="write the result as JSON")
+    add_options(parser, StartupOptions)
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.num_iters_warm < 1:
-        raise ConfigError(f"num_iters_warm: {args.num_iters_warm} given; at least 1 is expected")
-    command = shlex.split(args.command) if args.command else serve_command(args.model, engine_options(args))
+    chosen(args, StartupOptions)
+    command = (
+        shlex.split(args.command) if args.command else serve_command(args.model, given_options(args, EngineOptions))
+    )
     starts = []
     for index in range(args.num_iters_warmup + args.num_iters_warm):
         try:
@@ -75,8 +77,7 @@ def run(args: argparse.Namespace) -> int:
         **_summary("api", [start.api_s for start in starts]),
     }
     print(_table(result))
-    if args.output_json:
-        Path(args.output_json).write_text(json.dumps(result, indent=4) + "\n")
+    write_json(args.output_json, result)
     return 0
 
 
@@ -122,7 +123,7 @@ def measure(
             stop(server)
 
 
-def _poll(server: subprocess.Popen, port: int, method: str, path: str, body: Any, deadline: float) -> Any:
+def _poll(server: "subprocess.Popen[bytes]", port: int, method: str, path: str, body: Any, deadline: float) -> Any:
     """Ask until it is answered with 200. What a server says while it loads (refusals, 404, 503) is not final."""
     last = "nothing listens"
     while time.perf_counter() < deadline:
@@ -147,7 +148,7 @@ def _poll(server: subprocess.Popen, port: int, method: str, path: str, body: Any
     raise StartupError(f"{path} was not answered: {last}")
 
 
-def stop(server: subprocess.Popen) -> None:
+def stop(server: "subprocess.Popen[bytes]") -> None:
     """End the server and whatever it started."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         try:
@@ -164,7 +165,8 @@ def stop(server: subprocess.Popen) -> None:
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+        port: int = sock.getsockname()[1]
+        return port
 
 
 def _tail(log: bytes) -> str:
@@ -173,7 +175,7 @@ def _tail(log: bytes) -> str:
 
 def _summary(name: str, values: list[float]) -> dict[str, Any]:
     return {
-        f"avg_warm_{name}_time": average(values),
+        f"avg_warm_{name}_time": fmean(values),
         f"warm_{name}_times": values,
         f"warm_{name}_percentiles": percentiles(values),
     }

@@ -5,10 +5,12 @@ At the same length as the others: the built-in schema wants more records than an
 
 import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.config import ConfigError
+from penstock.engine.config import ConfigError, chosen
+from penstock.engine.options import Share, flag
 
 RECORD = {
     "type": "object",
@@ -25,17 +27,17 @@ RECORD = {
 ENDLESS = {"type": "array", "items": RECORD, "minItems": 100_000}
 
 
-def add_structured_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("structured output").add_argument
-    add("--structured-ratio", type=float, default=0.0, metavar="R", help="share of requests with a JSON schema, 0 to 1")
-    add("--structured-schema", metavar="FILE", help="the schema (default: a list of records that is never complete)")
+@dataclass(frozen=True, kw_only=True)
+class StructuredOptions:
+    structured_ratio: Share = flag(
+        "share of requests with a JSON schema, 0 to 1", "R", default=0.0, opens="structured output"
+    )
+    structured_schema: str | None = flag("the schema (default: a list of records that is never complete)", "FILE")
 
 
 def response_formats(args: argparse.Namespace, count: int) -> list[dict[str, Any]]:
     """The fields that each of `count` requests gets on top; those that get any are spread evenly."""
-    ratio = args.structured_ratio
-    if not 0 <= ratio <= 1:
-        raise ConfigError(f"structured_ratio: {ratio:g} given; 0 to 1 is expected")
+    ratio = chosen(args, StructuredOptions).structured_ratio
     if ratio == 0:
         return [{}] * count
     schema = ENDLESS if args.structured_schema is None else _read(Path(args.structured_schema))

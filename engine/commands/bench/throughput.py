@@ -4,38 +4,43 @@ Options, output and JSON keys are those of `vllm bench throughput` where both ha
 """
 
 import argparse
-import json
 import time
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.commands.bench.datasets import Sample, Source, add_dataset_options, load_samples
+from penstock.engine.commands.bench.datasets import DatasetOptions, Sample, Source, load_samples
+from penstock.engine.commands.bench.report import write_json
 from penstock.engine.commands.bench.synthetic import token_counter
-from penstock.engine.commands.engine_options import add_engine_options, engine_options
+from penstock.engine.config import EngineOptions, add_engine_options
+from penstock.engine.options import Count, add_options, flag, given_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineOptions:
+    """What every benchmark of an engine in this process takes."""
+
+    model: str | None = flag("hub name, folder or .gguf file (default: the default model)")
+    skip_tokenizer_init: bool = flag("for a folder without a tokenizer", default=False)
+    disable_detokenize: bool = flag("leave out what turns token ids into text", default=False)
+    n: Count = flag("answers per prompt (default: 1)", "N", default=1)
+    output_json: str | None = flag("write the result as JSON", "FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputOptions:
+    num_warmups: int = flag("requests before the measured ones (default: 0)", "N", default=0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_offline_options(parser)
-    add_dataset_options(parser)
-    add = parser.add_argument
-    add("--n", type=int, default=1, metavar="N", help="answers per prompt (default: 1)")
-    add("--num-warmups", type=int, default=0, metavar="N", help="requests before the measured ones (default: 0)")
-    add("--output-json", metavar="FILE", help="write the result as JSON")
-
-
-def add_offline_options(parser: argparse.ArgumentParser) -> None:
-    """What every benchmark of an engine in this process takes."""
-    add = parser.add_argument
-    add("--model", help="hub name, folder or .gguf file (default: the default model)")
-    add("--skip-tokenizer-init", action="store_true", help="for a folder without a tokenizer")
-    add("--disable-detokenize", action="store_true", help="leave out what turns token ids into text")
+    for kind in (OfflineOptions, ThroughputOptions, DatasetOptions):
+        add_options(parser, kind)
     add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     from penstock.engine.front.llm import LLM
 
-    with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **engine_options(args)) as llm:
+    with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **given_options(args, EngineOptions)) as llm:
         count = args.num_prompts + args.num_warmups
         source = Source(llm.info.vocab_size)
         if not args.skip_tokenizer_init:
@@ -54,16 +59,15 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"Total num prompt tokens:  {num_input}")
     print(f"Total num output tokens:  {num_output}")
-    if args.output_json:
-        result = {
-            "model_id": args.model,
-            "elapsed_time": elapsed_s,
-            "num_requests": len(samples),
-            "total_num_tokens": num_total,
-            "requests_per_second": len(samples) / elapsed_s,
-            "tokens_per_second": num_total / elapsed_s,
-        }
-        Path(args.output_json).write_text(json.dumps(result, indent=4) + "\n")
+    result = {
+        "model_id": args.model,
+        "elapsed_time": elapsed_s,
+        "num_requests": len(samples),
+        "total_num_tokens": num_total,
+        "requests_per_second": len(samples) / elapsed_s,
+        "tokens_per_second": num_total / elapsed_s,
+    }
+    write_json(args.output_json, result)
     return 0
 
 

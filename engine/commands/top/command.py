@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             asyncio.run(_once(server, args.interval, sys.stdout))
             sys.stdout.flush()
-        except BrokenPipeError:  # whoever reads has seen enough; what is left must not be written at the end either
+        except BrokenPipeError:  # the reader has seen enough; what is left must not be written at the end either
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     with _own_screen(sys.stdout):
@@ -126,7 +126,7 @@ async def _once(server: Watched, interval_s: float, out: TextIO) -> None:
 
 
 async def _watch(server: Watched, interval_s: float, out: TextIO) -> None:
-    """Until somebody has enough. A server that was never there is an error; one that goes away is waited for."""
+    """Until the user ends it. A server that was never there is an error; one that goes away is waited for."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):

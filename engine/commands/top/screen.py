@@ -1,7 +1,7 @@
 """The two views as lines of text: of a server, and of a router with its replicas.
 
 A line is a list of pieces, so that it can be coloured, or cut to the width, without counting what is not seen. What
-a server said is cleaned of control characters: a name must not steer the terminal of whoever looks.
+a server said is cleaned of control characters: a name must not steer the user's terminal.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ ROUTER_LATENCIES = {
     "lag of the loop": "penstock:router_loop_lag_seconds",
 }
 PROMPTS = "penstock:router_compared_prompt_tokens_total"
-COLUMNS = ("replica", "state", "under way", "queued", "prefill tok/s", "cached", "requests", "failures", "ejections")
+COLUMNS = ("replica", "state", "in flight", "queued", "prefill tok/s", "cached", "requests", "failures", "ejections")
 
 
 class Piece(NamedTuple):
@@ -65,7 +65,7 @@ def server_lines(history: History) -> Iterator[Line]:
 def router_lines(history: History, replicas: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
     now = history.now
     yield from _pairs(
-        ("under way", number(now.total("penstock:router_under_way")), ""),
+        ("in flight", number(now.total("penstock:router_under_way")), ""),
         ("overlap predicted", percent(history.ratio("penstock:router_predicted_cached_tokens_total", PROMPTS)), ""),
         ("retries", number(now.total("penstock:router_retries_total") or 0), ""),
         ("placed", number(history.rate("penstock:router_decisions_total"), 1), "/s"),

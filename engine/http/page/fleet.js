@@ -43,7 +43,7 @@ function fleetTiles(history, replicas) {
   const ejections = "penstock:router_replica_ejections_total";
   const out = replicas.filter((replica) => replica.state === "ejected").length;
   return [
-    tile("Under way", [figure(total(now, "penstock:router_under_way") ?? 0), ""], history.values("penstock:router_under_way")),
+    tile("In flight", [figure(total(now, "penstock:router_under_way") ?? 0), ""], history.values("penstock:router_under_way")),
     tile("Placed", [figure(history.rate("penstock:router_decisions_total") ?? 0, 1), "/s"], history.rates("penstock:router_decisions_total")),
     tile("Overlap, predicted", share(predicted), history.rates(predicted)),
     tile("Overlap, measured", share(actual), history.rates(actual)),

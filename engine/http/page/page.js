@@ -57,7 +57,7 @@ function startKey() {
   byId("key-open").hidden = sessionStorage.getItem("key") === null;
 }
 
-/** fetch with the key. A 401 asks for one, unless `mayAsk` says that nobody wants to be asked now. */
+/** fetch with the key. A 401 asks for one, unless `mayAsk` says not to. */
 async function ask(path, options = {}, mayAsk = true) {
   for (;;) {
     const key = sessionStorage.getItem("key");
@@ -100,7 +100,7 @@ async function keepLooking(look) {
         mayAsk = true;
         document.body.classList.remove("stale");
       } catch (error) {
-        if (error.message.includes("API key")) mayAsk = false; // until somebody opens the dialog
+        if (error.message.includes("API key")) mayAsk = false; // until the user opens the dialog
         setState("bad", error instanceof TypeError ? "not reachable" : error.message);
         document.body.classList.add("stale");
       }

@@ -1,7 +1,7 @@
 """JSON that arrives in pieces, read far enough to know where it ends. Every character is looked at once.
 
-Most of the work is done by expressions with possessive quantifiers: they never go back, so what a model (or whoever
-prompts it) writes cannot make them slow.
+Most of the work is done by expressions with possessive quantifiers: they never go back, so what a model (or its
+prompt) writes cannot make them slow.
 """
 
 import re

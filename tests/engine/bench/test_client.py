@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from penstock.engine.commands.bench.stream import Reply
 from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion, plain, speak_openai
 
 
-def run(answer: Answer, use: Callable) -> Endpoint:
+def run(answer: Answer, use: Callable[..., Any]) -> Endpoint:
     """Run `use(endpoint)` against a server that gives this answer."""
 
     async def inside() -> Endpoint:
@@ -32,7 +33,7 @@ def saying(data: bytes, close: bool = False) -> Answer:
     return answer
 
 
-def post(endpoint: Endpoint, body: dict) -> bytes:
+def post(endpoint: Endpoint, body: dict[str, Any]) -> bytes:
     return endpoint.client.target.request("POST", "/v1/completions", json.dumps(body).encode(), {"X-Id": "7"})
 
 

@@ -4,18 +4,20 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock.engine.commands.bench.datasets import Sample, Source, add_dataset_options, load_samples
+from penstock.engine.commands.bench.datasets import DatasetOptions, Sample, Source, load_samples
 from penstock.engine.config import ConfigError
+from penstock.engine.options import add_options
 
 IDS = Source(1000)
 
 
 def samples(*options: str, count: int = 50, source: Source = IDS, seed: int = 0) -> list[Sample]:
     parser = argparse.ArgumentParser()
-    add_dataset_options(parser)
+    add_options(parser, DatasetOptions)
     args = parser.parse_args(options)
     args.seed = seed
     return load_samples(args, count, source)
@@ -43,6 +45,7 @@ def test_a_prefix_is_shared_by_all_and_comes_on_top() -> None:
 @pytest.mark.parametrize("vocab_size", [2, 150, 50_000])
 def test_token_ids_stay_inside_the_vocabulary(vocab_size: int) -> None:
     for sample in samples(count=10, source=Source(vocab_size)):
+        assert isinstance(sample.prompt, list)
         assert min(sample.prompt) >= 0 and max(sample.prompt) < vocab_size
 
 
@@ -64,7 +67,7 @@ def test_a_seed_gives_the_same_prompts_and_asking_for_more_keeps_the_first() -> 
         ("--random-input-len", "0", "random_input_len"),
         ("--random-output-len", "-1", "random_output_len"),
         ("--random-prefix-len", "-1", "random_prefix_len"),
-        ("--random-range-ratio", "1", "random_range_ratio"),
+        ("--random-range-ratio", "1.0", "random_range_ratio"),
     ],
 )
 def test_a_value_out_of_range_is_named(option: str, value: str, field: str) -> None:
@@ -85,7 +88,7 @@ def test_a_few_prefixes_come_again_and_again() -> None:
     assert len({tuple(sample.prompt) for sample in made}) == 12
 
 
-def conversation(question: str, *answers: str) -> dict:
+def conversation(question: str, *answers: str) -> dict[str, Any]:
     return {"conversations": [{"from": "human", "value": question}, *({"from": "gpt", "value": a} for a in answers)]}
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,12 +16,12 @@ from penstock.engine.front import llm as llm_module
 class CountingLLM:
     """Answers each prompt with as many tokens as asked for; remembers what it was asked."""
 
-    made: list["CountingLLM"] = []
+    made: ClassVar[list["CountingLLM"]] = []
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.model, self.options = model, options
         self.info = SimpleNamespace(vocab_size=300, max_model_len=4096)
-        self.batches: list[tuple[list, Any]] = []
+        self.batches: list[tuple[list[Any], Any]] = []
         self.is_closed = False
         CountingLLM.made.append(self)
 
@@ -31,7 +31,7 @@ class CountingLLM:
     def __exit__(self, *_: object) -> None:
         self.is_closed = True
 
-    def generate(self, prompts: list, params: Any, use_tqdm: bool) -> list[Any]:
+    def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
         self.batches.append((prompts, params))
         each = params if isinstance(params, list) else [params] * len(prompts)
         return [
@@ -50,10 +50,13 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> type[CountingLLM]:
 def run(module: ModuleType, *options: str) -> int:
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
-    return module.run(parser.parse_args(options))
+    code: int = module.run(parser.parse_args(options))
+    return code
 
 
-def test_throughput_counts_prompts_and_all_answers(counting, tmp_path: Path, capsys) -> None:
+def test_throughput_counts_prompts_and_all_answers(
+    counting: type[CountingLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "out.json"
     options = ("--num-prompts", "4", "--input-len", "10", "--output-len", "3", "--n", "2", "--num-warmups", "1")
     assert run(throughput, *options, "--model", "m", "--dtype", "float32", "--output-json", str(path)) == 0
@@ -69,7 +72,7 @@ def test_throughput_counts_prompts_and_all_answers(counting, tmp_path: Path, cap
     assert saved["requests_per_second"] == pytest.approx(4 / saved["elapsed_time"])
 
 
-def test_throughput_runs_every_request_to_its_full_length(counting) -> None:
+def test_throughput_runs_every_request_to_its_full_length(counting: type[CountingLLM]) -> None:
     run(throughput, "--num-prompts", "50", "--input-len", "10", "--output-len", "20", "--random-range-ratio", "0.5")
     ((prompts, params),) = counting.made[0].batches
     assert all(each.ignore_eos for each in params)
@@ -77,7 +80,9 @@ def test_throughput_runs_every_request_to_its_full_length(counting) -> None:
     assert max(max(prompt) for prompt in prompts) < 300
 
 
-def test_latency_reports_the_measured_iterations_only(counting, tmp_path: Path, capsys) -> None:
+def test_latency_reports_the_measured_iterations_only(
+    counting: type[CountingLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "out.json"
     options = ("--num-iters-warmup", "2", "--num-iters", "5", "--batch-size", "3", "--input-len", "6")
     assert run(latency, *options, "--output-len", "4", "--output-json", str(path)) == 0
@@ -93,13 +98,13 @@ def test_latency_reports_the_measured_iterations_only(counting, tmp_path: Path, 
     assert printed[3] == f"50% percentile latency: {saved['percentiles']['50']} seconds"
 
 
-def test_latency_never_repeats_a_prompt(counting) -> None:
+def test_latency_never_repeats_a_prompt(counting: type[CountingLLM]) -> None:
     run(latency, "--num-iters-warmup", "1", "--num-iters", "3", "--batch-size", "2")
     prompts = [tuple(prompt) for batch, _ in counting.made[0].batches for prompt in batch]
     assert len(set(prompts)) == len(prompts) == 8
 
 
-def test_a_count_out_of_range_is_named(counting) -> None:
-    with pytest.raises(ConfigError, match="num_iters: 0 given; at least 1"):
+def test_a_count_out_of_range_is_named(counting: type[CountingLLM]) -> None:
+    with pytest.raises(ConfigError, match="num_iters: 0 given; expected `int` >= 1"):
         run(latency, "--num-iters", "0")
     assert not counting.made, "nothing was loaded for it"

@@ -216,15 +216,14 @@ def test_results_can_be_collected_in_one_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--request-rate", "0"), "request_rate: 0 given"),
-        (("--burstiness", "0"), "burstiness: 0 given"),
+        (("--request-rate", "0"), "request_rate: 0.0 given"),
+        (("--burstiness", "0"), "burstiness: 0.0 given"),
         (("--max-concurrency", "0"), "max_concurrency: 0 given"),
         (("--percentile-metrics", "ttft,speed"), "percentile_metrics: 'speed' given"),
         (("--metric-percentiles", "101"), "metric_percentiles: 101 given"),
         (("--metric-percentiles", "high"), "metric_percentiles: 'high' given"),
         (("--goodput", "itl:5"), "goodput: 'itl:5' given"),
         (("--goodput", "ttft"), "goodput: '' given"),
-        (("--extra-body", "[1]"), "extra_body"),
         (("--metadata", "novalue"), "metadata: 'novalue' given"),
         (("--header", "novalue"), "header: 'novalue' given"),
         (("--base-url", "localhost"), "base_url: 'localhost' is not a URL"),
@@ -233,6 +232,12 @@ def test_results_can_be_collected_in_one_file(tmp_path: Path) -> None:
 def test_an_option_that_cannot_be_used_is_named(options: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         bench(*options)
+
+
+def test_fields_that_are_no_json_object_are_named_by_their_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--extra-body", "[1]")
+    assert "--extra-body: a JSON object is expected" in capsys.readouterr().err
 
 
 def test_a_missing_server_is_reported_and_not_traced() -> None:
@@ -245,7 +250,7 @@ def test_a_missing_server_is_reported_and_not_traced() -> None:
 def test_the_benchmarks_options_are_there_without_torch() -> None:
     """A load generator on a small machine must not wait for a tensor library."""
     check = (
-        "import argparse, sys; from penstock.engine import bench; bench.add_arguments(argparse.ArgumentParser());"
+        "import argparse, sys; from penstock.engine.commands import bench; bench.add_arguments(argparse.ArgumentParser());"
         "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

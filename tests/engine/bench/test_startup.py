@@ -11,7 +11,8 @@ import pytest
 
 from penstock.engine.commands import serve
 from penstock.engine.commands.bench import startup
-from penstock.engine.commands.engine_options import engine_options
+from penstock.engine.config import EngineOptions
+from penstock.engine.options import given_options
 
 # Listens at once, answers 503 until it is "loaded", and starts a child of its own as an engine does.
 SERVER = """
@@ -79,16 +80,18 @@ def test_the_engine_options_reach_the_server_as_they_were_given() -> None:
     parser = argparse.ArgumentParser()
     startup.add_arguments(parser)
     args = parser.parse_args(given)
-    command = startup.serve_command("a model", engine_options(args))
+    command = startup.serve_command("a model", given_options(args, EngineOptions))
     server = argparse.ArgumentParser()
     serve.add_arguments(server)
     arguments = [part.replace("{port}", "5") for part in command[command.index("serve") + 1 :]]
     parsed = server.parse_args(arguments)
-    assert engine_options(parsed) == engine_options(args)
+    assert given_options(parsed, EngineOptions) == given_options(args, EngineOptions)
     assert (parsed.model, parsed.port) == ("a model", 5)
 
 
-def test_the_report_and_its_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_the_report_and_its_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     starts = iter([startup.Startup(9, 9), startup.Startup(1, 2), startup.Startup(2, 4)])
     monkeypatch.setattr(startup, "measure", lambda command, **_: next(starts))
     path = tmp_path / "out.json"

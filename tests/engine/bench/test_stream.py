@@ -30,11 +30,11 @@ def reply_to(*events: Any, start_s: float = 10.0, step_s: float = 1.0) -> Reply:
     return reply
 
 
-def text(piece: str, finish: str | None = None) -> dict:
+def text(piece: str, finish: str | None = None) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": piece, "finish_reason": finish}]}
 
 
-def delta(finish: str | None = None, **fields: Any) -> dict:
+def delta(finish: str | None = None, **fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish}]}
 
 
@@ -61,7 +61,7 @@ def test_a_chats_role_and_its_bare_end_are_not_tokens() -> None:
 
 
 @pytest.mark.parametrize("field", [{"reasoning": "hm"}, {"reasoning_content": "hm"}, {"tool_calls": [{"index": 0}]}])
-def test_reasoning_and_tool_calls_are_tokens_too(field: dict) -> None:
+def test_reasoning_and_tool_calls_are_tokens_too(field: dict[str, Any]) -> None:
     outcome = reply_to(delta(role="assistant"), delta(**field), delta("stop", content="x"), "[DONE]").outcome(200, 1)
     assert (outcome.ttft_s, outcome.output_len) == (2.0, 2)
 
@@ -72,7 +72,10 @@ def test_a_token_whose_characters_are_incomplete_is_a_token() -> None:
 
 
 def test_cached_tokens_are_counted_where_the_server_reports_them() -> None:
-    usage = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": None}}
+    usage: dict[str, Any] = {
+        "choices": [],
+        "usage": {"prompt_tokens": 9, "completion_tokens": 1, "prompt_tokens_details": None},
+    }
     assert reply_to(text("a", "stop"), usage, "[DONE]").outcome(200, 1).num_cached == 0
     usage["usage"]["prompt_tokens_details"] = {"cached_tokens": 8}
     assert reply_to(text("a", "stop"), usage, "[DONE]").outcome(200, 1).num_cached == 8
@@ -84,7 +87,7 @@ def test_an_error_in_the_middle_of_a_stream_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("events", [[], [text("a")], [text("a", "stop"), USAGE], ["[DONE]"]])
-def test_a_stream_that_ends_early_is_a_failure(events: list) -> None:
+def test_a_stream_that_ends_early_is_a_failure(events: list[Any]) -> None:
     assert reply_to(*events).outcome(200, 1).error == "the stream ended early"
 
 

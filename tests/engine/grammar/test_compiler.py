@@ -3,22 +3,25 @@
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 
 from penstock.engine.front import grammar_check as check_module
 from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar import compiler as compiler_module
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
+from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
 from tests.support.grammar_rig import accepts, vocabulary
 
 CHECK = GrammarCheck(Compiler(vocabulary))
 
 
-def any_of(number: int) -> dict:
+def any_of(number: int) -> dict[str, Any]:
     """Each of so many parts needs one of four properties: the product of all is what a grammar would list."""
     parts = [[f"p{part}_{i}" for i in range(4)] for part in range(number)]
     return {"allOf": [{"anyOf": [{"properties": {n: {"type": "string"}}, "required": [n]} for n in p]} for p in parts]}
@@ -30,7 +33,7 @@ def chain(num_chars: int) -> str:
     return "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(count)) + f'\nr{count}: "x"'
 
 
-BOMBS = {
+BOMBS: dict[str, dict[str, Any]] = {
     "a product of alternatives": {"json": any_of(6)},
     "a larger one": {"json": any_of(12)},
     "repeated repetition": {"regex": "((a{1,200}){1,200}){1,200}"},
@@ -75,7 +78,7 @@ def test_grammars_that_were_given_up_hold_up_nobody(monkeypatch: pytest.MonkeyPa
     gate = threading.Event()
 
     class Slow(Compiler):
-        def _compile(self, source: str):
+        def _compile(self, source: str) -> Matcher:
             assert "slow" not in source or gate.wait(60)
             return super()._compile(source)
 
@@ -98,7 +101,7 @@ def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(monkeypatch: py
     is_working.set()
 
     class Slow(Compiler):
-        def _compile(self, source: str):
+        def _compile(self, source: str) -> Matcher:
             while is_working.is_set():
                 pass
             return super()._compile(source)
@@ -118,7 +121,7 @@ def test_a_grammar_that_takes_too_long_is_refused_with_the_limit(monkeypatch: py
 
 def test_a_busy_machine_refuses_no_grammar_that_an_idle_one_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Waiting(Compiler):
-        def _compile(self, source: str):
+        def _compile(self, source: str) -> Matcher:
             time.sleep(0.5)
             return super()._compile(source)
 
@@ -137,7 +140,7 @@ def test_waiting_for_others_and_for_the_vocabulary_does_not_count_against_a_gram
 ) -> None:
     gate = threading.Event()
 
-    def load():
+    def load() -> Vocabulary:
         gate.wait(10)
         return vocabulary()
 
@@ -191,7 +194,7 @@ def test_what_was_compiled_is_kept_and_every_user_gets_a_matcher_of_its_own() ->
 def test_a_refusal_is_remembered_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
-    def counted(vocabulary, source: str, **options):
+    def counted(vocabulary: LLTokenizer, source: str, **options: Any) -> LLMatcher:
         compiled.append(source)
         return LLMatcher(vocabulary, source, **options)
 

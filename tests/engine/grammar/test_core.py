@@ -3,6 +3,7 @@
 import random
 import re
 import threading
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,8 @@ from penstock.engine.grammar.vocabulary import Vocabulary
 from penstock.engine.messages import Shutdown
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import Sampling
-from tests.support.grammar_rig import COMPILER, EOS, Core, random_request, submit, text_of, vocabulary
+from tests.support.fake_engine import EOS
+from tests.support.grammar_rig import COMPILER, Core, random_request, submit, text_of, vocabulary
 
 DIGITS = StructuredOutputs(regex="[0-9]{3,5}")
 LETTERS = StructuredOutputs(regex="[a-z]{30}")
@@ -106,7 +108,7 @@ def test_a_length_cuts_an_answer_short_and_a_stop_id_of_the_user_ends_it() -> No
 def test_a_request_waits_for_its_grammar_while_others_run() -> None:
     gate = threading.Event()
 
-    def load():
+    def load() -> Vocabulary:
         gate.wait(10)
         return vocabulary()
 
@@ -131,7 +133,7 @@ def test_a_grammar_that_fails_in_the_core_fails_its_request_alone() -> None:
     world.submit(bad)
     world.submit(good)
     world.run()
-    assert world.last("bad").finish_reason == "error" and "unclosed group" in world.last("bad").error
+    assert world.last("bad").finish_reason == "error" and "unclosed group" in str(world.last("bad").error)
     assert world.last("bad").is_refusal
     assert world.last("good").finish_reason == "stop"
 
@@ -142,20 +144,20 @@ def test_a_grammar_that_costs_too_much_in_the_middle_fails_its_request_alone() -
     world.submit(submit("bad", [2], StructuredOutputs(json={"type": "object", "properties": properties})))
     world.submit(submit("good", [1], LETTERS))
     world.run()
-    assert world.last("bad").finish_reason == "error" and "grammar" in world.last("bad").error
+    assert world.last("bad").finish_reason == "error" and "grammar" in str(world.last("bad").error)
     assert world.last("bad").is_refusal
     assert world.last("good").finish_reason == "stop"
 
 
 def test_a_vocabulary_that_cannot_be_loaded_fails_constrained_requests_and_no_others() -> None:
-    def load():
+    def load() -> Vocabulary:
         raise OSError("no such file")
 
     world = Core(compiler=Compiler(load))
     world.submit(submit("a", [1], DIGITS))
     world.submit(submit("b", [1], None, 3))
     world.run()
-    assert "OSError: no such file" in world.last("a").error
+    assert "OSError: no such file" in str(world.last("a").error)
     assert world.last("b").finish_reason == "length"
 
 
@@ -174,7 +176,7 @@ def test_a_panic_of_the_library_while_it_compiles_fails_its_request_alone(monkey
         world.step()
         if not world.core.has_work():
             break
-    assert "Panic: index out of bounds" in world.last("a").error
+    assert "Panic: index out of bounds" in str(world.last("a").error)
     assert world.last("b").finish_reason == "length"
 
 
@@ -195,7 +197,7 @@ def test_where_no_thread_can_be_started_constrained_requests_fail_and_no_others(
         world.submit(submit("a", [1], DIGITS))
         world.submit(submit("b", [1], None, 3))
         world.run()
-    assert "can't start new thread" in world.last("a").error and not world.last("a").is_refusal
+    assert "can't start new thread" in str(world.last("a").error) and not world.last("a").is_refusal
     assert world.last("b").finish_reason == "length"
     world.submit(submit("later", [1], DIGITS))
     world.run()
@@ -205,13 +207,13 @@ def test_where_no_thread_can_be_started_constrained_requests_fail_and_no_others(
 def test_a_core_without_a_tokenizer_says_so() -> None:
     world = Core(compiler=None)
     world.submit(submit("a", [1], DIGITS))
-    assert world.last("a").finish_reason == "error" and "no tokenizer" in world.last("a").error
+    assert world.last("a").finish_reason == "error" and "no tokenizer" in str(world.last("a").error)
 
 
 def test_a_new_request_with_the_id_of_an_aborted_one_does_not_get_its_grammar() -> None:
     gate = threading.Event()
 
-    def load():
+    def load() -> Vocabulary:
         gate.wait(10)
         return vocabulary()
 
@@ -306,10 +308,10 @@ def test_the_shared_compiler_holds_its_invariants() -> None:
 class Visitors:
     """The core's link to its front: messages to receive, one list a call."""
 
-    def __init__(self, *arrivals: list) -> None:
+    def __init__(self, *arrivals: list[Any]) -> None:
         self.arrivals = [*arrivals, [Shutdown()]]
 
-    def receive(self, timeout_s: float | None) -> list:
+    def receive(self, timeout_s: float | None) -> list[Any]:
         return self.arrivals.pop(0) if timeout_s != 0 else []
 
     def send(self, message: object) -> None:

@@ -6,7 +6,8 @@ import pytest
 from penstock.engine.grammar import masks as masks_module
 from penstock.engine.grammar.masks import MaskFiller, Masks
 from penstock.engine.grammar.matcher import Matcher
-from tests.support.grammar_rig import EOS, VOCAB_SIZE, matcher
+from tests.support.fake_engine import EOS
+from tests.support.grammar_rig import VOCAB_SIZE, matcher
 
 
 def allowed(masks: Masks, place: int) -> set[int]:
@@ -48,7 +49,7 @@ def test_a_row_after_which_only_an_end_may_follow_has_ended() -> None:
     late = after("k", grammar='start: "k" TAIL?\nTAIL: /z/ & /y/')
     masks = filler.fill([(5, late), (7, after("", regex="a"))])
     assert masks.ended == [5] and masks.errors == {}
-    assert allowed(masks, 0) >= set(range(VOCAB_SIZE)), "whatever the executor samples there, nobody reads it"
+    assert allowed(masks, 0) >= set(range(VOCAB_SIZE)), "what the executor samples there is not read"
     filler.close()
 
 

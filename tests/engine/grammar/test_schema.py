@@ -2,13 +2,15 @@
 
 import json
 import random
+from typing import Any
 
 import jsonschema
 import pytest
 
 from penstock.engine.grammar.compiler import GrammarRefused
 from penstock.engine.grammar.ecma import translated
-from penstock.engine.grammar.json_schema import _COUNTS, _LISTS, _OBJECTS, _ONE, _PLAIN, _REWRITTEN, lark_json, prepared
+from penstock.engine.grammar.json_schema import _COUNTS, _LISTS, _OBJECTS, _PLAIN, _REWRITTEN, lark_json, prepared
+from penstock.engine.grammar.opposites import ONE
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from tests.support.grammar_rig import accepts, matcher
@@ -19,9 +21,9 @@ KINDS = {
     kind: {"type": "object", "properties": {"kind": {"const": kind}, kind: {}}, "required": ["kind"]}
     for kind in ("cat", "dog")
 }
-_OF_ALL = [*_COUNTS, *_LISTS, *_OBJECTS, *_REWRITTEN, *_ONE, *_PLAIN, "pattern"]
+_OF_ALL = [*_COUNTS, *_LISTS, *_OBJECTS, *_REWRITTEN, *ONE, *_PLAIN, "pattern"]
 # schema, what it holds, what it does not
-HELD: list[tuple[dict, list[str], list[str]]] = [
+HELD: list[tuple[dict[str, Any], list[str], list[str]]] = [
     # names spelled with \u
     ({"properties": {"a": {"type": "integer"}}, "type": "object"}, ['{"a": 1}'], ['{"a":1,"\\u0061":"x"}', '{"\\u0061":1}']),
     # formats
@@ -96,7 +98,7 @@ HELD: list[tuple[dict, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), HELD, ids=lambda value: json.dumps(value)[:60])
-def test_a_schema_holds_what_it_says(schema: dict, good: list[str], bad: list[str]) -> None:
+def test_a_schema_holds_what_it_says(schema: dict[str, Any], good: list[str], bad: list[str]) -> None:
     for text in good:
         assert accepts(matcher(json=schema), text), text
     for text in bad:
@@ -128,7 +130,9 @@ def test_a_schema_holds_what_it_says(schema: dict, good: list[str], bad: list[st
         ),
     ],
 )
-def test_what_no_grammar_holds_is_refused_with_its_keyword_and_place_or_left_out(schema: dict, place: str) -> None:
+def test_what_no_grammar_holds_is_refused_with_its_keyword_and_place_or_left_out(
+    schema: dict[str, Any], place: str
+) -> None:
     with pytest.raises(InvalidRequest) as caught:
         grammar_source(StructuredOutputs(json=schema), field="some.field")
     assert str(caught.value).startswith(f"some.field: {place}")
@@ -165,7 +169,7 @@ PAIR = {"l": {**ENDLESS, "properties": {"a": {"$ref": "#/$defs/m"}}}, "m": {"min
         {**ENDLESS, "properties": {}, "additionalProperties": {"$ref": "#"}},
     ],
 )
-def test_a_schema_that_requires_itself_is_refused(schema: dict) -> None:
+def test_a_schema_that_requires_itself_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="json: #: it requires itself, so that no answer could ever end"):
         matcher(json=schema)
     lenient = lark_json(schema, "", lenient=True)
@@ -185,7 +189,7 @@ def test_a_schema_that_requires_itself_is_refused(schema: dict) -> None:
     ],
 )  # fmt: skip
 def test_what_requires_itself_within_a_schema_is_what_nothing_keeps_to(
-    schema: dict, good: list[str], bad: list[str]
+    schema: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
     for text in good:
         assert accepts(matcher(json=schema), text), text
@@ -201,7 +205,7 @@ def test_a_lenient_reading_takes_one_of_for_any_of() -> None:
     "schema",
     [{"enum": []}, {"enum": [1], "type": "string"}, {"required": ["a"], "properties": {"a": False}, "type": "object"}],
 )
-def test_a_schema_that_nothing_keeps_to_is_refused(schema: dict) -> None:
+def test_a_schema_that_nothing_keeps_to_is_refused(schema: dict[str, Any]) -> None:
     with pytest.raises((GrammarRefused, InvalidRequest)):
         matcher(json=schema)
 
@@ -216,7 +220,21 @@ def test_a_pattern_that_cannot_be_followed_is_said_to_be_one(pattern: str) -> No
 
 def test_a_keyword_of_any_shape_is_taken_or_refused_but_breaks_nothing() -> None:
     keywords = [*_OF_ALL, *["type", "const", "format", "$ref", "$id", "$anchor"]]
-    values = [None, True, 1.5, -1, "a[", "http://[", [], [3, None], [{"a": []}], {}, {"a": 3}, {"type": [[]]}, [["a"]]]
+    values: list[Any] = [
+        None,
+        True,
+        1.5,
+        -1,
+        "a[",
+        "http://[",
+        [],
+        [3, None],
+        [{"a": []}],
+        {},
+        {"a": 3},
+        {"type": [[]]},
+        [["a"]],
+    ]
     rng = random.Random(5)
     for _ in range(20_000):
         inner = {rng.choice(keywords): rng.choice(values) for _ in range(3)}

@@ -1,6 +1,7 @@
 """From what is asked for to a grammar: what is accepted, what each form accepts, and what objections name."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,7 @@ TAGS = {
     "triggers": ["<f=", "["],
 }
 # form, what it accepts whole, what it does not
-CORPUS: list[tuple[dict, list[str], list[str]]] = [
+CORPUS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     (
         {"json": PERSON},
         ['{"name": "Ann"}', '{"name":"Ann","age":3}', '{\n  "name": "Ann",\n  "age": 0\n}', '{"name": "é\\n\\""}'],
@@ -63,7 +64,7 @@ CORPUS: list[tuple[dict, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("form", "good", "bad"), CORPUS)
-def test_a_form_accepts_its_answers_and_no_others(form: dict, good: list[str], bad: list[str]) -> None:
+def test_a_form_accepts_its_answers_and_no_others(form: dict[str, Any], good: list[str], bad: list[str]) -> None:
     for text in good:
         assert accepts(matcher(**form), text), text
     for text in bad:
@@ -93,7 +94,7 @@ def test_whitespace_between_the_tokens_of_json_is_bounded() -> None:
         ({"structural_tag": "[]"}, "structured_outputs.structural_tag", "object"),
     ],
 )  # fmt: skip
-def test_an_objection_names_the_field_and_says_what_is_wrong(form: dict, field: str, words: str) -> None:
+def test_an_objection_names_the_field_and_says_what_is_wrong(form: dict[str, Any], field: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
         grammar_source(StructuredOutputs(**form))
     assert caught.value.field == field

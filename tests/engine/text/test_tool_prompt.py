@@ -1,12 +1,14 @@
 """Tools written as text, for templates that know none."""
 
+from typing import Any
+
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import CALL, GEMMA, RESULT, SYSTEM, TOOLS, USER
 
 LINES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
-def rendered(messages: list, source: str = LINES, **options) -> str:
+def rendered(messages: list[Any], source: str = LINES, **options: Any) -> str:
     return ChatTemplate(source, {"bos_token": ""}).render(messages, tools_as_text=True, **options)
 
 

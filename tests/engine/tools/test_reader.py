@@ -1,12 +1,13 @@
 """Calls in text, however it is cut into pieces."""
 
 import random
+from typing import Any
 
 import pytest
 
 from penstock.engine.text.tools.reader import MAX_CALLS, MAX_FALSE, CallReader, CallStart
 from penstock.engine.text.tools.scan import MAX_DEPTH, MAX_FRAME_CHARS
-from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
+from penstock.engine.text.tools.thinking import MISTRAL, THINK, Marks, Thinking
 from tests.support.tool_samples import CALL, CALLS, FORMATS, calls_of, read
 
 WEATHER = ("weather", '{"city": "Ulm"}')
@@ -97,7 +98,7 @@ def cuts(text: str, seed: int) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_calls_and_the_text_around_them_are_told_apart(name: str, text: str, content: str, calls: list) -> None:
+def test_calls_and_the_text_around_them_are_read_apart(name: str, text: str, content: str, calls: list[Any]) -> None:
     assert read([text], calls_of(name)) == ("", content, calls)
 
 
@@ -122,7 +123,7 @@ def test_every_cut_of_a_text_gives_the_same_answer(name: str, text: str, certain
 
 @pytest.mark.parametrize("marks", [THINK, MISTRAL])
 @pytest.mark.parametrize("is_open", [False, True])
-def test_every_cut_gives_the_same_answer_behind_reasoning(marks, is_open: bool) -> None:
+def test_every_cut_gives_the_same_answer_behind_reasoning(marks: Marks, is_open: bool) -> None:
     for name in FORMATS:
         for thought in (" \nHm, <thi </think [/THINK? \n", "", "\n"):
             for closed in (marks.close, marks.close + "\n\n", ""):
@@ -162,7 +163,7 @@ def test_arguments_stream_as_they_come_where_a_grammar_holds_the_model(name: str
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_without_a_grammar_a_call_is_told_when_it_is_complete_and_valid(name: str) -> None:
+def test_without_a_grammar_a_call_is_read_when_it_is_complete_and_valid(name: str) -> None:
     reader = CallReader(FORMATS[name], {"weather"})
     seen = [reader.feed(character) for character in CALL[name]]
     last = CALL[name].rindex("}")
@@ -171,18 +172,21 @@ def test_without_a_grammar_a_call_is_told_when_it_is_complete_and_valid(name: st
 
 def test_text_is_held_back_only_while_it_may_become_a_mark() -> None:
     reader = CallReader(FORMATS["hermes"], {"weather"})
-    told = ["".join(piece.text for piece in reader.feed(part)) for part in ("a <", "tool", "_x", "<", "b", " ", "c")]
-    assert told == ["a", "", " <tool_x", "", "<b", "", " c"]
+    read = [
+        "".join(getattr(piece, "text", "") for piece in reader.feed(part))
+        for part in ("a <", "tool", "_x", "<", "b", " ", "c")
+    ]
+    assert read == ["a", "", " <tool_x", "", "<b", "", " c"]
 
 
-def test_arguments_that_break_a_grammar_s_promise_stay_where_they_were_told() -> None:
+def test_arguments_that_break_a_grammar_s_promise_stay_where_they_were_read() -> None:
     text = HEAD + '{"city": "Ulm"</tool_call> and on'
     assert read([text], calls_of("hermes"), certain=True) == (
         "", "</tool_call> and on", [("weather", '{"city": "Ulm"')]
     )  # fmt: skip
 
 
-def test_a_call_cut_off_by_the_length_keeps_what_it_has_where_it_was_told() -> None:
+def test_a_call_cut_off_by_the_length_keeps_what_it_has_where_it_was_read() -> None:
     assert read([HEAD + '{"city": "U'], calls_of("hermes"), certain=True) == ("", "", [("weather", '{"city": "U')])
 
 

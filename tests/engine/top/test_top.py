@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -50,7 +51,7 @@ def shown(result: subprocess.CompletedProcess[str]) -> str:
     return re.sub(r"[ █▒·]+", " ", result.stdout)
 
 
-def test_without_a_terminal_one_view_of_a_server_is_printed_as_plain_text():
+def test_without_a_terminal_one_view_of_a_server_is_printed_as_plain_text() -> None:
     engine = FakeEngine()
     engine.stats = STATS
     with running(engine) as server:
@@ -64,7 +65,7 @@ def test_without_a_terminal_one_view_of_a_server_is_printed_as_plain_text():
     assert re.search(r"first token .*– .*– .*– 0", text)  # nothing between the two looks
 
 
-def test_a_router_is_shown_with_its_replicas_and_why_one_is_out():
+def test_a_router_is_shown_with_its_replicas_and_why_one_is_out() -> None:
     with running() as server, stub() as other, running_router(server.url, other.url) as router:
         router.complete("abc", model="tiny")
         other.is_ready = False
@@ -75,12 +76,12 @@ def test_a_router_is_shown_with_its_replicas_and_why_one_is_out():
     assert "Since the start answers with 200" in text
 
 
-def test_control_characters_of_a_server_do_not_reach_the_terminal():
+def test_control_characters_of_a_server_do_not_reach_the_terminal() -> None:
     with running(served_model_names=("\x1b]0;owned\x07\x9b31m",)) as server:
         assert "\N{REPLACEMENT CHARACTER}]0;owned" in shown(top(server.url))
 
 
-def test_the_key_comes_from_the_environment():
+def test_the_key_comes_from_the_environment() -> None:
     with running(api_keys=("sk-right",)) as server:
         assert "running" in shown(top(server.url, PENSTOCK_API_KEY="sk-right"))
         assert "running" in shown(top(server.url, OPENAI_API_KEY="sk-right"))
@@ -96,19 +97,19 @@ def test_the_key_comes_from_the_environment():
         (["--interval", "0"], "interval: 0.0 is out of range, 0.1 to 60 seconds"),
     ],
 )
-def test_a_mistake_is_one_line(arguments, message):
+def test_a_mistake_is_one_line(arguments: list[str], message: str) -> None:
     result = top(*arguments)
     assert result.returncode == 2 and message in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_an_address_that_is_no_server_of_ours_is_said():
+def test_an_address_that_is_no_server_of_ours_is_said() -> None:
     with stub() as other:
         result = top(other.url)
     assert result.returncode == 2 and "/metrics answered 404" in result.stderr
 
 
 @pytest.mark.parametrize(("number", "colour"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_terminal_is_drawn_again_and_again_and_gets_its_screen_back(number, colour):
+def test_a_terminal_is_drawn_again_and_again_and_gets_its_screen_back(number: int, colour: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
     environment |= {"PYTHONIOENCODING": "utf-8"} | ({} if colour else {"NO_COLOR": "1"})
     ours, theirs = pty.openpty()
@@ -125,7 +126,7 @@ def test_a_terminal_is_drawn_again_and_again_and_gets_its_screen_back(number, co
     assert (len(styles) >= 4) if colour else (styles == set())
 
 
-def test_q_ends_it():
+def test_q_ends_it() -> None:
     ours, theirs = pty.openpty()
     with running() as server:
         process = subprocess.Popen([*COMMAND, "--interval", "60", server.url], stdin=theirs, stdout=theirs)
@@ -137,7 +138,7 @@ def test_q_ends_it():
     os.close(ours)
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     with running() as server:
         process = subprocess.Popen(
             [*COMMAND, "--interval", "0.1", "--once", server.url],
@@ -151,7 +152,7 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         process.stderr.close()
 
 
-def read_until(descriptor: int, enough) -> str:
+def read_until(descriptor: int, enough: Callable[[str], bool]) -> str:
     data, deadline_s = b"", time.monotonic() + 30
     while not enough(data.decode(errors="replace")):
         assert time.monotonic() < deadline_s, data
@@ -160,7 +161,7 @@ def read_until(descriptor: int, enough) -> str:
     return data.decode(errors="replace")
 
 
-def test_a_frame_is_cut_to_the_screen_and_leaves_nothing_of_the_one_before():
+def test_a_frame_is_cut_to_the_screen_and_leaves_nothing_of_the_one_before() -> None:
     lines = [[Piece("abc", "strong"), Piece("defgh")], [], [Piece("x")], [Piece("unseen")]]
     assert frame(lines, 5, 4, has_colour=False) == "\x1b[Habcde\x1b[K\r\n\x1b[K\r\nx\x1b[K\x1b[J"
     assert "\x1b[1mabc\x1b[0mde\x1b[K" in frame(lines, 5, 4, has_colour=True)

@@ -1,0 +1,227 @@
+"""Options, declared once: on the fields of the dataclasses that say how an engine, a server or a router runs.
+
+    max_num_seqs: Count = flag("sequences computed at a time (default: %(default)s)", "N", default=256)
+
+The type with its limits and `flag` together are the flag on the command line with its help, the check of a keyword of
+`LLM(...)`, the key in a deployment's file and the line in docs/configuration.md. What several options must keep to
+together is checked where they are resolved.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+# More than thirty years is a mistake, and so is infinity.
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
+Delay = Annotated[float, Meta(ge=0, le=1e9)]
+
+
+class Declared(Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+T = TypeVar("T")
+D = TypeVar("D", bound=Declared)
+
+
+class Flag(NamedTuple):
+    """What the command line says of a field."""
+
+    help: str | None  # %(default)s is the field's
+    metavar: str | None = None
+    names: tuple[str, ...] = ()  # where the field's own name does not give them
+    choices: tuple[str, ...] = ()  # where the type does not list them
+    read: Callable[[str], Any] | None = None  # what a text stands for; ValueError: for nothing
+    has_off: bool = False  # a switch that --no-… turns off
+    takes_several: bool = False  # values behind one flag; else a tuple's flag is repeated
+    opens: str = ""  # the title of a group in the help, for this option and those that follow
+
+
+def flag(*said: Any, default: Any = None, **more: Any) -> Any:
+    """A field with a flag; the arguments are those of `Flag`."""
+    return dataclasses.field(default=default, metadata={"flag": Flag(*said, **more)})
+
+
+class Option(NamedTuple):
+    name: str  # of the field
+    kind: Any  # its type, without its limits and without None
+    default: Any
+    flag: Flag
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """By its name, without the unit, and in the singular where each value has a flag of its own."""
+        name = self.name.removesuffix("_s").replace("_", "-")
+        return self.flag.names or (f"--{name.removesuffix('s') if self.is_list else name}",)
+
+    @property
+    def is_switch(self) -> bool:
+        return self.kind is bool
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.kind) is tuple
+
+    def settings(self) -> dict[str, Any]:
+        """Of `add_argument`."""
+        flag, kind = self.flag, self.kind
+        if self.is_switch:
+            return {"action": argparse.BooleanOptionalAction if flag.has_off else "store_true"}
+        if choices := flag.choices or (get_args(kind) if get_origin(kind) is Literal else ()):
+            return {"choices": choices, "type": flag.read}
+        settings: dict[str, Any] = {"metavar": flag.metavar}
+        if self.is_list:
+            settings |= {"nargs": "+"} if flag.takes_several else {"action": "extend" if flag.read else "append"}
+        is_object = get_origin(kind) is dict or isinstance(kind, type(msgspec.Struct))
+        read = flag.read or (json_object if is_object else None)
+        return {**settings, "type": _complaining(read) if read else kind if kind in (int, float) else None}
+
+
+def options_of(kind: type[Declared]) -> Iterator[Option]:
+    """Those of a dataclass, and of the ones within it."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        plain = _plain(hints[field.name])
+        if "flag" in field.metadata:
+            yield Option(field.name, plain, field.default, field.metadata["flag"])
+        elif isinstance(plain, type) and dataclasses.is_dataclass(plain):
+            yield from options_of(plain)
+
+
+def add_options(parser: argparse.ArgumentParser, kind: type[Declared]) -> None:
+    """A flag for each option."""
+    add = parser.add_argument
+    for option in options_of(kind):
+        if option.flag.opens:
+            add = parser.add_argument_group(option.flag.opens).add_argument
+        default = [] if isinstance(option.default, tuple) else option.default  # argparse adds to a list that is there
+        add(*option.words, dest=option.name, default=default, help=option.flag.help, **option.settings())
+
+
+def given_options(args: argparse.Namespace, kind: type[Declared]) -> dict[str, Any]:
+    """What the command line says of a struct's own options; None is nothing."""
+    values = {option.name: getattr(args, option.name, None) for option in options_of(kind)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def built(args: argparse.Namespace, kind: type[D], **others: Any) -> D:
+    """The dataclass, and those within it, as the command line says. Nothing is checked yet."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        if (value := getattr(args, field.name, None)) not in (None, []):
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+        elif dataclasses.is_dataclass(field.default) and not isinstance(field.default, type):
+            values[field.name] = built(args, type(field.default))
+    return kind(**{**values, **others})
+
+
+def check(config: Declared) -> None:
+    """Every field has its type and keeps to its limits; ValueError names the field, the value and the limit."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for value in values.values():
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            check(value)
+    converted(msgspec.to_builtins(values), type(config))
+    for option in options_of(type(config)):
+        if option.flag.choices and (value := values.get(option.name)) is not None and value not in option.flag.choices:
+            raise ValueError(f"{option.name}: {value!r} is not known; {', '.join(option.flag.choices)} are")
+
+
+def converted(values: Mapping[str, Any], kind: type[T]) -> T:
+    """An object of plain data; ValueError as of `check`."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).replace(" | null`", "`").partition(" - at `$.")
+        name = path.rstrip("`").partition("[")[0]
+        value: Any = values
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        what = what if " given; " in what else f"{value!r} given; {what[0].lower()}{what[1:]}"
+        raise ValueError(f"{name}: {what}") from None
+
+
+def meant(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
+    """Texts as the flags read them: a keyword may say '8GiB' too."""
+    found = dict(values)
+    for option in options_of(kind):
+        if isinstance(text := values.get(option.name), str) and option.flag.read is not None:
+            try:
+                found[option.name] = option.flag.read(text)
+            except ValueError as error:
+                raise ValueError(f"{option.name}: {error}") from None
+    return found
+
+
+def count(text: str) -> int:
+    """`4096`, `4k` (thousands) or `4K` (of 1,024), as vLLM reads a number of tokens; ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of tokens; write it like 4096, 4k (4,000) or 4K (4,096)")
+    return int(float(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 1000**2, "M": 1024**2}[match[2]])
+
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
+_UNITS |= {f"{unit}i": 1024 ** (index + 1) for index, unit in enumerate("kmgt")}
+
+
+def size_bytes(text: str) -> int:
+    """`8GiB`, `500MB`, `1.5g` or a plain number of bytes; ValueError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is not a size; write it like 8GiB, 500MB or 1073741824")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("a JSON object is expected, like '{\"rope_theta\": 1000000}'")
+    return value
+
+
+def _complaining(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """argparse passes on what this exception says, and not what a ValueError does."""
+
+    def reader(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return reader
+
+
+def _plain(kind: Any) -> Any:
+    if get_origin(kind) is Annotated:
+        return _plain(kind.__origin__)
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = [_plain(each) for each in get_args(kind) if each is not NoneType] or [None]
+    return kind

@@ -1,0 +1,42 @@
+"""From a chat to the text of its prompt: the one place, for the server, the router and `LLM`, so that all three make the
+same of the same request."""
+
+from typing import Any
+
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.text.conversation import Message
+from penstock.engine.text.template import ChatTemplate
+
+MAX_CHARS_PER_TOKEN = 128  # a text longer than this times the context is refused before it is tokenized
+INLINE_CHARS = 2048  # tokenized on the event loop: about as long as handing it to a thread takes
+# Fields of a request that say how its chat is rendered, and variables that may not be set beside them.
+RENDERING = ("add_generation_prompt", "continue_final_message", "reasoning_effort", "chat_template_kwargs")
+NOT_VARIABLES = frozenset(RENDERING) - {"chat_template_kwargs"} | {"tools", "tools_as_text", "documents"}
+
+
+def chat_prompt(
+    template: ChatTemplate,
+    messages: list[Message],
+    *,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool | None = None,
+    reasoning_effort: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    **given: Any,
+) -> str:
+    """What `template.render` makes of it; `given` is passed on. Raises InvalidRequest."""
+    variables = dict(chat_template_kwargs or {})
+    for name in NOT_VARIABLES & variables.keys():
+        raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set there")
+    if reasoning_effort is not None:
+        variables["reasoning_effort"] = reasoning_effort
+    continues = bool(continue_final_message)
+    opens = not continues if add_generation_prompt is None else add_generation_prompt
+    return template.render(
+        messages, add_generation_prompt=opens, continue_final_message=continues, **given, **variables
+    )
+
+
+def rendering(request: object) -> dict[str, Any]:
+    """Of a request, what `chat_prompt` takes by name."""
+    return {name: getattr(request, name) for name in RENDERING}

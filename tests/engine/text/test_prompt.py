@@ -1,0 +1,104 @@
+"""One request, rendered by the server and by the router: the same ids, or refused by the one and left to it by the other."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.engine.http.errors import HttpError
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server.prompts import render, to_ids
+from penstock.engine.server.requests import ChatRequest, parse
+from penstock.engine.text.prompt import NOT_VARIABLES, chat_prompt
+from penstock.engine.text.template import ChatTemplate
+from penstock.router.placement.prompts import CHAT, Asked, Texts
+from tests.support.fake_engine import INFO, byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+TEMPLATE = ChatTemplate(
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning_content or '' }}{{ m.name or '' }}\n{% endfor %}"
+    "{{ tools }}{{ documents }}{{ reasoning_effort or '' }}{{ enable_thinking or '' }}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ASK = msgspec.json.Decoder(Asked)
+CHAT_REQUEST = msgspec.json.Decoder(ChatRequest)
+HELLO = {"role": "user", "content": "hello"}
+REPLY = {"role": "assistant", "content": "good day"}
+
+
+def served(body: bytes) -> list[int] | str:
+    """What the server makes of it: ids, or why not."""
+
+    async def ids() -> list[int]:
+        request = parse(body, CHAT_REQUEST)
+        text = await render(request, TEMPLATE, INFO, tools_as_text=False)
+        adds = bool(request.add_special_tokens)
+        return (await to_ids("messages", [text], TOKENIZER, INFO, add_special_tokens=adds))[0]
+
+    try:
+        return asyncio.run(ids())
+    except (HttpError, InvalidRequest) as error:
+        return str(error)
+
+
+def routed(body: bytes) -> list[int] | None:
+    """What the router sends in place of the text; None: the text itself, for the replica to judge."""
+    texts = Texts(TOKENIZER, TEMPLATE)
+    try:
+        ids = texts._ids(CHAT, body, ASK.decode(body))
+        return memoryview(ids.packed).cast("i").tolist() if ids is not None and ids.is_exact else None
+    except HttpError:
+        return None
+    finally:
+        texts.close()
+
+
+@pytest.mark.parametrize("name", sorted(NOT_VARIABLES))
+def test_what_has_a_field_of_its_own_is_no_variable_of_the_template_anywhere(name: str) -> None:
+    body = json.dumps({"messages": [HELLO], "chat_template_kwargs": {name: True}}).encode()
+    assert served(body) == f"chat_template_kwargs: {name!r} cannot be set there"
+    assert routed(body) is None
+    with pytest.raises(InvalidRequest, match=f"^chat_template_kwargs: {name!r} cannot"):
+        chat_prompt(TEMPLATE, [HELLO], chat_template_kwargs={name: True})
+
+
+FIELDS: dict[str, list[Any]] = {
+    "messages": [
+        [HELLO],
+        [HELLO, REPLY],
+        [{"role": "system", "content": "be brief"}, HELLO, {**REPLY, "reasoning_content": "hm", "name": "a"}],
+        [{"role": "user", "content": [{"type": "text", "text": "part"}, {"type": "text", "text": "two"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        [{**HELLO, "name": None, "tool_calls": None}],
+        [HELLO, {"role": "tool", "content": "4", "tool_call_id": "1"}],
+        [{"role": "function", "content": "old"}],
+        [{"role": "user"}],
+        [],
+        "text",
+    ],
+    "add_generation_prompt": [None, True, False, "yes"],
+    "continue_final_message": [None, True, False],
+    "reasoning_effort": [None, "high", "none", 3],
+    "chat_template_kwargs": [None, {}, {"enable_thinking": True}, {"tools_as_text": True}, {"messages": []}, [1]],
+    "add_special_tokens": [None, True, False],
+    "tools": [None, [], [{"type": "function", "function": {"name": "f", "parameters": {}}}]],
+    "documents": [None, [], [{"text": "t"}]],
+}
+
+
+def test_server_and_router_make_the_same_ids_of_a_request_or_the_server_judges_it() -> None:
+    rng, num_equal, num_refused = random.Random(0), 0, 0
+    for _ in range(600):
+        body: dict[str, Any] = {"messages": rng.choice(FIELDS["messages"])}
+        for name in rng.sample([*FIELDS][1:], rng.randrange(4)):
+            body[name] = rng.choice(FIELDS[name])
+        raw = json.dumps(body).encode()
+        ids, sent = served(raw), routed(raw)
+        if sent is not None:
+            assert sent == ids, body
+            num_equal += 1
+        num_refused += isinstance(ids, str)
+    assert num_equal > 100 and num_refused > 100
