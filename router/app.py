@@ -23,8 +23,7 @@ from penstock.router.exchange import Exchange, Plan
 from penstock.router.fleet.fleet import Fleet, Group
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection, Edge
-from penstock.router.http.heads import Request
-from penstock.router.http.wire import Headers
+from penstock.router.http.heads import Headers, Request
 from penstock.router.metrics import Metrics
 from penstock.router.placement.prompts import Asked, Prepared, Texts
 

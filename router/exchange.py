@@ -21,9 +21,8 @@ from penstock.engine.http.errors import HttpError, error_body
 from penstock.router.fleet.fleet import NOBODY, Group
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection
-from penstock.router.http.heads import AnswerHead, Request
+from penstock.router.http.heads import AnswerHead, Request, answer_head, request_head
 from penstock.router.http.upstream import ConnectFailed, Dechunker, Upstream
-from penstock.router.http.wire import answer_head, request_head
 from penstock.router.placement.placement import Charge, Prompt
 from penstock.router.prefill import PrefillLeg, place
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from penstock.router.fleet.fleet import Group
 from penstock.router.fleet.replica import Outcome, Replica
-from penstock.router.http.heads import AnswerHead
+from penstock.router.http.heads import AnswerHead, request_head
 from penstock.router.http.upstream import ConnectFailed, Upstream
-from penstock.router.http.wire import request_head
 from penstock.router.placement.placement import Charge
 from penstock.router.placement.prompts import COMPLETIONS
 from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer

@@ -14,8 +14,7 @@ from typing import Protocol
 import httptools
 
 from penstock.router.http.deadline import within
-from penstock.router.http.heads import AnswerHead, Heads
-from penstock.router.http.wire import Headers
+from penstock.router.http.heads import AnswerHead, Headers, Heads
 
 MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
