@@ -95,7 +95,7 @@ class Load:
 
     def step(self) -> list[Output]:
         scheduler, executor, times = self.scheduler, self.executor, self.times
-        while scheduler.num_under_way < executor.info.max_in_flight:
+        while scheduler.num_in_flight < executor.info.max_in_flight:
             started = time.perf_counter()
             step = scheduler.schedule()
             times["schedule"] += time.perf_counter() - started

@@ -19,7 +19,7 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.page.document import document
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
 from penstock.router.config import Prefill, RouteError, RouterConfig, canonical_url
-from penstock.router.exchange import Exchange, Plan
+from penstock.router.exchange import Exchange, Outgoing
 from penstock.router.fleet.fleet import Fleet, Group
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection, Edge
@@ -41,7 +41,7 @@ WITH_IDS = b"content-type: %b\r\n" % CONTENT_TYPE
 _ASKED = msgspec.json.Decoder(Asked)
 
 
-class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST and DELETE /replicas; `peer` of one that only computes prompts."""
 
     url: str
@@ -59,14 +59,14 @@ class App:
         self.metrics.edge = self.edge
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
-        # Set by whoever runs the probes and, with several workers, carries changes to the others.
-        self.probe_now: Callable[[Replica], None] = lambda replica: None
-        self.on_change: Callable[[str, str, str | None], None] = lambda method, url, peer: None
+        # Set by what runs the probes and, with several workers, by what carries changes to the others.
+        self.probe_now: Callable[[Replica], None] = lambda _replica: None
+        self.on_change: Callable[[str, str, str | None], None] = lambda _method, _url, _peer: None
         self._page, headers = document("fleet")
         self._page_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._keys = Keys(config.api_keys)
         self._admin_keys = Keys(config.admin_api_keys)
-        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n"  # what replicas are told beside the client's headers
+        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n"  # what replicas get beside the client's headers
         if config.backend_api_key is not None:
             self._own_lines += b"authorization: Bearer %b\r\n" % config.backend_api_key.encode()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -148,7 +148,7 @@ class App:
         if len(self.exchanges) >= limit:
             return HttpError(
                 429,
-                f"{limit} requests are under way, which is the limit (--max-requests)",
+                f"{limit} requests are in flight, which is the limit (--max-requests)",
                 headers={"retry-after": "1"},
             )
         return None
@@ -170,8 +170,7 @@ class App:
 
     async def _prepare_aside(self, exchange: Exchange, group: Group, asked: Asked) -> None:
         request, connection = exchange.request, exchange.connection
-        connection.reader = exchange
-        self.exchanges.add(exchange)
+        exchange.open()
         try:
             prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.placement)
         except HttpError as error:
@@ -190,7 +189,7 @@ class App:
         with_ids = None
         if prepared.body_with_ids is not None:
             with_ids = (lines + WITH_IDS, prepared.body_with_ids)
-        plan = Plan(
+        outgoing = Outgoing(
             request.target,
             lines + b"content-type: application/json\r\n",
             request.body,
@@ -201,9 +200,8 @@ class App:
             prepared.prompt,
             prepared.num_tokens,
         )
-        exchange.connection.reader = exchange
-        self.exchanges.add(exchange)
-        exchange.start(group, plan)
+        exchange.open()
+        exchange.start(group, outgoing)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """A task that is kept until it is done; what it dies of is logged."""
@@ -302,7 +300,7 @@ class App:
             raise HttpError(403, "the fleet can be changed only where the router was started with --admin-api-key")
         if not _admits(self._admin_keys, request):
             raise HttpError(403, "changing the fleet needs the admin key")
-        change = decode(msgspec.json.Decoder(Change), request.body)
+        change = decode(msgspec.json.Decoder(ReplicaChange), request.body)
         try:
             url = (
                 canonical_url(change.url, "url")
@@ -331,6 +329,16 @@ class App:
             with self.fleet.observing(replica):
                 replica.remove()
             self.probe_now(replica)
+
+    def check(self) -> None:
+        self.fleet.check()
+        attempts = []
+        for exchange in self.exchanges:
+            exchange.check()
+            attempts += [
+                leg.attempt for leg in (exchange, exchange.prefill) if leg is not None and leg.attempt is not None
+            ]
+        assert self.fleet.num_in_flight == len(attempts), f"{self.fleet.num_in_flight} in flight, {len(attempts)} known"
 
 
 def _admits(keys: Keys, request: Request) -> bool:

@@ -129,11 +129,11 @@ class Metrics(Collector):
 
     def _of_replicas(self) -> Iterator[Metric]:
         state = GaugeMetricFamily("penstock:router_replica_state", "1: its state.", labels=("replica", "state"))
-        under_way = GaugeMetricFamily("penstock:router_under_way", "Requests under way.", labels=("replica",))
+        under_way = GaugeMetricFamily("penstock:router_under_way", "Requests in flight.", labels=("replica",))
         for replica in self.fleet.replicas.values():
             for name in STATES:
                 state.add_metric((replica.url, name), float(replica.state == name))
-            under_way.add_metric((replica.url,), replica.num_under_way)
+            under_way.add_metric((replica.url,), replica.num_in_flight)
         yield from (state, under_way)
 
 

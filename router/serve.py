@@ -1,6 +1,6 @@
 """`penstock route`: from the command line to a running router, and its end.
 
-The first SIGTERM drains: `/ready` and new requests answer 503, those under way finish. The second ends it at once.
+The first SIGTERM drains: `/ready` and new requests answer 503, those in flight finish. The second ends it at once.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
 from penstock.router.fleet.probe import Prober, ServedModel
 from penstock.router.fleet.replica import Replica
-from penstock.router.placement.placement import Placement, PolicyConfig
+from penstock.router.placement.placement import Placement
+from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import Texts
 
 log = logging.getLogger("penstock.router")
@@ -176,7 +177,7 @@ class Router:
 
     async def _know_the_fleet(self) -> None:
         """Listen only when every replica has been asked once, or had the time: a worker that joins others, or one
-        that is started again, must not say that nobody is there."""
+        that is started again, must not say that no replica is there."""
         deadline_s = time.monotonic() + self.config.patience.probe_timeout_s
         while time.monotonic() < deadline_s and any(
             replica.state == "starting" for replica in self.fleet.replicas.values()
@@ -184,7 +185,7 @@ class Router:
             await asyncio.sleep(0.005)
 
     async def drain(self, stop: asyncio.Event) -> None:
-        """Let what is under way finish, as long as the drain may take."""
+        """Let what is in flight finish, as long as the drain may take."""
         self.app.is_draining = True
         deadline_s = time.monotonic() + self.config.patience.drain_s
         while self.app.exchanges and not stop.is_set() and time.monotonic() < deadline_s:
@@ -228,7 +229,7 @@ async def serve(
     sock: socket.socket,
     *,
     announce: bool,
-    on_start: Callable[["Router"], None] = lambda router: None,
+    on_start: Callable[["Router"], None] = lambda _router: None,
 ) -> int:
     """Until a signal has drained it; the exit code."""
     router = Router(config, texts_of(config))
@@ -243,7 +244,7 @@ async def serve(
         if announce:
             _announce(url_of(sock), config)
         await drain.wait()
-        log.info("shutting down: %d requests are under way", len(router.app.exchanges))
+        log.info("shutting down: %d requests are in flight", len(router.app.exchanges))
         await router.drain(stop)
         await router.close()
     return 0

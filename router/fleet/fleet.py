@@ -1,7 +1,7 @@
 """All replicas, grouped by the model they serve; who may be asked, and who is asked next.
 
-The placement of a group chooses; the fleet tells it who is available, and bounds what misbehaviour may do: of a
-group, at most a share may be out for their conduct, however badly they behave. The dead are always out. Replicas
+The placement of a group chooses; the fleet says who is available, and bounds what misbehaviour may do: of a group,
+at most a share may be out for their conduct, however badly they behave. The dead are always out. Replicas
 that only compute prompts are a group of their own beside the one that answers.
 """
 
@@ -13,11 +13,12 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import Replica, State
-from penstock.router.placement.placement import Charge, Placement, Prompt, ReplicaInfo
+from penstock.router.placement.load import Charge
+from penstock.router.placement.placement import Placement, Prompt, ReplicaInfo
 
 log = logging.getLogger("penstock.router")
 
-NOBODY: frozenset[str] = frozenset()
+NONE: frozenset[str] = frozenset()
 BY_CONDUCT = frozenset[State]({"suspect", "ejected"})
 
 
@@ -53,8 +54,8 @@ class Fleet:
         self.prefills: dict[str, Group] = {}  # that compute prompts for them
         self._by_name: dict[str, Group] = {}
         self.budget = RetryBudget(config.patience.retry_share)
-        self.num_under_way = 0
-        self.on_down: Callable[[Replica], None] = lambda replica: None  # requests that wait there are moved
+        self.num_in_flight = 0
+        self.on_down: Callable[[Replica], None] = lambda _replica: None  # requests that wait there are moved
         self._new_placement = new_placement
         self._clock = clock
 
@@ -81,7 +82,7 @@ class Fleet:
         replica.pool.close()
 
     def home(self, replica: Replica) -> Group | None:
-        """Its group; None while nobody knows what it serves."""
+        """Its group; None while it is not known what it serves."""
         return self._side(replica).get(replica.root or "")
 
     @property
@@ -112,16 +113,16 @@ class Fleet:
     def choose(
         self,
         group: Group,
-        model: str | None,
         prompt: Prompt | None,
         *,
         num_tokens: int,
+        model: str | None,
         session: str | None,
         tried: frozenset[str],
         expects: bool = True,
     ) -> Charge | None:
-        """Who should answer; None when nobody is left to ask."""
-        exclude = NOBODY
+        """Who should answer; None when no replica is left to ask."""
+        exclude = NONE
         if tried or group.full or group.is_mixed:
             exclude = group.lacking(model) | group.full | tried
         return group.placement.choose(prompt, num_tokens=num_tokens, session=session, exclude=exclude, expects=expects)
@@ -129,26 +130,26 @@ class Fleet:
     def begin(self, replica: Replica) -> None:
         """A request goes to the replica."""
         replica.begin()
-        self.num_under_way += 1
-        if replica.num_under_way >= self._limit_of(replica):
+        self.num_in_flight += 1
+        if replica.num_in_flight >= self._limit_of(replica):
             self._count_full(replica)
 
     def end(self, replica: Replica) -> None:
-        was_full = replica.num_under_way >= self._limit_of(replica)
+        was_full = replica.num_in_flight >= self._limit_of(replica)
         replica.end()
-        self.num_under_way -= 1
+        self.num_in_flight -= 1
         if was_full:
             self._count_full(replica)
 
     def refusal(self, group: Group, model: str | None) -> HttpError:
-        """Why nobody was left to ask: all are full, or none is there."""
+        """Why no replica was left to ask: all are full, or none is there."""
         lacking = group.lacking(model)
         here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
-        if here and all(each.num_under_way >= self._limit_of(each) for each in here):
-            count = sum(each.num_under_way for each in here)
+        if here and all(each.num_in_flight >= self._limit_of(each) for each in here):
+            count = sum(each.num_in_flight for each in here)
             return HttpError(
                 429,
-                f"{count} requests are under way at {len(here)} replicas, which is the limit (--max-requests)",
+                f"{count} requests are in flight at {len(here)} replicas, which is the limit (--max-requests)",
                 headers={"retry-after": "1"},
             )
         return HttpError(503, f"no replica of {clip(group.root)!r} is available", headers={"retry-after": "1"})
@@ -194,7 +195,7 @@ class Fleet:
                 "reason": replica.reason,
                 "models": list(replica.models),
                 "is_available": replica.root is not None and self.is_available(replica),
-                "requests_under_way": replica.num_under_way,
+                "requests_under_way": replica.num_in_flight,
                 "requests": replica.num_requests,
                 "failures": replica.num_failures,
                 "ejections": replica.num_ejections,
@@ -215,7 +216,7 @@ class Fleet:
         group = self.home(replica)
         if group is None:
             return
-        if replica.num_under_way >= self._limit_of(replica):
+        if replica.num_in_flight >= self._limit_of(replica):
             group.full.add(replica.url)
         else:
             group.full.discard(replica.url)
@@ -241,12 +242,12 @@ class Fleet:
         self._name_groups()
 
     def check(self) -> None:
-        assert self.num_under_way == sum(replica.num_under_way for replica in self.replicas.values())
+        assert self.num_in_flight == sum(replica.num_in_flight for replica in self.replicas.values())
         for _, group in self.all_groups():
             assert group.replicas, f"the group {group.root} is empty"
             assert all(self.replicas.get(url) is each for url, each in group.replicas.items())
             for url, each in group.replicas.items():
-                assert (url in group.full) == (each.num_under_way >= self._limit_of(each)), f"{url} is miscounted"
+                assert (url in group.full) == (each.num_in_flight >= self._limit_of(each)), f"{url} is miscounted"
         for replica in self.replicas.values():
             replica.check()
 

@@ -73,7 +73,7 @@ class Prober:
                 wake.clear()
                 await self._probe(replica)
                 await _sleep_or(wake, self._config.patience.probe_interval_s)
-            while replica.num_under_way:
+            while replica.num_in_flight:
                 await asyncio.sleep(0.05)
             if self._fleet.replicas.get(replica.url) is replica:
                 self._fleet.forget(replica)

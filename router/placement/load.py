@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock._csrc import ffi, lib
-from penstock.router.placement.policy import POLICIES, PolicyConfig
+from penstock.router.config import POLICIES
+from penstock.router.placement.policy import PolicyConfig
 
 Column = npt.NDArray[np.float64]
 

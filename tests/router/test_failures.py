@@ -17,7 +17,7 @@ from penstock.engine.http.limits import Limits
 from penstock.router.fleet.replica import FAILURES_TO_EJECT
 from tests.support.raw_http import connect, exchange, post, read_all, status
 from tests.support.router_fleet import QUICK, mock_replicas, running_router, until
-from tests.support.router_stub import stub, whole
+from tests.support.router_stub import Seen, stub, whole
 
 
 async def _load(url: str, count: int, concurrency: int, during=None, **fields) -> list[tuple[int, str]]:
@@ -61,13 +61,54 @@ def test_when_a_replica_is_killed_what_waited_there_goes_elsewhere_though_no_ret
         assert router.app.metrics.retries["lost"] + router.app.metrics.retries["unreachable"]
 
 
+def test_a_replica_that_dies_with_its_listening_socket_last_loses_no_request():
+    with stub() as dying, stub() as other, running_router(dying.url, other.url, policy="round-robin") as router:
+        router.fleet.budget.share = router.fleet.budget.tokens = 0.0
+
+        def die(seen: Seen, sock: socket.socket) -> None:
+            dying.is_dying = True
+
+        dying.answer = die
+        assert [router.complete().status_code for _ in range(2)] == [200, 200]
+        assert len(dying.seen) == 1 and router.app.metrics.retries["lost"] == 1
+
+
+def test_a_replica_that_dies_with_its_listening_socket_first_loses_no_request():
+    """Then the probe is refused before the connections of its requests break."""
+    asked, over = threading.Event(), threading.Event()
+    with stub() as dying, stub() as other, running_router(dying.url, other.url, policy="round-robin") as router:
+        router.fleet.budget.share = router.fleet.budget.tokens = 0.0
+
+        def die(seen: Seen, sock: socket.socket) -> None:
+            dying.is_dying = True
+            asked.set()
+            over.wait(20)
+
+        def refuse() -> None:
+            replica = router.fleet.replicas[dying.url]
+            with router.fleet.observing(replica):
+                replica.unreachable("the test says so")
+
+        dying.answer = die
+        socks = [connect(router.port) for _ in range(2)]
+        for sock in socks:
+            sock.sendall(post())
+        assert asked.wait(10)
+        router.call(refuse)
+        assert [status(sock.recv(4096)) for sock in socks] == [200, 200]
+        assert router.app.metrics.retries["moved"] == 1
+        over.set()
+        for sock in socks:
+            sock.close()
+
+
 def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_mark():
     with mock_replicas(2, inter_token_s=0.02) as replicas, running_router(*(each.url for each in replicas)) as router:
         body = {"prompt": "abc", "max_tokens": 5000, "stream": True, "ignore_eos": True}
         with router.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            busy = next(each for each in router.fleet.replicas.values() if each.num_under_way)
+            busy = next(each for each in router.fleet.replicas.values() if each.num_in_flight)
             next(each for each in replicas if each.url == busy.url).send(signal.SIGKILL)
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"

@@ -74,7 +74,7 @@ def test_retries_over_time_are_a_share_of_requests_however_many_fail():
     for seed in range(20):
         rng, budget, retried = random.Random(seed), RetryBudget(0.15), 0
         for _ in range(10_000):
-            budget.deposit(num_under_way=rng.randrange(1, 200))
+            budget.deposit(num_in_flight=rng.randrange(1, 200))
             retried += sum(budget.take() for _ in range(rng.randrange(3)))
         assert retried <= 0.15 * 10_000 + RESERVE
 
@@ -82,5 +82,5 @@ def test_retries_over_time_are_a_share_of_requests_however_many_fail():
 def test_a_replica_that_dies_with_its_share_of_a_busy_fleet_is_made_up_for():
     budget = RetryBudget(0.15)
     for _ in range(1000):
-        budget.deposit(num_under_way=128)
+        budget.deposit(num_in_flight=128)
     assert all(budget.take() for _ in range(128 // 8))

@@ -5,7 +5,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -45,13 +45,25 @@ def hang_up(seen: Seen, sock: socket.socket) -> None:
     return None
 
 
+def when_both_are_asked(prefills: list[Stub]) -> Callable[[Seen, socket.socket], bytes]:
+    """Answers once the prompt was read where it is computed, if it is: the first byte ends the prefill."""
+
+    def answer(seen: Seen, sock: socket.socket) -> bytes:
+        asked = fields(seen)
+        if asked.get("kv_transfer_params") is not None:
+            until(lambda: any(fields(read)["prompt"] == asked["prompt"] for each in prefills for read in each.seen))
+        return whole()
+
+    return answer
+
+
 @contextlib.contextmanager
 def split_fleet(
     prefills: int = 1, decodes: int = 1, **settings: object
 ) -> Iterator[tuple[list[Stub], list[Stub], RunningRouter]]:
     with contextlib.ExitStack() as stack:
         computing = [stack.enter_context(stub()) for _ in range(prefills)]
-        answering = [stack.enter_context(stub()) for _ in range(decodes)]
+        answering = [stack.enter_context(stub(when_both_are_asked(computing))) for _ in range(decodes)]
         given = tuple(Prefill(each.url, f"10.0.0.{index}:9100") for index, each in enumerate(computing))
         router = stack.enter_context(
             running_router(*(each.url for each in answering), prefills=given, wait_for=prefills + decodes, **settings)
@@ -64,8 +76,9 @@ def is_at_rest(router: Router) -> bool:
     """Nothing is charged any more."""
     for _, group in router.fleet.all_groups():
         group.placement.check()
+    router.app.check()
     active = sum(group.placement.fleet.active.sum() for _, group in router.fleet.all_groups())
-    return router.fleet.num_under_way == active == 0 and not router.app.exchanges
+    return router.fleet.num_in_flight == active == 0 and not router.app.exchanges
 
 
 def fields(seen: Seen) -> dict:
@@ -118,7 +131,6 @@ def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached():
 
 def test_the_threshold_is_the_operators():
     with split_fleet(prefill_threshold=10) as ((prefill,), (decode,), router):
-        decode.answer = lambda seen, sock: (until(lambda: prefill.seen), whole())[1]  # its first byte ends the prefill
         router.complete("word " * 20)
         assert len(prefill.seen) == 1
     with split_fleet(prefill_threshold=2000) as ((prefill,), _, router):
@@ -269,6 +281,7 @@ def test_clients_do_not_choose_the_peer():
 def test_replicas_that_compute_prompts_come_and_go():
     headers = {"authorization": "Bearer admin"}
     with stub() as decode, stub() as prefill, running_router(decode.url, admin_api_keys=("admin",)) as router:
+        decode.answer = when_both_are_asked([prefill])
         assert router.complete(LONG).status_code == 200
         change = {"url": prefill.url, "peer": PEER}
         assert router.http.post("/replicas", json=change | {"peer": "nowhere"}, headers=headers).status_code == 400

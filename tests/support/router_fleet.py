@@ -109,7 +109,7 @@ def running_router(
         started.append(RunningRouter(asyncio.get_running_loop(), router, sock.getsockname()[1]))
         is_up.set()
         await stop.wait()
-        router.fleet.check()
+        router.app.check()
         await router.close()
 
     def main() -> None:

@@ -41,6 +41,7 @@ class Stub(socketserver.ThreadingTCPServer):
         self.seen: list[Seen] = []
         self.num_closed = 0  # connections that the router closed
         self.is_ready = True
+        self.is_dying = False  # takes connections and answers nothing: the kernel has yet to close what listens
         self.models = MODELS
         super().__init__(("127.0.0.1", 0), _Connection)
 
@@ -75,6 +76,8 @@ class _Connection(socketserver.BaseRequestHandler):
                 self.request.sendall(reply)
 
     def _reply(self, seen: Seen) -> bytes | None:
+        if self.server.is_dying:
+            return None
         path = seen.line.split(b" ")[1]
         if path == b"/ready":
             return whole() if self.server.is_ready else whole(b"{}", b"503 Service Unavailable")

@@ -82,14 +82,14 @@ class World:
     def step(self, check: bool = True) -> None:
         """Fill the pipeline, take in one result."""
         self.now_s += self.step_s
-        while self.scheduler.num_under_way < self.max_in_flight:
+        while self.scheduler.num_in_flight < self.max_in_flight:
             step = self.scheduler.schedule()
             if check:
                 self.scheduler.check()
             if step is None:
                 break
             self.executor.submit(step)
-        if self.scheduler.num_under_way:
+        if self.scheduler.num_in_flight:
             for output in self.scheduler.apply(self.executor.collect()):
                 self._keep(output)
             if check:
