@@ -27,7 +27,7 @@ def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_who_is_chosen_is_best_by_the_formulas(name):
+def test_who_is_chosen_is_best_by_the_formulas(name) -> None:
     policy, rng = PolicyConfig(name=name), np.random.default_rng(3)
     for _ in range(400):
         fleet = some_fleet(rng, policy, int(rng.choice([1, 2, 8, 70])))
@@ -56,7 +56,7 @@ def test_who_is_chosen_is_best_by_the_formulas(name):
         assert fleet.backlog[row] == pytest.approx(fleet.backlog_of(row, NOW_S))
 
 
-def test_every_one_of_equals_is_drawn_about_as_often():
+def test_every_one_of_equals_is_drawn_about_as_often() -> None:
     fleet = Fleet(seed=5)
     for _ in range(3):
         fleet.add(1000.0, 100.0, is_known=True)
@@ -65,7 +65,7 @@ def test_every_one_of_equals_is_drawn_about_as_often():
     assert (drawn > 900).all(), drawn
 
 
-def test_round_robin_goes_on_after_the_last_one():
+def test_round_robin_goes_on_after_the_last_one() -> None:
     fleet = Fleet(PolicyConfig(name="round-robin"))
     for _ in range(4):
         fleet.add(1000.0, 100.0, is_known=True)
@@ -73,7 +73,7 @@ def test_round_robin_goes_on_after_the_last_one():
     assert [fleet.choose(1, NOW_S) for _ in range(5)] == [0, 1, 3, 0, 1]
 
 
-def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity():
+def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity() -> None:
     fleet = Fleet(PolicyConfig(affinity_s=0.05, decode_s=0.0, wear=0.0))
     for _ in range(2):
         fleet.add(100_000.0, 1000.0, is_known=True)
@@ -86,7 +86,7 @@ def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity():
     assert fleet.choose(100, NOW_S, sticky=1) == 0
 
 
-def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it():
+def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it() -> None:
     fleet = Fleet()
     for capacity in (1000.0, 3000.0):
         fleet.add(capacity, 100.0, is_known=True)
@@ -97,7 +97,7 @@ def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it():
     assert fleet.held.tolist() == [500.0, 1000.0] and fleet.active.tolist() == [1, 1]
 
 
-def test_blocks_of_all_tiers_count_by_the_formula():
+def test_blocks_of_all_tiers_count_by_the_formula() -> None:
     policy, rng = PolicyConfig(host_credit=0.7, disk_credit=0.4), np.random.default_rng(4)
     for num_rows in (1, 8, 100):
         slots = rng.integers(0, 300, (4, num_rows))

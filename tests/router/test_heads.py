@@ -120,7 +120,7 @@ def mangled(rng: random.Random, message: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("count", [20_000, pytest.param(500_000, marks=pytest.mark.slow)])
-def test_a_request_that_is_read_quickly_is_what_the_parser_reads(count):
+def test_a_request_that_is_read_quickly_is_what_the_parser_reads(count: int) -> None:
     rng, limits = random.Random(count), Limits()
     heads = Heads(limits.max_header_bytes, limits.max_body_bytes)
     num_plain = 0
@@ -136,7 +136,7 @@ def test_a_request_that_is_read_quickly_is_what_the_parser_reads(count):
 
 
 @pytest.mark.parametrize("count", [20_000, pytest.param(500_000, marks=pytest.mark.slow)])
-def test_an_answer_that_is_read_quickly_is_what_the_parser_reads(count):
+def test_an_answer_that_is_read_quickly_is_what_the_parser_reads(count: int) -> None:
     rng, heads = random.Random(count), Heads(8192, 1000)
     num_plain = 0
     for _ in range(count):
@@ -151,7 +151,7 @@ def test_an_answer_that_is_read_quickly_is_what_the_parser_reads(count):
     assert num_plain > count / 20
 
 
-def test_the_plain_ones_are_read_whole():
+def test_the_plain_ones_are_read_whole() -> None:
     heads = Heads(8192, 1000)
     request = heads.request(REQUEST)
     assert request is not None
@@ -165,20 +165,20 @@ def test_the_plain_ones_are_read_whole():
 
 
 @pytest.mark.parametrize("size", range(len(REQUEST)))
-def test_what_is_not_there_whole_is_not_plain(size):
+def test_what_is_not_there_whole_is_not_plain(size: int) -> None:
     heads = Heads(8192, 1000)
     assert heads.request(REQUEST[:size]) is None
     assert heads.answer(ANSWER[:size]) is None or size >= len(ANSWER)
 
 
-def test_heads_and_bodies_beyond_the_limits_are_left_to_the_parser():
+def test_heads_and_bodies_beyond_the_limits_are_left_to_the_parser() -> None:
     assert Heads(len(REQUEST) - len(BODY), len(BODY)).request(REQUEST) is not None
     assert Heads(len(REQUEST) - len(BODY) - 1, len(BODY)).request(REQUEST) is None
     assert Heads(len(REQUEST) - len(BODY), len(BODY) - 1).request(REQUEST) is None
 
 
 @pytest.mark.parametrize(("value", "expected"), [(b"12", 12), (b"9" * 5000, None), (b"-1", None), (b"x", None)])
-def test_a_count_of_cached_tokens_that_is_none_is_left_out(value, expected):
+def test_a_count_of_cached_tokens_that_is_none_is_left_out(value: bytes, expected: int | None) -> None:
     answer = Heads(8192, 1000).answer(ANSWER.replace(b"Tokens: 12", b"Tokens: " + value))
     assert answer is not None and answer[0].cached_tokens == expected
     assert AnswerHead.of(200, [(b"x-penstock-cached-tokens", value)]).cached_tokens == expected

@@ -1,5 +1,7 @@
 """Where requests go: knowledge, policy, load."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -20,7 +22,7 @@ class Clock:
         return self.now_s
 
 
-def fleet(count: int = 3, policy: str = "predicted-ttft", **options) -> tuple[Placement, Clock]:
+def fleet(count: int = 3, policy: str = "predicted-ttft", **options: Any) -> tuple[Placement, Clock]:
     clock = Clock()
     placement = Placement(PolicyConfig(name=policy, **options), clock, seed=1)
     for number in range(count):

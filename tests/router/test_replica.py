@@ -12,7 +12,7 @@ def up() -> Replica:
     return replica
 
 
-def test_one_unanswered_probe_is_a_busy_moment_and_two_are_not():
+def test_one_unanswered_probe_is_a_busy_moment_and_two_are_not() -> None:
     replica = up()
     for _ in range(SILENT_PROBES - 1):
         replica.probe_silent()
@@ -23,7 +23,7 @@ def test_one_unanswered_probe_is_a_busy_moment_and_two_are_not():
     assert replica.state == "up"
 
 
-def test_a_broken_connection_is_a_suspicion_that_a_probe_clears():
+def test_a_broken_connection_is_a_suspicion_that_a_probe_clears() -> None:
     replica = up()
     replica.connection_broke("reset", 0.0)
     assert (replica.state, replica.is_up) == ("suspect", False)
@@ -31,7 +31,7 @@ def test_a_broken_connection_is_a_suspicion_that_a_probe_clears():
     assert replica.state == "up"
 
 
-def test_failures_in_a_row_eject_and_each_ejection_is_longer_until_a_trial_succeeds():
+def test_failures_in_a_row_eject_and_each_ejection_is_longer_until_a_trial_succeeds() -> None:
     replica, now_s, lengths = up(), 0.0, []
     for _ in range(8):
         while replica.state != "ejected":
@@ -51,7 +51,7 @@ def test_failures_in_a_row_eject_and_each_ejection_is_longer_until_a_trial_succe
     assert replica.state == "trial"  # after the first, short ejection again
 
 
-def test_a_success_between_failures_starts_the_count_anew():
+def test_a_success_between_failures_starts_the_count_anew() -> None:
     replica = up()
     for _ in range(5 * FAILURES_TO_EJECT):
         replica.failed("500", 0.0)
@@ -59,7 +59,7 @@ def test_a_success_between_failures_starts_the_count_anew():
     assert replica.state == "up"
 
 
-def test_what_was_removed_stays_removed():
+def test_what_was_removed_stays_removed() -> None:
     replica = up()
     replica.remove()
     replica.probe_passed(1.0)
@@ -70,7 +70,7 @@ def test_what_was_removed_stays_removed():
     assert replica.state == "removing"
 
 
-def test_retries_over_time_are_a_share_of_requests_however_many_fail():
+def test_retries_over_time_are_a_share_of_requests_however_many_fail() -> None:
     for seed in range(20):
         rng, budget, retried = random.Random(seed), RetryBudget(0.15), 0
         for _ in range(10_000):
@@ -79,7 +79,7 @@ def test_retries_over_time_are_a_share_of_requests_however_many_fail():
         assert retried <= 0.15 * 10_000 + RESERVE
 
 
-def test_a_replica_that_dies_with_its_share_of_a_busy_fleet_is_made_up_for():
+def test_a_replica_that_dies_with_its_share_of_a_busy_fleet_is_made_up_for() -> None:
     budget = RetryBudget(0.15)
     for _ in range(1000):
         budget.deposit(num_in_flight=128)

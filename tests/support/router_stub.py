@@ -30,13 +30,16 @@ class Seen:
         return [value for given, value in self.headers if given == name]
 
 
+Answer = Callable[[Seen, socket.socket], bytes | None]  # to a POST; None: it hangs up
+
+
 class Stub(socketserver.ThreadingTCPServer):
     """`answer` is called with each POST and its socket; it returns bytes to send, or None after which it hangs up."""
 
     allow_reuse_address = daemon_threads = True
     request_queue_size = 1024
 
-    def __init__(self, answer: Callable[[Seen, socket.socket], bytes | None]) -> None:
+    def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.seen: list[Seen] = []
         self.num_closed = 0  # connections that the router closed
@@ -90,7 +93,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
 
 @contextlib.contextmanager
-def stub(answer: Callable[[Seen, socket.socket], bytes | None] = lambda seen, sock: whole()) -> Iterator[Stub]:
+def stub(answer: Answer = lambda seen, sock: whole()) -> Iterator[Stub]:
     with Stub(answer) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
