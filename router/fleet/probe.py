@@ -14,8 +14,8 @@ import msgspec
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
-from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.http.heads import Headers
+from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.placement.placement import ReplicaInfo
 
 log = logging.getLogger("penstock.router")

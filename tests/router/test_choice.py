@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from penstock._csrc import ffi, lib
-from penstock.router.placement.load import Fleet
+from penstock.router.placement.load import LoadTable
 from penstock.router.placement.policy import POLICIES, PolicyConfig
 from tests.support import slow_policy
 
@@ -12,9 +12,9 @@ COLUMNS = ("queued", "head", "head_since", "active", "held", "filled", "cached")
 NOW_S = 50.0
 
 
-def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int) -> Fleet:
+def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int) -> LoadTable:
     """With every column set, and a row that nobody uses any more."""
-    fleet = Fleet(policy, seed=int(rng.integers(1000)))
+    fleet = LoadTable(policy, seed=int(rng.integers(1000)))
     for _ in range(num_replicas + 1):
         fleet.add(float(rng.choice([np.inf, 50_000, 100_000])), float(rng.uniform(1_000, 20_000)), is_known=True)
     fleet.remove(int(rng.integers(num_replicas + 1)))
@@ -57,7 +57,7 @@ def test_who_is_chosen_is_best_by_the_formulas(name) -> None:
 
 
 def test_every_one_of_equals_is_drawn_about_as_often() -> None:
-    fleet = Fleet(seed=5)
+    fleet = LoadTable(seed=5)
     for _ in range(3):
         fleet.add(1000.0, 100.0, is_known=True)
     fleet.is_open[:] = 1.0
@@ -66,7 +66,7 @@ def test_every_one_of_equals_is_drawn_about_as_often() -> None:
 
 
 def test_round_robin_goes_on_after_the_last_one() -> None:
-    fleet = Fleet(PolicyConfig(name="round-robin"))
+    fleet = LoadTable(PolicyConfig(name="round-robin"))
     for _ in range(4):
         fleet.add(1000.0, 100.0, is_known=True)
     fleet.is_open[:] = (1, 1, 0, 1)
@@ -74,7 +74,7 @@ def test_round_robin_goes_on_after_the_last_one() -> None:
 
 
 def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity() -> None:
-    fleet = Fleet(PolicyConfig(affinity_s=0.05, decode_s=0.0, wear=0.0))
+    fleet = LoadTable(PolicyConfig(affinity_s=0.05, decode_s=0.0, wear=0.0))
     for _ in range(2):
         fleet.add(100_000.0, 1000.0, is_known=True)
     fleet.is_open[:] = 1.0
@@ -87,10 +87,10 @@ def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity() ->
 
 
 def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it() -> None:
-    fleet = Fleet()
+    fleet = LoadTable()
     for capacity in (1000.0, 3000.0):
         fleet.add(capacity, 100.0, is_known=True)
-    fleet.place(0, 400.0, 500.0, NOW_S)
+    lib.penstock_fleet_place(fleet.c, 0, 400.0, 500.0, NOW_S)
     fleet.place(1, 1000.0, 1000.0, NOW_S)
     assert fleet.filled.tolist() == [300.0, 1000.0]
     assert fleet.queued.tolist() == [400.0, 1000.0]

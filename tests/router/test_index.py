@@ -161,17 +161,6 @@ def test_when_all_numbers_are_taken_retired_ones_are_swept_at_once() -> None:
     index.check()
 
 
-def test_keys_of_32_bytes_count_by_their_first_8() -> None:
-    index = RouteIndex(100, seed=1)
-    slot = index.add_slot(100)
-    keys = chain(1, 3)
-    whole = b"".join(int(key).to_bytes(8, "little") + bytes(24) for key in keys)
-    index.store(slot, whole, key_bytes=32)
-    assert index.match(keys).counts[slot] == 3
-    index.remove(slot, whole[32:], key_bytes=32)
-    assert index.match(keys).counts[slot] == 1
-
-
 def test_threads_may_change_and_match_at_once() -> None:
     index = RouteIndex(2000, num_hopes=200, seed=1)
     slots = [index.add_slot(2000) for _ in range(4)]

@@ -77,7 +77,7 @@ def is_at_rest(router: Router) -> bool:
     for _, group in router.fleet.all_groups():
         group.placement.check()
     router.app.check()
-    active = sum(group.placement.fleet.active.sum() for _, group in router.fleet.all_groups())
+    active = sum(group.placement.loads.active.sum() for _, group in router.fleet.all_groups())
     return router.fleet.num_in_flight == active == 0 and not router.app.exchanges
 
 

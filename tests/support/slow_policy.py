@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from penstock.router.placement.load import Column, Fleet
+from penstock.router.placement.load import Column, LoadTable
 from penstock.router.placement.policy import PolicyConfig
 
 TIE_S = 1e-6
@@ -21,7 +21,7 @@ def cached_tokens(
     return blocks * block_size
 
 
-def scores(fleet: Fleet, cached: Column, num_tokens: int, now_s: float, policy: PolicyConfig) -> Column:
+def scores(fleet: LoadTable, cached: Column, num_tokens: int, now_s: float, policy: PolicyConfig) -> Column:
     """Of predicted-ttft, whoever is open."""
     own = num_tokens - np.minimum(cached, num_tokens - 1)
     done = np.minimum((now_s - fleet.head_since) * fleet.speed, fleet.head)
@@ -33,7 +33,7 @@ def scores(fleet: Fleet, cached: Column, num_tokens: int, now_s: float, policy: 
     return ttft + policy.wear * crowding * own / fleet.speed
 
 
-def prefix_scores(fleet: Fleet, cached: Column, is_open: npt.NDArray[np.bool_], num_tokens: int) -> Column:
+def prefix_scores(fleet: LoadTable, cached: Column, is_open: npt.NDArray[np.bool_], num_tokens: int) -> Column:
     cached = np.minimum(cached, num_tokens - 1)
     counts = (3 * cached >= num_tokens) & (fleet.active <= 1.5 * fleet.active[is_open].mean() + 8)
     return fleet.active / (fleet.active.sum() + 1) - np.where(counts, cached, 0)
