@@ -20,11 +20,11 @@ from penstock.engine.http.page.document import document
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
 from penstock.router.config import Prefill, RouteError, RouterConfig, canonical_url
 from penstock.router.exchange import Exchange, Outgoing
-from penstock.router.fleet.fleet import Fleet, Group
+from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection, Edge
-from penstock.router.http.heads import Headers, Request
-from penstock.router.metrics import Metrics
+from penstock.router.http.heads import ClientRequest, Headers
+from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.prompts import Asked, Prepared, Texts
 
 log = logging.getLogger("penstock.router")
@@ -48,13 +48,13 @@ class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer: str | None = None
 
 
-class App:
+class RouterApp:
     def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str) -> None:
         self.config = config
         self.fleet = fleet
         self.texts = texts
         self.version = version
-        self.metrics = Metrics(fleet)
+        self.metrics = RouterMetrics(fleet)
         self.edge = Edge(self, config.limits)
         self.metrics.edge = self.edge
         self.is_draining = False
@@ -87,7 +87,7 @@ class App:
 
     # The edge asks.
 
-    def admit(self, request: Request) -> HttpError | None:
+    def admit(self, request: ClientRequest) -> HttpError | None:
         """Before the body is read: key, route, method, drain and load."""
         path = request.path
         if not path.startswith("/"):
@@ -105,7 +105,7 @@ class App:
             return HttpError(405, f"{method[:16]}: not a method of this route")
         return None
 
-    def handle(self, request: Request, connection: ClientConnection) -> None:
+    def handle(self, request: ClientRequest, connection: ClientConnection) -> None:
         path = request.path
         try:
             if path in PROXIED:
@@ -121,22 +121,22 @@ class App:
         self.metrics.count(request, status)
         connection.answer(status, headers, body)
 
-    def refuse(self, request: Request, connection: ClientConnection, error: HttpError) -> None:
+    def refuse(self, request: ClientRequest, connection: ClientConnection, error: HttpError) -> None:
         self.metrics.count(request, error.status)
         connection.refuse(error)
 
-    def _fail(self, request: Request, connection: ClientConnection) -> None:
+    def _fail(self, request: ClientRequest, connection: ClientConnection) -> None:
         """A bug of ours. The traceback goes to the log, and nothing of it to the client."""
         log.exception("a request failed in the router")
         if connection.current is request:
             self.refuse(request, connection, HttpError(500, "internal error"))
 
-    def _may(self, request: Request, path: str) -> bool:
+    def _may(self, request: ClientRequest, path: str) -> bool:
         if not self._keys or (request.method, path) in OPEN or _admits(self._keys, request):
             return True
         return path == "/replicas" and bool(self._admin_keys) and _admits(self._admin_keys, request)
 
-    def _objection(self, request: Request) -> HttpError | None:
+    def _objection(self, request: ClientRequest) -> HttpError | None:
         if request.method != b"POST":
             return HttpError(405, f"{request.method.decode('latin-1')[:16]}: not a method of this route")
         kind = request.content_type
@@ -155,7 +155,7 @@ class App:
 
     # A request for a replica.
 
-    def _proxy(self, request: Request, connection: ClientConnection) -> None:
+    def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
         asked = decode(_ASKED, request.body)
         group = self.fleet.group_of(asked.model)
         if bytes(asked.kv_transfer_params) not in (b"", b"null") and self.fleet.has_prefills:
@@ -168,7 +168,7 @@ class App:
         else:
             self.spawn(self._prepare_aside(exchange, group, asked))
 
-    async def _prepare_aside(self, exchange: Exchange, group: Group, asked: Asked) -> None:
+    async def _prepare_aside(self, exchange: Exchange, group: ReplicaGroup, asked: Asked) -> None:
         request, connection = exchange.request, exchange.connection
         exchange.open()
         try:
@@ -183,7 +183,7 @@ class App:
         if connection.current is request:
             self._begin(exchange, group, asked, prepared)
 
-    def _begin(self, exchange: Exchange, group: Group, asked: Asked, prepared: Prepared) -> None:
+    def _begin(self, exchange: Exchange, group: ReplicaGroup, asked: Asked, prepared: Prepared) -> None:
         request = exchange.request
         lines = self._upstream_lines(request)
         with_ids = None
@@ -214,7 +214,7 @@ class App:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request failed in the router", exc_info=error)
 
-    def _upstream_lines(self, request: Request) -> bytes:
+    def _upstream_lines(self, request: ClientRequest) -> bytes:
         """The client's headers, cleaned. Its key passes only where the router has none of its own to ask for or to
         give."""
         if request.authorization and not self._keys and self.config.backend_api_key is None:
@@ -260,7 +260,7 @@ class App:
 
     # The router's own routes.
 
-    def _own(self, request: Request, path: str) -> tuple[int, Headers, bytes]:
+    def _own(self, request: ClientRequest, path: str) -> tuple[int, Headers, bytes]:
         if path == "/replicas" and request.method in (b"POST", b"DELETE"):
             return self._change(request)
         if path == "/metrics":
@@ -295,7 +295,7 @@ class App:
             for name in group.names
         ]
 
-    def _change(self, request: Request) -> tuple[int, Headers, bytes]:
+    def _change(self, request: ClientRequest) -> tuple[int, Headers, bytes]:
         if not self._admin_keys:
             raise HttpError(403, "the fleet can be changed only where the router was started with --admin-api-key")
         if not _admits(self._admin_keys, request):
@@ -341,5 +341,5 @@ class App:
         assert self.fleet.num_in_flight == len(attempts), f"{self.fleet.num_in_flight} in flight, {len(attempts)} known"
 
 
-def _admits(keys: Keys, request: Request) -> bool:
+def _admits(keys: Keys, request: ClientRequest) -> bool:
     return keys.admit((b"authorization", value) for value in request.authorization)

@@ -12,7 +12,7 @@ from penstock.router.http.upstream import ConnectFailed, Leg, Upstream
 from penstock.router.placement.load import Charge
 
 if TYPE_CHECKING:
-    from penstock.router.app import App
+    from penstock.router.app import RouterApp
 
 
 class Asker(Leg, Protocol):
@@ -25,7 +25,7 @@ class Attempt:
 
     __slots__ = ("_app", "_asker", "_body", "_head", "_is_kept", "charge", "replica", "state", "upstream")
 
-    def __init__(self, app: "App", charge: Charge, asker: Asker) -> None:
+    def __init__(self, app: "RouterApp", charge: Charge, asker: Asker) -> None:
         self.replica = app.fleet.replicas[charge.replica]
         self.charge = charge
         self.state: Literal["connecting", "sent", "over"] = "connecting"

@@ -19,17 +19,17 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError, error_body
 from penstock.router.attempt import Attempt
-from penstock.router.fleet.fleet import NONE, Group
+from penstock.router.fleet.fleet import NONE, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection
-from penstock.router.http.heads import AnswerHead, Request, answer_head
+from penstock.router.http.heads import AnswerHead, ClientRequest, answer_head
 from penstock.router.http.upstream import ConnectFailed, Dechunker, fetch
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import Prompt
 from penstock.router.prefill import PrefillLeg, place
 
 if TYPE_CHECKING:
-    from penstock.router.app import App
+    from penstock.router.app import RouterApp
 
 MAX_HELD_BYTES = 64 * 1024  # of an answer that may yet be replaced by another replica's
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
@@ -65,11 +65,11 @@ class Exchange:
         "_outgoing", "_plain", "_prefills_tried", "_quiet_since_s", "_reason", "_status", "_tried", "app", "attempt",
         "begun_s", "connection", "prefill", "request", "state",
     )  # fmt: skip
-    _group: Group
+    _group: ReplicaGroup
     _outgoing: Outgoing
     _head: AnswerHead
 
-    def __init__(self, app: "App", request: Request, connection: ClientConnection) -> None:
+    def __init__(self, app: "RouterApp", request: ClientRequest, connection: ClientConnection) -> None:
         self.app = app
         self.request = request
         self.connection = connection
@@ -91,7 +91,7 @@ class Exchange:
         self.connection.reader = self
         self.app.exchanges.add(self)
 
-    def start(self, group: Group, outgoing: Outgoing) -> None:
+    def start(self, group: ReplicaGroup, outgoing: Outgoing) -> None:
         self._group, self._outgoing = group, outgoing
         self.app.fleet.budget.deposit(self.app.fleet.num_in_flight)
         self._next()
@@ -134,7 +134,7 @@ class Exchange:
             body = self.prefill.hint(body, is_form=body is not outgoing.body)
         attempt.start(outgoing.target, lines, body)
 
-    def _split(self, prefills: Group, charge: Charge) -> None:
+    def _split(self, prefills: ReplicaGroup, charge: Charge) -> None:
         """Have the prompt computed elsewhere, if enough of it is missing here and a replica is there to do it."""
         outgoing = self._outgoing
         num_missing = charge.num_tokens - charge.predicted_cached_tokens

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.http.edge import Edge
-from penstock.router.http.heads import Request
+from penstock.router.http.heads import ClientRequest
 
 FIRST_BYTE_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
 LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
@@ -37,7 +37,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 SEPARATOR = "\x1f"  # between a counter's name and its labels in a report
 
 
-class Histogram:
+class Buckets:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
@@ -48,7 +48,7 @@ class Histogram:
         self.total += value
 
 
-class Metrics(Collector):
+class RouterMetrics(Collector):
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.edge: Edge | None = None
@@ -59,14 +59,14 @@ class Metrics(Collector):
         self.prefills: Counter[str] = Counter()
         self.num_client_gone = 0
         self.broken_streams = 0
-        self.first_byte = Histogram(FIRST_BYTE_S)
-        self.loop_lag = Histogram(LAG_S)
+        self.first_byte = Buckets(FIRST_BYTE_S)
+        self.loop_lag = Buckets(LAG_S)
         self.others: dict[int, dict[str, float]] = {}  # worker → what it last reported
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def count(self, request: Request, status: int) -> None:
+    def count(self, request: ClientRequest, status: int) -> None:
         """`request` has passed admission, so its path is one of ours."""
         self.requests[request.path, status] += 1
 
@@ -123,7 +123,7 @@ class Metrics(Collector):
         yield from _placement(by_name.get("placement", []))
         yield from self._of_replicas()
 
-    def _histograms(self) -> Iterator[tuple[str, Histogram]]:
+    def _histograms(self) -> Iterator[tuple[str, Buckets]]:
         yield "first_byte_seconds", self.first_byte
         yield "loop_lag_seconds", self.loop_lag
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from penstock.router.attempt import Attempt
-from penstock.router.fleet.fleet import Group
+from penstock.router.fleet.fleet import ReplicaGroup
 from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import AnswerHead
 from penstock.router.placement.load import Charge
@@ -17,7 +17,7 @@ from penstock.router.placement.prompts import COMPLETIONS
 from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
 
 if TYPE_CHECKING:
-    from penstock.router.app import App
+    from penstock.router.app import RouterApp
     from penstock.router.exchange import Outgoing
 
 LEAST_WAIT_S = 2.0
@@ -27,7 +27,7 @@ MOST_WAIT_S = 60.0
 class PrefillLeg:
     """`on_failure` is called at most once, and not after `leave`."""
 
-    def __init__(self, app: "App", charge: Charge, on_failure: Callable[["PrefillLeg", Outcome], None]) -> None:
+    def __init__(self, app: "RouterApp", charge: Charge, on_failure: Callable[["PrefillLeg", Outcome], None]) -> None:
         self.attempt = Attempt(app, charge, self)
         self.replica = self.attempt.replica
         self.predicted_ttft_s = charge.predicted_ttft_s
@@ -83,8 +83,8 @@ class PrefillLeg:
 
 
 def place(
-    app: "App",
-    prefills: Group,
+    app: "RouterApp",
+    prefills: ReplicaGroup,
     path: str,
     outgoing: "Outgoing",
     tried: frozenset[str],

@@ -22,7 +22,7 @@ from penstock import __version__
 from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
 from penstock.engine.text.model_text import load_text
-from penstock.router.app import App
+from penstock.router.app import RouterApp
 from penstock.router.config import POLICIES, Patience, Prefill, RouteError, RouterConfig, replicas_of, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
@@ -159,7 +159,7 @@ class Router:
         self.config = config
         self.texts = texts
         self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)), time.monotonic)
-        self.app = App(config, self.fleet, texts, __version__)
+        self.app = RouterApp(config, self.fleet, texts, __version__)
         self.prober = Prober(self.fleet, config, self._on_info)
         self.links = KvLinks(self.fleet, config)
         self.app.probe_now = self.prober.watch

@@ -46,7 +46,7 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
 
 
-class Router(msgspec.Struct, frozen=True, kw_only=True):
+class RouterTable(msgspec.Struct, frozen=True, kw_only=True):
     cpus: Amount = 0.0
 
 
@@ -56,7 +56,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     surge: Count = 1  # replicas beyond `count` while it lasts
     max_unavailable: Count = 0  # how many fewer than `count` may answer while it lasts
     ready_s: Seconds = 600.0  # from the start of a replica to its first word that it is ready
-    drain_s: Seconds = 30.0  # for requests under way at a replica that leaves
+    drain_s: Seconds = 30.0  # for requests in flight at a replica that leaves
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,36 +118,33 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
         if variable in size.env:
             raise DeployError(f"replicas.env.{variable}: keys are not written here; set it where deploy is started")
     flags = Flags("model", serve, folder, ("host", "port", "api-key", "drain-timeout"))
-    engine = flags.read({key: value for key, value in model.items() if key != "model"}, model.get("model"))
-    room = _own(Router, "router", {"cpus": router["cpus"]} if "cpus" in router else {})
-    edge = Flags(
+    engine_words, engine = flags.read(
+        {key: value for key, value in model.items() if key != "model"}, model.get("model")
+    )
+    room = _own(RouterTable, "router", {"cpus": router["cpus"]} if "cpus" in router else {})
+    edge_words, _ = Flags(
         "router",
         route,
         folder,
         ("backend", "prefill", "decode", "api-key", "admin-api-key", "backend-api-key", "drain-timeout"),
-        tuple(Router.__struct_fields__),
+        tuple(RouterTable.__struct_fields__),
     ).read({key: value for key, value in router.items() if key != "cpus"})
     return Deployment(
         name=name,
         count=size.count,
         template=Template(
-            words=(*serve.words, *engine.words),
+            words=(*serve.words, *engine_words),
             cpus=size.cpus,
-            gpus=size.gpus if engine.options.device != "cpu" and engine.options.executor != "ray" else size.gpus or 0,
-            num_ranks=engine.options.tensor_parallel_size or 1,
+            gpus=size.gpus if engine.device != "cpu" and engine.executor != "ray" else size.gpus or 0,
+            num_ranks=engine.tensor_parallel_size or 1,
             resources=size.resources,
             env=size.env,
         ),
-        router_words=(*route.words, *edge.words),
+        router_words=(*route.words, *edge_words),
         router_cpus=room.cpus,
         rollout=how,
         restart=_own(Restart, "restart", restart),
     )
-
-
-class Read(NamedTuple):
-    words: tuple[str, ...]
-    options: argparse.Namespace
 
 
 class Flags:
@@ -167,7 +164,7 @@ class Flags:
             if word.startswith("--")
         }
 
-    def read(self, given: Mapping[str, Any], model: Any = None) -> Read:
+    def read(self, given: Mapping[str, Any], model: Any = None) -> tuple[tuple[str, ...], argparse.Namespace]:
         words = [] if model is None else [self._path("model", _field(f"{self._table}.model", model, str))]
         for key in sorted(given):
             words += self._words(key, given[key])
@@ -176,7 +173,7 @@ class Flags:
             self._command.check(options)
         except ValueError as error:
             raise DeployError(f"{self._table}.{error}") from None
-        return Read(tuple(words), options)
+        return tuple(words), options
 
     def _words(self, key: str, value: Any) -> list[str]:
         name = f"{self._table}.{key}"

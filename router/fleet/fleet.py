@@ -22,7 +22,7 @@ NONE: frozenset[str] = frozenset()
 BY_CONDUCT = frozenset[State]({"suspect", "ejected"})
 
 
-class Group:
+class ReplicaGroup:
     """The replicas of one model, and the placement that knows their caches."""
 
     def __init__(self, root: str, placement: Placement) -> None:
@@ -31,7 +31,7 @@ class Group:
         self.replicas: dict[str, Replica] = {}
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
-        self.prefills: Group | None = None  # who computes long prompts of this model, if others do
+        self.prefills: ReplicaGroup | None = None  # who computes long prompts of this model, if others do
 
     @property
     def names(self) -> list[str]:
@@ -50,9 +50,9 @@ class Fleet:
     ) -> None:
         self.config = config
         self.replicas: dict[str, Replica] = {}
-        self.groups: dict[str, Group] = {}  # that answer clients
-        self.prefills: dict[str, Group] = {}  # that compute prompts for them
-        self._by_name: dict[str, Group] = {}
+        self.groups: dict[str, ReplicaGroup] = {}  # that answer clients
+        self.prefills: dict[str, ReplicaGroup] = {}  # that compute prompts for them
+        self._by_name: dict[str, ReplicaGroup] = {}
         self.budget = RetryBudget(config.patience.retry_share)
         self.num_in_flight = 0
         self.on_down: Callable[[Replica], None] = lambda _replica: None  # requests that wait there are moved
@@ -68,7 +68,7 @@ class Fleet:
         self._leave_group(replica)
         groups = self._side(replica)
         if root not in groups:
-            groups[root] = Group(root, self._new_placement())
+            groups[root] = ReplicaGroup(root, self._new_placement())
         group = groups[root]
         replica.root, replica.models = root, models
         group.replicas[replica.url] = replica
@@ -81,7 +81,7 @@ class Fleet:
         del self.replicas[replica.url]
         replica.pool.close()
 
-    def home(self, replica: Replica) -> Group | None:
+    def home(self, replica: Replica) -> ReplicaGroup | None:
         """Its group; None while it is not known what it serves."""
         return self._side(replica).get(replica.root or "")
 
@@ -89,14 +89,14 @@ class Fleet:
     def has_prefills(self) -> bool:
         return any(replica.peer is not None for replica in self.replicas.values())
 
-    def all_groups(self) -> Iterator[tuple[str, Group]]:
+    def all_groups(self) -> Iterator[tuple[str, ReplicaGroup]]:
         """Each with the role of its replicas."""
         for group in self.groups.values():
             yield "both" if group.prefills is None else "decode", group
         for group in self.prefills.values():
             yield "prefill", group
 
-    def group_of(self, model: str | None) -> Group:
+    def group_of(self, model: str | None) -> ReplicaGroup:
         """The group that serves `model`; where only one is served, its name may be left out."""
         if model is None and len(self.groups) == 1:
             return next(iter(self.groups.values()))
@@ -112,7 +112,7 @@ class Fleet:
 
     def choose(
         self,
-        group: Group,
+        group: ReplicaGroup,
         prompt: Prompt | None,
         *,
         num_tokens: int,
@@ -141,7 +141,7 @@ class Fleet:
         if was_full:
             self._count_full(replica)
 
-    def refusal(self, group: Group, model: str | None) -> HttpError:
+    def refusal(self, group: ReplicaGroup, model: str | None) -> HttpError:
         """Why no replica was left to ask: all are full, or none is there."""
         lacking = group.lacking(model)
         here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
@@ -202,7 +202,7 @@ class Fleet:
                 "brain": known,
             }
 
-    def _held_out(self, group: Group) -> set[Replica]:
+    def _held_out(self, group: ReplicaGroup) -> set[Replica]:
         """Of those out by conduct, the ones that stay out: the worst, up to the share."""
         room = int(len(group.replicas) * self.config.patience.max_ejected_share)
         out = [each for each in group.replicas.values() if each.state in BY_CONDUCT]
@@ -228,7 +228,7 @@ class Fleet:
         for root, group in self.groups.items():
             group.prefills = self.prefills.get(root)
 
-    def _side(self, replica: Replica) -> dict[str, Group]:
+    def _side(self, replica: Replica) -> dict[str, ReplicaGroup]:
         return self.groups if replica.peer is None else self.prefills
 
     def _leave_group(self, replica: Replica) -> None:

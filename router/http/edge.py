@@ -16,7 +16,7 @@ import httptools
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import KEEP_ALIVE_S, LINGER_S, MAX_REFUSALS, Limits
-from penstock.router.http.heads import CONTINUE, Headers, Heads, Request, answer_head, written
+from penstock.router.http.heads import CONTINUE, ClientRequest, Headers, Heads, answer_head, written
 
 HIGH_WATER_BYTES = 64 * 1024  # unread by a client before its replica is made to wait
 NEVER = float("inf")
@@ -25,10 +25,10 @@ NEVER = float("inf")
 class Handler(Protocol):
     """The application behind the edge."""
 
-    def admit(self, request: Request) -> HttpError | None:
+    def admit(self, request: ClientRequest) -> HttpError | None:
         """Look at the headers; a refusal is answered before the body is read."""
 
-    def handle(self, request: Request, connection: "ClientConnection") -> None:
+    def handle(self, request: ClientRequest, connection: "ClientConnection") -> None:
         """Answer through the connection: `answer`, or `write` pieces and then `finish`."""
 
 
@@ -91,13 +91,13 @@ class ClientConnection(asyncio.Protocol):
         self.edge = edge
         self.limits = edge.limits
         self.deadline_s = NEVER
-        self.current: Request | None = None  # being answered
+        self.current: ClientRequest | None = None  # being answered
         self.reader: Reader | None = None
         self.is_paused = False  # the client does not read
-        self._waiting: deque[Request | HttpError] = deque()  # pipelined behind it
+        self._waiting: deque[ClientRequest | HttpError] = deque()  # pipelined behind it
         self._parser = httptools.HttpRequestParser(self)
         self._inside: Literal["nothing", "head", "body", "refused"] = "nothing"  # refused: no more is read
-        self._arriving: Request | None = None  # inside a body: its request
+        self._arriving: ClientRequest | None = None  # inside a body: its request
         self._target = b""
         self._headers: Headers = []
         self._body: list[bytes] = []
@@ -149,7 +149,7 @@ class ClientConnection(asyncio.Protocol):
                 return
             self._feed(data[start : start + limit])
 
-    def _take_whole(self, request: Request) -> None:
+    def _take_whole(self, request: ClientRequest) -> None:
         """What `on_headers_complete` and `on_message_complete` do, where there is nothing to be waited for."""
         request.keep_alive = not self.edge.is_closing
         objection = self.edge.handler.admit(request)
@@ -196,7 +196,7 @@ class ClientConnection(asyncio.Protocol):
             return
         parser, fields = self._parser, dict(self._headers)
         version, keep_alive = parser.get_http_version(), parser.should_keep_alive() and not self.edge.is_closing
-        request = Request.of(parser.get_method(), self._target, self._headers, fields, version, keep_alive)
+        request = ClientRequest.of(parser.get_method(), self._target, self._headers, fields, version, keep_alive)
         objection = self._objection(request, fields, version) or self.edge.handler.admit(request)
         if objection is not None:
             self._refuse(objection)
@@ -224,7 +224,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._waiting.append(request)
 
-    def _objection(self, request: Request, fields: dict[bytes, bytes], version: str) -> HttpError | None:
+    def _objection(self, request: ClientRequest, fields: dict[bytes, bytes], version: str) -> HttpError | None:
         """What is valid for the parser and not for us."""
         if self._num_head_bytes:  # it came in pieces: else the slice was no longer than the limit
             num_bytes = len(request.target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
@@ -290,7 +290,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._expect(self.limits.body_timeout_s, self._body_is_late)
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: ClientRequest) -> None:
         self.current = request
         self.edge.handler.handle(request, self)
 

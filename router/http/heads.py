@@ -31,7 +31,7 @@ STATUS_LINES = {
 }
 
 
-class Request(msgspec.Struct, gc=False):
+class ClientRequest(msgspec.Struct, gc=False):
     """A request as it came; the body is complete when it is handled."""
 
     method: bytes
@@ -48,7 +48,7 @@ class Request(msgspec.Struct, gc=False):
     @classmethod
     def of(
         cls, method: bytes, target: bytes, headers: Headers, fields: dict[bytes, bytes], version: str, keep_alive: bool
-    ) -> "Request":
+    ) -> "ClientRequest":
         """From what a parser found; `fields` are the headers by name, of several the last."""
         return cls(
             method,
@@ -95,7 +95,7 @@ class Heads:
         self._lines = ffi.new("uint8_t[]", self._max_bytes)
         self._written = ffi.buffer(self._lines)
 
-    def request(self, data: bytes) -> Request | None:
+    def request(self, data: bytes) -> ClientRequest | None:
         """A whole one."""
         found = self._found
         if not lib.penstock_plain_request(data, len(data), found, self._lines, self._max_bytes):
@@ -104,7 +104,7 @@ class Heads:
         if len(data) - begin > self._max_body_bytes:
             return None
         target = data[5:target_end]
-        return Request(
+        return ClientRequest(
             b"POST",
             target,
             target.partition(b"?")[0].decode("latin-1"),

@@ -91,7 +91,7 @@ def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it() -> None:
     for capacity in (1000.0, 3000.0):
         fleet.add(capacity, 100.0, is_known=True)
     lib.penstock_fleet_place(fleet.c, 0, 400.0, 500.0, NOW_S)
-    fleet.place(1, 1000.0, 1000.0, NOW_S)
+    lib.penstock_fleet_place(fleet.c, 1, 1000.0, 1000.0, NOW_S)
     assert fleet.filled.tolist() == [300.0, 1000.0]
     assert fleet.queued.tolist() == [400.0, 1000.0]
     assert fleet.held.tolist() == [500.0, 1000.0] and fleet.active.tolist() == [1, 1]

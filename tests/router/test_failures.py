@@ -17,7 +17,7 @@ import pytest
 
 from penstock.engine.http.limits import Limits
 from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica
-from penstock.router.http.heads import Request
+from penstock.router.http.heads import ClientRequest
 from tests.support.raw_http import connect, exchange, post, read_all, status
 from tests.support.router_fleet import QUICK, RunningRouter, mock_replicas, running_router, until
 from tests.support.router_stub import Seen, stub, whole
@@ -351,7 +351,9 @@ def test_a_client_is_not_late_when_it_is_the_router_that_was() -> None:
         is_held_up = threading.Event()
         admit = router.app.admit
 
-        def slowly(request: Request):  # while sockets are being read: what comes now is looked at after the timers
+        def slowly(
+            request: ClientRequest,
+        ):  # while sockets are being read: what comes now is looked at after the timers
             is_held_up.set()
             time.sleep(0.6)
             return admit(request)

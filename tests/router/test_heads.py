@@ -7,7 +7,7 @@ import pytest
 
 from penstock.engine.http.limits import Limits
 from penstock.router.http.edge import ClientConnection, Edge
-from penstock.router.http.heads import AnswerHead, Heads, Request
+from penstock.router.http.heads import AnswerHead, ClientRequest, Heads
 from penstock.router.http.upstream import Pool, Upstream
 
 BODY = b'{"prompt":"abc"}'
@@ -43,12 +43,12 @@ class Transport:
 
 class Handler:
     def __init__(self) -> None:
-        self.handled: list[Request] = []
+        self.handled: list[ClientRequest] = []
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: ClientRequest) -> None:
         pass
 
-    def handle(self, request: Request, connection: ClientConnection) -> None:
+    def handle(self, request: ClientRequest, connection: ClientConnection) -> None:
         self.handled.append(request)
 
 
@@ -81,7 +81,7 @@ class Leg:
         pass
 
 
-def by_the_parser(data: bytes, limits: Limits) -> list[Request]:
+def by_the_parser(data: bytes, limits: Limits) -> list[ClientRequest]:
     handler = Handler()
     edge = Edge(handler, limits)
     edge.heads = NotPlain(1, 0)

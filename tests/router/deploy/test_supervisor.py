@@ -34,7 +34,7 @@ def test_a_replica_that_dies_is_taken_out_and_made_up_for_after_a_pause() -> Non
     assert len(world.running) == 1, "the pause is a second"
     world.run(10)
     assert states(world) == [(1, 0, "ready"), (1, 1, "ready")]
-    assert "replica 1 of version 1 killed by signal 9" in world.news()
+    assert "replica 1 of version 1 killed by signal 9" in world.said()
     assert world.supervisor.view().lines[2].failures == 1
 
 
@@ -77,7 +77,7 @@ def test_a_replica_out_of_the_routers_reach_is_replaced_and_a_silent_router_is_n
     world.run(100)
     assert len(world.processes) == 2
     world.run(100)
-    assert world.processes[0].is_killed and "out of the router's reach" in world.news()
+    assert world.processes[0].is_killed and "out of the router's reach" in world.said()
     assert world.supervisor.view().is_whole
 
 
@@ -130,17 +130,17 @@ def test_a_new_version_takes_over_within_the_bounds(surge: int, max_unavailable:
 def test_an_old_replica_is_stopped_only_when_the_router_is_done_with_it_or_the_drain_is_over() -> None:
     world = World(deployment(count=1)).run()
     old = world.processes[0]
-    world.under_way.add(old.url)
+    world.in_flight.add(old.url)
     world.supervisor.roll(deployment(count=1, words="two"))
     world.run(20)
     assert world.behind[old.url] == "removing" and not old.is_draining
-    world.under_way.clear()
+    world.in_flight.clear()
     world.run(3)
     assert old.is_draining and world.supervisor.phase == "serving"
 
     slow = world.running[0]
     slow.ignores_drain = True
-    world.under_way.add(slow.url)
+    world.in_flight.add(slow.url)
     world.supervisor.roll(deployment(count=1, words="three"))
     world.run(20)
     assert not slow.is_draining
@@ -183,7 +183,7 @@ def test_a_version_without_a_place_says_what_it_waits_for_then_is_rolled_back() 
     world.is_full = True
     world.supervisor.roll(deployment(words="two"))
     world.run(40)
-    assert "waits for a place: it needs CPU 1 (of 0 0 are free)" in world.news()
+    assert "waits for a place: it needs CPU 1 (of 0 0 are free)" in world.said()
     world.run(300)
     assert "found no place" in str(world.supervisor.failure) and world.supervisor.phase == "serving"
 
@@ -241,7 +241,7 @@ def test_an_end_drains_the_router_first_and_waits_no_longer_than_said() -> None:
     world = World(deployment()).run()
     router, replica = world.routers[0], world.processes[0]
     router.ignores_drain = replica.ignores_drain = True
-    world.supervisor.stop(world.now_s)
+    world.supervisor.stop()
     world.run(50)
     assert router.is_draining and not replica.is_draining
     router.death = "ended with code 0"
