@@ -54,9 +54,8 @@ class RouterApp:
         self.fleet = fleet
         self.texts = texts
         self.version = version
-        self.metrics = RouterMetrics(fleet)
         self.edge = Edge(self, config.limits)
-        self.metrics.edge = self.edge
+        self.metrics = RouterMetrics(fleet, self.edge.refused)
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
         # Set by what runs the probes and, with several workers, by what carries changes to the others.

@@ -111,13 +111,11 @@ class Exchange:
 
     def _next(self) -> None:
         group, outgoing = self._group, self._outgoing
-        charge = self.app.fleet.choose(
-            group,
+        charge = group.placement.choose(
             outgoing.prompt,
             num_tokens=outgoing.num_tokens,
-            model=outgoing.model,
             session=outgoing.session,
-            tried=self._tried,
+            exclude=group.not_for(outgoing.model, self._tried),
             expects=group.prefills is None,
         )
         if charge is None:
@@ -151,7 +149,7 @@ class Exchange:
         """Or the time was over; in either case who answers needs no other any more, and has the prompt in its cache.
 
         Not expected before: another request with this prompt would be sent there to find nothing, and compute it."""
-        self.app.metrics.split_requests["split"] += 1
+        self.app.metrics.counts["split_requests", "split"] += 1
         leg.leave()
         if self._status < 400 and self._outgoing.prompt is not None:
             self._group.placement.expect(charge, self._outgoing.prompt)
@@ -197,7 +195,7 @@ class Exchange:
         elif self._num_lost >= MAX_LOST:
             self._fail(outcome)
         elif outcome == "unreachable" or self.app.fleet.budget.take():
-            self.app.metrics.retries[outcome] += 1
+            self.app.metrics.counts["retries", outcome] += 1
             self._retry()
         elif outcome in ("lost", "moved"):
             self.app.spawn(self._go_on_if_dead(replica, outcome))
@@ -211,7 +209,7 @@ class Exchange:
         try:
             await fetch(replica.pool, "/health", [], self.app.config.patience.probe_timeout_s)
         except ConnectFailed:
-            self.app.metrics.retries[outcome] += 1
+            self.app.metrics.counts["retries", outcome] += 1
             self._retry()
         except TimeoutError:
             self._fail(outcome)
@@ -219,7 +217,7 @@ class Exchange:
             self._fail(outcome)
 
     def _fail(self, outcome: Outcome) -> None:
-        self.app.metrics.not_retried[outcome] += 1
+        self.app.metrics.counts["not_retried", outcome] += 1
         self._give_up(HttpError(502, f"the replica failed: {self._reason}", headers={"retry-after": "1"}))
 
     def _retry(self) -> None:
@@ -288,7 +286,7 @@ class Exchange:
         if self.prefill is not None:
             self._blocks_came(self.prefill, charge)
         elif self._group.prefills is not None:
-            metrics.split_requests["direct"] += 1
+            metrics.counts["split_requests", "direct"] += 1
         self._write_first(b"".join((*self._held, data)) if self._held else data)
 
     def _write_first(self, data: bytes) -> None:
@@ -303,7 +301,7 @@ class Exchange:
 
     def _break_off(self, attempt: Attempt, reason: str) -> None:
         """Half an answer is out. A stream can still say so if its framing is whole; else the connection is cut."""
-        self.app.metrics.broken_streams += 1
+        self.app.metrics.counts["broken_streams",] += 1
         upstream = attempt.upstream
         if upstream is not None and upstream.is_at_boundary and self._head.is_stream and self._plain is None:
             event = b"data: " + error_body(502, f"the replica failed: {reason}") + b"\n\ndata: [DONE]\n\n"
@@ -331,7 +329,7 @@ class Exchange:
 
     def client_gone(self) -> None:
         """Dropping the connection is how an engine learns that its answer is not read any more."""
-        self.app.metrics.num_client_gone += 1
+        self.app.metrics.counts["client_gone",] += 1
         if self.attempt is not None:
             self._settle("gone")
         self._close()

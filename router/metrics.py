@@ -13,7 +13,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.http.edge import Edge
 from penstock.router.http.heads import ClientRequest
 
 FIRST_BYTE_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
@@ -49,46 +48,29 @@ class Buckets:
 
 
 class RouterMetrics(Collector):
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, refused: Counter[int]) -> None:
         self.fleet = fleet
-        self.edge: Edge | None = None
-        self.requests: Counter[tuple[str, int]] = Counter()  # (route, status)
-        self.retries: Counter[str] = Counter()  # why another replica was asked
-        self.not_retried: Counter[str] = Counter()  # why it would have been, had the budget allowed
-        self.split_requests: Counter[str] = Counter()  # split, direct
-        self.prefills: Counter[str] = Counter()
-        self.num_client_gone = 0
-        self.broken_streams = 0
+        # By name and labels; those without labels are shown from the start.
+        self.counts: Counter[tuple[object, ...]] = Counter({("client_gone",): 0, ("broken_streams",): 0})
         self.first_byte = Buckets(FIRST_BYTE_S)
         self.loop_lag = Buckets(LAG_S)
         self.others: dict[int, dict[str, float]] = {}  # worker → what it last reported
+        self._refused = refused  # status → what never became a request
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     def count(self, request: ClientRequest, status: int) -> None:
         """`request` has passed admission, so its path is one of ours."""
-        self.requests[request.path, status] += 1
+        self.counts["requests", request.path, status] += 1
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def own_counters(self) -> dict[str, float]:
         """What this process has counted, flat: a name with its labels → the value."""
-        found: dict[str, float] = {}
-        for (route, status), count in self.requests.items():
-            found[_key("requests", route, status)] = count
-        counters = {
-            "retries": self.retries,
-            "not_retried": self.not_retried,
-            "split_requests": self.split_requests,
-            "prefills": self.prefills,
-        }
-        for name, counts in counters.items():
-            found |= {_key(name, reason): count for reason, count in counts.items()}
-        if self.edge is not None:
-            found |= {_key("refused", status): count for status, count in self.edge.refused.items()}
-        found |= {_key("client_gone"): self.num_client_gone, _key("broken_streams"): self.broken_streams}
+        found: dict[str, float] = {_key(*key): count for key, count in self.counts.items()}
+        found |= {_key("refused", status): count for status, count in self._refused.items()}
         for replica in self.fleet.replicas.values():
             found[_key("replica_requests", replica.url)] = replica.num_requests
             found[_key("replica_failures", replica.url)] = replica.num_failures

@@ -57,7 +57,7 @@ class PrefillLeg:
             return
         is_computed = outcome == "answered" and self._status < 400
         self.attempt.end(outcome, self._status, reason, is_ok=is_computed or outcome == "gone")
-        self._app.metrics.prefills[_name(outcome, self._status)] += 1
+        self._app.metrics.counts["prefills", _name(outcome, self._status)] += 1
         if not is_computed and outcome != "gone":
             self._on_failure(self, outcome)
 
@@ -93,13 +93,11 @@ def place(
     """The leg, in flight; None where the prompt has to be computed with the answer, or no other can do it soon."""
     if outgoing.prompt is None or not is_splittable(path, outgoing.body):
         return None
-    charge = app.fleet.choose(
-        prefills,
+    charge = prefills.placement.choose(
         prefills.placement.adopt(outgoing.prompt),
         num_tokens=outgoing.num_tokens,
-        model=outgoing.model,
         session=outgoing.session,
-        tried=tried,
+        exclude=prefills.not_for(outgoing.model, tried),
     )
     if charge is None:
         return None

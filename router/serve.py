@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
@@ -15,8 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-
-import msgspec
 
 from penstock import __version__
 from penstock.engine.http.limits import Limits
@@ -266,5 +263,3 @@ def _announce(url: str, config: RouterConfig) -> None:
     print(f"Routing to {replicas_of(config)} by {config.policy}: {url}", flush=True)
     if config.tokenizer is None:
         print("  without --tokenizer, what replicas have cached is guessed from the bytes of requests", flush=True)
-    settings = json.loads(msgspec.json.encode(config.patience))
-    log.debug("patience: %s", settings)

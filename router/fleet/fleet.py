@@ -7,14 +7,14 @@ that only compute prompts are a group of their own beside the one that answers.
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from penstock.engine.http.errors import HttpError, clip
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import Replica, State
-from penstock.router.placement.load import Charge
-from penstock.router.placement.placement import Placement, Prompt, ReplicaInfo
+from penstock.router.placement.placement import Placement, ReplicaInfo
 
 log = logging.getLogger("penstock.router")
 
@@ -40,8 +40,14 @@ class ReplicaGroup:
     def lacking(self, name: str | None) -> frozenset[str]:
         """Replicas of the group that do not serve the model under this name."""
         if name is None or not self.is_mixed:
-            return frozenset()
+            return NONE
         return frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
+
+    def not_for(self, name: str | None, tried: frozenset[str]) -> frozenset[str]:
+        """Replicas that a request cannot go to, those it has tried among them."""
+        if not (tried or self.full or self.is_mixed):
+            return NONE
+        return self.lacking(name) | self.full | tried
 
 
 class Fleet:
@@ -110,23 +116,6 @@ class Fleet:
             raise HttpError(400, f"model: several are served, so one must be named: {served}", param="model")
         raise HttpError(404, f"model: {clip(model)!r} is not served here; {served} is", param="model")
 
-    def choose(
-        self,
-        group: ReplicaGroup,
-        prompt: Prompt | None,
-        *,
-        num_tokens: int,
-        model: str | None,
-        session: str | None,
-        tried: frozenset[str],
-        expects: bool = True,
-    ) -> Charge | None:
-        """Who should answer; None when no replica is left to ask."""
-        exclude = NONE
-        if tried or group.full or group.is_mixed:
-            exclude = group.lacking(model) | group.full | tried
-        return group.placement.choose(prompt, num_tokens=num_tokens, session=session, exclude=exclude, expects=expects)
-
     def begin(self, replica: Replica) -> None:
         """A request goes to the replica."""
         replica.begin()
@@ -177,9 +166,14 @@ class Fleet:
         if replica.state == "down":
             self.on_down(replica)
 
-    def observing(self, replica: Replica) -> "_Observation":
+    @contextmanager
+    def observing(self, replica: Replica) -> Iterator[None]:
         """`with fleet.observing(replica): replica.failed(…)`: what follows from a change of state happens."""
-        return _Observation(self, replica)
+        before = replica.state
+        try:
+            yield
+        finally:
+            self.changed(replica, before)
 
     def views(self) -> Iterator[dict[str, Any]]:
         seen: dict[str, tuple[str | None, dict[str, Any] | None]] = {}
@@ -250,14 +244,3 @@ class Fleet:
                 assert (url in group.full) == (each.num_in_flight >= self._limit_of(each)), f"{url} is miscounted"
         for replica in self.replicas.values():
             replica.check()
-
-
-class _Observation:
-    def __init__(self, fleet: Fleet, replica: Replica) -> None:
-        self._fleet, self._replica, self._before = fleet, replica, replica.state
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self._fleet.changed(self._replica, self._before)

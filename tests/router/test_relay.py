@@ -154,7 +154,7 @@ def test_when_a_client_leaves_the_engine_aborts(replicas: list[MockReplica]) -> 
                 until(lambda: slow[0].metric("vllm:num_requests_running") == 1)
             until(lambda: slow[0].metric("vllm:num_requests_running") == 0)
         assert slow[0].metric('vllm:request_success_total{finished_reason="abort"') == 2
-        assert router.app.metrics.num_client_gone == 2
+        assert router.app.metrics.counts["client_gone",] == 2
         until(lambda: not router.app.exchanges)
 
 

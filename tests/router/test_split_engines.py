@@ -114,7 +114,7 @@ def test_when_a_prefill_replica_is_killed_under_load_nobody_notices() -> None:
         with ThreadPoolExecutor(8) as threads:
             assert Counter(threads.map(ask, range(30))) == {200: 30}
         assert router.fleet.replicas[prefills[1].url].state == "down"
-        outcomes = router.app.metrics.prefills
+        outcomes = router.counts("prefills")
         assert outcomes["computed"] > 15 and outcomes["lost"] + outcomes["moved"] + outcomes["unreachable"] > 0
         until(lambda: router.fleet.num_in_flight == 0)
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
@@ -84,6 +85,10 @@ class RunningRouter:
     def chat(self, text: str = "hello", **fields: Any) -> httpx.Response:
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0, **fields}
         return self.http.post("/v1/chat/completions", json=body)
+
+    def counts(self, name: str) -> Counter[str]:
+        """A counter that has counted, by its one label."""
+        return Counter({str(key[1]): count for key, count in self.app.metrics.counts.items() if key[0] == name})
 
     def states(self) -> list[str]:
         return [replica.state for replica in self.fleet.replicas.values()]
