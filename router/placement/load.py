@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock._csrc import ffi, lib
-from penstock.router.config import POLICIES
-from penstock.router.placement.policy import PolicyConfig
+from penstock.router.placement.policy import POLICIES, PolicyConfig
 
 Column = npt.NDArray[np.float64]
 

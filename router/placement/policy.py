@@ -5,9 +5,13 @@ plus the part of its own prompt that is not cached there, over the replica's lea
 flight cost. Everything is in one unit, so a long match cannot outweigh a long queue, nor the other way round.
 """
 
+from typing import get_args
+
 import msgspec
 
-from penstock.router.config import POLICIES, PolicyName
+from penstock.router.config import PolicyName
+
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # in this order in C
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

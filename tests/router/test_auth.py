@@ -56,7 +56,7 @@ def test_two_authorization_headers_are_refused_even_if_one_is_right(router: Runn
 
 
 @pytest.mark.parametrize("key", [KEY, "sk-other"])
-def test_each_of_the_keys_opens_every_route(router: RunningRouter, key) -> None:
+def test_each_of_the_keys_opens_every_route(router: RunningRouter, key: str) -> None:
     for path in ROUTES:
         assert status(ask(router, "GET", path, f"authorization: bearer {key}")) in (200, 405), path
 
@@ -76,7 +76,7 @@ def test_each_of_the_keys_opens_every_route(router: RunningRouter, key) -> None:
         ),
     ],
 )
-def test_no_way_of_writing_a_path_opens_it(router: RunningRouter, target) -> None:
+def test_no_way_of_writing_a_path_opens_it(router: RunningRouter, target: str) -> None:
     for host in ("x", "x/health?", "localhost", "health"):
         assert status(ask(router, "GET", target, host=host)) in (400, 401, 404)
 
@@ -138,7 +138,7 @@ def test_without_an_admin_key_nobody_changes_the_fleet(backend: Stub) -> None:
         "file:///etc",
     ],
 )
-def test_a_replica_must_be_a_plain_address(router: RunningRouter, url) -> None:
+def test_a_replica_must_be_a_plain_address(router: RunningRouter, url: str) -> None:
     answer = ask(router, "POST", "/replicas", f"authorization: Bearer {ADMIN}", body=b'{"url":"%s"}' % url.encode())
     assert status(answer) == 400 and b'"param":"url"' in answer
 

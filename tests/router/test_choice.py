@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from penstock._csrc import ffi, lib
+from penstock.router.config import PolicyName
 from penstock.router.placement.load import LoadTable
 from penstock.router.placement.policy import POLICIES, PolicyConfig
 from tests.support import slow_policy
@@ -13,7 +14,7 @@ NOW_S = 50.0
 
 
 def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int) -> LoadTable:
-    """With every column set, and a row that nobody uses any more."""
+    """With every column set, and a row that is free again."""
     fleet = LoadTable(policy, seed=int(rng.integers(1000)))
     for _ in range(num_replicas + 1):
         fleet.add(float(rng.choice([np.inf, 50_000, 100_000])), float(rng.uniform(1_000, 20_000)), is_known=True)
@@ -27,7 +28,7 @@ def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_who_is_chosen_is_best_by_the_formulas(name) -> None:
+def test_who_is_chosen_is_best_by_the_formulas(name: PolicyName) -> None:
     policy, rng = PolicyConfig(name=name), np.random.default_rng(3)
     for _ in range(400):
         fleet = some_fleet(rng, policy, int(rng.choice([1, 2, 8, 70])))

@@ -15,12 +15,13 @@ import httpx
 import msgspec
 import pytest
 
+from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import Limits
-from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica
+from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica, State
 from penstock.router.http.heads import ClientRequest
 from tests.support.raw_http import connect, exchange, post, read_all, status
 from tests.support.router_fleet import QUICK, RunningRouter, mock_replicas, running_router, until
-from tests.support.router_stub import Seen, stub, whole
+from tests.support.router_stub import Answer, Seen, stub, whole
 
 
 async def _load(
@@ -49,7 +50,7 @@ def load(
     return asyncio.run(_load(url, count, concurrency, during, **fields))
 
 
-def test_when_one_of_eight_is_killed_nobody_waiting_for_a_first_byte_notices() -> None:
+def test_when_one_of_eight_is_killed_no_client_that_waits_for_a_first_byte_notices() -> None:
     with contextlib.ExitStack() as stack:
         replicas = stack.enter_context(mock_replicas(8, prefill_tps=2000, inter_token_s=0.01))
         router = stack.enter_context(running_router(*(each.url for each in replicas)))
@@ -60,7 +61,7 @@ def test_when_one_of_eight_is_killed_nobody_waiting_for_a_first_byte_notices() -
 
 
 def test_when_a_replica_is_killed_what_waited_there_goes_elsewhere_though_no_retry_is_left() -> None:
-    """Its death is no misconduct that retries could make worse: nobody computes those requests any more."""
+    """Its death is no misconduct that retries could make worse: those requests are not computed there any more."""
     with mock_replicas(3, inter_token_s=0.02) as replicas, running_router(*(each.url for each in replicas)) as router:
         router.fleet.budget.share = router.fleet.budget.tokens = 0.0
         results = load(router.url, 60, during=lambda: replicas[1].send(signal.SIGKILL))
@@ -165,18 +166,17 @@ def test_a_rolling_restart_fails_no_request() -> None:
                 stack.enter_context(mock_replicas(1, port=replica.port, inter_token_s=0.005))
                 until(lambda: router.fleet.replicas[replica.url].state == "up")  # noqa: B023
 
-        done = threading.Event()
-        rolling = threading.Thread(target=lambda: (roll(), done.set()))
+        rolling = threading.Thread(target=roll)
         rolling.start()
         results: list[tuple[int, str]] = []
-        while not done.is_set():
+        while rolling.is_alive():
             results += load(router.url, 40, concurrency=8)
         rolling.join()
         assert Counter(code for code, _ in results) == {200: len(results)}
         assert not any('"finish_reason":"abort"' in text for _, text in results)
 
 
-def flaky(share: float):
+def flaky(share: float) -> Answer:
     """A backend that hangs up on this share of the requests."""
     counts = Counter[str]()
 
@@ -246,7 +246,7 @@ def test_misconduct_never_takes_out_more_than_its_share() -> None:
         backends = [stack.enter_context(stub(lambda seen, sock: sick)) for _ in range(4)]
         router = stack.enter_context(running_router(*(each.url for each in backends)))
         for _ in range(100):
-            assert router.complete().status_code == 500  # the replicas' own word, not "nobody is there"
+            assert router.complete().status_code == 500  # the replicas' own word, not "no replica is there"
         available = router.call(
             lambda: [router.fleet.is_available(each) for each in router.fleet.replicas.values()].count(True)
         )
@@ -256,7 +256,7 @@ def test_misconduct_never_takes_out_more_than_its_share() -> None:
 def test_beyond_the_requests_a_replica_may_have_the_answer_is_429() -> None:
     release = threading.Event()
 
-    def wait(seen: Seen, sock: socket.socket):
+    def wait(seen: Seen, sock: socket.socket) -> bytes:
         release.wait(20)
         return whole()
 
@@ -321,7 +321,9 @@ def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas() -> None:
         assert router.complete().status_code == 200
 
 
-def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for_dead() -> None:
+def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every round of the loop takes most of a time-out, so timers are due before what came in time is read."""
     patience = msgspec.structs.replace(QUICK, probe_timeout_s=0.05, connect_s=0.05)
     with stub() as backend, running_router(backend.url, patience=patience) as router:
@@ -334,7 +336,7 @@ def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for
             if left:
                 router.loop.call_soon(hold_up)
 
-        states = watch_states(router)
+        states = watch_states(router, monkeypatch)
         router.loop.call_soon_threadsafe(hold_up)
         answers = [router.complete() for _ in range(3)]
         until(lambda: left == 0)
@@ -343,7 +345,7 @@ def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for
         assert not router.counts("retries")
 
 
-def test_a_client_is_not_late_when_it_is_the_router_that_was() -> None:
+def test_a_client_is_not_late_when_it_is_the_router_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(header_timeout_s=0.2, body_timeout_s=0.2)
     with stub() as backend, running_router(backend.url, limits=limits) as router, connect(router.port) as sock:
         sock.sendall(post(b'{"prompt":"abc"}')[:30])
@@ -351,31 +353,30 @@ def test_a_client_is_not_late_when_it_is_the_router_that_was() -> None:
         is_held_up = threading.Event()
         admit = router.app.admit
 
-        def slowly(
-            request: ClientRequest,
-        ):  # while sockets are being read: what comes now is looked at after the timers
+        def slowly(request: ClientRequest) -> HttpError | None:
+            # While sockets are being read: what comes now is looked at after the timers.
             is_held_up.set()
             time.sleep(0.6)
             return admit(request)
 
-        router.app.admit = slowly
+        monkeypatch.setattr(router.app, "admit", slowly)
         with connect(router.port) as other:
             other.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert is_held_up.wait(5)
-            router.app.admit = admit
+            monkeypatch.undo()
             sock.sendall(post(b'{"prompt":"abc"}')[30:])
             assert status(read_all(sock)) == 200
 
 
-def watch_states(router: RunningRouter) -> list[str]:
+def watch_states(router: RunningRouter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The states that replicas come into from now on."""
     seen: list[str] = []
     changed = router.fleet.changed
 
-    def note(replica: Replica, before: str) -> None:
+    def note(replica: Replica, before: State) -> None:
         if replica.state != before:
             seen.append(replica.state)
         changed(replica, before)
 
-    router.fleet.changed = note
+    monkeypatch.setattr(router.fleet, "changed", note)
     return seen

@@ -36,7 +36,7 @@ def conversations(count: int = 40, turns: int = 6, gap_s: float = 0.4, seed: int
 
 
 def play(
-    arrivals: list[Arrival], policy: str = "predicted-ttft", settings: Settings = SMALL, **options: Any
+    arrivals: list[Arrival], policy: PolicyName = "predicted-ttft", settings: Settings = SMALL, **options: Any
 ) -> Simulation:
     simulation = Simulation(settings, PolicyConfig(name=policy, **options), seed=1)
     simulation.run(arrivals)

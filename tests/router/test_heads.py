@@ -1,7 +1,9 @@
 """The quick reader of plain messages against the parsers that read all others: it may only accept what they accept."""
 
+import asyncio
 import random
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
@@ -29,7 +31,7 @@ PIECES = [
 
 
 class Transport:
-    """Takes whatever is written."""
+    """Takes all that is written."""
 
     def write(self, data: bytes) -> None:
         pass
@@ -86,7 +88,7 @@ def by_the_parser(data: bytes, limits: Limits) -> list[ClientRequest]:
     edge = Edge(handler, limits)
     edge.heads = NotPlain(1, 0)
     connection = edge.connection()
-    connection.connection_made(Transport())
+    connection.connection_made(cast(asyncio.Transport, Transport()))
     connection.data_received(data)
     return handler.handled
 
@@ -95,7 +97,7 @@ def answer_by_the_parser(data: bytes) -> Leg:
     pool, leg = Pool("x", 1, 1.0), Leg()
     pool.heads = NotPlain(1, 0)
     upstream = Upstream(pool)
-    upstream.connection_made(Transport())
+    upstream.connection_made(cast(asyncio.Transport, Transport()))
     upstream.send(b"", b"", leg)
     upstream.data_received(data)
     leg.is_over &= pool.num_idle == 1  # kept

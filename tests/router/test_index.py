@@ -2,10 +2,12 @@
 
 import random
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from penstock.router.placement.hasher import Keys
 from penstock.router.placement.index import MAX_SLOTS, RouteIndex
 
 
@@ -170,7 +172,8 @@ def test_threads_may_change_and_match_at_once() -> None:
         rng = random.Random(number)
         for _ in range(400):
             keys = chain(rng.randrange(40), 60)
-            action = rng.choice([index.store, index.remove, index.hope])
+            actions: list[Callable[[int, Keys], object]] = [index.store, index.remove, index.hope]
+            action = rng.choice(actions)
             action(rng.choice(slots), keys)
             counts = index.match(keys).counts
             if counts.min() < 0 or counts.max() > 60:

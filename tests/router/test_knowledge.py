@@ -13,7 +13,7 @@ from tests.router.test_placement import INFO, cached, fleet, ids, live, short_ke
 
 
 def knowledge(placement: Placement, name: str) -> str:
-    return placement.view()[name]["knowledge"]
+    return str(placement.view()[name]["knowledge"])
 
 
 def test_a_prediction_bridges_the_time_until_the_event_and_fades_without_one() -> None:

@@ -2,13 +2,16 @@
 
 import random
 import signal
+from typing import Any
 
 from penstock.router.http.upstream import Dechunker
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
 
 
-def view(router: RunningRouter, url: str) -> dict:
-    return next(each for each in router.http.get("/replicas").json()["replicas"] if each["url"] == url)["brain"]
+def view(router: RunningRouter, url: str) -> dict[str, Any]:
+    replicas = router.http.get("/replicas").json()["replicas"]
+    known: dict[str, Any] = next(each for each in replicas if each["url"] == url)["brain"]
+    return known
 
 
 def test_what_a_replica_caches_is_known_and_predicted_exactly() -> None:

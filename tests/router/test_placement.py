@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
+from penstock.router.config import PolicyName
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
 
@@ -22,7 +23,7 @@ class Clock:
         return self.now_s
 
 
-def fleet(count: int = 3, policy: str = "predicted-ttft", **options: Any) -> tuple[Placement, Clock]:
+def fleet(count: int = 3, policy: PolicyName = "predicted-ttft", **options: Any) -> tuple[Placement, Clock]:
     clock = Clock()
     placement = Placement(PolicyConfig(name=policy, **options), clock, seed=1)
     for number in range(count):

@@ -137,12 +137,12 @@ def test_without_a_length_the_answer_ends_with_the_connection(before: RunningRou
 
 
 def test_bytes_beyond_the_end_of_an_answer_reach_nobody(before: RunningRouter, backend: Stub) -> None:
-    backend.answer = lambda seen, sock: whole(b"first") + whole(b"for somebody else")
+    backend.answer = lambda seen, sock: whole(b"first") + whole(b"for another client")
     try:
         answer = exchange(before.port, post())
     finally:
         backend.answer = lambda seen, sock: whole()
-    assert b"somebody else" not in answer
+    assert b"another client" not in answer
 
 
 def test_when_a_client_leaves_the_engine_aborts(replicas: list[MockReplica]) -> None:
@@ -177,7 +177,7 @@ def test_a_slow_reader_slows_the_replica_and_not_the_routers_memory(before: Runn
             sock.sendall(post())
             until(lambda: bool(sent) and sent[-1] == 0)
             held = next(iter(before.app.edge.connections)).transport.get_write_buffer_size()
-            # The replica stands still; what is under way lies in kernel buffers, and here one read and the high-water mark.
+            # The replica stands still; what is in flight lies in kernel buffers, and here one read and the high-water mark.
             assert held <= 512 * 1024
     finally:
         backend.answer = lambda seen, sock: whole()

@@ -5,7 +5,8 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def hang_up(seen: Seen, sock: socket.socket) -> None:
     return None
 
 
-def when_both_are_asked(prefills: list[Stub]) -> Callable[[Seen, socket.socket], bytes]:
+def when_both_are_asked(prefills: list[Stub]) -> Answer:
     """Answers once the prompt was read where it is computed, if it is: the first byte ends the prefill."""
 
     def answer(seen: Seen, sock: socket.socket) -> bytes:
@@ -59,7 +60,7 @@ def when_both_are_asked(prefills: list[Stub]) -> Callable[[Seen, socket.socket],
 
 @contextlib.contextmanager
 def split_fleet(
-    prefills: int = 1, decodes: int = 1, **settings: object
+    prefills: int = 1, decodes: int = 1, **settings: Any
 ) -> Iterator[tuple[list[Stub], list[Stub], RunningRouter]]:
     with contextlib.ExitStack() as stack:
         computing = [stack.enter_context(stub()) for _ in range(prefills)]
@@ -81,8 +82,9 @@ def is_at_rest(router: Router) -> bool:
     return router.fleet.num_in_flight == active == 0 and not router.app.exchanges
 
 
-def fields(seen: Seen) -> dict:
-    return json.loads(seen.body)
+def fields(seen: Seen) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(seen.body)
+    return found
 
 
 def counted(router: RunningRouter, name: str) -> dict[str, int]:
@@ -117,7 +119,7 @@ def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere(
 
 
 def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached() -> None:
-    with split_fleet() as ((prefill,), (decode,), router):
+    with split_fleet() as (_, (decode,), router):
         decode.answer = first = Hold()
         with connect(router.port) as one, connect(router.port) as other:
             for sock in (one, other):
@@ -130,7 +132,7 @@ def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached() -> None:
 
 
 def test_the_threshold_is_the_operators() -> None:
-    with split_fleet(prefill_threshold=10) as ((prefill,), (decode,), router):
+    with split_fleet(prefill_threshold=10) as ((prefill,), _, router):
         router.complete("word " * 20)
         assert len(prefill.seen) == 1
     with split_fleet(prefill_threshold=2000) as ((prefill,), _, router):
@@ -144,7 +146,7 @@ def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_an
         decode.answer = first = Hold()
         failing: list[Stub] = []
 
-        def fail(each: Stub):
+        def fail(each: Stub) -> Answer:
             def answer(seen: Seen, sock: socket.socket) -> bytes | None:
                 first.is_asked.wait(10)
                 if not failing:
@@ -164,14 +166,14 @@ def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_an
         assert len(set(peers)) == 2 and all(each.seen for each in prefills)
 
 
-def unless_told(answer: bytes):
-    """Waits for ever for blocks, and gives this answer where nobody computes them."""
+def unless_referred(answer: bytes) -> Answer:
+    """Waits for ever for blocks, and gives this answer where it computes them itself."""
     return lambda seen, sock: Hold()(seen, sock) if "kv_transfer_params" in fields(seen) else answer
 
 
 def test_when_no_prefill_replica_is_left_the_decode_replica_computes_the_prompt() -> None:
     with split_fleet(prefills=2) as (prefills, (decode,), router):
-        decode.answer = unless_told(whole())
+        decode.answer = unless_referred(whole())
         for each in prefills:
             each.answer = hang_up
         assert router.complete(LONG).status_code == 200
@@ -183,7 +185,7 @@ def test_a_prompt_that_a_prefill_replica_refuses_is_left_to_the_decode_replica()
     with split_fleet(prefills=2) as (prefills, (decode,), router):
         for each in prefills:
             each.answer = lambda seen, sock: whole(b"{}", b"400 Bad Request")
-        decode.answer = unless_told(whole(b'{"error":{}}', b"400 Bad Request"))
+        decode.answer = unless_referred(whole(b'{"error":{}}', b"400 Bad Request"))
         answer = router.complete(LONG)
         assert (answer.status_code, answer.content) == (400, b'{"error":{}}')
         assert sum(len(each.seen) for each in prefills) == 1
@@ -202,15 +204,15 @@ def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked
         prefill.answer = hold
         failing: list[Stub] = []
 
-        def answer(each: Stub):
+        def answer(each: Stub) -> Answer:
             def answer(seen: Seen, sock: socket.socket) -> bytes | None:
                 if not failing:
                     failing.append(each)
                 if each in failing:
-                    until(lambda: holds and holds[-1].is_asked.is_set())
+                    until(lambda: bool(holds) and holds[-1].is_asked.is_set())
                     return broken(seen, sock)
                 assert holds[0].is_left.wait(10)
-                until(lambda: len(holds) == 2)  # else the first byte ends a prefill that nobody has heard of
+                until(lambda: len(holds) == 2)  # else the first byte ends a prefill that was not yet read
                 return whole()
 
             return answer
@@ -232,7 +234,7 @@ def test_who_leaves_takes_both_legs_along() -> None:
 
 
 def test_the_first_byte_of_an_answer_ends_the_prefill() -> None:
-    with split_fleet() as ((prefill,), (decode,), router):
+    with split_fleet() as ((prefill,), _, router):
         prefill.answer = computing = Hold()
         assert router.complete(LONG).status_code == 200
         assert not computing.is_asked.is_set() or computing.is_left.wait(10)
@@ -269,7 +271,7 @@ def test_that_a_decode_replica_does_not_know_the_peer_is_said_to_the_client() ->
 
 
 def test_clients_do_not_choose_the_peer() -> None:
-    with split_fleet() as ((prefill,), (decode,), router):
+    with split_fleet() as (_, (decode,), router):
         answer = router.complete("short", kv_transfer_params={"peer": PEER})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "kv_transfer_params"
         assert not decode.seen

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -14,20 +15,21 @@ from penstock.engine.text.model_text import load_text, text_digest
 from penstock.engine.text.segments import SegmentCache
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.router.placement.placement import Placement, PolicyConfig, ReplicaInfo
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, Asked, Texts
+from penstock.router.placement.placement import Placement, ReplicaInfo
+from penstock.router.placement.policy import PolicyConfig
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, Asked, Prepared, Texts
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.router_fleet import RunningRouter, mock_replicas, running_router
 from tests.support.router_stub import stub
 
 
 @pytest.fixture(scope="module")
-def smollm():
+def smollm() -> tuple[Tokenizer, ChatTemplate | None]:
     return load_text(None)
 
 
 @pytest.fixture(scope="module")
-def tokenizing():
+def tokenizing() -> Iterator[RunningRouter]:
     with mock_replicas(2) as replicas, running_router(*(each.url for each in replicas), tokenizes=True) as router:
         yield router
 
@@ -57,11 +59,11 @@ def _text(rng: random.Random, specials: list[str]) -> str:
     return "".join(parts)
 
 
-def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm: tuple[Tokenizer, ChatTemplate]) -> None:
+def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
     tokenizer, _ = smollm
     cache = SegmentCache(tokenizer)
     assert cache.is_exact
-    specials = [tokenizer.backend.id_to_token(token_id) for token_id in sorted(tokenizer.special_ids)]
+    specials = [str(tokenizer.backend.id_to_token(token_id)) for token_id in sorted(tokenizer.special_ids)]
     rng = random.Random(1)
     for _ in range(400):
         text = _text(rng, specials)
@@ -72,10 +74,13 @@ def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm: tuple[Tok
     assert cache.num_hits > 0
 
 
-def test_a_conversation_that_grows_is_tokenized_only_where_it_is_new(smollm: tuple[Tokenizer, ChatTemplate]) -> None:
+def test_a_conversation_that_grows_is_tokenized_only_where_it_is_new(
+    smollm: tuple[Tokenizer, ChatTemplate | None],
+) -> None:
     tokenizer, template = smollm
     cache = SegmentCache(tokenizer)
-    messages = []
+    messages: list[dict[str, Any]] = []
+    assert template is not None
     for turn in range(4):
         messages.append({"role": "user", "content": f"Question {turn}: " + "why is that so? " * 20})
         messages.append({"role": "assistant", "content": f"Answer {turn}: " + "because it is. " * 20})
@@ -84,7 +89,7 @@ def test_a_conversation_that_grows_is_tokenized_only_where_it_is_new(smollm: tup
         assert cache.num_misses - missed_before < 900
 
 
-def test_the_memory_of_segments_is_bounded(smollm: tuple[Tokenizer, ChatTemplate]) -> None:
+def test_the_memory_of_segments_is_bounded(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
     cache = SegmentCache(smollm[0], capacity_bytes=20_000)
     for index in range(100):
         cache.encode(f"{index} " + "word " * 100 + "<|im_end|>" + f"{index} again " * 50, False)
@@ -104,7 +109,7 @@ def test_special_tokens_that_take_their_spaces_along_are_no_places_to_cut() -> N
 
 def test_answers_are_the_same_with_and_without_tokenizing(tokenizing: RunningRouter) -> None:
     plain = next(each.url for each in tokenizing.fleet.replicas.values())
-    bodies = [
+    bodies: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0},
         {"messages": [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "ab"}], "max_tokens": 8,
          "temperature": 0, "continue_final_message": True},
@@ -132,13 +137,13 @@ def test_answers_are_the_same_with_and_without_tokenizing(tokenizing: RunningRou
         assert _timeless(through.json()) == _timeless(direct.json()), body
 
 
-def _timeless(answer: dict) -> dict:
+def _timeless(answer: dict[str, Any]) -> dict[str, Any]:
     usage = answer.get("usage") or {}
     usage.pop("prompt_tokens_details", None)
     return {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
-def _prepared(body: dict, texts: Texts | None = None):
+def _prepared(body: dict[str, Any], texts: Texts | None = None) -> Prepared:
     placement = Placement(PolicyConfig())
     placement.add_replica("a", ReplicaInfo(fingerprint=b"m", block_size=16, num_blocks=64))
     raw = json.dumps(body).encode()
@@ -197,7 +202,7 @@ def test_a_replica_with_another_tokenizer_is_sent_text() -> None:
     assert seen.header(b"content-type") == [b"application/json"] and b'"abc"' in seen.body
 
 
-def test_the_digest_tells_tokenizers_and_templates_apart(smollm: tuple[Tokenizer, ChatTemplate]) -> None:
+def test_the_digest_tells_tokenizers_and_templates_apart(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
     digests = {
         text_digest(byte_tokenizer(), None),
         text_digest(byte_tokenizer(), line_template()),

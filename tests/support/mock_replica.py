@@ -71,8 +71,8 @@ class MockEngine(AsyncEngine):
             asyncio.get_running_loop().call_soon(self._receive, Outputs(outputs, self._core.stats(), 0))
 
     def _tell_cache(self) -> None:
-        for news in self._core.cache_updates():
-            self._receive(news)
+        for update in self._core.cache_updates():
+            self._receive(update)
 
     async def _run(self) -> None:
         """Steps while there is work. Time is slept, so that many replicas fit on a core."""
