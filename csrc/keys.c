@@ -72,49 +72,19 @@ static inline uint64_t v1_scatter_64(uint64_t x) {
     return (x ^ x >> 31) + v1_spread;
 }
 
-/* What one block's key takes beside its tokens; NULL or 0 where there is none. */
-struct v1_block {
-    const uint64_t *salt_id, *lora_id;
-    const uint64_t *extra_ids; /* one per token */
-    uint32_t num_items;        /* multimodal keys: a digest of 32 bytes and an offset each */
-    const uint8_t *digests;
-    const uint64_t *offsets;
-};
-
-static inline uint64_t v1_key(const uint8_t *tokens, size_t count, uint64_t parent, const struct v1_block *with) {
+static inline uint64_t v1_key(const uint8_t *tokens, size_t count, uint64_t parent, const uint64_t *salt_id,
+                              const uint64_t *lora_id) {
     uint64_t state = count ^ parent * 0xbf58476d1ce4e5b9u;
-    if (with->salt_id && parent == 0) state = v1_step(state, v1_scatter_64(*with->salt_id));
-    if (with->extra_ids) {
-        for (size_t i = 0; i < count; i++) {
-            state = v1_step(state, v1_scatter_32(load_little_endian(tokens + 4 * i)));
-            state = v1_step(state, v1_scatter_64(with->extra_ids[i]));
-        }
-    } else {
-        for (size_t i = 0; i < count; i++)
-            state = v1_step(state, v1_scatter_32(load_little_endian(tokens + 4 * i)));
-    }
-    if (with->lora_id) state = v1_step(state, v1_scatter_64(*with->lora_id));
-    for (uint32_t item = 0; item < with->num_items; item++) {
-        for (int j = 0; j < 32; j += 4)
-            state = v1_step(state, v1_scatter_32(load_little_endian(with->digests + 32 * item + j)));
-        state = v1_step(state, v1_scatter_64(with->offsets[item]));
-    }
-    return state;
+    if (salt_id && parent == 0) state = v1_step(state, v1_scatter_64(*salt_id));
+    for (size_t i = 0; i < count; i++) state = v1_step(state, v1_scatter_32(load_little_endian(tokens + 4 * i)));
+    return lora_id ? v1_step(state, v1_scatter_64(*lora_id)) : state;
 }
 
 void penstock_block_keys_v1(const uint8_t *tokens, size_t num_tokens, size_t block_size, const uint64_t *salt_id,
                             const uint64_t *lora_id, uint64_t *out) {
-    const struct v1_block with = {.salt_id = salt_id, .lora_id = lora_id};
     uint64_t key = 0;
     for (size_t start = 0; start < num_tokens; start += block_size) {
         size_t count = num_tokens - start < block_size ? num_tokens - start : block_size;
-        *out++ = key = v1_key(tokens + 4 * start, count, key, &with);
+        *out++ = key = v1_key(tokens + 4 * start, count, key, salt_id, lora_id);
     }
-}
-
-uint64_t penstock_block_key_v1(const uint8_t *tokens, size_t num_tokens, uint64_t parent, const uint64_t *salt_id,
-                               const uint64_t *lora_id, const uint64_t *extra_ids, uint32_t num_items,
-                               const uint8_t *digests, const uint64_t *offsets) {
-    const struct v1_block with = {salt_id, lora_id, extra_ids, num_items, digests, offsets};
-    return v1_key(tokens, num_tokens, parent, &with);
 }

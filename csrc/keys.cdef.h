@@ -10,9 +10,3 @@ int penstock_has_sha_instructions(void);
 /* The 64-bit v1 chain over all `num_tokens`, the last block may be short. NULL: no salt, no LoRA. */
 void penstock_block_keys_v1(const uint8_t *tokens, size_t num_tokens, size_t block_size, const uint64_t *salt_id,
                             const uint64_t *lora_id, uint64_t *out);
-
-/* The v1 key of one block behind `parent` (0: it is the first). `extra_ids`: NULL or one per token. Multimodal keys:
- * `num_items` digests of 32 bytes and as many offsets. */
-uint64_t penstock_block_key_v1(const uint8_t *tokens, size_t num_tokens, uint64_t parent, const uint64_t *salt_id,
-                               const uint64_t *lora_id, const uint64_t *extra_ids, uint32_t num_items,
-                               const uint8_t *digests, const uint64_t *offsets);

@@ -19,7 +19,7 @@ int64_t penstock_fleet_choose(struct penstock_fleet *fleet, double num_tokens, d
                               const int64_t *excluded, size_t num_excluded);
 
 /* The life of a request at `row`: it comes, with `own` tokens to be computed and `held` to be kept; its first token comes,
- * and `next` are the own tokens of whoever waits longest now; it goes. */
+ * and `next` are the own tokens of the request that waits longest now; it goes. */
 void penstock_fleet_place(struct penstock_fleet *fleet, size_t row, double own, double held, double now_s);
 void penstock_fleet_answer(struct penstock_fleet *fleet, size_t row, double own, double next, double now_s);
 void penstock_fleet_leave(struct penstock_fleet *fleet, size_t row, double held);

@@ -18,20 +18,33 @@
 #include "route_index.cdef.h"
 #include "route_table.h"
 
-enum { SLOTS_PER_GROUP = 64, SWEEP_PER_CALL = 4096 };
+enum { MAX_SLOTS = 8192, SLOTS_PER_GROUP = 64, MAX_GROUPS = MAX_SLOTS / SLOTS_PER_GROUP, SWEEP_PER_CALL = 4096 };
 
 struct index {
     pthread_mutex_t lock;
     struct table facts, hopes[2]; /* hopes[0] is the younger generation */
     uint64_t seed, version, num_evicted;
-    uint32_t max_slots, num_slots; /* slots ever handed out lie below num_slots */
-    uint64_t *live;                /* per group: the slots in use */
-    uint64_t *limits, *held;       /* per slot */
-    uint8_t *fades_left;           /* per retired slot: until no hope can carry its bit */
+    uint32_t num_slots;             /* slots ever handed out lie below it */
+    uint64_t live[MAX_GROUPS];      /* the slots in use */
+    uint64_t limits[MAX_SLOTS], held[MAX_SLOTS];
+    uint8_t fades_left[MAX_SLOTS];  /* of a retired slot: until no hope can carry its bit */
     uint32_t num_retired, num_dead; /* not in use again yet; of those, what no sweep has begun to clear */
-    uint32_t sweep_at;         /* the next fact to sweep; 0: no sweep is on its way */
-    uint64_t *sweeping, *dead; /* per group: retired before this sweep began, and since */
+    uint32_t sweep_at;              /* the next fact to sweep; 0: no sweep has begun */
+    uint64_t sweeping[MAX_GROUPS], dead[MAX_GROUPS]; /* retired before this sweep began, and since */
 };
+
+static void *locked(void *opened) {
+    pthread_mutex_lock(&((struct index *)opened)->lock);
+    return opened;
+}
+
+static void unlock(struct index *index) { pthread_mutex_unlock(&index->lock); }
+
+static uint64_t bit_of(uint32_t slot) { return 1ull << slot % SLOTS_PER_GROUP; }
+
+static int is_live(const struct index *index, uint32_t slot) {
+    return slot < index->num_slots && index->live[slot / SLOTS_PER_GROUP] & bit_of(slot);
+}
 
 static uint32_t num_groups(const struct index *index) {
     return (index->num_slots + SLOTS_PER_GROUP - 1) / SLOTS_PER_GROUP;
@@ -73,7 +86,7 @@ static void sweep(struct index *index, uint32_t num_entries) {
 
 static int is_reusable(const struct index *index, uint32_t slot) {
     uint32_t group = slot / SLOTS_PER_GROUP;
-    uint64_t bit = 1ull << slot % SLOTS_PER_GROUP;
+    uint64_t bit = bit_of(slot);
     int swept = !(index->dead[group] & bit) && !(index->sweep_at && index->sweeping[group] & bit);
     return !(index->live[group] & bit) && swept && index->fades_left[slot] == 0;
 }
@@ -83,7 +96,7 @@ static int take_slot(struct index *index, uint32_t slot, uint64_t limit) {
         index->num_slots = slot + 1;
     else
         index->num_retired--;
-    index->live[slot / SLOTS_PER_GROUP] |= 1ull << slot % SLOTS_PER_GROUP;
+    index->live[slot / SLOTS_PER_GROUP] |= bit_of(slot);
     index->limits[slot] = limit;
     index->version++;
     return (int)slot;
@@ -93,7 +106,7 @@ static int find_slot(struct index *index, uint64_t limit) {
     if (index->num_retired)
         for (uint32_t slot = 0; slot < index->num_slots; slot++)
             if (is_reusable(index, slot)) return take_slot(index, slot, limit);
-    return index->num_slots < index->max_slots ? take_slot(index, index->num_slots, limit) : -1;
+    return index->num_slots < MAX_SLOTS ? take_slot(index, index->num_slots, limit) : -1;
 }
 
 static void fade(struct index *index) {
@@ -170,24 +183,15 @@ static inline uint64_t low_64(const uint8_t *key) {
 
 /* -- what router/placement/index.py calls -------------------------------------------------------------------------------- */
 
-void *penstock_route_open(uint32_t capacity, uint32_t num_hopes, uint32_t max_slots, uint64_t seed) {
-    size_t groups = (max_slots + SLOTS_PER_GROUP - 1) / SLOTS_PER_GROUP, slots = groups * SLOTS_PER_GROUP;
+void *penstock_route_open(uint32_t capacity, uint32_t num_hopes, uint64_t seed) {
     struct index *index = calloc(1, sizeof *index);
     if (!index) return NULL;
     pthread_mutex_init(&index->lock, NULL);
-    index->max_slots = max_slots;
     index->seed = seed;
     int is_open = table_open(&index->facts, capacity);
     is_open = table_open(&index->hopes[0], num_hopes) && is_open;
     is_open = table_open(&index->hopes[1], num_hopes) && is_open;
-    index->live = calloc(groups, sizeof *index->live);
-    index->dead = calloc(groups, sizeof *index->dead);
-    index->sweeping = calloc(groups, sizeof *index->sweeping);
-    index->limits = calloc(slots, sizeof *index->limits);
-    index->held = calloc(slots, sizeof *index->held);
-    index->fades_left = calloc(slots, 1);
-    if (is_open && index->live && index->dead && index->sweeping && index->limits && index->held && index->fades_left)
-        return index;
+    if (is_open) return index;
     penstock_route_close(index);
     return NULL;
 }
@@ -197,63 +201,49 @@ void penstock_route_close(void *opened) {
     table_close(&index->facts);
     table_close(&index->hopes[0]);
     table_close(&index->hopes[1]);
-    free(index->live);
-    free(index->dead);
-    free(index->sweeping);
-    free(index->limits);
-    free(index->held);
-    free(index->fades_left);
     pthread_mutex_destroy(&index->lock);
     free(index);
 }
 
 int penstock_route_add_slot(void *opened, uint64_t limit) {
-    struct index *index = opened;
-    pthread_mutex_lock(&index->lock);
+    struct index *index = locked(opened);
     int slot = find_slot(index, limit);
     if (slot < 0 && index->num_retired) { /* every number is taken or waits for the sweep: sweep now */
-        for (int i = 0; i < 2; i++) { /* a sweep under way, and one for what was retired since */
+        for (int i = 0; i < 2; i++) { /* the sweep that has begun, and one for what was retired since */
             do sweep(index, UINT32_MAX);
             while (index->sweep_at);
             fade(index);
         }
         slot = find_slot(index, limit);
     }
-    pthread_mutex_unlock(&index->lock);
+    unlock(index);
     return slot;
 }
 
 void penstock_route_retire_slot(void *opened, uint32_t slot) {
-    struct index *index = opened;
-    uint64_t bit = 1ull << slot % SLOTS_PER_GROUP;
-    pthread_mutex_lock(&index->lock);
-    if (slot < index->num_slots && index->live[slot / SLOTS_PER_GROUP] & bit) {
-        index->live[slot / SLOTS_PER_GROUP] &= ~bit;
-        index->dead[slot / SLOTS_PER_GROUP] |= bit;
+    struct index *index = locked(opened);
+    if (is_live(index, slot)) {
+        index->live[slot / SLOTS_PER_GROUP] &= ~bit_of(slot);
+        index->dead[slot / SLOTS_PER_GROUP] |= bit_of(slot);
         index->fades_left[slot] = 2;
         index->num_retired++;
         index->num_dead++;
         index->version++;
     }
-    pthread_mutex_unlock(&index->lock);
+    unlock(index);
 }
 
-static int is_live(const struct index *index, uint32_t slot) {
-    return slot < index->num_slots && index->live[slot / SLOTS_PER_GROUP] >> slot % SLOTS_PER_GROUP & 1;
-}
-
-uint64_t penstock_route_store(void *opened, uint32_t slot, const uint8_t *keys, size_t num_keys, size_t stride) {
-    struct index *index = opened;
+uint64_t penstock_route_store(void *opened, uint32_t slot, const uint8_t *keys, size_t num_keys) {
+    struct index *index = locked(opened);
     uint32_t group = slot / SLOTS_PER_GROUP;
-    uint64_t bit = 1ull << slot % SLOTS_PER_GROUP, num_refused = 0;
-    pthread_mutex_lock(&index->lock);
+    uint64_t bit = bit_of(slot), num_refused = 0;
     sweep(index, SWEEP_PER_CALL);
     /* Backwards: a chain's start becomes its most recently used part, so that its end is evicted first. */
     for (size_t i = is_live(index, slot) ? num_keys : 0; i-- > 0;) {
-        uint64_t key = low_64(keys + i * stride);
+        uint64_t key = low_64(keys + 8 * i);
         if (i >= FAR) {
-            fetch_bucket(&index->facts, index->seed, low_64(keys + (i - FAR) * stride), group);
-            fetch_entry(&index->facts, index->seed, low_64(keys + (i - NEAR) * stride), group);
+            fetch_bucket(&index->facts, index->seed, low_64(keys + 8 * (i - FAR)), group);
+            fetch_entry(&index->facts, index->seed, low_64(keys + 8 * (i - NEAR)), group);
         }
         uint32_t at = find(&index->facts, index->seed, key, group);
         if (at) touch(&index->facts, at);
@@ -270,25 +260,24 @@ uint64_t penstock_route_store(void *opened, uint32_t slot, const uint8_t *keys, 
         index->held[slot]++;
     }
     index->version++;
-    pthread_mutex_unlock(&index->lock);
+    unlock(index);
     return num_refused;
 }
 
-void penstock_route_remove(void *opened, uint32_t slot, const uint8_t *keys, size_t num_keys, size_t stride) {
-    struct index *index = opened;
+void penstock_route_remove(void *opened, uint32_t slot, const uint8_t *keys, size_t num_keys) {
+    struct index *index = locked(opened);
     uint32_t group = slot / SLOTS_PER_GROUP;
-    uint64_t bit = 1ull << slot % SLOTS_PER_GROUP;
-    pthread_mutex_lock(&index->lock);
+    uint64_t bit = bit_of(slot);
     sweep(index, SWEEP_PER_CALL);
     for (size_t i = 0; is_live(index, slot) && i < num_keys; i++) {
-        uint64_t key = low_64(keys + i * stride);
+        uint64_t key = low_64(keys + 8 * i);
         uint32_t at = find(&index->facts, index->seed, key, group);
         if (!at || !(index->facts.entries[at].mask & bit)) continue;
         index->held[slot]--;
         if (!(index->facts.entries[at].mask &= ~bit)) drop(&index->facts, index->seed, at);
     }
     index->version++;
-    pthread_mutex_unlock(&index->lock);
+    unlock(index);
 }
 
 static void hope(struct index *index, uint64_t key, uint32_t group, uint64_t bit) {
@@ -302,10 +291,9 @@ static void hope(struct index *index, uint64_t key, uint32_t group, uint64_t bit
 }
 
 void penstock_route_hope(void *opened, uint32_t slot, const uint64_t *keys, size_t num_keys, size_t num_known) {
-    struct index *index = opened;
+    struct index *index = locked(opened);
     uint32_t group = slot / SLOTS_PER_GROUP;
-    uint64_t bit = 1ull << slot % SLOTS_PER_GROUP;
-    pthread_mutex_lock(&index->lock);
+    uint64_t bit = bit_of(slot);
     for (size_t i = is_live(index, slot) ? num_keys : 0; i-- > 0;) {
         if (i >= FAR) {
             fetch_bucket(i - FAR < num_known ? &index->facts : &index->hopes[0], index->seed, keys[i - FAR], group);
@@ -316,31 +304,28 @@ void penstock_route_hope(void *opened, uint32_t slot, const uint64_t *keys, size
         if (!at || !(index->facts.entries[at].mask & bit)) hope(index, keys[i], group, bit);
     }
     index->version++;
-    pthread_mutex_unlock(&index->lock);
+    unlock(index);
 }
 
 void penstock_route_fade(void *opened) {
-    struct index *index = opened;
-    pthread_mutex_lock(&index->lock);
+    struct index *index = locked(opened);
     sweep(index, SWEEP_PER_CALL);
     fade(index);
-    pthread_mutex_unlock(&index->lock);
+    unlock(index);
 }
 
 uint64_t penstock_route_match(void *opened, const uint64_t *keys, size_t num_keys, int32_t *counts,
                               size_t num_slots) {
-    struct index *index = opened;
-    pthread_mutex_lock(&index->lock);
+    struct index *index = locked(opened);
     uint64_t version = match(index, keys, num_keys, counts, num_slots);
-    pthread_mutex_unlock(&index->lock);
+    unlock(index);
     return version;
 }
 
 uint64_t penstock_route_version(void *opened) {
-    struct index *index = opened;
-    pthread_mutex_lock(&index->lock);
+    struct index *index = locked(opened);
     uint64_t version = index->version;
-    pthread_mutex_unlock(&index->lock);
+    unlock(index);
     return version;
 }
 
@@ -358,40 +343,34 @@ void penstock_route_keys(const uint8_t *root, const uint8_t *tokens, size_t num_
     }
 }
 
-uint64_t penstock_route_keys_and_match(void *opened, const uint8_t *root, const uint64_t *salt_id,
-                                       const uint64_t *lora_id, const uint8_t *tokens, size_t num_tokens,
+uint64_t penstock_route_keys_and_match(void *opened, const uint8_t *root, const uint8_t *tokens, size_t num_tokens,
                                        size_t block_size, uint64_t *keys, int32_t *counts, size_t num_slots) {
     size_t num_keys = root ? num_tokens / block_size : (num_tokens + block_size - 1) / block_size;
     if (root)
         penstock_route_keys(root, tokens, num_keys, block_size, keys);
     else
-        penstock_block_keys_v1(tokens, num_tokens, block_size, salt_id, lora_id, keys);
+        penstock_block_keys_v1(tokens, num_tokens, block_size, NULL, NULL, keys);
     return penstock_route_match(opened, keys, num_keys, counts, num_slots);
 }
 
 uint64_t penstock_route_num_held(void *opened, uint32_t slot) {
-    struct index *index = opened;
-    pthread_mutex_lock(&index->lock);
+    struct index *index = locked(opened);
     uint64_t held = is_live(index, slot) ? index->held[slot] : 0;
-    pthread_mutex_unlock(&index->lock);
+    unlock(index);
     return held;
 }
 
-void penstock_route_stats(void *opened, uint64_t out[6]) {
-    struct index *index = opened;
-    pthread_mutex_lock(&index->lock);
+void penstock_route_stats(void *opened, uint64_t out[4]) {
+    struct index *index = locked(opened);
     out[0] = index->facts.num_entries;
     out[1] = (uint64_t)index->hopes[0].num_entries + index->hopes[1].num_entries;
     out[2] = index->num_evicted;
-    out[3] = index->num_slots;
-    out[4] = table_bytes(&index->facts) + 2 * table_bytes(&index->hopes[0]);
-    out[5] = index->num_retired;
-    pthread_mutex_unlock(&index->lock);
+    out[3] = table_bytes(&index->facts) + 2 * table_bytes(&index->hopes[0]);
+    unlock(index);
 }
 
 int penstock_route_check(void *opened) {
-    struct index *index = opened;
-    pthread_mutex_lock(&index->lock);
+    struct index *index = locked(opened);
     int sound = table_is_sound(&index->facts, index->seed) && table_is_sound(&index->hopes[0], index->seed) &&
                 table_is_sound(&index->hopes[1], index->seed);
     uint64_t *seen = calloc(index->num_slots + 1ull, sizeof *seen);
@@ -402,6 +381,6 @@ int penstock_route_check(void *opened) {
         sound = seen[slot] == index->held[slot] && seen[slot] <= index->limits[slot];
     sound = sound && seen;
     free(seen);
-    pthread_mutex_unlock(&index->lock);
+    unlock(index);
     return sound;
 }

@@ -1,9 +1,9 @@
 /* The router's index (router/placement/index.py): which replica's slot holds which blocks. Keys are the low 64 bits of block
  * keys. Every function takes the index's own lock, so any thread may call any of them. */
 
-/* An index of at most `capacity` facts and `num_hopes` hopes for up to `max_slots` slots; NULL: out of memory.
- * `seed` moves the hash buckets, so that nobody outside can aim at one. */
-void *penstock_route_open(uint32_t capacity, uint32_t num_hopes, uint32_t max_slots, uint64_t seed);
+/* An index of at most `capacity` facts and `num_hopes` hopes for up to 8192 slots; NULL: out of memory. `seed` moves the
+ * hash buckets, so that no client can aim at one. */
+void *penstock_route_open(uint32_t capacity, uint32_t num_hopes, uint64_t seed);
 void penstock_route_close(void *index);
 
 /* A slot that holds nothing, for at most `limit` blocks; -1: all are in use. */
@@ -12,10 +12,9 @@ int penstock_route_add_slot(void *index, uint64_t limit);
 /* Forget a slot at once. Its bits are swept up bit by bit, and then its number is handed out again. */
 void penstock_route_retire_slot(void *index, uint32_t slot);
 
-/* Facts: `slot` holds these blocks, or no longer does. A key lies every `stride` bytes, its first 8 bytes count, little
- * endian. `store` returns how many the slot's limit refused. */
-uint64_t penstock_route_store(void *index, uint32_t slot, const uint8_t *keys, size_t num_keys, size_t stride);
-void penstock_route_remove(void *index, uint32_t slot, const uint8_t *keys, size_t num_keys, size_t stride);
+/* Facts: `slot` holds these blocks, or no longer does. A key has 8 bytes, little endian. `store` returns how many the slot's limit refused. */
+uint64_t penstock_route_store(void *index, uint32_t slot, const uint8_t *keys, size_t num_keys);
+void penstock_route_remove(void *index, uint32_t slot, const uint8_t *keys, size_t num_keys);
 
 /* Hopes: `slot` will soon hold these blocks. They fade at the second `fade` after they were spoken. Facts among the
  * first `num_known` are only marked as used. */
@@ -23,13 +22,12 @@ void penstock_route_hope(void *index, uint32_t slot, const uint64_t *keys, size_
 void penstock_route_fade(void *index);
 
 /* counts[slot] = how many leading blocks it holds, by facts or hopes, for slots below `num_slots`. Returns the index's
- * version, which moves with every change. Takes it that whoever holds a block holds those before it. */
+ * version, which moves with every change. Takes it that a slot with a block has those before it. */
 uint64_t penstock_route_match(void *index, const uint64_t *keys, size_t num_keys, int32_t *counts, size_t num_slots);
 uint64_t penstock_route_version(void *index);
 
 /* Hash and match in one call. `root`: 32 bytes for the SHA-256 chain, NULL for v1. `keys` receives the low 64 bits. */
-uint64_t penstock_route_keys_and_match(void *index, const uint8_t *root, const uint64_t *salt_id,
-                                       const uint64_t *lora_id, const uint8_t *tokens, size_t num_tokens,
+uint64_t penstock_route_keys_and_match(void *index, const uint8_t *root, const uint8_t *tokens, size_t num_tokens,
                                        size_t block_size, uint64_t *keys, int32_t *counts, size_t num_slots);
 
 /* The low 64 bits of the SHA-256 chain's keys. */
@@ -38,9 +36,8 @@ void penstock_route_keys(const uint8_t *root, const uint8_t *tokens, size_t num_
 
 uint64_t penstock_route_num_held(void *index, uint32_t slot);
 
-/* out: facts in the table, hopes in both tables, facts evicted for room, slots ever used, bytes reserved, slots
- * waiting for the sweep. */
-void penstock_route_stats(void *index, uint64_t out[6]);
+/* out: facts in the table, hopes in both tables, facts evicted for room, bytes reserved. */
+void penstock_route_stats(void *index, uint64_t out[4]);
 
 /* 1 if every invariant holds; O(entries). */
 int penstock_route_check(void *index);

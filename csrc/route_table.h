@@ -53,7 +53,7 @@ static inline uint32_t find(const struct table *table, uint64_t seed, uint64_t k
     return at;
 }
 
-/* Have the memory that `find` will read on its way: of a key some steps ahead its bucket, of a nearer one its entry.
+/* Fetch the memory that `find` will read ahead of it: of a key some steps ahead its bucket, of a nearer one its entry.
  * A large table's every look-up is a cache miss, and a prompt has thousands. */
 enum { FAR = 12, NEAR = 6 };
 static inline void fetch_bucket(const struct table *table, uint64_t seed, uint64_t key, uint32_t group) {

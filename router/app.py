@@ -19,13 +19,12 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.page.document import document
 from penstock.engine.http.token_form import CONTENT_TYPE, REPORT_HEADER
 from penstock.router.config import Prefill, RouteError, RouterConfig, canonical_url
-from penstock.router.exchange import Exchange, Plan
-from penstock.router.fleet.fleet import Fleet, Group
+from penstock.router.exchange import Exchange, Outgoing
+from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection, Edge
-from penstock.router.http.heads import Request
-from penstock.router.http.wire import Headers
-from penstock.router.metrics import Metrics
+from penstock.router.http.heads import ClientRequest, Headers
+from penstock.router.metrics import RouterMetrics
 from penstock.router.placement.prompts import Asked, Routable, Texts
 
 log = logging.getLogger("penstock.router")
@@ -42,32 +41,31 @@ WITH_IDS = b"content-type: %b\r\n" % CONTENT_TYPE
 _ASKED = msgspec.json.Decoder(Asked)
 
 
-class Change(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ReplicaChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of POST and DELETE /replicas; `peer` of one that only computes prompts."""
 
     url: str
     peer: str | None = None
 
 
-class App:
+class RouterApp:
     def __init__(self, config: RouterConfig, fleet: Fleet, texts: Texts, version: str) -> None:
         self.config = config
         self.fleet = fleet
         self.texts = texts
         self.version = version
-        self.metrics = Metrics(fleet)
         self.edge = Edge(self, config.limits)
-        self.metrics.edge = self.edge
+        self.metrics = RouterMetrics(fleet, self.edge.refused)
         self.is_draining = False
         self.exchanges: set[Exchange] = set()
-        # Set by whoever runs the probes and, with several workers, carries changes to the others.
-        self.probe_now: Callable[[Replica], None] = lambda replica: None
-        self.on_change: Callable[[str, str, str | None], None] = lambda method, url, peer: None
+        # Set by what runs the probes and, with several workers, by what carries changes to the others.
+        self.probe_now: Callable[[Replica], None] = lambda _replica: None
+        self.on_change: Callable[[str, str, str | None], None] = lambda _method, _url, _peer: None
         self._page, headers = document("fleet")
         self._page_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._keys = Keys(config.api_keys)
         self._admin_keys = Keys(config.admin_api_keys)
-        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n"  # what replicas are told beside the client's headers
+        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n"  # what replicas get beside the client's headers
         if config.backend_api_key is not None:
             self._own_lines += b"authorization: Bearer %b\r\n" % config.backend_api_key.encode()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,7 +86,7 @@ class App:
 
     # The edge asks.
 
-    def admit(self, request: Request) -> HttpError | None:
+    def admit(self, request: ClientRequest) -> HttpError | None:
         """Before the body is read: key, route, method, drain and load."""
         path = request.path
         if not path.startswith("/"):
@@ -106,7 +104,7 @@ class App:
             return HttpError(405, f"{method[:16]}: not a method of this route")
         return None
 
-    def handle(self, request: Request, connection: ClientConnection) -> None:
+    def handle(self, request: ClientRequest, connection: ClientConnection) -> None:
         path = request.path
         try:
             if path in PROXIED:
@@ -122,22 +120,22 @@ class App:
         self.metrics.count(request, status)
         connection.answer(status, headers, body)
 
-    def refuse(self, request: Request, connection: ClientConnection, error: HttpError) -> None:
+    def refuse(self, request: ClientRequest, connection: ClientConnection, error: HttpError) -> None:
         self.metrics.count(request, error.status)
         connection.refuse(error)
 
-    def _fail(self, request: Request, connection: ClientConnection) -> None:
+    def _fail(self, request: ClientRequest, connection: ClientConnection) -> None:
         """A bug of ours. The traceback goes to the log, and nothing of it to the client."""
         log.exception("a request failed in the router")
         if connection.current is request:
             self.refuse(request, connection, HttpError(500, "internal error"))
 
-    def _may(self, request: Request, path: str) -> bool:
+    def _may(self, request: ClientRequest, path: str) -> bool:
         if not self._keys or (request.method, path) in OPEN or _admits(self._keys, request):
             return True
         return path == "/replicas" and bool(self._admin_keys) and _admits(self._admin_keys, request)
 
-    def _objection(self, request: Request) -> HttpError | None:
+    def _objection(self, request: ClientRequest) -> HttpError | None:
         if request.method != b"POST":
             return HttpError(405, f"{request.method.decode('latin-1')[:16]}: not a method of this route")
         kind = request.content_type
@@ -149,14 +147,14 @@ class App:
         if len(self.exchanges) >= limit:
             return HttpError(
                 429,
-                f"{limit} requests are under way, which is the limit (--max-requests)",
+                f"{limit} requests are in flight, which is the limit (--max-requests)",
                 headers={"retry-after": "1"},
             )
         return None
 
     # A request for a replica.
 
-    def _proxy(self, request: Request, connection: ClientConnection) -> None:
+    def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
         asked = decode(_ASKED, request.body)
         group = self.fleet.group_of(asked.model)
         if bytes(asked.kv_transfer_params) not in (b"", b"null") and self.fleet.has_prefills:
@@ -169,10 +167,9 @@ class App:
         else:
             self.spawn(self._prepare_aside(exchange, group, asked))
 
-    async def _prepare_aside(self, exchange: Exchange, group: Group, asked: Asked) -> None:
+    async def _prepare_aside(self, exchange: Exchange, group: ReplicaGroup, asked: Asked) -> None:
         request, connection = exchange.request, exchange.connection
-        connection.reader = exchange
-        self.exchanges.add(exchange)
+        exchange.open()
         try:
             prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.placement)
         except HttpError as error:
@@ -185,13 +182,13 @@ class App:
         if connection.current is request:
             self._begin(exchange, group, asked, prepared)
 
-    def _begin(self, exchange: Exchange, group: Group, asked: Asked, prepared: Routable) -> None:
+    def _begin(self, exchange: Exchange, group: ReplicaGroup, asked: Asked, prepared: Routable) -> None:
         request = exchange.request
         lines = self._upstream_lines(request)
         with_ids = None
         if prepared.body_with_ids is not None:
             with_ids = (lines + WITH_IDS, prepared.body_with_ids)
-        plan = Plan(
+        outgoing = Outgoing(
             request.target,
             lines + b"content-type: application/json\r\n",
             request.body,
@@ -202,9 +199,8 @@ class App:
             prepared.prompt,
             prepared.num_tokens,
         )
-        exchange.connection.reader = exchange
-        self.exchanges.add(exchange)
-        exchange.start(group, plan)
+        exchange.open()
+        exchange.start(group, outgoing)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """A task that is kept until it is done; what it dies of is logged."""
@@ -217,7 +213,7 @@ class App:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a request failed in the router", exc_info=error)
 
-    def _upstream_lines(self, request: Request) -> bytes:
+    def _upstream_lines(self, request: ClientRequest) -> bytes:
         """The client's headers, cleaned. Its key passes only where the router has none of its own to ask for or to
         give."""
         if request.authorization and not self._keys and self.config.backend_api_key is None:
@@ -263,7 +259,7 @@ class App:
 
     # The router's own routes.
 
-    def _own(self, request: Request, path: str) -> tuple[int, Headers, bytes]:
+    def _own(self, request: ClientRequest, path: str) -> tuple[int, Headers, bytes]:
         if path == "/replicas" and request.method in (b"POST", b"DELETE"):
             return self._change(request)
         if path == "/metrics":
@@ -298,12 +294,12 @@ class App:
             for name in group.names
         ]
 
-    def _change(self, request: Request) -> tuple[int, Headers, bytes]:
+    def _change(self, request: ClientRequest) -> tuple[int, Headers, bytes]:
         if not self._admin_keys:
             raise HttpError(403, "the fleet can be changed only where the router was started with --admin-api-key")
         if not _admits(self._admin_keys, request):
             raise HttpError(403, "changing the fleet needs the admin key")
-        change = decode(msgspec.json.Decoder(Change), request.body)
+        change = decode(msgspec.json.Decoder(ReplicaChange), request.body)
         try:
             url = (
                 canonical_url(change.url, "url")
@@ -333,6 +329,16 @@ class App:
                 replica.remove()
             self.probe_now(replica)
 
+    def check(self) -> None:
+        self.fleet.check()
+        attempts = []
+        for exchange in self.exchanges:
+            exchange.check()
+            attempts += [
+                leg.attempt for leg in (exchange, exchange.prefill) if leg is not None and leg.attempt is not None
+            ]
+        assert self.fleet.num_in_flight == len(attempts), f"{self.fleet.num_in_flight} in flight, {len(attempts)} known"
 
-def _admits(keys: Keys, request: Request) -> bool:
+
+def _admits(keys: Keys, request: ClientRequest) -> bool:
     return keys.admit((b"authorization", value) for value in request.authorization)

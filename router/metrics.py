@@ -13,8 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.router.fleet.fleet import Fleet
-from penstock.router.http.edge import Edge
-from penstock.router.http.heads import Request
+from penstock.router.http.heads import ClientRequest
 
 FIRST_BYTE_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
 LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
@@ -37,7 +36,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
 SEPARATOR = "\x1f"  # between a counter's name and its labels in a report
 
 
-class Histogram:
+class Buckets:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
@@ -48,47 +47,30 @@ class Histogram:
         self.total += value
 
 
-class Metrics(Collector):
-    def __init__(self, fleet: Fleet) -> None:
+class RouterMetrics(Collector):
+    def __init__(self, fleet: Fleet, refused: Counter[int]) -> None:
         self.fleet = fleet
-        self.edge: Edge | None = None
-        self.requests: Counter[tuple[str, int]] = Counter()  # (route, status)
-        self.retries: Counter[str] = Counter()  # why another replica was asked
-        self.not_retried: Counter[str] = Counter()  # why it would have been, had the budget allowed
-        self.split_requests: Counter[str] = Counter()  # split, direct
-        self.prefills: Counter[str] = Counter()
-        self.num_client_gone = 0
-        self.broken_streams = 0
-        self.first_byte = Histogram(FIRST_BYTE_S)
-        self.loop_lag = Histogram(LAG_S)
+        # By name and labels; those without labels are shown from the start.
+        self.counts: Counter[tuple[object, ...]] = Counter({("client_gone",): 0, ("broken_streams",): 0})
+        self.first_byte = Buckets(FIRST_BYTE_S)
+        self.loop_lag = Buckets(LAG_S)
         self.others: dict[int, dict[str, float]] = {}  # worker → what it last reported
+        self._refused = refused  # status → what never became a request
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def count(self, request: Request, status: int) -> None:
+    def count(self, request: ClientRequest, status: int) -> None:
         """`request` has passed admission, so its path is one of ours."""
-        self.requests[request.path, status] += 1
+        self.counts["requests", request.path, status] += 1
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def own_counters(self) -> dict[str, float]:
         """What this process has counted, flat: a name with its labels → the value."""
-        found: dict[str, float] = {}
-        for (route, status), count in self.requests.items():
-            found[_key("requests", route, status)] = count
-        counters = {
-            "retries": self.retries,
-            "not_retried": self.not_retried,
-            "split_requests": self.split_requests,
-            "prefills": self.prefills,
-        }
-        for name, counts in counters.items():
-            found |= {_key(name, reason): count for reason, count in counts.items()}
-        if self.edge is not None:
-            found |= {_key("refused", status): count for status, count in self.edge.refused.items()}
-        found |= {_key("client_gone"): self.num_client_gone, _key("broken_streams"): self.broken_streams}
+        found: dict[str, float] = {_key(*key): count for key, count in self.counts.items()}
+        found |= {_key("refused", status): count for status, count in self._refused.items()}
         for replica in self.fleet.replicas.values():
             found[_key("replica_requests", replica.url)] = replica.num_requests
             found[_key("replica_failures", replica.url)] = replica.num_failures
@@ -123,17 +105,17 @@ class Metrics(Collector):
         yield from _placement(by_name.get("placement", []))
         yield from self._of_replicas()
 
-    def _histograms(self) -> Iterator[tuple[str, Histogram]]:
+    def _histograms(self) -> Iterator[tuple[str, Buckets]]:
         yield "first_byte_seconds", self.first_byte
         yield "loop_lag_seconds", self.loop_lag
 
     def _of_replicas(self) -> Iterator[Metric]:
         state = GaugeMetricFamily("penstock:router_replica_state", "1: its state.", labels=("replica", "state"))
-        under_way = GaugeMetricFamily("penstock:router_under_way", "Requests under way.", labels=("replica",))
+        under_way = GaugeMetricFamily("penstock:router_under_way", "Requests in flight.", labels=("replica",))
         for replica in self.fleet.replicas.values():
             for name in STATES:
                 state.add_metric((replica.url, name), float(replica.state == name))
-            under_way.add_metric((replica.url,), replica.num_under_way)
+            under_way.add_metric((replica.url,), replica.num_in_flight)
         yield from (state, under_way)
 
 

@@ -8,35 +8,31 @@ itself, or is dropped when the other has its first byte, fails, or loses its cli
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from penstock.router.fleet.fleet import Group
-from penstock.router.fleet.replica import Outcome, Replica
+from penstock.router.attempt import Attempt
+from penstock.router.fleet.fleet import ReplicaGroup
+from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import AnswerHead
-from penstock.router.http.upstream import ConnectFailed, Upstream
-from penstock.router.http.wire import request_head
-from penstock.router.placement.placement import Charge
+from penstock.router.placement.load import Charge
 from penstock.router.placement.prompts import COMPLETIONS
 from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
 
 if TYPE_CHECKING:
-    from penstock.router.app import App
-    from penstock.router.exchange import Plan
+    from penstock.router.app import RouterApp
+    from penstock.router.exchange import Outgoing
 
 LEAST_WAIT_S = 2.0
 MOST_WAIT_S = 60.0
 
 
 class PrefillLeg:
-    """`on_failure` is called at most once, and not after `drop`. The load is released exactly once."""
+    """`on_failure` is called at most once, and not after `leave`."""
 
-    def __init__(self, app: "App", charge: Charge, on_failure: Callable[["PrefillLeg", Outcome], None]) -> None:
-        self.replica: Replica = app.fleet.replicas[charge.replica]
+    def __init__(self, app: "RouterApp", charge: Charge, on_failure: Callable[["PrefillLeg", Outcome], None]) -> None:
+        self.attempt = Attempt(app, charge, self)
+        self.replica = self.attempt.replica
         self.predicted_ttft_s = charge.predicted_ttft_s
         self._app = app
-        self._charge = charge
         self._on_failure = on_failure
-        self._head = self._body = b""
-        self._upstream: Upstream | None = None
-        self._is_kept = self._was_stale = self._is_over = False
         self._status = 0
         self._cached_tokens: int | None = None
 
@@ -45,17 +41,7 @@ class PrefillLeg:
         """It would not compute this prompt, and no other will."""
         return 400 <= self._status < 500 and self._status != 429
 
-    def start(self, target: bytes, lines: bytes, body: bytes) -> None:
-        self._head = request_head(target, self.replica.host_header, lines, len(body))
-        self._body = body
-        self._app.fleet.begin(self.replica)
-        upstream = self.replica.pool.take_idle()
-        if upstream is not None:
-            self._send(upstream, is_kept=True)
-        else:
-            self._app.spawn(self._connect())
-
-    def told(self, body: bytes, *, is_form: bool) -> bytes:
+    def hint(self, body: bytes, *, is_form: bool) -> bytes:
         """What the decode replica is sent: the client's body, and where the blocks will be.
 
         It waits for twice as long as we expect this to take, for the queue may be longer than we know; then it
@@ -65,43 +51,13 @@ class PrefillLeg:
         wait_s = min(LEAST_WAIT_S + 2 * self.predicted_ttft_s, MOST_WAIT_S)
         return (form_with_peer if is_form else with_peer)(body, self.replica.peer, wait_s)
 
-    def drop(self) -> None:
-        """Nobody needs it any more: the replica sees us leave and aborts."""
-        self._leave("gone", "")
-
-    def move(self, reason: str) -> None:
-        """The replica is down."""
-        self._leave("moved", reason)
-
-    def _leave(self, outcome: Outcome, reason: str) -> None:
-        if self._upstream is not None:
-            self._upstream.drop(self)
-        self._settle(outcome, reason)
-
-    async def _connect(self) -> None:
-        try:
-            upstream = await self.replica.pool.connect()
-        except ConnectFailed as error:
-            self._settle("unreachable", str(error))
+    def leave(self, outcome: Outcome = "gone", reason: str = "") -> None:
+        """It is not needed any more, or has failed."""
+        if self.attempt.state == "over":
             return
-        if self._is_over:
-            upstream.abandon()
-        else:
-            self._send(upstream, is_kept=False)
-
-    def _send(self, upstream: Upstream, *, is_kept: bool) -> None:
-        self._upstream, self._is_kept = upstream, is_kept
-        upstream.send(self._head, self._body, self)
-
-    def _settle(self, outcome: Outcome, reason: str) -> None:
-        if self._is_over:
-            return
-        self._is_over, self._upstream = True, None
         is_computed = outcome == "answered" and self._status < 400
-        self._charge.release(is_computed or outcome == "gone")
-        self._app.fleet.end(self.replica)
-        self._app.metrics.prefills[_name(outcome, self._status)] += 1
-        self._app.judge(self.replica, outcome, self._status, reason)
+        self.attempt.end(outcome, self._status, reason, is_ok=is_computed or outcome == "gone")
+        self._app.metrics.counts["prefills", _name(outcome, self._status)] += 1
         if not is_computed and outcome != "gone":
             self._on_failure(self, outcome)
 
@@ -115,38 +71,33 @@ class PrefillLeg:
 
     def ended(self) -> None:
         if self._status < 400:
-            self._charge.first_token(self._cached_tokens)
-        self._settle("busy" if self._status in (429, 503) else "answered", f"it answered {self._status}")
+            self.attempt.charge.first_token(self._cached_tokens)
+        self.leave("busy" if self._status in (429, 503) else "answered", f"it answered {self._status}")
 
     def lost(self, reason: str) -> None:
-        upstream, self._upstream = self._upstream, None
-        assert upstream is not None
-        # As in Exchange: a kept connection that had been closed says nothing about the replica.
-        if self._is_kept and not upstream.has_heard and not self._was_stale and self._app.fleet.budget.take():
-            self._was_stale = True
-            self._app.spawn(self._connect())
-        else:
-            self._settle("lost", reason)
+        if not self.attempt.reconnects():
+            self.leave("lost", reason)
+
+    def unreachable(self, reason: str) -> None:
+        self.leave("unreachable", reason)
 
 
 def place(
-    app: "App",
-    prefills: Group,
+    app: "RouterApp",
+    prefills: ReplicaGroup,
     path: str,
-    plan: "Plan",
+    outgoing: "Outgoing",
     tried: frozenset[str],
     on_failure: Callable[[PrefillLeg, Outcome], None],
 ) -> PrefillLeg | None:
-    """The leg, under way; None where the prompt has to be computed with the answer, or nobody else can do it soon."""
-    if plan.prompt is None or not is_splittable(path, plan.body):
+    """The leg, in flight; None where the prompt has to be computed with the answer, or no other can do it soon."""
+    if outgoing.prompt is None or not is_splittable(path, outgoing.body):
         return None
-    charge = app.fleet.choose(
-        prefills,
-        plan.model,
-        prefills.placement.adopt(plan.prompt),
-        num_tokens=plan.num_tokens,
-        session=plan.session,
-        tried=tried,
+    charge = prefills.placement.choose(
+        prefills.placement.adopt(outgoing.prompt),
+        num_tokens=outgoing.num_tokens,
+        session=outgoing.session,
+        exclude=prefills.not_for(outgoing.model, tried),
     )
     if charge is None:
         return None
@@ -154,11 +105,11 @@ def place(
         charge.release(ok=False)
         return None
     leg = PrefillLeg(app, charge, on_failure)
-    if plan.with_ids is not None and leg.replica.text_digest == plan.text_digest:
-        lines, form = plan.with_ids
-        leg.start(COMPLETIONS.encode(), lines, ids_of(form))  # to ids it is all the same what they were made of
+    if outgoing.with_ids is not None and leg.replica.text_digest == outgoing.text_digest:
+        lines, form = outgoing.with_ids
+        leg.attempt.start(COMPLETIONS.encode(), lines, ids_of(form))  # to ids it is all the same what made them
     else:
-        leg.start(path.encode(), plan.lines, prompt_of(plan.body))
+        leg.attempt.start(path.encode(), outgoing.lines, prompt_of(outgoing.body))
     return leg
 
 

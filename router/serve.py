@@ -7,7 +7,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
@@ -16,13 +15,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-import msgspec
-
 from penstock import __version__
 from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
 from penstock.engine.options import Option, add_options, built, options_of
 from penstock.engine.text.model_text import load_text
-from penstock.router.app import App
+from penstock.router.app import RouterApp
 from penstock.router.config import Prefill, RouteError, RouterConfig, replicas_of, resolve
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
@@ -121,7 +118,7 @@ class Router:
         self.config = config
         self.texts = texts
         self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)), time.monotonic)
-        self.app = App(config, self.fleet, texts, __version__)
+        self.app = RouterApp(config, self.fleet, texts, __version__)
         self.prober = Prober(self.fleet, config, self._on_info)
         self.links = KvLinks(self.fleet, config)
         self.app.probe_now = self.prober.watch
@@ -139,7 +136,7 @@ class Router:
 
     async def _know_the_fleet(self) -> None:
         """Listen only when every replica has been asked once, or had the time: a worker that joins others, or one
-        that is started again, must not say that there is none."""
+        that is started again, must not say that no replica is there."""
         deadline_s = time.monotonic() + self.config.patience.probe_timeout_s
         while time.monotonic() < deadline_s and any(
             replica.state == "starting" for replica in self.fleet.replicas.values()
@@ -228,5 +225,3 @@ def _announce(url: str, config: RouterConfig) -> None:
     print(f"Routing to {replicas_of(config)} by {config.policy}: {url}", flush=True)
     if config.tokenizer is None:
         print("  without --tokenizer, what replicas have cached is guessed from the bytes of requests", flush=True)
-    settings = json.loads(msgspec.json.encode(config.patience))
-    log.debug("patience: %s", settings)

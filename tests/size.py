@@ -53,7 +53,9 @@ def loaded_by_a_chat() -> list[Path]:
         model, seen = Path(folder) / "model", Path(folder) / "imports"
         model.mkdir()
         template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-        text_samples.folder(model, text_samples.byte_level(), config=CONFIG, tokenizer_config={"chat_template": template})
+        text_samples.folder(
+            model, text_samples.byte_level(), config=CONFIG, tokenizer_config={"chat_template": template}
+        )
         (Path(folder) / "sitecustomize.py").write_text(RECORDER)
         ours = {"PYTHONPATH": f"{folder}:{ROOT / 'src'}", "PENSTOCK_IMPORTS": str(seen)}
         environment = os.environ | ours | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
@@ -72,7 +74,9 @@ def loaded_by_a_chat() -> list[Path]:
                 server.stdout.read()
         names = set(seen.read_text().split())
     modules = [ROOT.joinpath("src", *name.split(".")) for name in names]
-    files = [path for module in modules for path in (module.with_suffix(".py"), module / "__init__.py") if path.is_file()]
+    files = [
+        path for module in modules for path in (module.with_suffix(".py"), module / "__init__.py") if path.is_file()
+    ]
     return [path.resolve() for path in files] + [
         path for path in counted("csrc") if str(path.relative_to(ROOT)).startswith(CHAT_IN_C)
     ]

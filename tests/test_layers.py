@@ -40,7 +40,7 @@ PARTS = {
                "server", "commands"),
     "executor": ("protocol gguf_header batch moe_spec parallel staging progress process_life outbox", "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle"),
-    "router": ("config", "http", "placement", "fleet", "split prefill exchange app metrics workers serve", "deploy"),
+    "router": ("config", "http", "placement", "fleet", "split attempt prefill exchange app metrics workers serve", "deploy"),
     "cache": ("keys pool", "tiers.base tiers.health tiers.measures tiers.memory", "tiers.index", "tiers.disk",
               "tiers.peer"),
 }  # fmt: skip

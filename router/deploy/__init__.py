@@ -1,6 +1,6 @@
 """`penstock deploy FILE`: the command line. It starts a deployment and stays, or changes, shows or ends one that runs.
 
-Replicas and router are `penstock serve` and `penstock route` as anybody would start them, beneath actors of a Ray
+Replicas and router are `penstock serve` and `penstock route` as an operator would start them, beneath actors of a Ray
 cluster; what runs is decided in supervisor.py, what may stand in the file in file.py.
 """
 
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, serve: Command, route: Command) -> int:
         return _show(remote.view())
     if args.down:
         remote.stop()
-        return _bury(remote, _follow(remote, remote.news(0)[0]))
+        return _bury(remote, _follow(remote, remote.updates(0)[0]))
     return _roll(remote, deployment)
 
 
@@ -84,7 +84,7 @@ def _stay(remote: "Remote", is_detached: bool) -> int:
 
 def _roll(remote: "Remote", deployment: Deployment) -> int:
     """Change one that runs: 0 when it has become what the file says."""
-    since = remote.news(0)[0]
+    since = remote.updates(0)[0]
     _say(remote.roll(deployment))
     view = _follow(remote, since)
     if view.failure is not None:
@@ -103,8 +103,8 @@ def _follow(remote: "Remote", since: int) -> View:
 
 
 def _hear(remote: "Remote", since: int) -> tuple[int, View]:
-    view = remote.view()  # first: what it says of its end is then among the news
-    since, lines = remote.news(since)
+    view = remote.view()  # first: what it says of its end is then among the updates
+    since, lines = remote.updates(since)
     for line in lines:
         _say(line)
     return since, view
@@ -122,9 +122,10 @@ def _show(view: View) -> int:
     if view.failure is not None:
         print(f"the last roll-out failed: {view.failure}")
     for line in view.lines:
-        place = f"process {line.pid} on {line.node}" if line.pid is not None else "no process"
+        sight = line.sight
+        place = f"process {sight.pid} on {sight.node}" if sight.pid is not None else "no process"
         died = f"  died {line.failures} times in a row, of this last: {line.reason}" if line.failures else ""
-        print(f"  {line.name:<24} {line.state:<9} {place:<28} {line.url or '':<24}{died}".rstrip())
+        print(f"  {line.name:<24} {line.state:<9} {place:<28} {sight.url or '':<24}{died}".rstrip())
     return 0 if view.is_whole else 1
 
 

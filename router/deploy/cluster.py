@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -60,7 +61,7 @@ class Remote:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         try:
             actor = (
-                ray.remote(Actor)
+                ray.remote(SupervisorActor)
                 .options(
                     name=deployment.name,
                     namespace=NAMESPACE,
@@ -71,25 +72,25 @@ class Remote:
                 )
                 .remote(deployment, dict(router_env))
             )
-            ray.get(actor.view.remote(), timeout=ANSWER_S)
+            ray.get(actor.ask.remote("view"), timeout=ANSWER_S)
         except (RayError, ValueError) as error:
             raise DeployError(f"{deployment.name}: Ray could not start its supervisor: {error}") from error
         return cls(deployment.name, actor)
 
     def roll(self, deployment: Deployment) -> str:
-        done, said = self._ask("roll", deployment)
-        if not done:
-            raise DeployError(said)
-        return said
+        return str(self._ask("roll", deployment))
 
     def stop(self) -> None:
         self._ask("stop")
 
-    def news(self, since: int) -> tuple[int, list[str]]:
-        return self._ask("news", since)
+    def updates(self, since: int) -> tuple[int, list[str]]:
+        num_said, lines = self._ask("updates", since)
+        return num_said, lines
 
     def view(self) -> View:
-        return self._ask("view")
+        view = self._ask("view")
+        assert isinstance(view, View)
+        return view
 
     def end(self) -> None:
         """The actor, and with it whatever it still owns. Its name is free afterwards."""
@@ -100,12 +101,15 @@ class Remote:
 
     def _ask(self, question: str, *words: Any) -> Any:
         try:
-            return ray.get(getattr(self._actor, question).remote(*words), timeout=ANSWER_S)
+            answer = ray.get(self._actor.ask.remote(question, *words), timeout=ANSWER_S)
         except RayError as error:
-            raise DeployError(f"{self._name}: its supervisor does not answer: {' '.join(str(error).split())}") from None
+            raise DeployError(f"{self._name}: its supervisor does not answer: {_one_line(error)}") from None
+        if isinstance(answer, DeployError):
+            raise answer
+        return answer
 
 
-class Actor:
+class SupervisorActor:
     """The supervisor, in a process of its own. One thread ticks; others answer."""
 
     def __init__(self, deployment: Deployment, router_env: dict[str, str]) -> None:
@@ -113,24 +117,13 @@ class Actor:
         self._lock = threading.Lock()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def roll(self, deployment: Deployment) -> tuple[bool, str]:
+    def ask(self, question: str, *words: Any) -> Any:
+        """What a method of the supervisor answers, or its DeployError."""
         with self._lock:
             try:
-                return True, self._supervisor.roll(deployment)
+                return getattr(self._supervisor, question)(*words)
             except DeployError as error:
-                return False, str(error)
-
-    def stop(self) -> None:
-        with self._lock:
-            self._supervisor.stop(time.monotonic())
-
-    def news(self, since: int) -> tuple[int, list[str]]:
-        with self._lock:
-            return self._supervisor.news(since)
-
-    def view(self) -> View:
-        with self._lock:
-            return self._supervisor.view()
+                return error
 
     def _run(self) -> None:
         last = ""
@@ -195,8 +188,8 @@ class RayHandle:
             try:
                 self._sight = ray.get(self._asked)
             except RayError as error:
-                said = " ".join(str(error).split())
-                self._sight = Sight(True, self._sight.pid, self._sight.node, self._sight.url, f"lost its actor: {said}")
+                last_words = f"lost its actor: {_one_line(error)}"
+                self._sight = msgspec.structs.replace(self._sight, is_gone=True, last_words=last_words)
             self._asked = None
         return self._sight
 
@@ -222,3 +215,7 @@ class ChildActor:
 
     def drain(self) -> None:
         self._child.drain()
+
+
+def _one_line(error: RayError) -> str:
+    return " ".join(str(error).split())

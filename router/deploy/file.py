@@ -61,7 +61,7 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True):
     env: dict[str, str] = {}
 
 
-class Router(msgspec.Struct, frozen=True, kw_only=True):
+class RouterTable(msgspec.Struct, frozen=True, kw_only=True):
     cpus: Amount = 0.0
 
 
@@ -132,41 +132,36 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
     for variable in KEY_VARIABLES:
         if variable in size.env:
             raise DeployError(f"replicas.env.{variable}: keys are not written here; set it where deploy is started")
-    engine = Table("model", serve, folder, ("host", "port", "api-key", "drain-timeout")).read(
+    engine_words, engine = Flags("model", serve, folder, ("host", "port", "api-key", "drain-timeout")).read(
         {key: value for key, value in model.items() if key != "model"}, model.get("model")
     )
-    room = _own(Router, "router", {"cpus": router["cpus"]} if "cpus" in router else {})
-    edge = Table(
+    room = _own(RouterTable, "router", {"cpus": router["cpus"]} if "cpus" in router else {})
+    edge_words, _ = Flags(
         "router",
         route,
         folder,
         ("backend", "prefill", "decode", "api-key", "admin-api-key", "backend-api-key", "drain-timeout"),
-        tuple(Router.__struct_fields__),
+        tuple(RouterTable.__struct_fields__),
     ).read({key: value for key, value in router.items() if key != "cpus"})
     return Deployment(
         name=name,
         count=size.count,
         template=Template(
-            words=(*serve.words, *engine.words),
+            words=(*serve.words, *engine_words),
             cpus=size.cpus,
-            gpus=size.gpus if engine.options.device != "cpu" and engine.options.executor != "ray" else size.gpus or 0,
-            num_ranks=engine.options.tensor_parallel_size or 1,
+            gpus=size.gpus if engine.device != "cpu" and engine.executor != "ray" else size.gpus or 0,
+            num_ranks=engine.tensor_parallel_size or 1,
             resources=size.resources,
             env=size.env,
         ),
-        router_words=(*route.words, *edge.words),
+        router_words=(*route.words, *edge_words),
         router_cpus=room.cpus,
         rollout=how,
         restart=_own(Restart, "restart", restart),
     )
 
 
-class Words(NamedTuple):
-    words: tuple[str, ...]
-    options: argparse.Namespace
-
-
-class Table:
+class Flags:
     """A command's flags as the keys of a table; those that `deploy` sets itself are refused."""
 
     def __init__(
@@ -176,7 +171,7 @@ class Table:
         self._others = others  # keys of the table that are no flags
         self._options = {word[2:]: option for option in self._flags.options() for word in option.words}
 
-    def read(self, given: Mapping[str, Any], model: Any = None) -> Words:
+    def read(self, given: Mapping[str, Any], model: Any = None) -> tuple[tuple[str, ...], argparse.Namespace]:
         words = [] if model is None else [self._path("model", _field(f"{self._name}.model", model, str))]
         for key in sorted(given):
             words += self._words(key, given[key])
@@ -187,7 +182,7 @@ class Table:
             self._flags.check(options)
         except ValueError as error:
             raise DeployError(f"{self._name}.{error}") from None
-        return Words(tuple(words), options)
+        return tuple(words), options
 
     def _words(self, key: str, value: Any) -> list[str]:
         name = f"{self._name}.{key}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from penstock.router.deploy.child import Sight
 from penstock.router.deploy.file import Deployment
-from penstock.router.deploy.parts import Cluster, Gate, Handle, Line, Starts, line
+from penstock.router.deploy.parts import Cluster, Gate, Line, ProcessHandle, Starts
 
 
 class Front:
@@ -13,7 +13,7 @@ class Front:
     def __init__(self, cluster: Cluster, env: Mapping[str, str], admin_key: str, say: Callable[[str], None]) -> None:
         self.url: str | None = None  # stays the same from the first start on
         self._cluster, self._env, self._admin_key, self._say = cluster, env, admin_key, say
-        self._handle: Handle | None = None
+        self._handle: ProcessHandle | None = None
         self._gate: Gate | None = None
         self._sight = Sight()
         self._starts = Starts()
@@ -47,7 +47,7 @@ class Front:
         return None
 
     def let_in(self, urls: Collection[str], states: Mapping[str, str]) -> None:
-        """Behind the router shall be these and nobody else."""
+        """Behind the router shall be these and no others."""
         assert self._gate is not None
         for url in urls:
             if url not in states:
@@ -81,9 +81,9 @@ class Front:
         state = "ready" if self._gate is not None else "starting"
         if self._handle is None:
             state = "given up" if self._starts.is_over(wanted.restart) else "dead"
-        return line("router", state, self._sight, self._starts)
+        return self._starts.line("router", state, self._sight)
 
-    def _start(self, wanted: Deployment, backends: Sequence[str]) -> Handle:
+    def _start(self, wanted: Deployment, backends: Sequence[str]) -> ProcessHandle:
         words = [*wanted.router_words, "--drain-timeout", f"{wanted.rollout.drain_s:g}"]
         if self.url is not None:  # as before, also where any port would have done
             words += ["--port", self.url.rpartition(":")[2]]

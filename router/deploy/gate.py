@@ -26,17 +26,16 @@ class HttpGate:
         self._headers = {"authorization": f"Bearer {admin_key}", "content-type": "application/json"}
 
     def states(self) -> dict[str, str] | None:
-        """The state of each replica behind it, by URL."""
-        return self._ask("GET", None)
+        return self._ask("GET")
 
-    def add(self, url: str) -> dict[str, str] | None:
-        return self._ask("POST", url)
+    def add(self, url: str) -> None:
+        self._ask("POST", url)
 
-    def remove(self, url: str) -> dict[str, str] | None:
+    def remove(self, url: str) -> None:
         """It gets no more requests, and is forgotten when those it has are done."""
-        return self._ask("DELETE", url)
+        self._ask("DELETE", url)
 
-    def _ask(self, method: str, url: str | None) -> dict[str, str] | None:
+    def _ask(self, method: str, url: str | None = None) -> dict[str, str] | None:
         body = None if url is None else msgspec.json.encode({"url": url})
         connection = http.client.HTTPConnection(*self._address, timeout=TIMEOUT_S)
         try:

@@ -13,7 +13,7 @@ Phase = Literal["rolling", "rolling back", "serving", "stopping", "down"]
 MAX_PAUSE_S = 30.0
 
 
-class Handle(Protocol):
+class ProcessHandle(Protocol):
     """One process somewhere in the cluster. Nothing here waits for it."""
 
     def look(self) -> Sight: ...
@@ -22,16 +22,16 @@ class Handle(Protocol):
 
 
 class Gate(Protocol):
-    """A router's word on who is behind it: state by URL, or None where it does not answer."""
+    """A router's word on who is behind it: state by URL, or None, and nothing changes, where it does not answer."""
 
     def states(self) -> dict[str, str] | None: ...
-    def add(self, url: str) -> dict[str, str] | None: ...
-    def remove(self, url: str) -> dict[str, str] | None: ...
+    def add(self, url: str) -> object: ...
+    def remove(self, url: str) -> object: ...
 
 
 class Cluster(Protocol):
-    def replica(self, name: str, template: Template, drain_s: float, env: Mapping[str, str]) -> Handle: ...
-    def router(self, words: Sequence[str], cpus: float, env: Mapping[str, str]) -> Handle: ...
+    def replica(self, name: str, template: Template, drain_s: float, env: Mapping[str, str]) -> ProcessHandle: ...
+    def router(self, words: Sequence[str], cpus: float, env: Mapping[str, str]) -> ProcessHandle: ...
     def gate(self, url: str, admin_key: str) -> Gate: ...
     def room(self, template: Template) -> str: ...  # what a replica needs and what is free, in words
 
@@ -57,11 +57,14 @@ class Starts:
     def is_over(self, how: Restart) -> bool:
         return self.failures > how.limit
 
+    def line(self, name: str, state: str, sight: Sight) -> "Line":
+        return Line(name, state, sight, self.failures, self.reason)
 
-class Replica:
+
+class SlotReplica:
     """One process of a slot, from its start to its end."""
 
-    def __init__(self, slot: int, version: int, template: Template, handle: Handle, now_s: float) -> None:
+    def __init__(self, slot: int, version: int, template: Template, handle: ProcessHandle, now_s: float) -> None:
         self.name = f"replica {slot} of version {version}"
         self.slot, self.version, self.template, self.handle = slot, version, template, handle
         self.state: Literal["starting", "ready", "leaving", "stopping"] = "starting"
@@ -84,9 +87,7 @@ class Line(msgspec.Struct, frozen=True):
 
     name: str
     state: str
-    node: str
-    pid: int | None
-    url: str | None
+    sight: Sight
     failures: int  # in a row
     reason: str  # of the last of them
 
@@ -101,7 +102,3 @@ class View(msgspec.Struct, frozen=True):
     failure: str | None  # why the last roll-out failed, or the deployment ended
     lines: list[Line]  # the router, the replicas, the slots that are left alone
     is_whole: bool
-
-
-def line(name: str, state: str, sight: Sight, starts: Starts) -> Line:
-    return Line(name, state, sight.node, sight.pid, sight.url, starts.failures, starts.reason)

@@ -1,27 +1,28 @@
 """All replicas, grouped by the model they serve; who may be asked, and who is asked next.
 
-The placement of a group chooses; the fleet tells it who is available, and bounds what misbehaviour may do: of a
-group, at most a share may be out for their conduct, however badly they behave. The dead are always out. Replicas
+The placement of a group chooses; the fleet says who is available, and bounds what misbehaviour may do: of a group,
+at most a share may be out for their conduct, however badly they behave. The dead are always out. Replicas
 that only compute prompts are a group of their own beside the one that answers.
 """
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from penstock.engine.http.errors import HttpError, clip
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import Replica, State
-from penstock.router.placement.placement import Charge, Placement, Prompt, ReplicaInfo
+from penstock.router.placement.placement import Placement, ReplicaInfo
 
 log = logging.getLogger("penstock.router")
 
-NOBODY: frozenset[str] = frozenset()
+NONE: frozenset[str] = frozenset()
 BY_CONDUCT = frozenset[State]({"suspect", "ejected"})
 
 
-class Group:
+class ReplicaGroup:
     """The replicas of one model, and the placement that knows their caches."""
 
     def __init__(self, root: str, placement: Placement) -> None:
@@ -30,7 +31,7 @@ class Group:
         self.replicas: dict[str, Replica] = {}
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
-        self.prefills: Group | None = None  # who computes long prompts of this model, if others do
+        self.prefills: ReplicaGroup | None = None  # who computes long prompts of this model, if others do
 
     @property
     def names(self) -> list[str]:
@@ -39,8 +40,14 @@ class Group:
     def lacking(self, name: str | None) -> frozenset[str]:
         """Replicas of the group that do not serve the model under this name."""
         if name is None or not self.is_mixed:
-            return frozenset()
+            return NONE
         return frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
+
+    def not_for(self, name: str | None, tried: frozenset[str]) -> frozenset[str]:
+        """Replicas that a request cannot go to, those it has tried among them."""
+        if not (tried or self.full or self.is_mixed):
+            return NONE
+        return self.lacking(name) | self.full | tried
 
 
 class Fleet:
@@ -49,12 +56,12 @@ class Fleet:
     ) -> None:
         self.config = config
         self.replicas: dict[str, Replica] = {}
-        self.groups: dict[str, Group] = {}  # that answer clients
-        self.prefills: dict[str, Group] = {}  # that compute prompts for them
-        self._by_name: dict[str, Group] = {}
+        self.groups: dict[str, ReplicaGroup] = {}  # that answer clients
+        self.prefills: dict[str, ReplicaGroup] = {}  # that compute prompts for them
+        self._by_name: dict[str, ReplicaGroup] = {}
         self.budget = RetryBudget(config.patience.retry_share)
-        self.num_under_way = 0
-        self.on_down: Callable[[Replica], None] = lambda replica: None  # requests that wait there are moved
+        self.num_in_flight = 0
+        self.on_down: Callable[[Replica], None] = lambda _replica: None  # requests that wait there are moved
         self._new_placement = new_placement
         self._clock = clock
 
@@ -67,7 +74,7 @@ class Fleet:
         self._leave_group(replica)
         groups = self._side(replica)
         if root not in groups:
-            groups[root] = Group(root, self._new_placement())
+            groups[root] = ReplicaGroup(root, self._new_placement())
         group = groups[root]
         replica.root, replica.models = root, models
         group.replicas[replica.url] = replica
@@ -80,22 +87,22 @@ class Fleet:
         del self.replicas[replica.url]
         replica.pool.close()
 
-    def home(self, replica: Replica) -> Group | None:
-        """Its group; None while nobody knows what it serves."""
+    def home(self, replica: Replica) -> ReplicaGroup | None:
+        """Its group; None while it is not known what it serves."""
         return self._side(replica).get(replica.root or "")
 
     @property
     def has_prefills(self) -> bool:
         return any(replica.peer is not None for replica in self.replicas.values())
 
-    def all_groups(self) -> Iterator[tuple[str, Group]]:
+    def all_groups(self) -> Iterator[tuple[str, ReplicaGroup]]:
         """Each with the role of its replicas."""
         for group in self.groups.values():
             yield "both" if group.prefills is None else "decode", group
         for group in self.prefills.values():
             yield "prefill", group
 
-    def group_of(self, model: str | None) -> Group:
+    def group_of(self, model: str | None) -> ReplicaGroup:
         """The group that serves `model`; where only one is served, its name may be left out."""
         if model is None and len(self.groups) == 1:
             return next(iter(self.groups.values()))
@@ -109,46 +116,29 @@ class Fleet:
             raise HttpError(400, f"model: several are served, so one must be named: {served}", param="model")
         raise HttpError(404, f"model: {clip(model)!r} is not served here; {served} is", param="model")
 
-    def choose(
-        self,
-        group: Group,
-        model: str | None,
-        prompt: Prompt | None,
-        *,
-        num_tokens: int,
-        session: str | None,
-        tried: frozenset[str],
-        expects: bool = True,
-    ) -> Charge | None:
-        """Who should answer; None when nobody is left to ask."""
-        exclude = NOBODY
-        if tried or group.full or group.is_mixed:
-            exclude = group.lacking(model) | group.full | tried
-        return group.placement.choose(prompt, num_tokens=num_tokens, session=session, exclude=exclude, expects=expects)
-
     def begin(self, replica: Replica) -> None:
         """A request goes to the replica."""
         replica.begin()
-        self.num_under_way += 1
-        if replica.num_under_way >= self._limit_of(replica):
+        self.num_in_flight += 1
+        if replica.num_in_flight >= self._limit_of(replica):
             self._count_full(replica)
 
     def end(self, replica: Replica) -> None:
-        was_full = replica.num_under_way >= self._limit_of(replica)
+        was_full = replica.num_in_flight >= self._limit_of(replica)
         replica.end()
-        self.num_under_way -= 1
+        self.num_in_flight -= 1
         if was_full:
             self._count_full(replica)
 
-    def refusal(self, group: Group, model: str | None) -> HttpError:
-        """Why nobody was left to ask: all are full, or none is there."""
+    def refusal(self, group: ReplicaGroup, model: str | None) -> HttpError:
+        """Why no replica was left to ask: all are full, or none is there."""
         lacking = group.lacking(model)
         here = [each for url, each in group.replicas.items() if url not in lacking and self.is_available(each)]
-        if here and all(each.num_under_way >= self._limit_of(each) for each in here):
-            count = sum(each.num_under_way for each in here)
+        if here and all(each.num_in_flight >= self._limit_of(each) for each in here):
+            count = sum(each.num_in_flight for each in here)
             return HttpError(
                 429,
-                f"{count} requests are under way at {len(here)} replicas, which is the limit (--max-requests)",
+                f"{count} requests are in flight at {len(here)} replicas, which is the limit (--max-requests)",
                 headers={"retry-after": "1"},
             )
         return HttpError(503, f"no replica of {clip(group.root)!r} is available", headers={"retry-after": "1"})
@@ -176,9 +166,14 @@ class Fleet:
         if replica.state == "down":
             self.on_down(replica)
 
-    def observing(self, replica: Replica) -> "_Observation":
+    @contextmanager
+    def observing(self, replica: Replica) -> Iterator[None]:
         """`with fleet.observing(replica): replica.failed(…)`: what follows from a change of state happens."""
-        return _Observation(self, replica)
+        before = replica.state
+        try:
+            yield
+        finally:
+            self.changed(replica, before)
 
     def views(self) -> Iterator[dict[str, Any]]:
         seen: dict[str, tuple[str | None, dict[str, Any] | None]] = {}
@@ -194,14 +189,14 @@ class Fleet:
                 "reason": replica.reason,
                 "models": list(replica.models),
                 "is_available": replica.root is not None and self.is_available(replica),
-                "requests_under_way": replica.num_under_way,
+                "requests_under_way": replica.num_in_flight,
                 "requests": replica.num_requests,
                 "failures": replica.num_failures,
                 "ejections": replica.num_ejections,
                 "brain": known,
             }
 
-    def _held_out(self, group: Group) -> set[Replica]:
+    def _held_out(self, group: ReplicaGroup) -> set[Replica]:
         """Of those out by conduct, the ones that stay out: the worst, up to the share."""
         room = int(len(group.replicas) * self.config.patience.max_ejected_share)
         out = [each for each in group.replicas.values() if each.state in BY_CONDUCT]
@@ -215,7 +210,7 @@ class Fleet:
         group = self.home(replica)
         if group is None:
             return
-        if replica.num_under_way >= self._limit_of(replica):
+        if replica.num_in_flight >= self._limit_of(replica):
             group.full.add(replica.url)
         else:
             group.full.discard(replica.url)
@@ -227,7 +222,7 @@ class Fleet:
         for root, group in self.groups.items():
             group.prefills = self.prefills.get(root)
 
-    def _side(self, replica: Replica) -> dict[str, Group]:
+    def _side(self, replica: Replica) -> dict[str, ReplicaGroup]:
         return self.groups if replica.peer is None else self.prefills
 
     def _leave_group(self, replica: Replica) -> None:
@@ -241,22 +236,11 @@ class Fleet:
         self._name_groups()
 
     def check(self) -> None:
-        assert self.num_under_way == sum(replica.num_under_way for replica in self.replicas.values())
+        assert self.num_in_flight == sum(replica.num_in_flight for replica in self.replicas.values())
         for _, group in self.all_groups():
             assert group.replicas, f"the group {group.root} is empty"
             assert all(self.replicas.get(url) is each for url, each in group.replicas.items())
             for url, each in group.replicas.items():
-                assert (url in group.full) == (each.num_under_way >= self._limit_of(each)), f"{url} is miscounted"
+                assert (url in group.full) == (each.num_in_flight >= self._limit_of(each)), f"{url} is miscounted"
         for replica in self.replicas.values():
             replica.check()
-
-
-class _Observation:
-    def __init__(self, fleet: Fleet, replica: Replica) -> None:
-        self._fleet, self._replica, self._before = fleet, replica, replica.state
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self._fleet.changed(self._replica, self._before)

@@ -118,5 +118,5 @@ class Stream:
     def ended(self) -> None:
         self.over.set()
 
-    def lost(self, reason: str) -> None:
+    def lost(self, reason: str) -> None:  # noqa: ARG002  (a Leg)
         self.over.set()

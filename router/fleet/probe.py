@@ -14,8 +14,8 @@ import msgspec
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
+from penstock.router.http.heads import Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
-from penstock.router.http.wire import Headers
 from penstock.router.placement.placement import ReplicaInfo
 
 log = logging.getLogger("penstock.router")
@@ -73,7 +73,7 @@ class Prober:
                 wake.clear()
                 await self._probe(replica)
                 await _sleep_or(wake, self._config.patience.probe_interval_s)
-            while replica.num_under_way:
+            while replica.num_in_flight:
                 await asyncio.sleep(0.05)
             if self._fleet.replicas.get(replica.url) is replica:
                 self._fleet.forget(replica)

@@ -1,4 +1,4 @@
-"""One replica as the router knows it: where it is, whether it may be asked, and what is under way there.
+"""One replica as the router knows it: where it is, whether it may be asked, and what is in flight there.
 
 Two kinds of evidence. Its own word, `/ready`, asked twice a second: a replica that is not ready or does not
 answer is *down*. And its conduct: failures in a row of a replica that calls itself ready *eject* it for a while,
@@ -34,7 +34,7 @@ class Replica:
         self.models: tuple[str, ...] = ()  # the names it serves; the first one's root is its group
         self.root: str | None = None
         self.text_digest: str | None = None  # of its tokenizer and template; see router/placement/prompts.py
-        self.num_under_way = 0
+        self.num_in_flight = 0
         self.num_requests = 0
         self.num_failures = 0  # since it started
         self.num_ejections = 0
@@ -53,12 +53,12 @@ class Replica:
         return self.state == "up" and self._failures_in_row == 0
 
     def begin(self) -> None:
-        self.num_under_way += 1
+        self.num_in_flight += 1
         self.num_requests += 1
 
     def end(self) -> None:
-        self.num_under_way -= 1
-        assert self.num_under_way >= 0, f"{self.url}: a request ended twice"
+        self.num_in_flight -= 1
+        assert self.num_in_flight >= 0, f"{self.url}: a request ended twice"
 
     # Its word.
 
@@ -73,7 +73,7 @@ class Replica:
             self._set("up", "ready")
 
     def probe_refused(self, reason: str, *, is_draining: bool) -> None:
-        """It answered, and said no; or nobody listens there."""
+        """It answered, and said no; or refused the connection."""
         self._silent_probes = 0
         if self.state != "removing":
             self._set("draining" if is_draining else "down", reason)
@@ -108,7 +108,7 @@ class Replica:
             self._set("ejected", reason)
 
     def unreachable(self, reason: str) -> None:
-        """Nobody accepts connections there."""
+        """It accepts no connection."""
         self.num_failures += 1
         if self.state != "removing":
             self._set("down", reason)
@@ -125,5 +125,5 @@ class Replica:
         self.reason = reason
 
     def check(self) -> None:
-        assert self.num_under_way >= 0
+        assert self.num_in_flight >= 0
         self.pool.check()

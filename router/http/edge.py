@@ -10,14 +10,13 @@ import asyncio
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import httptools
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import KEEP_ALIVE_S, LINGER_S, MAX_REFUSALS, Limits
-from penstock.router.http.heads import Heads, Request
-from penstock.router.http.wire import CONTINUE, Headers, answer_head, written
+from penstock.router.http.heads import CONTINUE, ClientRequest, Headers, Heads, answer_head, written
 
 HIGH_WATER_BYTES = 64 * 1024  # unread by a client before its replica is made to wait
 NEVER = float("inf")
@@ -26,15 +25,15 @@ NEVER = float("inf")
 class Handler(Protocol):
     """The application behind the edge."""
 
-    def admit(self, request: Request) -> HttpError | None:
+    def admit(self, request: ClientRequest) -> HttpError | None:
         """Look at the headers; a refusal is answered before the body is read."""
 
-    def handle(self, request: Request, connection: "ClientConnection") -> None:
+    def handle(self, request: ClientRequest, connection: "ClientConnection") -> None:
         """Answer through the connection: `answer`, or `write` pieces and then `finish`."""
 
 
 class Reader(Protocol):
-    """Whoever is writing an answer: told when the client is slow, quick again, or gone."""
+    """The writer of an answer; it hears when the client is slow, quick again, or gone."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -86,27 +85,27 @@ class Edge:
 
 class ClientConnection(asyncio.Protocol):
     transport: asyncio.Transport
+    _late: Callable[[], None]  # at the deadline
 
     def __init__(self, edge: Edge) -> None:
         self.edge = edge
         self.limits = edge.limits
         self.deadline_s = NEVER
-        self.current: Request | None = None  # being answered
+        self.current: ClientRequest | None = None  # being answered
         self.reader: Reader | None = None
         self.is_paused = False  # the client does not read
-        self.has_begun = False  # a byte of the current answer is out
-        self._waiting: deque[Request | HttpError] = deque()  # pipelined behind it
+        self._waiting: deque[ClientRequest | HttpError] = deque()  # pipelined behind it
         self._parser = httptools.HttpRequestParser(self)
-        self._late: Callable[[], None] = self._close
-        self._arriving: Request | None = None  # headers are complete, the body is not
-        self._is_refused = False
-        self._num_messages = 0
+        self._inside: Literal["nothing", "head", "body", "refused"] = "nothing"  # refused: no more is read
+        self._arriving: ClientRequest | None = None  # inside a body: its request
+        self._target = b""
+        self._headers: Headers = []
         self._body: list[bytes] = []
-        self._begin()
+        self._num_head_bytes = self._num_body_bytes = 0
 
     @property
     def is_idle(self) -> bool:
-        return self.current is None and self._arriving is None and not self._is_inside_headers
+        return self.current is None and self._inside == "nothing"
 
     # The transport.
 
@@ -122,12 +121,12 @@ class ClientConnection(asyncio.Protocol):
                 HttpError(503, f"the router has {self.limits.max_connections} connections open (--max-connections)")
             )
         else:
-            self._expect(self.limits.header_timeout_s, self._close)
+            self._expect(self.limits.header_timeout_s, transport.abort)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, _error: Exception | None) -> None:
         self.edge.connections.discard(self)
         self.deadline_s = NEVER
-        self._is_refused = True
+        self._inside = "refused"
         self._waiting.clear()
         reader, self.reader = self.reader, None
         self.current = None
@@ -138,21 +137,19 @@ class ClientConnection(asyncio.Protocol):
         return False  # a client that shuts its half down has left: what it asked for is dropped
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
-            return
-        if not self._is_inside_headers and self._arriving is None and self.current is None:
-            if not self._waiting and (request := self.edge.heads.request(data)) is not None:
+        if self._inside == "nothing" and self.current is None and not self._waiting:
+            request = self.edge.heads.request(data)
+            if request is not None:
                 self._take_whole(request)
                 return
-            self._expect(self.limits.header_timeout_s, self._headers_are_late)
         # Fed in slices of the limit: an endless header costs at most twice that.
         limit = self.limits.max_header_bytes
         for start in range(0, len(data), limit):
-            self._feed_slice(data[start : start + limit] if len(data) > limit else data)
-            if self._is_refused:
+            if self._inside == "refused":
                 return
+            self._feed(data[start : start + limit])
 
-    def _take_whole(self, request: Request) -> None:
+    def _take_whole(self, request: ClientRequest) -> None:
         """What `on_headers_complete` and `on_message_complete` do, where there is nothing to be waited for."""
         request.keep_alive = not self.edge.is_closing
         objection = self.edge.handler.admit(request)
@@ -162,91 +159,81 @@ class ClientConnection(asyncio.Protocol):
         self.deadline_s = NEVER
         self._start(request)
 
-    def _feed_slice(self, data: bytes) -> None:
-        began_before = self._is_inside_headers
-        num_before = self._num_messages
-        self._feed(data)
-        if self._is_inside_headers and began_before and self._num_messages == num_before:
-            self._num_header_bytes += len(data)
-            if self._num_header_bytes > self.limits.max_header_bytes:
-                self._refuse(HttpError(431, f"the headers are larger than {self.limits.max_header_bytes} bytes"))
-
     def _feed(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            assert self._is_refused  # by its headers
+            assert self._inside == "refused"  # by its headers
         except httptools.HttpParserError:
             self._refuse(HttpError(400, "this is not a valid HTTP/1.1 request"))
-        if self._waiting and not self._is_refused:
+        if self._inside == "head":
+            if self._num_head_bytes == 0 and self.current is None:
+                self._expect(self.limits.header_timeout_s, self._headers_are_late)
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > 2 * self.limits.max_header_bytes:
+                self._refuse(self._head_too_large())
+        elif self._inside == "body" and self.deadline_s == NEVER:
+            self._expect(self.limits.body_timeout_s, self._body_is_late)
+        if self._waiting and self._inside != "refused":
             self.transport.pause_reading()
 
-    # What the parser finds.
+    # What the parser finds. It goes on to the end of its slice when a request was refused.
 
     def on_message_begin(self) -> None:
-        self._begin()
-        self._num_messages += 1
-        self._is_inside_headers = True
+        if self._inside == "nothing":
+            self._inside = "head"
+            self._target, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._arriving is None:  # a trailer is dropped
-            name = name.lower()
-            self._headers.append((name, value))
-            self._fields[name] = value
-            self._num_field_bytes += len(name) + len(value) + 4
+        if self._inside == "head":  # else it is a trailer, which is dropped
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._is_inside_headers = False
-        if self._is_refused:
+        if self._inside != "head":
             return
-        version = self._parser.get_http_version()
-        request = Request.of(
-            self._parser.get_method(),
-            self._target,
-            self._headers,
-            is_http10=version == "1.0",
-            keep_alive=self._parser.should_keep_alive() and version == "1.1" and not self.edge.is_closing,
-        )
-        objection = self._objection(request, version) or self.edge.handler.admit(request)
-        self._arriving = request
+        parser, fields = self._parser, dict(self._headers)
+        version, keep_alive = parser.get_http_version(), parser.should_keep_alive() and not self.edge.is_closing
+        request = ClientRequest.of(parser.get_method(), self._target, self._headers, fields, version, keep_alive)
+        objection = self._objection(request, fields, version) or self.edge.handler.admit(request)
         if objection is not None:
             self._refuse(objection)
             return
-        self._expect(self.limits.body_timeout_s, self._body_is_late)
-        if self.current is None and self._fields.get(b"expect", b"").lower() == b"100-continue":
+        self._inside, self._arriving = "body", request
+        self._num_head_bytes, self.deadline_s = 0, NEVER
+        if self.current is None and b"expect" in fields:
             self.transport.write(CONTINUE)
 
     def on_body(self, body: bytes) -> None:
         self._num_body_bytes += len(body)
-        if self._num_body_bytes > self.limits.max_body_bytes:  # chunked: nothing was declared
-            self._refuse(self._too_large())
-        elif not self._is_refused:
-            self._body.append(body)
+        if self._inside == "body" and self._num_body_bytes > self.limits.max_body_bytes:
+            self._refuse(self._too_large())  # chunked: nothing was declared
+        self._body.append(body)
 
     def on_message_complete(self) -> None:
         request, self._arriving = self._arriving, None
-        if self._is_refused or request is None:
-            return
-        request.body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
-        self._body = []
+        if request is None:
+            return  # it was refused
+        request.body = b"".join(self._body)
+        self._inside, self._body, self._num_body_bytes = "nothing", [], 0
         self.deadline_s = NEVER
         if self.current is None and not self._waiting:
             self._start(request)
         else:
             self._waiting.append(request)
 
-    def _objection(self, request: Request, version: str) -> HttpError | None:
+    def _objection(self, request: ClientRequest, fields: dict[bytes, bytes], version: str) -> HttpError | None:
         """What is valid for the parser and not for us."""
-        if len(request.target) + self._num_field_bytes > self.limits.max_header_bytes:
-            return HttpError(431, f"the headers are larger than {self.limits.max_header_bytes} bytes")
+        if self._num_head_bytes:  # it came in pieces: else the slice was no longer than the limit
+            num_bytes = len(request.target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+            if num_bytes > self.limits.max_header_bytes:
+                return self._head_too_large()
         if version not in ("1.1", "1.0"):
             return HttpError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
         if self._parser.should_upgrade():
             return HttpError(400, "connection: the protocol cannot be changed", param="connection")
-        fields = self._fields
         is_doubtful = len(fields) < len(self._headers)  # a name came twice; usually none does
         if (b"host" not in fields and version == "1.1") or (is_doubtful and self._count(b"host") > 1):
             return HttpError(400, "host: exactly one is expected", param="host")
@@ -268,6 +255,9 @@ class ClientConnection(asyncio.Protocol):
     def _too_large(self) -> HttpError:
         return HttpError(413, f"the body is larger than {self.limits.max_body_bytes} bytes (--max-body-bytes)")
 
+    def _head_too_large(self) -> HttpError:
+        return HttpError(431, f"the headers are larger than {self.limits.max_header_bytes} bytes")
+
     # Answers.
 
     def answer(self, status: int, headers: Headers, body: bytes) -> None:
@@ -281,29 +271,26 @@ class ClientConnection(asyncio.Protocol):
         self.finish(keep)
 
     def refuse(self, error: HttpError) -> None:
-        headers = [(b"content-type", b"application/json")]
-        headers += [(name.encode(), value.encode("latin-1")) for name, value in error.headers.items()]
-        self.answer(error.status, headers, error.body())
+        self.answer(error.status, _headers_of(error), error.body())
 
     def finish(self, keep_alive: bool) -> None:
         """The current answer is written."""
         self.current = self.reader = None
-        self.has_begun = False
         if keep_alive and self._waiting:
             # Not from here: an answer that is ready at once would call us again, as deep as the client pipelines.
             asyncio.get_running_loop().call_soon(self._next)
-        elif not keep_alive or self._is_refused:
-            self._is_refused = True
+        elif not keep_alive or self._inside == "refused":
+            self._inside = "refused"
             self._expect(self.limits.write_timeout_s, self.transport.abort)
             self.transport.close()
-        elif self._is_inside_headers:
+        elif self._inside == "nothing":
+            self._expect(KEEP_ALIVE_S, self.transport.abort)
+        elif self._inside == "head":
             self._expect(self.limits.header_timeout_s, self._headers_are_late)
-        elif self._arriving is None:
-            self._expect(KEEP_ALIVE_S, self._close)
         else:
             self._expect(self.limits.body_timeout_s, self._body_is_late)
 
-    def _start(self, request: Request) -> None:
+    def _start(self, request: ClientRequest) -> None:
         self.current = request
         self.edge.handler.handle(request, self)
 
@@ -342,9 +329,6 @@ class ClientConnection(asyncio.Protocol):
         self.deadline_s = time.monotonic() + seconds
         self._late = otherwise
 
-    def _close(self) -> None:
-        self.transport.abort()
-
     def _headers_are_late(self) -> None:
         self._refuse(HttpError(408, f"the headers did not arrive within {self.limits.header_timeout_s:g} s"))
 
@@ -352,11 +336,10 @@ class ClientConnection(asyncio.Protocol):
         self._refuse(HttpError(408, f"the body did not arrive within {self.limits.body_timeout_s:g} s"))
 
     def _refuse(self, error: HttpError) -> None:
-        """End the connection with `error`, in its turn: an answer under way comes first."""
-        if self._is_refused:
+        """End the connection with `error`, in its turn: a request in flight is answered first."""
+        if self._inside == "refused":
             return
-        self._is_refused = True
-        self._arriving = None
+        self._inside, self._arriving = "refused", None
         self.edge.refused[error.status] += 1
         if self.current is None and not self._waiting:
             self._write_refusal(error)
@@ -366,20 +349,14 @@ class ClientConnection(asyncio.Protocol):
     def _write_refusal(self, error: HttpError) -> None:
         """Written, then what the client still sends is thrown away for a moment: a reset would overtake it."""
         body = error.body()
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        headers += [(name.encode(), value.encode("latin-1")) for name, value in error.headers.items()]
+        headers = [*_headers_of(error), (b"content-length", b"%d" % len(body))]
         self.transport.write(answer_head(error.status, written(headers), keep_alive=False) + body)
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.transport.resume_reading()
-        self._expect(LINGER_S, self._close)
+        self._expect(LINGER_S, self.transport.abort)
 
-    def _begin(self) -> None:
-        self._target = b""
-        self._headers: Headers = []
-        self._fields: dict[bytes, bytes] = {}
-        self._num_field_bytes = 0
-        self._body = []
-        self._num_body_bytes = 0
-        self._num_header_bytes = 0
-        self._is_inside_headers = False
+
+def _headers_of(error: HttpError) -> Headers:
+    given = ((name.encode(), value.encode("latin-1")) for name, value in error.headers.items())
+    return [(b"content-type", b"application/json"), *given]

@@ -1,64 +1,65 @@
-"""What the router reads of messages: a client's request and the head of a replica's answer.
+"""Heads of HTTP/1.1 messages: what the router reads in a request and in an answer, which headers pass, and how it writes.
 
-Most are plain: `Heads` reads those in one call of C (csrc/http_head.c). All others go through the parser of the
-connection, header by header, and are put together here from what it found. Both ways must agree.
+Most messages are plain: `Heads` reads those in one call of C (csrc/http_head.c). Of all others the parsers of the
+connections (edge.py, upstream.py) find the headers, and `of` says what they mean. Both ways must agree. Hop-by-hop headers
+(and what a Connection header names) end here in both directions, and so do the router's own `x-penstock-` names when they
+come from a client.
 """
+
+from http import HTTPStatus
 
 import msgspec
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.token_form import CACHED_HEADER
-from penstock.router.http.wire import HOP_BY_HOP, REWRITTEN, Headers, passing, written
 
+Headers = list[tuple[bytes, bytes]]  # names in lower case
+
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+PRIVATE = b"x-penstock-"
 CACHED = CACHED_HEADER.encode()
 MAX_PLAIN_BYTES = 8192  # of a head
 
+HOP_BY_HOP = frozenset(
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
+)
+# Of a request, what the router writes itself.
+REWRITTEN = HOP_BY_HOP | {b"host", b"content-length", b"content-type", b"expect", b"authorization"}
+STATUS_LINES = {
+    status: b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode()) for status in map(int, HTTPStatus)
+}
 
-class Request:
-    """A request as it came; the body is complete. `path` is as it will be matched: nothing decoded or normalised."""
 
-    __slots__ = (
-        "authorization", "body", "content_type", "is_http10", "keep_alive", "lines", "method", "path", "session",
-        "target",
-    )  # fmt: skip
+class ClientRequest(msgspec.Struct, gc=False):
+    """A request as it came; the body is complete when it is handled."""
 
-    def __init__(
-        self,
-        method: bytes,
-        target: bytes,
-        lines: bytes,
-        authorization: list[bytes],
-        content_type: bytes,
-        session: bytes,
-        *,
-        body: bytes = b"",
-        is_http10: bool = False,
-        keep_alive: bool = True,
-    ) -> None:
-        self.method = method
-        self.target = target
-        self.path = target.partition(b"?")[0].decode("latin-1")
-        self.lines = lines  # the headers that may pass on, as they will be written
-        self.authorization = authorization  # all that were given
-        self.content_type = content_type
-        self.session = session  # empty where none was given, as all headers here
-        self.body = body
-        self.is_http10 = is_http10
-        self.keep_alive = keep_alive
+    method: bytes
+    target: bytes
+    path: str  # as it will be matched: nothing decoded or normalised
+    lines: bytes  # the headers that may pass on, as they will be written
+    authorization: list[bytes]  # all that were given
+    content_type: bytes
+    session: bytes  # empty where none was given, as all headers here
+    is_http10: bool = False
+    keep_alive: bool = True
+    body: bytes = b""
 
     @classmethod
-    def of(cls, method: bytes, target: bytes, headers: Headers, *, is_http10: bool, keep_alive: bool) -> "Request":
-        """From what a parser found; of a header that came several times the last counts."""
-        fields = dict(headers)
+    def of(
+        cls, method: bytes, target: bytes, headers: Headers, fields: dict[bytes, bytes], version: str, keep_alive: bool
+    ) -> "ClientRequest":
+        """From what a parser found; `fields` are the headers by name, of several the last."""
         return cls(
             method,
             target,
-            written(passing(headers, REWRITTEN)),
-            [value for name, value in headers if name == b"authorization"],
+            target.partition(b"?")[0].decode("latin-1"),
+            passing(headers, fields, REWRITTEN),
+            [value for name, value in headers if name == b"authorization"] if b"authorization" in fields else [],
             fields.get(b"content-type", b""),
             fields.get(b"x-session-id", b""),
-            is_http10=is_http10,
-            keep_alive=keep_alive,
+            version == "1.0",
+            keep_alive and version == "1.1",
         )
 
 
@@ -76,7 +77,7 @@ class AnswerHead(msgspec.Struct, frozen=True, gc=False):
         is_chunked = b"transfer-encoding" in fields
         return cls(
             status,
-            written(passing(headers, HOP_BY_HOP)),
+            passing(headers, fields, HOP_BY_HOP),
             _count(fields.get(CACHED, b"")),
             is_chunked or b"content-length" in fields or status in (204, 304),
             is_chunked,
@@ -94,7 +95,7 @@ class Heads:
         self._lines = ffi.new("uint8_t[]", self._max_bytes)
         self._written = ffi.buffer(self._lines)
 
-    def request(self, data: bytes) -> Request | None:
+    def request(self, data: bytes) -> ClientRequest | None:
         """A whole one."""
         found = self._found
         if not lib.penstock_plain_request(data, len(data), found, self._lines, self._max_bytes):
@@ -102,9 +103,11 @@ class Heads:
         target_end, begin, size, key, key_end, kind, kind_end, session, session_end = ffi.unpack(found, 9)
         if len(data) - begin > self._max_body_bytes:
             return None
-        return Request(
+        target = data[5:target_end]
+        return ClientRequest(
             b"POST",
-            data[5:target_end],
+            target,
+            target.partition(b"?")[0].decode("latin-1"),
             self._written[:size],
             [data[key:key_end]] if key else [],
             data[kind:kind_end],
@@ -123,3 +126,27 @@ class Heads:
 
 def _count(value: bytes) -> int | None:
     return int(value) if value.isdigit() and len(value) < 10 else None
+
+
+def passing(headers: Headers, fields: dict[bytes, bytes], dropped: frozenset[bytes]) -> bytes:
+    """The headers that may pass, written: without `dropped` and what a Connection header names."""
+    if b"connection" in fields:
+        named = b",".join([value for name, value in headers if name == b"connection"]).lower()
+        if named != b"keep-alive":
+            dropped |= {word.strip() for word in named.split(b",")}
+    return written([each for each in headers if (name := each[0]) not in dropped and not name.startswith(PRIVATE)])
+
+
+def written(headers: Headers) -> bytes:
+    return b"\r\n".join([*map(b": ".join, headers), b""])
+
+
+def answer_head(status: int, lines: bytes, keep_alive: bool) -> bytes:
+    """`lines`: the headers, written."""
+    status_line = STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+    return status_line + lines + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
+
+
+def request_head(target: bytes, host: bytes, lines: bytes, content_length: int) -> bytes:
+    """A POST to a replica. `lines` are its headers, written and clean: they came through `passing`."""
+    return b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (target, host, lines, content_length)

@@ -2,7 +2,7 @@
 
 The parser runs over every byte, but only to find the end of the answer (0.2 µs a chunk): what is relayed is the
 replica's bytes with its own chunk framing. Bytes beyond the end of an answer are never passed on: they could
-only be taken for the answer to somebody else's request.
+only be taken for the answer to another client's request.
 """
 
 import asyncio
@@ -14,13 +14,12 @@ from typing import Protocol
 import httptools
 
 from penstock.router.http.deadline import within
-from penstock.router.http.heads import AnswerHead, Heads
-from penstock.router.http.wire import Headers
+from penstock.router.http.heads import AnswerHead, Headers, Heads
 
 MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
 MAX_IDLE = 256
-HIGH_WATER_BYTES = 1 << 20  # a body on its way to a replica
+HIGH_WATER_BYTES = 1 << 20  # a body not yet written to a replica
 
 
 class ConnectFailed(Exception):
@@ -71,13 +70,13 @@ class Upstream(asyncio.Protocol):
 
     def drop(self, leg: Leg) -> None:
         """`leg` does not wait any more: the replica sees us leave and aborts. Without effect when its answer is
-        complete, for then the connection may be somebody else's already."""
+        complete, for then the connection may serve another already."""
         if self.leg is leg:
             self.leg = None
             self._release(keep=False)
 
     def abandon(self) -> None:
-        """A new connection that nobody needs any more."""
+        """A new connection that is not needed any more."""
         assert self.leg is None and self.num_answers == 0
         self._release(keep=False)
 
@@ -135,7 +134,7 @@ class Upstream(asyncio.Protocol):
             return b""
         status = self._status
         if status < 200:
-            self._fail(f"it sent an interim answer ({status}) that nobody asked for")
+            self._fail(f"it sent an interim answer ({status}) that was not asked for")
             return b""
         rest = self._head.partition(b"\r\n\r\n")[2]
         self._head = b""
@@ -248,7 +247,7 @@ class Pool:
             upstream.transport.abort()
 
     def close(self) -> None:
-        """Cut all connections; who waits on one is told."""
+        """Cut all connections; who waits on one hears of it."""
         idle, self._idle = self._idle, []
         for upstream in [*idle, *self.busy]:
             upstream.transport.abort()

@@ -12,17 +12,15 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock._csrc import ffi, lib
-from penstock.router.placement.hasher import Keys, KeySpace, u64_pointer
+from penstock.router.placement.hasher import Keys, KeySpace
 
 Counts = npt.NDArray[np.int32]
-MAX_SLOTS = 8192
-BYTES, I32S, U64S = map(
-    ffi.typeof, ("uint8_t[]", "int32_t[]", "uint64_t[]")
-)  # a type by name is looked up at each call
+MAX_SLOTS = 8192  # as in C
+BYTES, I32S, U64S = map(ffi.typeof, ("uint8_t[]", "int32_t[]", "uint64_t[]"))  # by name it is looked up at each call
 
 
 class Match(msgspec.Struct, frozen=True, gc=False):
-    """Per slot, how many leading keys it holds; `version` tells whether the index has moved since."""
+    """Per slot, how many leading keys it holds; by `version` one sees whether the index has moved since."""
 
     keys: Keys
     counts: Counts
@@ -33,9 +31,7 @@ class IndexStats(NamedTuple):
     num_facts: int
     num_hopes: int
     num_evicted: int
-    num_slots: int
     reserved_bytes: int
-    num_retired_slots: int
 
 
 class RouteIndex:
@@ -46,14 +42,14 @@ class RouteIndex:
             if not 1 <= value <= 2**31:
                 raise ValueError(f"{name}: {value} is outside 1 … 2^31")
         seed = secrets.randbits(64) if seed is None else seed
-        opened = lib.penstock_route_open(capacity, num_hopes, MAX_SLOTS, seed)
+        opened = lib.penstock_route_open(capacity, num_hopes, seed)
         if opened == ffi.NULL:
             raise MemoryError(f"capacity: no memory for {capacity} facts and {num_hopes} hopes")
         self._index = ffi.gc(opened, lib.penstock_route_close)
         self.num_slots = 0
 
     def add_slot(self, limit: int) -> int:
-        slot = lib.penstock_route_add_slot(self._index, limit)
+        slot: int = lib.penstock_route_add_slot(self._index, limit)
         if slot < 0:
             raise RuntimeError(f"the index has no slot left: {MAX_SLOTS} are in use")
         self.num_slots = max(self.num_slots, slot + 1)
@@ -63,14 +59,15 @@ class RouteIndex:
         """Forget what it held. O(1): the bits are swept up later."""
         lib.penstock_route_retire_slot(self._index, slot)
 
-    def store(self, slot: int, keys: bytes | Keys, key_bytes: int = 8) -> int:
+    def store(self, slot: int, keys: bytes | Keys) -> int:
         """Returns how many keys the slot's limit refused."""
         raw = ffi.from_buffer(BYTES, keys)
-        return lib.penstock_route_store(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
+        num_refused: int = lib.penstock_route_store(self._index, slot, raw, len(raw) // 8)
+        return num_refused
 
-    def remove(self, slot: int, keys: bytes | Keys, key_bytes: int = 8) -> None:
+    def remove(self, slot: int, keys: bytes | Keys) -> None:
         raw = ffi.from_buffer(BYTES, keys)
-        lib.penstock_route_remove(self._index, slot, raw, len(raw) // key_bytes, key_bytes)
+        lib.penstock_route_remove(self._index, slot, raw, len(raw) // 8)
 
     def hope(self, slot: int, keys: Keys, num_known: int | None = None) -> None:
         """`num_known`: how many leading keys may be facts of this slot; where not given, all may."""
@@ -91,9 +88,7 @@ class RouteIndex:
         )
         return Match(keys, counts, version)
 
-    def hash_and_match(
-        self, tokens: bytes, space: KeySpace, root: bytes, salt_id: int | None = None, lora_id: int | None = None
-    ) -> Match:
+    def hash_and_match(self, tokens: bytes, space: KeySpace, root: bytes) -> Match:
         """Keys of a prompt (little-endian int32) and who holds them, in one call without the GIL."""
         num_tokens = len(tokens) // 4
         num_slots = self.num_slots
@@ -103,8 +98,6 @@ class RouteIndex:
         version = lib.penstock_route_keys_and_match(
             self._index,
             ffi.NULL if is_v1 else root,
-            ffi.NULL if salt_id is None else u64_pointer("salt_id", salt_id),
-            ffi.NULL if lora_id is None else u64_pointer("lora_id", lora_id),
             tokens,
             max(num_tokens - 1, 0) if is_v1 else num_tokens,
             space.block_size,
@@ -115,13 +108,15 @@ class RouteIndex:
         return Match(keys, counts, version)
 
     def version(self) -> int:
-        return lib.penstock_route_version(self._index)
+        version: int = lib.penstock_route_version(self._index)
+        return version
 
     def num_held(self, slot: int) -> int:
-        return lib.penstock_route_num_held(self._index, slot)
+        num_held: int = lib.penstock_route_num_held(self._index, slot)
+        return num_held
 
     def stats(self) -> IndexStats:
-        out = ffi.new("uint64_t[6]")
+        out = ffi.new("uint64_t[4]")
         lib.penstock_route_stats(self._index, out)
         return IndexStats(*out)
 

@@ -21,7 +21,7 @@ from penstock.router.placement.policy import PolicyConfig
 TIERS = ("device", "host", "disk")
 OLDER = len(TIERS)  # a row's fourth slot: the older generation of a guess
 I32S, I64S, DOUBLES = map(ffi.typeof, ("int32_t[]", "int64_t[]", "double[]"))
-NOBODY = 0  # a slot that never holds anything
+EMPTY = 0  # a slot that never holds anything
 
 
 @dataclass
@@ -57,8 +57,8 @@ class Knowledge:
         self._clock = clock
         self.totals = StreamCounts()
         self.index = RouteIndex(config.max_facts, seed=seed)
-        nobody = self.index.add_slot(0)
-        assert nobody == NOBODY
+        empty = self.index.add_slot(0)
+        assert empty == EMPTY
         self._slots = np.zeros((OLDER + 1, 8), dtype=np.int64)
         self._c = ffi.new(
             "struct penstock_slots *", {"host_credit": config.host_credit, "disk_credit": config.disk_credit}
@@ -74,7 +74,7 @@ class Knowledge:
             self._name_slots()
         cache = ReplicaCache(row, space, num_blocks, self._clock())
         self._caches[row] = cache
-        self._slots[:, row] = NOBODY
+        self._slots[:, row] = EMPTY
         self._slots[0, row] = self.index.add_slot(self._limit(cache))
         return cache
 
@@ -130,7 +130,7 @@ class Knowledge:
         if changes.cleared:
             self._drop(cache, layer)
         # Behind a gap this is as true as ever; what was missed stays wrong until the snapshot.
-        if self._slots[layer, cache.row] != NOBODY:
+        if self._slots[layer, cache.row] != EMPTY:
             self.index.remove(int(self._slots[layer, cache.row]), changes.removed)
         self._store(cache, changes.tier, changes.stored)
 
@@ -143,7 +143,7 @@ class Knowledge:
         layer = _layer(tier)
         if layer is None or not keys:
             return
-        if self._slots[layer, cache.row] == NOBODY:
+        if self._slots[layer, cache.row] == EMPTY:
             self._slots[layer, cache.row] = self.index.add_slot(self._limit(cache) * (16 if layer else 1))
             self._num_deep += layer in (1, 2)
         self._count(cache, "num_refused", self.index.store(int(self._slots[layer, cache.row]), keys))
@@ -158,8 +158,8 @@ class Knowledge:
 
     def _drop(self, cache: ReplicaCache, layer: int) -> None:
         slot = int(self._slots[layer, cache.row])
-        if slot != NOBODY:
-            self._slots[layer, cache.row] = NOBODY
+        if slot != EMPTY:
+            self._slots[layer, cache.row] = EMPTY
             self._num_deep -= layer in (1, 2)
             self.index.retire_slot(slot)
 
@@ -171,7 +171,7 @@ class Knowledge:
     def expect(self, cache: ReplicaCache, keys: Keys, num_known: int) -> None:
         """A request with these keys goes there now; the first `num_known` it should have."""
         slot = int(self._slots[0, cache.row])
-        if slot == NOBODY:
+        if slot == EMPTY:
             slot = self._slots[0, cache.row] = self.index.add_slot(self._limit(cache))
         if not cache.is_guess:
             self.index.hope(slot, keys, num_known)
@@ -228,9 +228,9 @@ class Knowledge:
 
     def check(self) -> None:
         self.index.check()
-        in_use = [int(slot) for slot in self._slots.ravel() if slot != NOBODY]
+        in_use = [int(slot) for slot in self._slots.ravel() if slot != EMPTY]
         assert len(in_use) == len(set(in_use)), "two layers share a slot"
-        assert self.index.num_held(NOBODY) == 0
+        assert self.index.num_held(EMPTY) == 0
 
 
 def _layer(tier: str) -> int | None:

@@ -4,8 +4,10 @@ A charge is made when a request is placed and released exactly once, whatever be
 drains and restarts never touch these numbers. From the charges' first tokens the replica's prefill speed is learned.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from inspect import get_annotations
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,32 +21,15 @@ UNKNOWN_CAPACITY = 2.0**18  # tokens
 MIN_SAMPLE_TOKENS = 256  # shorter waits say more about the network than about the replica
 
 
-class Fleet:
+class LoadTable:
     """One row per replica; a freed row is used again. Columns are views of one array that grows by doubling, and
     csrc/route_choice.c chooses among them."""
 
-    FIELDS = (
-        "queued",
-        "waiting",
-        "head",
-        "head_since",
-        "active",
-        "held",
-        "capacity",
-        "speed",
-        "filled",
-        "per_capacity",
-        "is_open",
-        "cached",
-        "backlog",
-        "ttft",
-        "score",
-    )
     queued: Column  # tokens placed there whose first token has not come
     waiting: Column  # how many requests they belong to
     head: Column  # of these tokens, the oldest request's
-    head_since: Column  # when that one's turn came, as far as we can tell
-    active: Column  # requests under way
+    head_since: Column  # when that one's turn came, as far as we know
+    active: Column  # requests in flight
     held: Column  # tokens of KV that they hold or will need
     capacity: Column  # tokens of KV there are
     speed: Column  # learned, tokens of prefill per second
@@ -58,9 +43,9 @@ class Fleet:
 
     def __init__(self, policy: PolicyConfig = PolicyConfig(), seed: int = 0) -> None:  # noqa: B008
         self._free: list[int] = []
-        self._unknown: set[int] = set()  # rows whose speed was neither learned nor told: that of the others is assumed
+        self._unknown: set[int] = set()  # rows whose speed was neither learned nor given: that of the others is assumed
         self.num_rows = 0
-        self._c = ffi.new(
+        self.c = ffi.new(
             "struct penstock_fleet *",
             {
                 "wear": policy.wear,
@@ -71,7 +56,7 @@ class Fleet:
                 "random": seed + 1,
             },
         )
-        self._columns = np.zeros((len(self.FIELDS), 8))
+        self._columns = np.zeros((len(COLUMNS), 8))
         self._name_columns()
 
     def add(self, capacity: float, speed: float, is_known: bool) -> int:
@@ -101,23 +86,15 @@ class Fleet:
     def choose(self, num_tokens: int, now_s: float, sticky: int = -1, excluded: Collection[int] = ()) -> int:
         """The row for a request by what `cached` says of its prompt, -1 if none is open; `sticky` is its session's."""
         rows = ffi.new("int64_t[]", list(excluded)) if excluded else ffi.NULL
-        return lib.penstock_fleet_choose(self._c, num_tokens, now_s, sticky, rows, len(excluded))
-
-    def place(self, row: int, own_tokens: float, held_tokens: float, now_s: float) -> None:
-        lib.penstock_fleet_place(self._c, row, own_tokens, held_tokens, now_s)
-
-    def answer(self, row: int, own_tokens: float, next_own_tokens: float, now_s: float) -> None:
-        lib.penstock_fleet_answer(self._c, row, own_tokens, next_own_tokens, now_s)
-
-    def leave(self, row: int, held_tokens: float) -> None:
-        lib.penstock_fleet_leave(self._c, row, held_tokens)
+        row: int = lib.penstock_fleet_choose(self.c, num_tokens, now_s, sticky, rows, len(excluded))
+        return row
 
     def prediction(self, row: int) -> tuple[float, float, float]:
         """At the last choice: cached tokens, tokens queued before, and the time to the first token."""
-        return self._c.cached[row], self._c.backlog[row], self._c.ttft[row]
+        return self.c.cached[row], self.c.backlog[row], self.c.ttft[row]
 
     def learn(self, row: int, speed: float) -> None:
-        """Whoever has done nothing yet is taken to be like the others. A fixed guess would keep it idle for ever
+        """A replica that has done nothing yet is taken to be like the others. A fixed guess would keep it idle for ever
         where it is too low: what it is worth shows only in work."""
         self.speed[row] = speed
         self._unknown.discard(row)
@@ -133,52 +110,88 @@ class Fleet:
     def _count_rows(self) -> None:
         in_use = np.ones(self.num_rows, dtype=bool)
         in_use[self._free] = False
-        self._c.num_in_use = int(in_use.sum())
-        self._c.total_capacity = (1.0 / self.per_capacity[in_use]).sum()
+        self.c.num_in_use = int(in_use.sum())
+        self.c.total_capacity = (1.0 / self.per_capacity[in_use]).sum()
 
     def _name_columns(self) -> None:
         start, stride = ffi.from_buffer("double[]", self._columns), self._columns.shape[1]
-        for index, field in enumerate(self.FIELDS):
+        for index, field in enumerate(COLUMNS):
             setattr(self, field, self._columns[index, : self.num_rows])
-            setattr(self._c, field, start + index * stride)
-        self._c.num_rows = self.num_rows
+            setattr(self.c, field, start + index * stride)
+        self.c.num_rows = self.num_rows
+
+
+COLUMNS = tuple(get_annotations(LoadTable))
+
+
+class Ledger(msgspec.Struct):
+    """Sums over all charges, by their names among the metrics: what was predicted, and what was."""
+
+    decisions_total: int = 0
+    requests_ok_total: int = 0
+    requests_failed_total: int = 0
+    compared_requests_total: int = 0
+    compared_prompt_tokens_total: int = 0
+    predicted_cached_tokens_total: int = 0
+    actual_cached_tokens_total: int = 0
+    cached_tokens_error_total: int = 0
+    predicted_ttft_seconds_total: float = 0.0
+    actual_ttft_seconds_total: float = 0.0
+
+    def compare(self, charge: "Charge", cached_tokens: int | None, ttft_s: float) -> None:
+        self.predicted_ttft_seconds_total += charge.predicted_ttft_s
+        self.actual_ttft_seconds_total += ttft_s
+        if cached_tokens is not None:
+            self.compared_requests_total += 1
+            self.compared_prompt_tokens_total += charge.num_tokens
+            self.predicted_cached_tokens_total += charge.predicted_cached_tokens
+            self.actual_cached_tokens_total += cached_tokens
+            self.cached_tokens_error_total += abs(cached_tokens - charge.predicted_cached_tokens)
 
 
 class ReplicaLoad:
     """One replica's row, its charges in order, and what is learned from them."""
 
-    def __init__(self, fleet: Fleet, row: int) -> None:
-        self.fleet = fleet
+    def __init__(self, table: LoadTable, row: int, ledger: Ledger, clock: Callable[[], float]) -> None:
+        self.table = table
         self.row = row
-        self.is_gone = False  # removed: charges still under way count for nothing
+        self.ledger = ledger
+        self.clock = clock
+        self.is_gone = False  # removed: charges still in flight count for nothing
         self.num_active = 0
         self._waiting: dict[Charge, None] = {}  # no first token yet, oldest first
         self._sample_tokens = self._sample_s = 0.0
 
-    def place(self, charge: "Charge", now_s: float) -> None:
+    def place(self, charge: "Charge") -> None:
         self.num_active += 1
+        self.ledger.decisions_total += 1
         self._waiting[charge] = None
-        self.fleet.place(self.row, charge.own_tokens, charge.held_tokens, now_s)
+        lib.penstock_fleet_place(self.table.c, self.row, charge.own_tokens, charge.held_tokens, charge.placed_s)
 
     def answer(self, charge: "Charge", now_s: float) -> None:
         """Its first token has come, or never will."""
         if self._waiting.pop(charge, self) is self or self.is_gone:
             return
         oldest = next(iter(self._waiting), None)
-        self.fleet.answer(self.row, charge.own_tokens, 0.0 if oldest is None else oldest.own_tokens, now_s)
+        next_own = 0.0 if oldest is None else oldest.own_tokens
+        lib.penstock_fleet_answer(self.table.c, self.row, charge.own_tokens, next_own, now_s)
 
     def lighten(self, charge: "Charge", own_tokens: float) -> None:
         """A waiting request turns out to be less work here."""
         if not self.is_gone:
-            self.fleet.queued[self.row] -= charge.own_tokens - own_tokens
+            self.table.queued[self.row] -= charge.own_tokens - own_tokens
             if next(iter(self._waiting)) is charge:
-                self.fleet.head[self.row] = own_tokens
+                self.table.head[self.row] = own_tokens
         charge.own_tokens = own_tokens
+
+    def hold(self, num_tokens: int) -> None:
+        if not self.is_gone:
+            self.table.held[self.row] += num_tokens
 
     def leave(self, charge: "Charge") -> None:
         self.num_active -= 1
         if not self.is_gone:
-            self.fleet.leave(self.row, charge.held_tokens)
+            lib.penstock_fleet_leave(self.table.c, self.row, charge.held_tokens)
 
     def learn(self, num_tokens: float, seconds: float) -> None:
         """So many tokens of prefill were done in so long, queue and own prompt together."""
@@ -186,41 +199,27 @@ class ReplicaLoad:
             return
         self._sample_tokens = SPEED_MEMORY * self._sample_tokens + num_tokens
         self._sample_s = SPEED_MEMORY * self._sample_s + seconds
-        self.fleet.learn(self.row, self._sample_tokens / self._sample_s)
+        self.table.learn(self.row, self._sample_tokens / self._sample_s)
 
     def check(self) -> None:
         if not self.is_gone:
             queued = sum(charge.own_tokens for charge in self._waiting)
-            assert abs(self.fleet.queued[self.row] - queued) < 1e-3, (self.fleet.queued[self.row], queued)
-            assert self.fleet.active[self.row] == self.num_active >= len(self._waiting) == self.fleet.waiting[self.row]
-            assert self.fleet.speed[self.row] > 0
+            assert abs(self.table.queued[self.row] - queued) < 1e-3, (self.table.queued[self.row], queued)
+            assert self.table.active[self.row] == self.num_active >= len(self._waiting) == self.table.waiting[self.row]
+            assert self.table.speed[self.row] > 0
 
 
 class Charge:
     """One request at one replica: `first_token`, `tokens` as they come, `release` at its end, which may be any time.
-
-    Whoever holds it must release it; a second release does nothing.
-    """
+    A second release does nothing."""
 
     __slots__ = (
-        "_ledger",
-        "_load",
-        "ahead_tokens",
-        "held_tokens",
-        "is_answered",
-        "is_handed_over",
-        "is_released",
-        "num_tokens",
-        "own_tokens",
-        "placed_s",
-        "predicted_cached_tokens",
-        "predicted_ttft_s",
-        "replica",
+        "_load", "ahead_tokens", "held_tokens", "is_answered", "is_handed_over", "is_released", "num_tokens",
+        "own_tokens", "placed_s", "predicted_cached_tokens", "predicted_ttft_s", "replica",
     )  # fmt: skip
 
     def __init__(
         self,
-        ledger: "Ledger",
         load: ReplicaLoad,
         replica: str,
         num_tokens: int,
@@ -237,9 +236,8 @@ class Charge:
         self.ahead_tokens = ahead_tokens
         self.is_answered = self.is_released = self.is_handed_over = False
         self._load = load
-        self._ledger = ledger
-        self.placed_s = ledger.clock()
-        load.place(self, self.placed_s)
+        self.placed_s = load.clock()
+        load.place(self)
 
     def hand_over(self, ttft_s: float) -> None:
         """The prompt is computed elsewhere and comes as blocks, within `ttft_s` by what is known there: for the queue
@@ -253,52 +251,27 @@ class Charge:
         """The first token is here; `cached_tokens` as the replica counted them, where it says so."""
         assert not self.is_released and not self.is_answered, "a first token comes once, before the release"
         self.is_answered = True
-        now_s = self._ledger.clock()
+        load, now_s = self._load, self._load.clock()
         own = self.own_tokens if cached_tokens is None else max(self.num_tokens - cached_tokens, 1)
         if not self.is_handed_over:
-            self._load.learn(self.ahead_tokens + own, now_s - self.placed_s)
-        self._load.answer(self, now_s)
-        self._ledger.note_answer(self, cached_tokens, now_s - self.placed_s)
+            load.learn(self.ahead_tokens + own, now_s - self.placed_s)
+        load.answer(self, now_s)
+        load.ledger.compare(self, cached_tokens, now_s - self.placed_s)
 
     def tokens(self, count: int) -> None:
         """So many tokens of the answer have come; each holds a place in the replica's cache."""
-        if not self.is_released and not self._load.is_gone:
+        if not self.is_released:
             self.held_tokens += count
-            self._load.fleet.held[self._load.row] += count
+            self._load.hold(count)
 
     def release(self, ok: bool = True) -> None:
         if self.is_released:
             return
         self.is_released = True
         if not self.is_answered:
-            self._load.answer(self, self._ledger.clock())
+            self._load.answer(self, self._load.clock())
         self._load.leave(self)
-        self._ledger.note_end(self, ok)
-
-
-class Ledger:
-    """Sums over all charges: what was predicted, what came of it."""
-
-    def __init__(self, clock) -> None:  # type: ignore[no-untyped-def]
-        self.clock = clock
-        self.num_placed = self.num_ok = self.num_failed = 0
-        self.num_compared = 0
-        self.predicted_cached_tokens = self.actual_cached_tokens = self.error_tokens = 0
-        self.compared_prompt_tokens = 0
-        self.predicted_ttft_s = self.actual_ttft_s = 0.0
-
-    def note_answer(self, charge: Charge, cached_tokens: int | None, ttft_s: float) -> None:
-        self.predicted_ttft_s += charge.predicted_ttft_s
-        self.actual_ttft_s += ttft_s
-        if cached_tokens is not None:
-            self.num_compared += 1
-            self.compared_prompt_tokens += charge.num_tokens
-            self.predicted_cached_tokens += charge.predicted_cached_tokens
-            self.actual_cached_tokens += cached_tokens
-            self.error_tokens += abs(cached_tokens - charge.predicted_cached_tokens)
-
-    def note_end(self, charge: Charge, ok: bool) -> None:
         if ok:
-            self.num_ok += 1
+            self._load.ledger.requests_ok_total += 1
         else:
-            self.num_failed += 1
+            self._load.ledger.requests_failed_total += 1

@@ -1,7 +1,7 @@
 """The deciding half of the router: where a request goes, from what is known of caches and of load.
 
 One `Placement` per router process, called from the event loop; only `prepare` may run in another thread. It does no I/O
-and starts nothing: the data plane tells it who is there, feeds it the replicas' event frames, asks, and reports back
+and starts nothing: the data plane says who is there, feeds it the replicas' event frames, asks, and reports back
 through the charge it got.
 """
 
@@ -18,7 +18,7 @@ from penstock.engine.http.kv_stream import Frame, Snapshot
 from penstock.router.placement.hasher import HashName, KeySpace
 from penstock.router.placement.index import Match
 from penstock.router.placement.knowledge import Knowledge, ReplicaCache
-from penstock.router.placement.load import Charge, Fleet, Ledger, ReplicaLoad
+from penstock.router.placement.load import Charge, Ledger, LoadTable, ReplicaLoad
 from penstock.router.placement.policy import PolicyConfig
 
 UNKNOWN_BLOCKS = 2**14  # of a replica that does not say: little enough that the guess forgets in time
@@ -55,7 +55,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     matches: tuple[tuple[KeySpace, Match], ...]
 
 
-class Replica(NamedTuple):
+class PlacedReplica(NamedTuple):
     name: str
     info: ReplicaInfo
     load: ReplicaLoad
@@ -70,12 +70,12 @@ class Placement:
         seed: int = 0,
     ) -> None:
         self.policy = policy.check()
-        self.fleet = Fleet(policy, seed)
+        self.loads = LoadTable(policy, seed)
         self.knowledge = Knowledge(policy, clock)
-        self.ledger = Ledger(clock)
+        self.ledger = Ledger()
         self._clock = clock
-        self._replicas: dict[str, Replica] = {}
-        self._rows: dict[int, Replica] = {}
+        self._replicas: dict[str, PlacedReplica] = {}
+        self._rows: dict[int, PlacedReplica] = {}
         self._spaces: tuple[KeySpace, ...] = ()  # replaced as a whole: `prepare` reads it from other threads
         self._space_of_row = np.zeros(8, dtype=np.int64)
         self._sessions: OrderedDict[str, str] = OrderedDict()
@@ -91,10 +91,10 @@ class Placement:
         if space not in self._spaces:
             self._spaces = (*self._spaces, space)
         capacity = info.num_blocks * info.block_size or np.inf
-        told = info.prefill_tokens_per_s
-        row = self.fleet.add(capacity, told or self._usual_speed(), is_known=told is not None)
+        given = info.prefill_tokens_per_s
+        row = self.loads.add(capacity, given or self._usual_speed(), is_known=given is not None)
         cache = self.knowledge.add(row, space, info.num_blocks or UNKNOWN_BLOCKS)
-        replica = Replica(name, info, ReplicaLoad(self.fleet, row), cache)
+        replica = PlacedReplica(name, info, ReplicaLoad(self.loads, row, self.ledger, self._clock), cache)
         self._replicas[name] = self._rows[row] = replica
         self._count_spaces()
 
@@ -104,13 +104,13 @@ class Placement:
         del self._rows[replica.load.row]
         replica.load.is_gone = True
         self.knowledge.remove(replica.cache)
-        self.fleet.remove(replica.load.row)
+        self.loads.remove(replica.load.row)
         in_use = {other.cache.space for other in self._replicas.values()}
         self._spaces = tuple(space for space in self._spaces if space in in_use)
         self._count_spaces()
 
     def set_available(self, name: str, available: bool) -> None:
-        self.fleet.is_open[self._replicas[name].load.row] = float(available)
+        self.loads.is_open[self._replicas[name].load.row] = float(available)
 
     # -- a request -----------------------------------------------------------------------------------------
 
@@ -139,14 +139,13 @@ class Placement:
         exclude: frozenset[str] = NO_CACHE,
         expects: bool = True,
     ) -> Charge | None:
-        """The replica for a request, charged with it; None where nobody may take it. `expects`: the prompt will be in
-        its cache at once; else whoever charges says so when it is (`expect`)."""
+        """The replica for a request, charged with it; None where none may take it. `expects`: the prompt will be in its
+        cache at once; else the caller says so when it is (`expect`)."""
         self.knowledge.tick()
         now_s = self._clock()
-        fleet = self.fleet
         self._look_up(prompt)
         sticky = self._replicas.get(self._sessions.get(session, "")) if session is not None else None
-        row = fleet.choose(
+        row = self.loads.choose(
             num_tokens,
             now_s,
             -1 if sticky is None else sticky.load.row,
@@ -157,11 +156,10 @@ class Placement:
         replica = self._rows[row]
         if session is not None:
             self._remember(session, replica.name)
-        cached, backlog, ttft = fleet.prediction(row)
+        cached, backlog, ttft = self.loads.prediction(row)
         if expects and prompt is not None:
             self._expect(replica, prompt, int(cached))
-        self.ledger.num_placed += 1
-        return Charge(self.ledger, replica.load, replica.name, num_tokens, cached, backlog, ttft)
+        return Charge(replica.load, replica.name, num_tokens, cached, backlog, ttft)
 
     def expect(self, charge: Charge, prompt: Prompt) -> None:
         """The prompt is in its replica's cache now, or about to be."""
@@ -169,7 +167,7 @@ class Placement:
         if replica is not None:
             self._expect(replica, prompt, charge.predicted_cached_tokens)
 
-    def _expect(self, replica: Replica, prompt: Prompt, num_cached: int) -> None:
+    def _expect(self, replica: PlacedReplica, prompt: Prompt, num_cached: int) -> None:
         for space, match in prompt.matches:
             if space == replica.cache.space and len(match.keys):
                 num_known = num_cached // space.block_size + 1
@@ -177,7 +175,7 @@ class Placement:
 
     def _look_up(self, prompt: Prompt | None) -> None:
         """What of the prompt is cached where, into the fleet's column."""
-        cached = self.fleet.cached
+        cached = self.loads.cached
         cached.fill(0.0)
         for space, match in () if prompt is None else prompt.matches:
             if space in self._spaces:  # else the last replica that named blocks so has left since
@@ -213,15 +211,15 @@ class Placement:
         now_s = self._clock()
         return {name: self._view_one(replica, now_s) for name, replica in self._replicas.items()}
 
-    def _view_one(self, replica: Replica, now_s: float) -> dict[str, Any]:
+    def _view_one(self, replica: PlacedReplica, now_s: float) -> dict[str, Any]:
         row, cache = replica.load.row, replica.cache
         return {
-            "available": bool(self.fleet.is_open[row]),
-            "active_requests": int(self.fleet.active[row]),
-            "queued_tokens": round(self.fleet.backlog_of(row, now_s)),
-            "held_tokens": int(self.fleet.held[row]),
+            "available": bool(self.loads.is_open[row]),
+            "active_requests": int(self.loads.active[row]),
+            "queued_tokens": round(self.loads.backlog_of(row, now_s)),
+            "held_tokens": int(self.loads.held[row]),
             "capacity_tokens": replica.info.num_blocks * replica.info.block_size or None,
-            "prefill_tokens_per_s": round(float(self.fleet.speed[row]), 1),
+            "prefill_tokens_per_s": round(float(self.loads.speed[row]), 1),
             "cached_blocks": self.knowledge.num_held(cache),
             "knowledge": "approximate" if cache.is_guess else "events",
             "events_seq": cache.seq,
@@ -233,19 +231,9 @@ class Placement:
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges of the whole router; what is per replica is in `view`."""
-        ledger, index = self.ledger, self.knowledge.index.stats()
+        index = self.knowledge.index.stats()
         caches, totals = [replica.cache for replica in self._replicas.values()], self.knowledge.totals
-        return {
-            "decisions_total": ledger.num_placed,
-            "requests_ok_total": ledger.num_ok,
-            "requests_failed_total": ledger.num_failed,
-            "compared_requests_total": ledger.num_compared,
-            "compared_prompt_tokens_total": ledger.compared_prompt_tokens,
-            "predicted_cached_tokens_total": ledger.predicted_cached_tokens,
-            "actual_cached_tokens_total": ledger.actual_cached_tokens,
-            "cached_tokens_error_total": ledger.error_tokens,
-            "predicted_ttft_seconds_total": ledger.predicted_ttft_s,
-            "actual_ttft_seconds_total": ledger.actual_ttft_s,
+        return msgspec.structs.asdict(self.ledger) | {
             "approximate_replicas": sum(cache.is_guess for cache in caches),
             "event_gaps_total": totals.num_gaps,
             "event_repeats_total": totals.num_repeated,
@@ -268,12 +256,12 @@ class Placement:
 
     def _usual_speed(self) -> float:
         """What a newcomer is taken to do until it has shown it: the mean of the others."""
-        speeds = [float(self.fleet.speed[row]) for row in self._rows]
+        speeds = [float(self.loads.speed[row]) for row in self._rows]
         return float(np.mean(speeds)) if speeds else self.policy.first_tokens_per_s
 
     def _count_spaces(self) -> None:
-        if len(self._space_of_row) < self.fleet.num_rows:
-            self._space_of_row = np.zeros(2 * self.fleet.num_rows, dtype=np.int64)
+        if len(self._space_of_row) < self.loads.num_rows:
+            self._space_of_row = np.zeros(2 * self.loads.num_rows, dtype=np.int64)
         for row, replica in self._rows.items():
             self._space_of_row[row] = self._spaces.index(replica.cache.space)
 

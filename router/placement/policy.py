@@ -1,22 +1,23 @@
 """By what a replica is chosen: the policies and their weights. csrc/route_choice.c computes them.
 
 The default, `predicted-ttft`, is the seconds until a new request's first token: work queued there that is not cached,
-plus the part of its own prompt that is not cached there, over the replica's learned speed, plus what its answers under
-way cost. Everything is in one unit, so a long match cannot outweigh a long queue, nor the other way round.
+plus the part of its own prompt that is not cached there, over the replica's learned speed, plus what its answers in
+flight cost. Everything is in one unit, so a long match cannot outweigh a long queue, nor the other way round.
 """
 
-from typing import Literal
+from typing import get_args
 
 import msgspec
 
-PolicyName = Literal["predicted-ttft", "prefix", "least-loaded", "round-robin"]
-POLICIES: tuple[PolicyName, ...] = ("predicted-ttft", "prefix", "least-loaded", "round-robin")  # in this order in C
+from penstock.router.config import PolicyName
+
+POLICIES: tuple[PolicyName, ...] = get_args(PolicyName)  # in this order in C
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: PolicyName = "predicted-ttft"
     wear: float = 0.5  # what new content costs beside its time, where as much of it went as to the mean replica
-    decode_s: float = 0.004  # an answer under way delays a first token by this much
+    decode_s: float = 0.004  # an answer in flight delays a first token by this much
     first_tokens_per_s: float = 5_000.0  # prefill speed of a replica of which nothing is known
     affinity_s: float = 0.05  # a session stays where it was unless another replica is better by more
     host_credit: float = 0.8  # what a token cached in host memory saves, of one on the device

@@ -1,11 +1,13 @@
 """Every route against every way of asking without a key, and who may change the fleet."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from penstock.router.app import OPEN, OWN, PROXIED
 from tests.support.raw_http import exchange, status
-from tests.support.router_fleet import running_router, until
-from tests.support.router_stub import stub
+from tests.support.router_fleet import RunningRouter, running_router, until
+from tests.support.router_stub import Stub, stub
 
 KEY, ADMIN, BACKEND = "sk-client", "sk-admin", "sk-backend"
 METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE")
@@ -13,48 +15,48 @@ ROUTES = sorted(PROXIED | OWN)
 
 
 @pytest.fixture(scope="module")
-def backend():
+def backend() -> Iterator[Stub]:
     with stub() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def router(backend):
+def router(backend: Stub) -> Iterator[RunningRouter]:
     with running_router(
         backend.url, api_keys=(KEY, "sk-other"), admin_api_keys=(ADMIN,), backend_api_key=BACKEND
     ) as started:
         yield started
 
 
-def ask(router, method: str, target: str, *headers: str, body: bytes = b"", host: str = "x") -> bytes:
+def ask(router: RunningRouter, method: str, target: str, *headers: str, body: bytes = b"", host: str = "x") -> bytes:
     lines = [f"{method} {target} HTTP/1.1", f"host: {host}", "connection: close", *headers]
     if body:
         lines += ["content-type: application/json", f"content-length: {len(body)}"]
     return exchange(router.port, "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body)
 
 
-def test_without_a_key_only_the_open_routes_answer(router):
+def test_without_a_key_only_the_open_routes_answer(router: RunningRouter) -> None:
     for path in ROUTES:
         for method in METHODS:
             expected = 200 if (method.encode(), path) in OPEN else 401
             assert status(ask(router, method, path)) == expected, (method, path)
 
 
-def test_a_wrong_key_is_as_good_as_none(router):
+def test_a_wrong_key_is_as_good_as_none(router: RunningRouter) -> None:
     for path in ROUTES:
         for value in ("Bearer sk-wrong", "Bearer ", "Bearer", "Basic sk-client", "sk-client", f"Bearer {BACKEND}"):
             if (b"GET", path) not in OPEN:
                 assert status(ask(router, "GET", path, f"authorization: {value}")) == 401, (path, value)
 
 
-def test_two_authorization_headers_are_refused_even_if_one_is_right(router):
+def test_two_authorization_headers_are_refused_even_if_one_is_right(router: RunningRouter) -> None:
     right, wrong = f"authorization: Bearer {KEY}", "authorization: Bearer x"
     assert status(ask(router, "GET", "/v1/models", right, wrong)) == 401
     assert status(ask(router, "GET", "/v1/models", wrong, right)) == 401
 
 
 @pytest.mark.parametrize("key", [KEY, "sk-other"])
-def test_each_of_the_keys_opens_every_route(router, key):
+def test_each_of_the_keys_opens_every_route(router: RunningRouter, key: str) -> None:
     for path in ROUTES:
         assert status(ask(router, "GET", path, f"authorization: bearer {key}")) in (200, 405), path
 
@@ -74,34 +76,34 @@ def test_each_of_the_keys_opens_every_route(router, key):
         ),
     ],
 )
-def test_no_way_of_writing_a_path_opens_it(router, target):
+def test_no_way_of_writing_a_path_opens_it(router: RunningRouter, target: str) -> None:
     for host in ("x", "x/health?", "localhost", "health"):
         assert status(ask(router, "GET", target, host=host)) in (400, 401, 404)
 
 
-def test_a_question_mark_behind_an_open_route_changes_nothing(router):
+def test_a_question_mark_behind_an_open_route_changes_nothing(router: RunningRouter) -> None:
     assert status(ask(router, "GET", "/health?x=/metrics")) == 200
 
 
-def test_the_replica_gets_the_backends_key_and_never_the_clients(router, backend):
+def test_the_replica_gets_the_backends_key_and_never_the_clients(router: RunningRouter, backend: Stub) -> None:
     answer = ask(router, "POST", "/v1/completions", f"authorization: Bearer {KEY}", body=b'{"prompt":"a"}')
     assert status(answer) == 200
     assert backend.seen[-1].header(b"authorization") == [f"Bearer {BACKEND}".encode()]
 
 
-def test_a_router_without_keys_of_its_own_passes_the_clients_on(backend):
+def test_a_router_without_keys_of_its_own_passes_the_clients_on(backend: Stub) -> None:
     with running_router(backend.url) as plain:
         ask(plain, "POST", "/v1/completions", "authorization: Bearer theirs", body=b'{"prompt":"a"}')
     assert backend.seen[-1].header(b"authorization") == [b"Bearer theirs"]
 
 
-def test_a_router_that_asks_for_a_key_keeps_it_from_replicas_that_need_none(backend):
+def test_a_router_that_asks_for_a_key_keeps_it_from_replicas_that_need_none(backend: Stub) -> None:
     with running_router(backend.url, api_keys=(KEY,)) as keyed:
         ask(keyed, "POST", "/v1/completions", f"authorization: Bearer {KEY}", body=b'{"prompt":"a"}')
     assert backend.seen[-1].header(b"authorization") == []
 
 
-def test_only_the_admin_key_changes_the_fleet(router, backend):
+def test_only_the_admin_key_changes_the_fleet(router: RunningRouter, backend: Stub) -> None:
     with stub() as other:
         body = b'{"url":"%s"}' % other.url.encode()
         for method in ("POST", "DELETE"):
@@ -117,7 +119,7 @@ def test_only_the_admin_key_changes_the_fleet(router, backend):
     assert status(ask(router, "GET", "/v1/models", admin)) == 401  # it opens nothing else
 
 
-def test_without_an_admin_key_nobody_changes_the_fleet(backend):
+def test_without_an_admin_key_nobody_changes_the_fleet(backend: Stub) -> None:
     with running_router(backend.url) as plain:
         answer = ask(plain, "POST", "/replicas", body=b'{"url":"http://127.0.0.1:1"}')
     assert status(answer) == 403 and b"--admin-api-key" in answer
@@ -136,11 +138,11 @@ def test_without_an_admin_key_nobody_changes_the_fleet(backend):
         "file:///etc",
     ],
 )
-def test_a_replica_must_be_a_plain_address(router, url):
+def test_a_replica_must_be_a_plain_address(router: RunningRouter, url: str) -> None:
     answer = ask(router, "POST", "/replicas", f"authorization: Bearer {ADMIN}", body=b'{"url":"%s"}' % url.encode())
     assert status(answer) == 400 and b'"param":"url"' in answer
 
 
-def test_a_key_never_stands_in_an_answer_or_a_metric(router):
+def test_a_key_never_stands_in_an_answer_or_a_metric(router: RunningRouter) -> None:
     texts = [ask(router, "GET", path, f"authorization: Bearer {KEY}") for path in ("/metrics", "/replicas", "/version")]
     assert not any(key.encode() in text for key in (KEY, ADMIN, BACKEND) for text in texts)

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from penstock._csrc import ffi, lib
-from penstock.router.placement.load import Fleet
+from penstock.router.config import PolicyName
+from penstock.router.placement.load import LoadTable
 from penstock.router.placement.policy import POLICIES, PolicyConfig
 from tests.support import slow_policy
 
@@ -12,9 +13,9 @@ COLUMNS = ("queued", "head", "head_since", "active", "held", "filled", "cached")
 NOW_S = 50.0
 
 
-def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int) -> Fleet:
-    """With every column set, and a row that nobody uses any more."""
-    fleet = Fleet(policy, seed=int(rng.integers(1000)))
+def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int) -> LoadTable:
+    """With every column set, and a row that is free again."""
+    fleet = LoadTable(policy, seed=int(rng.integers(1000)))
     for _ in range(num_replicas + 1):
         fleet.add(float(rng.choice([np.inf, 50_000, 100_000])), float(rng.uniform(1_000, 20_000)), is_known=True)
     fleet.remove(int(rng.integers(num_replicas + 1)))
@@ -27,7 +28,7 @@ def some_fleet(rng: np.random.Generator, policy: PolicyConfig, num_replicas: int
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_who_is_chosen_is_best_by_the_formulas(name):
+def test_who_is_chosen_is_best_by_the_formulas(name: PolicyName) -> None:
     policy, rng = PolicyConfig(name=name), np.random.default_rng(3)
     for _ in range(400):
         fleet = some_fleet(rng, policy, int(rng.choice([1, 2, 8, 70])))
@@ -56,8 +57,8 @@ def test_who_is_chosen_is_best_by_the_formulas(name):
         assert fleet.backlog[row] == pytest.approx(fleet.backlog_of(row, NOW_S))
 
 
-def test_every_one_of_equals_is_drawn_about_as_often():
-    fleet = Fleet(seed=5)
+def test_every_one_of_equals_is_drawn_about_as_often() -> None:
+    fleet = LoadTable(seed=5)
     for _ in range(3):
         fleet.add(1000.0, 100.0, is_known=True)
     fleet.is_open[:] = 1.0
@@ -65,16 +66,16 @@ def test_every_one_of_equals_is_drawn_about_as_often():
     assert (drawn > 900).all(), drawn
 
 
-def test_round_robin_goes_on_after_the_last_one():
-    fleet = Fleet(PolicyConfig(name="round-robin"))
+def test_round_robin_goes_on_after_the_last_one() -> None:
+    fleet = LoadTable(PolicyConfig(name="round-robin"))
     for _ in range(4):
         fleet.add(1000.0, 100.0, is_known=True)
     fleet.is_open[:] = (1, 1, 0, 1)
     assert [fleet.choose(1, NOW_S) for _ in range(5)] == [0, 1, 3, 0, 1]
 
 
-def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity():
-    fleet = Fleet(PolicyConfig(affinity_s=0.05, decode_s=0.0, wear=0.0))
+def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity() -> None:
+    fleet = LoadTable(PolicyConfig(affinity_s=0.05, decode_s=0.0, wear=0.0))
     for _ in range(2):
         fleet.add(100_000.0, 1000.0, is_known=True)
     fleet.is_open[:] = 1.0
@@ -86,18 +87,18 @@ def test_a_session_stays_unless_another_is_better_by_more_than_the_affinity():
     assert fleet.choose(100, NOW_S, sticky=1) == 0
 
 
-def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it():
-    fleet = Fleet()
+def test_new_content_is_remembered_for_as_long_as_the_caches_hold_it() -> None:
+    fleet = LoadTable()
     for capacity in (1000.0, 3000.0):
         fleet.add(capacity, 100.0, is_known=True)
-    fleet.place(0, 400.0, 500.0, NOW_S)
-    fleet.place(1, 1000.0, 1000.0, NOW_S)
+    lib.penstock_fleet_place(fleet.c, 0, 400.0, 500.0, NOW_S)
+    lib.penstock_fleet_place(fleet.c, 1, 1000.0, 1000.0, NOW_S)
     assert fleet.filled.tolist() == [300.0, 1000.0]
     assert fleet.queued.tolist() == [400.0, 1000.0]
     assert fleet.held.tolist() == [500.0, 1000.0] and fleet.active.tolist() == [1, 1]
 
 
-def test_blocks_of_all_tiers_count_by_the_formula():
+def test_blocks_of_all_tiers_count_by_the_formula() -> None:
     policy, rng = PolicyConfig(host_credit=0.7, disk_credit=0.4), np.random.default_rng(4)
     for num_rows in (1, 8, 100):
         slots = rng.integers(0, 300, (4, num_rows))

@@ -1,15 +1,17 @@
 """What the edge refuses, and that what passes means the same to every parser behind it."""
 
 import random
+import socket
 import time
+from collections.abc import Iterator
 
 import h11
 import pytest
 
 from penstock.engine.http.limits import Limits
 from tests.support.raw_http import connect, exchange, post, read_all, status
-from tests.support.router_fleet import running_router, until
-from tests.support.router_stub import stub, whole
+from tests.support.router_fleet import RunningRouter, running_router, until
+from tests.support.router_stub import Seen, Stub, stub, whole
 
 LIMITS = Limits(
     max_header_bytes=4096, max_body_bytes=10_000, header_timeout_s=0.4, body_timeout_s=0.4, max_connections=20
@@ -17,13 +19,13 @@ LIMITS = Limits(
 
 
 @pytest.fixture(scope="module")
-def backend():
+def backend() -> Iterator[Stub]:
     with stub() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def router(backend):
+def router(backend: Stub) -> Iterator[RunningRouter]:
     with running_router(backend.url, limits=LIMITS) as started:
         yield started
 
@@ -68,7 +70,9 @@ SMUGGLING = {
 
 
 @pytest.mark.parametrize("what", SMUGGLING)
-def test_a_request_that_two_parsers_could_read_differently_is_refused(router, backend, what):
+def test_a_request_that_two_parsers_could_read_differently_is_refused(
+    router: RunningRouter, backend: Stub, what: str
+) -> None:
     num_seen = len(backend.seen)
     answer = exchange(router.port, SMUGGLING[what])
     assert 400 <= status(answer) <= 505
@@ -80,7 +84,9 @@ def test_a_request_that_two_parsers_could_read_differently_is_refused(router, ba
     ("seed", "count"),
     [(5, 6000), *(pytest.param(seed, 50_000, marks=(pytest.mark.slow, pytest.mark.timeout(900))) for seed in (6, 7))],
 )
-def test_what_a_mangled_request_becomes_is_read_alike_by_every_parser(router, backend, seed, count):
+def test_what_a_mangled_request_becomes_is_read_alike_by_every_parser(
+    router: RunningRouter, backend: Stub, seed: int, count: int
+) -> None:
     """Whatever bytes come in: each request that arrives behind the router is well-formed for two other parsers, with
     the same method, target and body, and never are there more of them than the client's parser may have meant."""
     rng = random.Random(seed)
@@ -124,7 +130,7 @@ def _mangle(rng: random.Random, request: bytes) -> bytes:
     return bytes(data)
 
 
-def _read_by_h11(seen) -> bytes:
+def _read_by_h11(seen: Seen) -> bytes:
     head = b"\r\n".join([seen.line, *(name + b": " + value for name, value in seen.headers)])
     parser = h11.Connection(h11.SERVER)
     parser.receive_data(head + b"\r\n\r\n" + seen.body + b"GET /next HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -153,12 +159,12 @@ def _read_by_h11(seen) -> bytes:
         (post(b'{"model":"other"}'), 404, b"other"),
     ],
 )
-def test_a_limit_is_named_with_its_field(router, request_, expected, words):
+def test_a_limit_is_named_with_its_field(router: RunningRouter, request_: bytes, expected: int, words: bytes) -> None:
     answer = exchange(router.port, request_)
     assert (status(answer), words in answer) == (expected, True)
 
 
-def test_slow_headers_and_slow_bodies_are_ended(router):
+def test_slow_headers_and_slow_bodies_are_ended(router: RunningRouter) -> None:
     with connect(router.port) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
         assert status(read_all(sock)) == 408
@@ -167,12 +173,12 @@ def test_slow_headers_and_slow_bodies_are_ended(router):
         assert status(read_all(sock)) == 408
 
 
-def test_a_silent_connection_is_closed_without_a_word(router):
+def test_a_silent_connection_is_closed_without_a_word(router: RunningRouter) -> None:
     with connect(router.port) as sock:
         assert read_all(sock) == b""
 
 
-def test_beyond_the_connections_allowed_one_is_told_why(router):
+def test_beyond_the_connections_allowed_one_is_told_why(router: RunningRouter) -> None:
     until(lambda: len(router.app.edge.connections) == 0)
     socks = [connect(router.port) for _ in range(21)]
     try:
@@ -183,14 +189,14 @@ def test_beyond_the_connections_allowed_one_is_told_why(router):
     until(lambda: len(router.app.edge.connections) == 0)  # or the next test finds the door still full
 
 
-def test_garbage_behind_a_request_comes_after_its_answer(router, backend):
+def test_garbage_behind_a_request_comes_after_its_answer(router: RunningRouter, backend: Stub) -> None:
     answer = exchange(router.port, post(BODY, close=False) + b"\x00garbage\r\n\r\n")
     assert status(answer) == 200
     assert b"{}HTTP/1.1 400 " in answer
 
 
-def test_an_unread_answer_does_not_stay_for_ever(backend):
-    def endless(seen, sock):
+def test_an_unread_answer_does_not_stay_for_ever(backend: Stub) -> None:
+    def endless(seen: Seen, sock: socket.socket) -> None:
         sock.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
         while True:
             sock.sendall(b"2710\r\n" + b"x" * 10000 + b"\r\n")
@@ -207,13 +213,13 @@ def test_an_unread_answer_does_not_stay_for_ever(backend):
         backend.answer = lambda seen, sock: whole()
 
 
-def test_a_thousand_tiny_pipelined_requests_need_no_deep_stack(router):
+def test_a_thousand_tiny_pipelined_requests_need_no_deep_stack(router: RunningRouter) -> None:
     request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
     last = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     assert exchange(router.port, 1000 * request + last).count(b"HTTP/1.1 200 OK") == 1001
 
 
-def test_the_clock_of_a_deadline_starts_with_the_request_and_not_the_connection(router):
+def test_the_clock_of_a_deadline_starts_with_the_request_and_not_the_connection(router: RunningRouter) -> None:
     with connect(router.port) as sock:
         for _ in range(3):
             sock.sendall(post(BODY, close=False))

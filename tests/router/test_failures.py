@@ -9,18 +9,24 @@ import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import httpx
 import pytest
 
+from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import Limits
-from penstock.router.fleet.replica import FAILURES_TO_EJECT
+from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica, State
+from penstock.router.http.heads import ClientRequest
 from tests.support.raw_http import connect, exchange, post, read_all, status
-from tests.support.router_fleet import QUICK, mock_replicas, running_router, until
-from tests.support.router_stub import stub, whole
+from tests.support.router_fleet import QUICK, RunningRouter, mock_replicas, running_router, until
+from tests.support.router_stub import Answer, Seen, stub, whole
 
 
-async def _load(url: str, count: int, concurrency: int, during=None, **fields) -> list[tuple[int, str]]:
+async def _load(
+    url: str, count: int, concurrency: int, during: Callable[[], object] | None = None, **fields: Any
+) -> list[tuple[int, str]]:
     """`count` requests, and `during` called when a third of them are done: (status, end of the answer) of each."""
     gate, results = asyncio.Semaphore(concurrency), []
     limits = httpx.Limits(max_connections=None)
@@ -38,11 +44,13 @@ async def _load(url: str, count: int, concurrency: int, during=None, **fields) -
     return results
 
 
-def load(url: str, count: int, concurrency: int = 24, during=None, **fields) -> list[tuple[int, str]]:
+def load(
+    url: str, count: int, concurrency: int = 24, during: Callable[[], object] | None = None, **fields: Any
+) -> list[tuple[int, str]]:
     return asyncio.run(_load(url, count, concurrency, during, **fields))
 
 
-def test_when_one_of_eight_is_killed_nobody_waiting_for_a_first_byte_notices():
+def test_when_one_of_eight_is_killed_no_client_that_waits_for_a_first_byte_notices() -> None:
     with contextlib.ExitStack() as stack:
         replicas = stack.enter_context(mock_replicas(8, prefill_tps=2000, inter_token_s=0.01))
         router = stack.enter_context(running_router(*(each.url for each in replicas)))
@@ -52,31 +60,72 @@ def test_when_one_of_eight_is_killed_nobody_waiting_for_a_first_byte_notices():
         assert router.states().count("up") == 7
 
 
-def test_when_a_replica_is_killed_what_waited_there_goes_elsewhere_though_no_retry_is_left():
-    """Its death is no misconduct that retries could make worse: nobody computes those requests any more."""
+def test_when_a_replica_is_killed_what_waited_there_goes_elsewhere_though_no_retry_is_left() -> None:
+    """Its death is no misconduct that retries could make worse: those requests are not computed there any more."""
     with mock_replicas(3, inter_token_s=0.02) as replicas, running_router(*(each.url for each in replicas)) as router:
         router.fleet.budget.share = router.fleet.budget.tokens = 0.0
         results = load(router.url, 60, during=lambda: replicas[1].send(signal.SIGKILL))
         assert Counter(code for code, _ in results) == {200: 60}
-        assert router.app.metrics.retries["lost"] + router.app.metrics.retries["unreachable"]
+        assert router.counts("retries").keys() & {"lost", "unreachable", "moved"}
 
 
-def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_mark():
+def test_a_replica_that_dies_with_its_listening_socket_last_loses_no_request() -> None:
+    with stub() as dying, stub() as other, running_router(dying.url, other.url, policy="round-robin") as router:
+        router.fleet.budget.share = router.fleet.budget.tokens = 0.0
+
+        def die(seen: Seen, sock: socket.socket) -> None:
+            dying.is_dying = True
+
+        dying.answer = die
+        assert [router.complete().status_code for _ in range(2)] == [200, 200]
+        assert len(dying.seen) == 1 and router.counts("retries") == {"lost": 1}
+
+
+def test_a_replica_that_dies_with_its_listening_socket_first_loses_no_request() -> None:
+    """Then the probe is refused before the connections of its requests break."""
+    asked, over = threading.Event(), threading.Event()
+    with stub() as dying, stub() as other, running_router(dying.url, other.url, policy="round-robin") as router:
+        router.fleet.budget.share = router.fleet.budget.tokens = 0.0
+
+        def die(seen: Seen, sock: socket.socket) -> None:
+            dying.is_dying = True
+            asked.set()
+            over.wait(20)
+
+        def refuse() -> None:
+            replica = router.fleet.replicas[dying.url]
+            with router.fleet.observing(replica):
+                replica.unreachable("the test says so")
+
+        dying.answer = die
+        socks = [connect(router.port) for _ in range(2)]
+        for sock in socks:
+            sock.sendall(post())
+        assert asked.wait(10)
+        router.call(refuse)
+        assert [status(sock.recv(4096)) for sock in socks] == [200, 200]
+        assert router.counts("retries") == {"moved": 1}
+        over.set()
+        for sock in socks:
+            sock.close()
+
+
+def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_mark() -> None:
     with mock_replicas(2, inter_token_s=0.02) as replicas, running_router(*(each.url for each in replicas)) as router:
         body = {"prompt": "abc", "max_tokens": 5000, "stream": True, "ignore_eos": True}
         with router.http.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            busy = next(each for each in router.fleet.replicas.values() if each.num_under_way)
+            busy = next(each for each in router.fleet.replicas.values() if each.num_in_flight)
             next(each for each in replicas if each.url == busy.url).send(signal.SIGKILL)
             events = [line for line in lines if line]
         assert events[-1] == "data: [DONE]"
         assert json.loads(events[-2][6:])["error"]["code"] == 502
-        assert router.app.metrics.broken_streams == 1
-        assert not router.app.metrics.retries
+        assert router.app.metrics.counts["broken_streams",] == 1
+        assert not router.counts("retries")
 
 
-def test_a_stopped_replica_is_taken_out_and_what_waited_there_goes_elsewhere():
+def test_a_stopped_replica_is_taken_out_and_what_waited_there_goes_elsewhere() -> None:
     patience = dataclasses.replace(QUICK, probe_timeout_s=1.0)  # less, and a busy machine is taken for a stop
     with contextlib.ExitStack() as stack:
         replicas = stack.enter_context(mock_replicas(3, prefill_tps=2000, inter_token_s=0.01))
@@ -90,7 +139,7 @@ def test_a_stopped_replica_is_taken_out_and_what_waited_there_goes_elsewhere():
         until(lambda: router.states().count("up") == 3)
 
 
-def test_when_all_are_down_the_answer_is_503_and_when_one_is_back_it_serves():
+def test_when_all_are_down_the_answer_is_503_and_when_one_is_back_it_serves() -> None:
     with mock_replicas(1) as first:
         port = first[0].port
         with running_router(first[0].url) as router:
@@ -105,7 +154,7 @@ def test_when_all_are_down_the_answer_is_503_and_when_one_is_back_it_serves():
                 assert router.complete().status_code == 200
 
 
-def test_a_rolling_restart_fails_no_request():
+def test_a_rolling_restart_fails_no_request() -> None:
     with contextlib.ExitStack() as stack:
         replicas = [stack.enter_context(mock_replicas(1, inter_token_s=0.005))[0] for _ in range(3)]
         router = stack.enter_context(running_router(*(each.url for each in replicas)))
@@ -117,22 +166,21 @@ def test_a_rolling_restart_fails_no_request():
                 stack.enter_context(mock_replicas(1, port=replica.port, inter_token_s=0.005))
                 until(lambda: router.fleet.replicas[replica.url].state == "up")  # noqa: B023
 
-        done = threading.Event()
-        rolling = threading.Thread(target=lambda: (roll(), done.set()))
+        rolling = threading.Thread(target=roll)
         rolling.start()
         results: list[tuple[int, str]] = []
-        while not done.is_set():
+        while rolling.is_alive():
             results += load(router.url, 40, concurrency=8)
         rolling.join()
         assert Counter(code for code, _ in results) == {200: len(results)}
         assert not any('"finish_reason":"abort"' in text for _, text in results)
 
 
-def flaky(share: float):
+def flaky(share: float) -> Answer:
     """A backend that hangs up on this share of the requests."""
     counts = Counter[str]()
 
-    def answer(seen, sock: socket.socket) -> bytes | None:
+    def answer(seen: Seen, sock: socket.socket) -> bytes | None:
         counts["all"] += 1
         if (counts["all"] * share) % 1 < share:
             counts["failed"] += 1
@@ -142,7 +190,7 @@ def flaky(share: float):
     return answer
 
 
-def test_when_half_of_the_requests_fail_retries_stay_within_their_budget():
+def test_when_half_of_the_requests_fail_retries_stay_within_their_budget() -> None:
     with contextlib.ExitStack() as stack:
         backends = [stack.enter_context(stub(flaky(0.5))) for _ in range(4)]
         router = stack.enter_context(running_router(*(each.url for each in backends)))
@@ -152,7 +200,7 @@ def test_when_half_of_the_requests_fail_retries_stay_within_their_budget():
         assert 620 < asked <= 600 * 1.2
 
 
-def test_a_request_that_breaks_two_replicas_is_not_given_to_a_third():
+def test_a_request_that_breaks_two_replicas_is_not_given_to_a_third() -> None:
     with contextlib.ExitStack() as stack:
         backends = [stack.enter_context(stub(lambda seen, sock: None)) for _ in range(4)]
         router = stack.enter_context(running_router(*(each.url for each in backends)))
@@ -161,13 +209,13 @@ def test_a_request_that_breaks_two_replicas_is_not_given_to_a_third():
         assert sum(bool(each.seen) for each in backends) == 2
 
 
-def test_a_busy_replicas_answer_is_replaced_by_anothers_and_passed_on_when_all_are_busy():
+def test_a_busy_replicas_answer_is_replaced_by_anothers_and_passed_on_when_all_are_busy() -> None:
     full = whole(b'{"error":{"message":"full"}}', b"429 Too Many Requests", b"retry-after: 7")
     with contextlib.ExitStack() as stack:
         busy, idle = stack.enter_context(stub(lambda seen, sock: full)), stack.enter_context(stub())
         router = stack.enter_context(running_router(busy.url, idle.url, policy="round-robin"))
         assert [router.complete().status_code for _ in range(6)] == [200] * 6
-        assert busy.seen and router.app.metrics.retries["busy"]
+        assert busy.seen and router.counts("retries")["busy"]
         idle.answer = lambda seen, sock: full
         answer = router.complete()
         assert (answer.status_code, answer.headers["retry-after"], answer.json()["error"]["message"]) == (
@@ -178,7 +226,7 @@ def test_a_busy_replicas_answer_is_replaced_by_anothers_and_passed_on_when_all_a
         assert router.states() == ["up", "up"]  # full is not sick
 
 
-def test_a_replica_that_answers_with_errors_is_ejected_for_a_while_and_comes_back_by_a_trial():
+def test_a_replica_that_answers_with_errors_is_ejected_for_a_while_and_comes_back_by_a_trial() -> None:
     sick = whole(b"{}", b"500 Internal Server Error")
     with contextlib.ExitStack() as stack:
         bad, good = stack.enter_context(stub(lambda seen, sock: sick)), stack.enter_context(stub())
@@ -192,23 +240,23 @@ def test_a_replica_that_answers_with_errors_is_ejected_for_a_while_and_comes_bac
         until(lambda: router.fleet.replicas[bad.url].state == "up")
 
 
-def test_misconduct_never_takes_out_more_than_its_share():
+def test_misconduct_never_takes_out_more_than_its_share() -> None:
     sick = whole(b"{}", b"500 Internal Server Error")
     with contextlib.ExitStack() as stack:
         backends = [stack.enter_context(stub(lambda seen, sock: sick)) for _ in range(4)]
         router = stack.enter_context(running_router(*(each.url for each in backends)))
         for _ in range(100):
-            assert router.complete().status_code == 500  # the replicas' own word, not "nobody is there"
+            assert router.complete().status_code == 500  # the replicas' own word, not "no replica is there"
         available = router.call(
             lambda: [router.fleet.is_available(each) for each in router.fleet.replicas.values()].count(True)
         )
         assert available >= 2
 
 
-def test_beyond_the_requests_a_replica_may_have_the_answer_is_429():
+def test_beyond_the_requests_a_replica_may_have_the_answer_is_429() -> None:
     release = threading.Event()
 
-    def wait(seen, sock):
+    def wait(seen: Seen, sock: socket.socket) -> bytes:
         release.wait(20)
         return whole()
 
@@ -225,11 +273,11 @@ def test_beyond_the_requests_a_replica_may_have_the_answer_is_429():
             sock.close()
 
 
-def silence(seen, sock: socket.socket) -> None:
+def silence(seen: Seen, sock: socket.socket) -> None:
     threading.Event().wait(3)
 
 
-def test_a_replica_that_never_answers_is_given_up_without_a_second_try():
+def test_a_replica_that_never_answers_is_given_up_without_a_second_try() -> None:
     patience = dataclasses.replace(QUICK, response_s=0.3)
     with contextlib.ExitStack() as stack:
         mute = stack.enter_context(stub(silence))
@@ -239,8 +287,8 @@ def test_a_replica_that_never_answers_is_given_up_without_a_second_try():
         assert codes == [200, 504]
 
 
-def test_a_kept_connection_that_the_replica_closed_costs_nothing():
-    def once(seen, sock: socket.socket) -> None:
+def test_a_kept_connection_that_the_replica_closed_costs_nothing() -> None:
+    def once(seen: Seen, sock: socket.socket) -> None:
         sock.sendall(whole())  # and hangs up, without having said so
 
     with stub(once) as backend, running_router(backend.url) as router:
@@ -257,13 +305,13 @@ def test_a_kept_connection_that_the_replica_closed_costs_nothing():
         b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000,
     ],
 )
-def test_rubbish_from_a_replica_is_a_502_and_never_passed_on(rubbish):
+def test_rubbish_from_a_replica_is_a_502_and_never_passed_on(rubbish: bytes) -> None:
     with stub(lambda seen, sock: rubbish) as backend, running_router(backend.url) as router:
         answer = router.complete()
         assert answer.status_code in (502, 503) and "error" in answer.json()
 
 
-def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas():
+def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas() -> None:
     patience = dataclasses.replace(QUICK, probe_timeout_s=0.2, connect_s=0.2)
     with stub() as backend, running_router(backend.url, patience=patience) as router:
         block = threading.Event()
@@ -273,7 +321,9 @@ def test_a_router_whose_own_loop_was_busy_does_not_blame_the_replicas():
         assert router.complete().status_code == 200
 
 
-def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for_dead():
+def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every round of the loop takes most of a time-out, so timers are due before what came in time is read."""
     patience = dataclasses.replace(QUICK, probe_timeout_s=0.05, connect_s=0.05)
     with stub() as backend, running_router(backend.url, patience=patience) as router:
@@ -286,16 +336,16 @@ def test_a_router_whose_loop_is_held_up_does_not_take_a_replica_that_answers_for
             if left:
                 router.loop.call_soon(hold_up)
 
-        states = watch_states(router)
+        states = watch_states(router, monkeypatch)
         router.loop.call_soon_threadsafe(hold_up)
         answers = [router.complete() for _ in range(3)]
         until(lambda: left == 0)
         assert {answer.status_code for answer in answers} == {200}
         assert states == []
-        assert not router.app.metrics.retries
+        assert not router.counts("retries")
 
 
-def test_a_client_is_not_late_when_it_is_the_router_that_was():
+def test_a_client_is_not_late_when_it_is_the_router_that_was(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = Limits(header_timeout_s=0.2, body_timeout_s=0.2)
     with stub() as backend, running_router(backend.url, limits=limits) as router, connect(router.port) as sock:
         sock.sendall(post(b'{"prompt":"abc"}')[:30])
@@ -303,29 +353,30 @@ def test_a_client_is_not_late_when_it_is_the_router_that_was():
         is_held_up = threading.Event()
         admit = router.app.admit
 
-        def slowly(request):  # while sockets are being read: what comes now is looked at after the timers
+        def slowly(request: ClientRequest) -> HttpError | None:
+            # While sockets are being read: what comes now is looked at after the timers.
             is_held_up.set()
             time.sleep(0.6)
             return admit(request)
 
-        router.app.admit = slowly
+        monkeypatch.setattr(router.app, "admit", slowly)
         with connect(router.port) as other:
             other.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert is_held_up.wait(5)
-            router.app.admit = admit
+            monkeypatch.undo()
             sock.sendall(post(b'{"prompt":"abc"}')[30:])
             assert status(read_all(sock)) == 200
 
 
-def watch_states(router) -> list[str]:
+def watch_states(router: RunningRouter, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The states that replicas come into from now on."""
     seen: list[str] = []
     changed = router.fleet.changed
 
-    def note(replica, before):
+    def note(replica: Replica, before: State) -> None:
         if replica.state != before:
             seen.append(replica.state)
         changed(replica, before)
 
-    router.fleet.changed = note
+    monkeypatch.setattr(router.fleet, "changed", note)
     return seen

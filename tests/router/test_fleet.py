@@ -2,12 +2,14 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from benchmarks.route_model import Arrival, Settings, Simulation, World, pooled_hit
 
 from penstock.engine.http.kv_stream import Changes, Frame, Snapshot
+from penstock.router.config import PolicyName
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import POLICIES, PolicyConfig
@@ -33,7 +35,9 @@ def conversations(count: int = 40, turns: int = 6, gap_s: float = 0.4, seed: int
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
 
-def play(arrivals: list[Arrival], policy: str = "predicted-ttft", settings: Settings = SMALL, **options) -> Simulation:
+def play(
+    arrivals: list[Arrival], policy: PolicyName = "predicted-ttft", settings: Settings = SMALL, **options: Any
+) -> Simulation:
     simulation = Simulation(settings, PolicyConfig(name=policy, **options), seed=1)
     simulation.run(arrivals)
     assert len(simulation.outcomes) == len(arrivals)
@@ -43,7 +47,7 @@ def play(arrivals: list[Arrival], policy: str = "predicted-ttft", settings: Sett
     return simulation
 
 
-def test_the_default_policy_keeps_most_of_a_pooled_caches_hits_and_beats_round_robin():
+def test_the_default_policy_keeps_most_of_a_pooled_caches_hits_and_beats_round_robin() -> None:
     arrivals = conversations(gap_s=0.1)
     ours, turns = play(arrivals).report(), play(arrivals, "round-robin").report()
     assert ours["hit"] >= 0.85 * pooled_hit(arrivals, 4 * 120)
@@ -51,7 +55,7 @@ def test_the_default_policy_keeps_most_of_a_pooled_caches_hits_and_beats_round_r
     assert ours["hit"] > turns["hit"]
 
 
-def test_an_idle_fleet_uses_all_of_its_caches():
+def test_an_idle_fleet_uses_all_of_its_caches() -> None:
     arrivals = conversations(count=60, gap_s=5.0)
     report = play(arrivals).report()
     assert report["hit"] >= 0.97 * pooled_hit(arrivals, 4 * 120)
@@ -60,7 +64,7 @@ def test_an_idle_fleet_uses_all_of_its_caches():
 
 
 @pytest.mark.parametrize("policy", ["predicted-ttft", "least-loaded", "round-robin"])
-def test_a_hot_prefix_is_spread_over_the_fleet(policy):
+def test_a_hot_prefix_is_spread_over_the_fleet(policy: PolicyName) -> None:
     hot = keys(1, 20)
     arrivals = [
         Arrival(number * 0.02, 512 * 21, 50, np.concatenate([hot, keys(number + 2, 1)])) for number in range(800)
@@ -70,7 +74,7 @@ def test_a_hot_prefix_is_spread_over_the_fleet(policy):
     assert len(counts) == 4 and max(counts.values()) <= 1.25 * len(arrivals) / 4
 
 
-def test_one_tenants_flood_leaves_the_others_their_hits():
+def test_one_tenants_flood_leaves_the_others_their_hits() -> None:
     others = conversations(count=10, turns=6, gap_s=1.0)
     end_s = others[-1].at_s
     flood = [Arrival(end_s * number / 300, 512 * 8, 1, keys(10_000 + number, 8)) for number in range(300)]
@@ -118,7 +122,7 @@ class Trouble:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_events_that_are_lost_repeated_reordered_and_forged_cost_hits_and_nothing_else(seed):
+def test_events_that_are_lost_repeated_reordered_and_forged_cost_hits_and_nothing_else(seed: int) -> None:
     arrivals = conversations(gap_s=0.2)
     simulation = Simulation(SMALL, PolicyConfig(), seed=1)
     trouble = Trouble(simulation, seed)
@@ -130,7 +134,7 @@ def test_events_that_are_lost_repeated_reordered_and_forged_cost_hits_and_nothin
         assert view["cached_blocks"]["device"] <= 2 * SMALL.num_blocks + 1024
 
 
-def test_without_any_events_the_guess_keeps_most_of_the_hits():
+def test_without_any_events_the_guess_keeps_most_of_the_hits() -> None:
     arrivals = conversations(gap_s=0.2)
     simulation = Simulation(SMALL, PolicyConfig(), seed=1)
     simulation.say = lambda name, frame: None
@@ -139,14 +143,14 @@ def test_without_any_events_the_guess_keeps_most_of_the_hits():
     assert simulation.report()["hit"] >= 0.8 * play(arrivals).report()["hit"]
 
 
-def test_predictions_agree_with_what_the_replicas_found():
+def test_predictions_agree_with_what_the_replicas_found() -> None:
     metrics = play(conversations(gap_s=0.4)).placement.metrics()
     assert metrics["compared_requests_total"] == 240
     assert metrics["cached_tokens_error_total"] <= 0.02 * metrics["compared_prompt_tokens_total"]
     assert metrics["actual_cached_tokens_total"] > 0
 
 
-def test_the_speed_of_each_replica_is_learned():
+def test_the_speed_of_each_replica_is_learned() -> None:
     simulation = Simulation(SMALL, PolicyConfig(first_tokens_per_s=500.0), seed=1)
     slow = simulation.replicas["r3"]
     slow.settings = SMALL._replace(tokens_per_s=3_000.0)
@@ -157,7 +161,7 @@ def test_the_speed_of_each_replica_is_learned():
     assert done["r3"] < 0.7 * min(done["r0"], done["r1"], done["r2"])
 
 
-def test_a_full_replica_is_passed_over_for_one_with_room():
+def test_a_full_replica_is_passed_over_for_one_with_room() -> None:
     simulation = Simulation(Settings(num_replicas=2, num_blocks=100), PolicyConfig(wear=0.0), seed=1)
     placement = simulation.placement
     full = placement.choose(None, num_tokens=51_000, exclude=frozenset({"r1"}))
@@ -168,7 +172,7 @@ def test_a_full_replica_is_passed_over_for_one_with_room():
     assert len(simulation.replicas["r1"].outcomes) == 0 and simulation.replicas["r1"]._is_busy
 
 
-def test_a_session_stays_where_it_was_unless_another_is_much_better():
+def test_a_session_stays_where_it_was_unless_another_is_much_better() -> None:
     simulation = Simulation(SMALL, PolicyConfig(affinity_s=0.05), seed=1)
     first = simulation.placement.choose(None, num_tokens=10, session="chat")
     assert first is not None
@@ -182,7 +186,7 @@ def test_a_session_stays_where_it_was_unless_another_is_much_better():
     assert moved is not None and moved.replica != first.replica
 
 
-def test_equals_are_chosen_by_lot_and_the_lot_is_repeatable():
+def test_equals_are_chosen_by_lot_and_the_lot_is_repeatable() -> None:
     def order(seed: int) -> list[str]:
         simulation = Simulation(SMALL, PolicyConfig(wear=0.0), seed=seed)
         names = []
@@ -197,7 +201,7 @@ def test_equals_are_chosen_by_lot_and_the_lot_is_repeatable():
     assert set(order(1)) == {"r0", "r1", "r2", "r3"}
 
 
-def test_round_robin_takes_turns_among_those_that_are_available():
+def test_round_robin_takes_turns_among_those_that_are_available() -> None:
     placement = Simulation(SMALL, PolicyConfig(name="round-robin"), seed=1).placement
     placement.set_available("r2", False)
     charges = [placement.choose(None, num_tokens=1) for _ in range(7)]
@@ -205,7 +209,7 @@ def test_round_robin_takes_turns_among_those_that_are_available():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_through_a_random_life_of_the_fleet_every_invariant_holds(seed):
+def test_through_a_random_life_of_the_fleet_every_invariant_holds(seed: int) -> None:
     rng = random.Random(seed)
     world = World()
     placement = Placement(PolicyConfig(name=rng.choice(POLICIES), max_facts=3000, max_sessions=5), world, seed)

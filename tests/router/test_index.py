@@ -2,10 +2,12 @@
 
 import random
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from penstock.router.placement.hasher import Keys
 from penstock.router.placement.index import MAX_SLOTS, RouteIndex
 
 
@@ -28,7 +30,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_random_life_gives_the_counts_of_a_plain_model(seed):
+def test_a_random_life_gives_the_counts_of_a_plain_model(seed: int) -> None:
     rng = random.Random(seed)
     index, model = RouteIndex(20_000, 20_000, seed=seed), Model()
     chains = [chain(100 * seed + i, rng.randint(1, 60)) for i in range(6)]
@@ -76,7 +78,7 @@ def test_a_random_life_gives_the_counts_of_a_plain_model(seed):
     index.check()
 
 
-def test_one_match_answers_for_a_thousand_slots():
+def test_one_match_answers_for_a_thousand_slots() -> None:
     index = RouteIndex(2**20, seed=1)
     keys = chain(1, 500)
     slots = [index.add_slot(1000) for _ in range(1000)]
@@ -86,7 +88,7 @@ def test_one_match_answers_for_a_thousand_slots():
     index.check()
 
 
-def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chains_first():
+def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chains_first() -> None:
     index = RouteIndex(100, seed=1)
     slot = index.add_slot(1000)
     old, new = chain(1, 60), chain(2, 60)
@@ -102,7 +104,7 @@ def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chain
     index.check()
 
 
-def test_hopes_fade_at_the_second_call_and_push_out_no_fact():
+def test_hopes_fade_at_the_second_call_and_push_out_no_fact() -> None:
     index = RouteIndex(1000, num_hopes=50, seed=1)
     slot = index.add_slot(1000)
     known, hoped = chain(1, 100), chain(2, 50)
@@ -120,7 +122,7 @@ def test_hopes_fade_at_the_second_call_and_push_out_no_fact():
     index.check()
 
 
-def test_a_slot_takes_no_more_than_its_limit():
+def test_a_slot_takes_no_more_than_its_limit() -> None:
     index = RouteIndex(1000, seed=1)
     greedy, other = index.add_slot(10), index.add_slot(1000)
     index.store(other, chain(1, 500))
@@ -129,7 +131,7 @@ def test_a_slot_takes_no_more_than_its_limit():
     index.check()
 
 
-def test_a_retired_slot_holds_nothing_at_once_and_its_number_comes_back_clean():
+def test_a_retired_slot_holds_nothing_at_once_and_its_number_comes_back_clean() -> None:
     index = RouteIndex(50_000, seed=1)
     keys = chain(1, 20_000)
     first, other = index.add_slot(30_000), index.add_slot(30_000)
@@ -149,7 +151,7 @@ def test_a_retired_slot_holds_nothing_at_once_and_its_number_comes_back_clean():
     assert index.match(keys).counts[other] == 20_000
 
 
-def test_when_all_numbers_are_taken_retired_ones_are_swept_at_once():
+def test_when_all_numbers_are_taken_retired_ones_are_swept_at_once() -> None:
     index = RouteIndex(1000, seed=1)
     slots = [index.add_slot(10) for _ in range(MAX_SLOTS)]
     index.store(slots[-1], chain(1, 5))
@@ -161,18 +163,7 @@ def test_when_all_numbers_are_taken_retired_ones_are_swept_at_once():
     index.check()
 
 
-def test_keys_of_32_bytes_count_by_their_first_8():
-    index = RouteIndex(100, seed=1)
-    slot = index.add_slot(100)
-    keys = chain(1, 3)
-    whole = b"".join(int(key).to_bytes(8, "little") + bytes(24) for key in keys)
-    index.store(slot, whole, key_bytes=32)
-    assert index.match(keys).counts[slot] == 3
-    index.remove(slot, whole[32:], key_bytes=32)
-    assert index.match(keys).counts[slot] == 1
-
-
-def test_threads_may_change_and_match_at_once():
+def test_threads_may_change_and_match_at_once() -> None:
     index = RouteIndex(2000, num_hopes=200, seed=1)
     slots = [index.add_slot(2000) for _ in range(4)]
     failures: list[str] = []
@@ -181,7 +172,8 @@ def test_threads_may_change_and_match_at_once():
         rng = random.Random(number)
         for _ in range(400):
             keys = chain(rng.randrange(40), 60)
-            action = rng.choice([index.store, index.remove, index.hope])
+            actions: list[Callable[[int, Keys], object]] = [index.store, index.remove, index.hope]
+            action = rng.choice(actions)
             action(rng.choice(slots), keys)
             counts = index.match(keys).counts
             if counts.min() < 0 or counts.max() > 60:
@@ -198,6 +190,6 @@ def test_threads_may_change_and_match_at_once():
     index.check()
 
 
-def test_a_size_that_cannot_be_is_refused_by_name():
+def test_a_size_that_cannot_be_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="capacity: 0 is outside"):
         RouteIndex(0)

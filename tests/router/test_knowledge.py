@@ -1,6 +1,7 @@
 """What the placement believes when streams lose, repeat, reorder, forge, stall and come back."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ from tests.router.test_placement import INFO, cached, fleet, ids, live, short_ke
 
 
 def knowledge(placement: Placement, name: str) -> str:
-    return placement.view()[name]["knowledge"]
+    return str(placement.view()[name]["knowledge"])
 
 
-def test_a_prediction_bridges_the_time_until_the_event_and_fades_without_one():
+def test_a_prediction_bridges_the_time_until_the_event_and_fades_without_one() -> None:
     placement, clock = fleet(1)
     live(placement, "r0")
     prompt = ids(1)
@@ -29,7 +30,7 @@ def test_a_prediction_bridges_the_time_until_the_event_and_fades_without_one():
     assert cached(placement, prompt) == {"r0": 0}
 
 
-def test_where_events_stall_the_placement_guesses_says_so_and_goes_back_to_events():
+def test_where_events_stall_the_placement_guesses_says_so_and_goes_back_to_events() -> None:
     placement, clock = fleet(1)
     live(placement, "r0")
     assert knowledge(placement, "r0") == "events" and placement.metrics()["approximate_replicas"] == 0
@@ -48,7 +49,7 @@ def test_where_events_stall_the_placement_guesses_says_so_and_goes_back_to_event
     placement.check()
 
 
-def test_a_guess_forgets_about_as_the_replica_does():
+def test_a_guess_forgets_about_as_the_replica_does() -> None:
     placement, _ = fleet(0)
     placement.add_replica("r0", ReplicaInfo(b"model", 16, num_blocks=100))
     placement.set_available("r0", True)
@@ -59,7 +60,7 @@ def test_a_guess_forgets_about_as_the_replica_does():
     placement.check()
 
 
-def test_a_replica_that_says_nothing_of_itself_is_guessed_at():
+def test_a_replica_that_says_nothing_of_itself_is_guessed_at() -> None:
     placement, _ = fleet(0)
     placement.add_replica("r0", ReplicaInfo())
     placement.set_available("r0", True)
@@ -68,7 +69,7 @@ def test_a_replica_that_says_nothing_of_itself_is_guessed_at():
     assert placement.view()["r0"]["capacity_tokens"] is None
 
 
-def test_repeated_frames_change_nothing():
+def test_repeated_frames_change_nothing() -> None:
     placement, _ = fleet(1)
     live(placement, "r0")
     prompt, keys = ids(1), short_keys(ids(1))
@@ -79,7 +80,7 @@ def test_repeated_frames_change_nothing():
     assert cached(placement, prompt) == {"r0": 144} and not placement.needs_snapshot("r0")
 
 
-def test_an_alive_that_is_ahead_shows_that_changes_were_lost():
+def test_an_alive_that_is_ahead_shows_that_changes_were_lost() -> None:
     placement, _ = fleet(1)
     live(placement, "r0", seq=4)
     placement.apply_events("r0", [Alive(4)])
@@ -88,7 +89,7 @@ def test_an_alive_that_is_ahead_shows_that_changes_were_lost():
     assert placement.needs_snapshot("r0") and placement.view()["r0"]["events_gaps"] == 1
 
 
-def test_another_process_behind_the_same_address_starts_with_an_empty_cache():
+def test_another_process_behind_the_same_address_starts_with_an_empty_cache() -> None:
     placement, _ = fleet(1)
     live(placement, "r0", ids(1))
     placement.apply_events("r0", [Hello("r0", "sha256", b"model", 16, 1000)])
@@ -97,7 +98,7 @@ def test_another_process_behind_the_same_address_starts_with_an_empty_cache():
     assert cached(placement, ids(1)) == {"r0": 0}
 
 
-def test_a_snapshot_in_parts_replaces_what_was_known():
+def test_a_snapshot_in_parts_replaces_what_was_known() -> None:
     placement, _ = fleet(1)
     live(placement, "r0", ids(1))
     keys = short_keys(ids(2))
@@ -107,7 +108,7 @@ def test_a_snapshot_in_parts_replaces_what_was_known():
     assert placement.view()["r0"]["events_seq"] == 5
 
 
-def test_deeper_tiers_count_in_part_and_only_where_they_reach_further():
+def test_deeper_tiers_count_in_part_and_only_where_they_reach_further() -> None:
     placement, _ = fleet(3, host_credit=0.5, disk_credit=0.25)
     keys = short_keys(ids(1))
     for name in ("r0", "r1", "r2"):
@@ -126,7 +127,7 @@ def test_deeper_tiers_count_in_part_and_only_where_they_reach_further():
     placement.check()
 
 
-def test_what_was_learned_since_a_prompt_was_prepared_counts():
+def test_what_was_learned_since_a_prompt_was_prepared_counts() -> None:
     placement, _ = fleet(2)
     for name in ("r0", "r1"):
         live(placement, name)
@@ -136,7 +137,7 @@ def test_what_was_learned_since_a_prompt_was_prepared_counts():
     assert charge is not None and (charge.replica, charge.predicted_cached_tokens) == ("r1", 159)
 
 
-def test_salts_and_adapters_match_only_themselves():
+def test_salts_and_adapters_match_only_themselves() -> None:
     placement, _ = fleet(1)
     placement.apply_events("r0", [Snapshot(0, "device", short_keys(ids(1), salt="a"), True, True)])
     assert cached(placement, ids(1), "a") == {"r0": 160}
@@ -144,7 +145,7 @@ def test_salts_and_adapters_match_only_themselves():
     assert cached(placement, ids(1), "a", "lora") == {"r0": 0}
 
 
-def test_replicas_of_several_block_sizes_and_hashes_are_each_matched_by_their_own_keys():
+def test_replicas_of_several_block_sizes_and_hashes_are_each_matched_by_their_own_keys() -> None:
     placement, _ = fleet(1)
     placement.add_replica("big", ReplicaInfo(b"model", 32, 500))
     placement.add_replica("v1", ReplicaInfo(b"", 32, 500, hash="v1"))
@@ -158,7 +159,7 @@ def test_replicas_of_several_block_sizes_and_hashes_are_each_matched_by_their_ow
     placement.check()
 
 
-def test_whatever_a_stream_says_memory_stays_bounded_and_others_keep_what_they_have():
+def test_whatever_a_stream_says_memory_stays_bounded_and_others_keep_what_they_have() -> None:
     placement, _ = fleet(3, max_facts=20_000)
     rng = random.Random(1)
     live(placement, "r1", ids(1))
@@ -190,7 +191,7 @@ def test_whatever_a_stream_says_memory_stays_bounded_and_others_keep_what_they_h
     assert charge is not None and charge.replica == "r1"
 
 
-def test_a_removed_replicas_charges_may_still_be_released_and_its_row_serves_the_next():
+def test_a_removed_replicas_charges_may_still_be_released_and_its_row_serves_the_next() -> None:
     placement, _ = fleet(2)
     charges = [placement.choose(placement.prepare(ids(seed)), num_tokens=160) for seed in range(6)]
     placement.remove_replica("r0")
@@ -220,7 +221,7 @@ def test_a_removed_replicas_charges_may_still_be_released_and_its_row_serves_the
         ({"hash": "md5"}, "hash: 'md5' is not one of"),
     ],
 )
-def test_a_replica_that_cannot_be_is_refused_by_name(given, message):
+def test_a_replica_that_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     placement, _ = fleet(0)
     with pytest.raises(ValueError, match=message):
         placement.add_replica("r0", ReplicaInfo(**given))
@@ -236,6 +237,6 @@ def test_a_replica_that_cannot_be_is_refused_by_name(given, message):
         ({"host_credit": 1.5}, "host_credit: 1.5 is outside 0 … 1"),
     ],
 )
-def test_a_policy_that_cannot_be_is_refused_by_name(given, message):
+def test_a_policy_that_cannot_be_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Placement(PolicyConfig(**given))

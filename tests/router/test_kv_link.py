@@ -2,16 +2,19 @@
 
 import random
 import signal
+from typing import Any
 
 from penstock.router.http.upstream import Dechunker
-from tests.support.router_fleet import mock_replicas, running_router, until
+from tests.support.router_fleet import RunningRouter, mock_replicas, running_router, until
 
 
-def view(router, url: str) -> dict:
-    return next(each for each in router.http.get("/replicas").json()["replicas"] if each["url"] == url)["brain"]
+def view(router: RunningRouter, url: str) -> dict[str, Any]:
+    replicas = router.http.get("/replicas").json()["replicas"]
+    known: dict[str, Any] = next(each for each in replicas if each["url"] == url)["brain"]
+    return known
 
 
-def test_what_a_replica_caches_is_known_and_predicted_exactly():
+def test_what_a_replica_caches_is_known_and_predicted_exactly() -> None:
     with mock_replicas(1) as (replica,), running_router(replica.url, tokenizes=True) as router:
         until(lambda: view(router, replica.url)["knowledge"] == "events")
         router.chat("a long beginning " * 20)
@@ -21,7 +24,7 @@ def test_what_a_replica_caches_is_known_and_predicted_exactly():
         assert metrics["predicted_cached_tokens_total"] == metrics["actual_cached_tokens_total"] > 0
 
 
-def test_blocks_that_were_cached_before_the_router_came_are_known_by_the_snapshot():
+def test_blocks_that_were_cached_before_the_router_came_are_known_by_the_snapshot() -> None:
     with mock_replicas(1) as (replica,):
         with running_router(replica.url, tokenizes=True) as first:
             first.chat("a long beginning " * 20)
@@ -29,7 +32,7 @@ def test_blocks_that_were_cached_before_the_router_came_are_known_by_the_snapsho
             until(lambda: view(second, replica.url)["cached_blocks"]["device"] > 10)
 
 
-def test_a_replica_that_comes_back_is_listened_to_anew_and_has_nothing_cached():
+def test_a_replica_that_comes_back_is_listened_to_anew_and_has_nothing_cached() -> None:
     with mock_replicas(1) as (replica,):
         router = running_router(replica.url, tokenizes=True)
         with router as running:
@@ -43,7 +46,7 @@ def test_a_replica_that_comes_back_is_listened_to_anew_and_has_nothing_cached():
                 assert view(running, replica.url)["knowledge"] == "events"
 
 
-def test_chunks_come_off_wherever_the_bytes_are_cut():
+def test_chunks_come_off_wherever_the_bytes_are_cut() -> None:
     for seed in range(2000):
         rng = random.Random(seed)
         pieces = [bytes(rng.choices(b"ab\r\n0;", k=rng.randrange(1, 9))) for _ in range(rng.randrange(5))]

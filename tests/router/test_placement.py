@@ -1,11 +1,14 @@
 """Where requests go: knowledge, policy, load."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.http.kv_stream import Alive, Changes, Hello, Snapshot
+from penstock.router.config import PolicyName
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
 
@@ -20,7 +23,7 @@ class Clock:
         return self.now_s
 
 
-def fleet(count: int = 3, policy: str = "predicted-ttft", **options) -> tuple[Placement, Clock]:
+def fleet(count: int = 3, policy: PolicyName = "predicted-ttft", **options: Any) -> tuple[Placement, Clock]:
     clock = Clock()
     placement = Placement(PolicyConfig(name=policy, **options), clock, seed=1)
     for number in range(count):
@@ -47,7 +50,7 @@ def live(placement: Placement, name: str, tokens: bytes = b"", seq: int = 0) -> 
 def cached(placement: Placement, tokens: bytes, salt: str | None = None, adapter: str | None = None) -> dict[str, int]:
     """What the placement thinks each replica has of a prompt, without choosing for good."""
     placement._look_up(placement.prepare(tokens, salt, adapter))
-    return {name: int(placement.fleet.cached[replica.load.row]) for name, replica in placement._replicas.items()}
+    return {name: int(placement.loads.cached[replica.load.row]) for name, replica in placement._replicas.items()}
 
 
 def test_a_request_goes_where_its_prefix_lies() -> None:
@@ -84,16 +87,16 @@ def test_nobody_is_chosen_where_nobody_is_available() -> None:
 def test_load_is_released_exactly_once(ending: str) -> None:
     placement, clock = fleet(1)
     charge = placement.choose(None, num_tokens=500)
-    assert charge is not None and placement.fleet.queued[0] == 500 and placement.fleet.active[0] == 1
+    assert charge is not None and placement.loads.queued[0] == 500 and placement.loads.active[0] == 1
     clock.now_s += 0.5
     if ending == "after the first token":
         charge.first_token(0)
         charge.tokens(3)
-        assert placement.fleet.queued[0] == 0 and placement.fleet.held[0] == 503
+        assert placement.loads.queued[0] == 0 and placement.loads.held[0] == 503
     charge.release(True)
     charge.release(False)
-    assert placement.fleet.queued[0] == placement.fleet.active[0] == placement.fleet.held[0] == 0
-    assert (placement.ledger.num_ok, placement.ledger.num_failed) == (1, 0)
+    assert placement.loads.queued[0] == placement.loads.active[0] == placement.loads.held[0] == 0
+    assert (placement.ledger.requests_ok_total, placement.ledger.requests_failed_total) == (1, 0)
     placement.check()
 
 

@@ -2,47 +2,48 @@
 
 import json
 import socket
+from collections.abc import Iterator
 
 import pytest
 
 from tests.support.raw_http import connect, exchange, post, read_all, status
-from tests.support.router_fleet import mock_replicas, running_router, until
-from tests.support.router_stub import stub, whole
+from tests.support.router_fleet import MockReplica, RunningRouter, mock_replicas, running_router, until
+from tests.support.router_stub import Seen, Stub, stub, whole
 
 
 @pytest.fixture(scope="module")
-def replicas():
+def replicas() -> Iterator[list[MockReplica]]:
     with mock_replicas(2) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def router(replicas):
+def router(replicas: list[MockReplica]) -> Iterator[RunningRouter]:
     with running_router(*(each.url for each in replicas)) as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def backend():
+def backend() -> Iterator[Stub]:
     with stub() as started:
         yield started
 
 
 @pytest.fixture(scope="module")
-def before(backend):
+def before(backend: Stub) -> Iterator[RunningRouter]:
     """A router before the stub."""
     with running_router(backend.url) as started:
         yield started
 
 
-def test_an_answer_is_the_replicas_own(router, replicas):
+def test_an_answer_is_the_replicas_own(router: RunningRouter, replicas: list[MockReplica]) -> None:
     body = {"prompt": "abc", "max_tokens": 8, "temperature": 0}
     through = router.complete("abc", max_tokens=8).json()
     direct = router.http.post(replicas[0].url + "/v1/completions", json=body).json()
     assert through["choices"] == direct["choices"]
 
 
-def test_a_stream_arrives_event_by_event(router):
+def test_a_stream_arrives_event_by_event(router: RunningRouter) -> None:
     body = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "stream": True}
     with router.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = [line for line in answer.iter_lines() if line]
@@ -51,19 +52,19 @@ def test_a_stream_arrives_event_by_event(router):
     assert text == router.complete("abc", max_tokens=20).json()["choices"][0]["text"]
 
 
-def test_an_error_of_the_replica_is_passed_on_as_it_is(router):
+def test_an_error_of_the_replica_is_passed_on_as_it_is(router: RunningRouter) -> None:
     answer = router.complete("abc", temperature=-1)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "temperature"
 
 
-def test_many_requests_share_few_connections(router, replicas):
+def test_many_requests_share_few_connections(router: RunningRouter, replicas: list[MockReplica]) -> None:
     for _ in range(20):
         assert router.complete().status_code == 200
     assert all(replica.pool.num_idle <= 2 for replica in router.fleet.replicas.values())
 
 
-def test_a_chunked_body_reaches_the_replica_with_its_length(before, backend):
+def test_a_chunked_body_reaches_the_replica_with_its_length(before: RunningRouter, backend: Stub) -> None:
     body = b'{"prompt":"abc"}'
     pieces = b"5\r\n" + body[:5] + b"\r\n%x;note=1\r\n" % len(body[5:]) + body[5:] + b"\r\n0\r\ntrailer: x\r\n\r\n"
     answer = exchange(before.port, post(pieces, b"transfer-encoding: chunked"))
@@ -73,7 +74,7 @@ def test_a_chunked_body_reaches_the_replica_with_its_length(before, backend):
     assert seen.header(b"transfer-encoding") == seen.header(b"trailer") == []
 
 
-def test_a_client_that_waits_for_100_continue_gets_it(before):
+def test_a_client_that_waits_for_100_continue_gets_it(before: RunningRouter) -> None:
     with connect(before.port) as sock:
         head, _, body = post(b'{"prompt":"abc"}', b"expect: 100-continue").partition(b"\r\n\r\n")
         sock.sendall(head + b"\r\n\r\n")
@@ -82,7 +83,7 @@ def test_a_client_that_waits_for_100_continue_gets_it(before):
         assert status(read_all(sock)) == 200
 
 
-def test_pipelined_requests_are_answered_in_order(before, backend):
+def test_pipelined_requests_are_answered_in_order(before: RunningRouter, backend: Stub) -> None:
     backend.answer = lambda seen, sock: whole(seen.body)
     bodies = [b'{"prompt":"%d"}' % index for index in range(50)]
     try:
@@ -92,7 +93,7 @@ def test_pipelined_requests_are_answered_in_order(before, backend):
     assert [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]] == bodies
 
 
-def test_a_client_of_http_1_0_gets_an_answer_without_chunks(router):
+def test_a_client_of_http_1_0_gets_an_answer_without_chunks(router: RunningRouter) -> None:
     body = b'{"prompt":"abc","max_tokens":3,"stream":true}'
     request = post(body, close=False).replace(b"HTTP/1.1", b"HTTP/1.0")
     head, _, events = exchange(router.port, request).partition(b"\r\n\r\n")
@@ -100,7 +101,9 @@ def test_a_client_of_http_1_0_gets_an_answer_without_chunks(router):
     assert events.startswith(b"data: ") and events.endswith(b"data: [DONE]\n\n")
 
 
-def test_hop_by_hop_and_private_headers_end_at_the_router_in_both_directions(before, backend):
+def test_hop_by_hop_and_private_headers_end_at_the_router_in_both_directions(
+    before: RunningRouter, backend: Stub
+) -> None:
     backend.answer = lambda seen, sock: whole(
         b"{}", b"200 OK", b"connection: x-inner", b"x-inner: 1", b"x-outer: 2", b"x-penstock-cached-tokens: 7"
     )
@@ -116,13 +119,13 @@ def test_hop_by_hop_and_private_headers_end_at_the_router_in_both_directions(bef
     assert b"x-outer: 2" in head and b"x-inner" not in head and b"x-penstock" not in head
 
 
-def test_the_host_of_the_client_is_replaced(before, backend):
+def test_the_host_of_the_client_is_replaced(before: RunningRouter, backend: Stub) -> None:
     exchange(before.port, post().replace(b"host: x", b"host: evil.example"))
     assert backend.seen[-1].header(b"host") == [backend.url.removeprefix("http://").encode()]
 
 
-def test_without_a_length_the_answer_ends_with_the_connection(before, backend):
-    def unframed(seen, sock: socket.socket) -> None:
+def test_without_a_length_the_answer_ends_with_the_connection(before: RunningRouter, backend: Stub) -> None:
+    def unframed(seen: Seen, sock: socket.socket) -> None:
         sock.sendall(b"HTTP/1.1 200 OK\r\n\r\nabc")
 
     backend.answer = unframed
@@ -133,16 +136,16 @@ def test_without_a_length_the_answer_ends_with_the_connection(before, backend):
     assert answer.endswith(b"\r\n\r\nabc") and b"connection: close" in answer
 
 
-def test_bytes_beyond_the_end_of_an_answer_reach_nobody(before, backend):
-    backend.answer = lambda seen, sock: whole(b"first") + whole(b"for somebody else")
+def test_bytes_beyond_the_end_of_an_answer_reach_nobody(before: RunningRouter, backend: Stub) -> None:
+    backend.answer = lambda seen, sock: whole(b"first") + whole(b"for another client")
     try:
         answer = exchange(before.port, post())
     finally:
         backend.answer = lambda seen, sock: whole()
-    assert b"somebody else" not in answer
+    assert b"another client" not in answer
 
 
-def test_when_a_client_leaves_the_engine_aborts(replicas):
+def test_when_a_client_leaves_the_engine_aborts(replicas: list[MockReplica]) -> None:
     with mock_replicas(1, inter_token_s=0.02) as slow, running_router(slow[0].url) as router:
         body = b'{"prompt":"abc","max_tokens":5000,"stream":true,"ignore_eos":true}'
         for stream in (True, False):
@@ -151,14 +154,14 @@ def test_when_a_client_leaves_the_engine_aborts(replicas):
                 until(lambda: slow[0].metric("vllm:num_requests_running") == 1)
             until(lambda: slow[0].metric("vllm:num_requests_running") == 0)
         assert slow[0].metric('vllm:request_success_total{finished_reason="abort"') == 2
-        assert router.app.metrics.num_client_gone == 2
+        assert router.app.metrics.counts["client_gone",] == 2
         until(lambda: not router.app.exchanges)
 
 
-def test_a_slow_reader_slows_the_replica_and_not_the_routers_memory(before, backend):
+def test_a_slow_reader_slows_the_replica_and_not_the_routers_memory(before: RunningRouter, backend: Stub) -> None:
     sent = []
 
-    def endless(seen, sock: socket.socket) -> None:
+    def endless(seen: Seen, sock: socket.socket) -> None:
         sock.settimeout(1.0)
         sock.sendall(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         try:
@@ -174,7 +177,7 @@ def test_a_slow_reader_slows_the_replica_and_not_the_routers_memory(before, back
             sock.sendall(post())
             until(lambda: bool(sent) and sent[-1] == 0)
             held = next(iter(before.app.edge.connections)).transport.get_write_buffer_size()
-            # The replica stands still; what is under way lies in kernel buffers, and here one read and the high-water mark.
+            # The replica stands still; what is in flight lies in kernel buffers, and here one read and the high-water mark.
             assert held <= 512 * 1024
     finally:
         backend.answer = lambda seen, sock: whole()

@@ -24,7 +24,7 @@ ADMIN = {"authorization": "Bearer sk-admin"}
 def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+        return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def is_ready(url: str) -> bool:
         return False
 
 
-def test_the_first_signal_drains_and_the_exit_code_is_0():
+def test_the_first_signal_drains_and_the_exit_code_is_0() -> None:
     with (
         mock_replicas(1, inter_token_s=0.02) as (replica,),
         route("--backend", replica.url, "--port", "0") as (child, url),
@@ -73,7 +73,7 @@ def test_the_first_signal_drains_and_the_exit_code_is_0():
         assert child.wait(10) == 0
 
 
-def test_the_second_signal_ends_it_at_once():
+def test_the_second_signal_ends_it_at_once() -> None:
     with (
         mock_replicas(1, inter_token_s=0.02) as (replica,),
         route("--backend", replica.url, "--port", "0") as (child, url),
@@ -89,7 +89,7 @@ def test_the_second_signal_ends_it_at_once():
         until(lambda: replica.metric("vllm:num_requests_running") == 0)
 
 
-def test_workers_share_a_port_a_fleet_and_their_counters_and_one_that_dies_is_started_again():
+def test_workers_share_a_port_a_fleet_and_their_counters_and_one_that_dies_is_started_again() -> None:
     with contextlib.ExitStack() as stack:
         first, second = stack.enter_context(mock_replicas(2))
         flags = ("--workers", "2", "--port", str(free_port()), "--admin-api-key", "sk-admin")
@@ -147,14 +147,16 @@ def _states(url: str) -> dict[str, str]:
         (["--backend", "http://x:1", "--tokenizer", "/nowhere"], "model: there is no folder or .gguf file '/nowhere'"),
     ],
 )
-def test_what_cannot_run_is_said_in_one_line(arguments, words, capsys):
+def test_what_cannot_run_is_said_in_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from penstock.cli import main
 
     assert main(["route", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
-def test_a_router_without_replicas_says_how_to_add_one():
+def test_a_router_without_replicas_says_how_to_add_one() -> None:
     with route("--port", "0", "--admin-api-key", "sk-admin") as (child, url), mock_replicas(1) as (replica,):
         assert child.stderr is not None
         assert 'no replica is there yet: add each with POST /replicas {"url": ' in child.stderr.readline()
@@ -162,7 +164,7 @@ def test_a_router_without_replicas_says_how_to_add_one():
         until(lambda: is_ready(url))
 
 
-def test_a_key_that_is_set_but_empty_does_not_open_the_router():
+def test_a_key_that_is_set_but_empty_does_not_open_the_router() -> None:
     for variable in ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY", "PENSTOCK_BACKEND_API_KEY"):
         with pytest.raises(RouteError, match=variable):
             resolve(RouterConfig(), {variable: ""})
@@ -170,6 +172,6 @@ def test_a_key_that_is_set_but_empty_does_not_open_the_router():
     assert (resolved.api_keys, resolved.backend_api_key) == (("a", "b"), "c")
 
 
-def test_a_replica_is_known_by_one_spelling():
+def test_a_replica_is_known_by_one_spelling() -> None:
     assert canonical_url("http://HOST") == canonical_url("http://host:80/") == "http://host:80"
     assert canonical_url("http://[::1]:8000") == "http://[::1]:8000"

@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from penstock.router.serve import Router
 from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
 from tests.support.raw_http import connect, post, status
 from tests.support.router_fleet import RunningRouter, running_router, until
-from tests.support.router_stub import Seen, Stub, stub, whole
+from tests.support.router_stub import Answer, Seen, Stub, stub, whole
 
 LONG = "a prompt of some length " * 200
 PEER = "10.0.0.5:9100"
@@ -45,13 +46,25 @@ def hang_up(seen: Seen, sock: socket.socket) -> None:
     return None
 
 
+def when_both_are_asked(prefills: list[Stub]) -> Answer:
+    """Answers once the prompt was read where it is computed, if it is: the first byte ends the prefill."""
+
+    def answer(seen: Seen, sock: socket.socket) -> bytes:
+        asked = fields(seen)
+        if asked.get("kv_transfer_params") is not None:
+            until(lambda: any(fields(read)["prompt"] == asked["prompt"] for each in prefills for read in each.seen))
+        return whole()
+
+    return answer
+
+
 @contextlib.contextmanager
 def split_fleet(
-    prefills: int = 1, decodes: int = 1, **settings: object
+    prefills: int = 1, decodes: int = 1, **settings: Any
 ) -> Iterator[tuple[list[Stub], list[Stub], RunningRouter]]:
     with contextlib.ExitStack() as stack:
         computing = [stack.enter_context(stub()) for _ in range(prefills)]
-        answering = [stack.enter_context(stub()) for _ in range(decodes)]
+        answering = [stack.enter_context(stub(when_both_are_asked(computing))) for _ in range(decodes)]
         given = tuple(Prefill(each.url, f"10.0.0.{index}:9100") for index, each in enumerate(computing))
         router = stack.enter_context(
             running_router(*(each.url for each in answering), prefills=given, wait_for=prefills + decodes, **settings)
@@ -64,12 +77,14 @@ def is_at_rest(router: Router) -> bool:
     """Nothing is charged any more."""
     for _, group in router.fleet.all_groups():
         group.placement.check()
-    active = sum(group.placement.fleet.active.sum() for _, group in router.fleet.all_groups())
-    return router.fleet.num_under_way == active == 0 and not router.app.exchanges
+    router.app.check()
+    active = sum(group.placement.loads.active.sum() for _, group in router.fleet.all_groups())
+    return router.fleet.num_in_flight == active == 0 and not router.app.exchanges
 
 
-def fields(seen: Seen) -> dict:
-    return json.loads(seen.body)
+def fields(seen: Seen) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(seen.body)
+    return found
 
 
 def counted(router: RunningRouter, name: str) -> dict[str, int]:
@@ -78,7 +93,7 @@ def counted(router: RunningRouter, name: str) -> dict[str, int]:
     return {label: int(count) for label, count in found}
 
 
-def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica_alone():
+def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica_alone() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         assert router.complete(LONG, cache_salt="s", stop=["x"], n=2).status_code == 200
         assert router.complete("short").status_code == 200
@@ -94,7 +109,7 @@ def test_a_long_prompt_goes_to_both_and_a_short_one_to_the_decode_replica_alone(
         assert roles == {prefill.url: "prefill", decode.url: "decode"}
 
 
-def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere():
+def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         for tail in ("", " and", " and more"):
             assert router.complete(LONG + tail).status_code == 200
@@ -103,8 +118,8 @@ def test_a_prompt_that_is_cached_where_it_is_answered_is_not_computed_elsewhere(
         assert ["kv_transfer_params" in fields(seen) for seen in decode.seen] == [True, False, False, True]
 
 
-def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached():
-    with split_fleet() as ((prefill,), (decode,), router):
+def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached() -> None:
+    with split_fleet() as (_, (decode,), router):
         decode.answer = first = Hold()
         with connect(router.port) as one, connect(router.port) as other:
             for sock in (one, other):
@@ -116,9 +131,8 @@ def test_a_prompt_that_is_on_its_way_is_not_taken_for_cached():
         assert all("kv_transfer_params" in fields(seen) for seen in decode.seen)
 
 
-def test_the_threshold_is_the_operators():
-    with split_fleet(prefill_threshold=10) as ((prefill,), (decode,), router):
-        decode.answer = lambda seen, sock: (until(lambda: prefill.seen), whole())[1]  # its first byte ends the prefill
+def test_the_threshold_is_the_operators() -> None:
+    with split_fleet(prefill_threshold=10) as ((prefill,), _, router):
         router.complete("word " * 20)
         assert len(prefill.seen) == 1
     with split_fleet(prefill_threshold=2000) as ((prefill,), _, router):
@@ -127,12 +141,12 @@ def test_the_threshold_is_the_operators():
 
 
 @pytest.mark.parametrize("broken", [hang_up, lambda seen, sock: whole(b"{}", b"500 Internal Server Error")])
-def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_anew(broken):
+def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_anew(broken: Answer) -> None:
     with split_fleet(prefills=2) as (prefills, (decode,), router):
         decode.answer = first = Hold()
         failing: list[Stub] = []
 
-        def fail(each: Stub):
+        def fail(each: Stub) -> Answer:
             def answer(seen: Seen, sock: socket.socket) -> bytes | None:
                 first.is_asked.wait(10)
                 if not failing:
@@ -152,14 +166,14 @@ def test_when_a_prefill_replica_fails_another_is_asked_and_the_decode_replica_an
         assert len(set(peers)) == 2 and all(each.seen for each in prefills)
 
 
-def unless_told(answer: bytes):
-    """Waits for ever for blocks, and gives this answer where nobody computes them."""
+def unless_referred(answer: bytes) -> Answer:
+    """Waits for ever for blocks, and gives this answer where it computes them itself."""
     return lambda seen, sock: Hold()(seen, sock) if "kv_transfer_params" in fields(seen) else answer
 
 
-def test_when_no_prefill_replica_is_left_the_decode_replica_computes_the_prompt():
+def test_when_no_prefill_replica_is_left_the_decode_replica_computes_the_prompt() -> None:
     with split_fleet(prefills=2) as (prefills, (decode,), router):
-        decode.answer = unless_told(whole())
+        decode.answer = unless_referred(whole())
         for each in prefills:
             each.answer = hang_up
         assert router.complete(LONG).status_code == 200
@@ -167,11 +181,11 @@ def test_when_no_prefill_replica_is_left_the_decode_replica_computes_the_prompt(
         assert all(each.seen for each in prefills)
 
 
-def test_a_prompt_that_a_prefill_replica_refuses_is_left_to_the_decode_replica():
+def test_a_prompt_that_a_prefill_replica_refuses_is_left_to_the_decode_replica() -> None:
     with split_fleet(prefills=2) as (prefills, (decode,), router):
         for each in prefills:
             each.answer = lambda seen, sock: whole(b"{}", b"400 Bad Request")
-        decode.answer = unless_told(whole(b'{"error":{}}', b"400 Bad Request"))
+        decode.answer = unless_referred(whole(b'{"error":{}}', b"400 Bad Request"))
         answer = router.complete(LONG)
         assert (answer.status_code, answer.content) == (400, b'{"error":{}}')
         assert sum(len(each.seen) for each in prefills) == 1
@@ -179,7 +193,7 @@ def test_a_prompt_that_a_prefill_replica_refuses_is_left_to_the_decode_replica()
 
 
 @pytest.mark.parametrize("broken", [hang_up, lambda seen, sock: whole(b"{}", b"503 Service Unavailable")])
-def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked_anew(broken):
+def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked_anew(broken: Answer) -> None:
     with split_fleet(decodes=2) as ((prefill,), decodes, router):
         holds: list[Hold] = []
 
@@ -190,15 +204,15 @@ def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked
         prefill.answer = hold
         failing: list[Stub] = []
 
-        def answer(each: Stub):
+        def answer(each: Stub) -> Answer:
             def answer(seen: Seen, sock: socket.socket) -> bytes | None:
                 if not failing:
                     failing.append(each)
                 if each in failing:
-                    until(lambda: holds and holds[-1].is_asked.is_set())
+                    until(lambda: bool(holds) and holds[-1].is_asked.is_set())
                     return broken(seen, sock)
                 assert holds[0].is_left.wait(10)
-                until(lambda: len(holds) == 2)  # else the first byte ends a prefill that nobody has heard of
+                until(lambda: len(holds) == 2)  # else the first byte ends a prefill that was not yet read
                 return whole()
 
             return answer
@@ -210,7 +224,7 @@ def test_when_the_decode_replica_fails_the_prefill_is_dropped_and_both_are_asked
         assert counted(router, "prefills") == {"dropped": 2}
 
 
-def test_who_leaves_takes_both_legs_along():
+def test_who_leaves_takes_both_legs_along() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer, decode.answer = computing, answering = Hold(), Hold()
         with connect(router.port) as sock:
@@ -219,15 +233,15 @@ def test_who_leaves_takes_both_legs_along():
         assert computing.is_left.wait(10) and answering.is_left.wait(10)
 
 
-def test_the_first_byte_of_an_answer_ends_the_prefill():
-    with split_fleet() as ((prefill,), (decode,), router):
+def test_the_first_byte_of_an_answer_ends_the_prefill() -> None:
+    with split_fleet() as ((prefill,), _, router):
         prefill.answer = computing = Hold()
         assert router.complete(LONG).status_code == 200
         assert not computing.is_asked.is_set() or computing.is_left.wait(10)
         assert counted(router, "prefills") == {"dropped": 1}
 
 
-def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer():
+def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer() -> None:
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer = computing = Hold()
         decode.answer = answering = Hold()
@@ -247,7 +261,7 @@ def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer():
         assert "kv_transfer_params" not in fields(decode.seen[-1])
 
 
-def test_that_a_decode_replica_does_not_know_the_peer_is_said_to_the_client():
+def test_that_a_decode_replica_does_not_know_the_peer_is_said_to_the_client() -> None:
     said = b'{"error":{"message":"kv_transfer_params.peer: ... is none of this engine\'s --kv-peer"}}'
     with split_fleet() as ((prefill,), (decode,), router):
         prefill.answer = Hold()
@@ -256,8 +270,8 @@ def test_that_a_decode_replica_does_not_know_the_peer_is_said_to_the_client():
         assert (answer.status_code, answer.content) == (400, said)
 
 
-def test_clients_do_not_choose_the_peer():
-    with split_fleet() as ((prefill,), (decode,), router):
+def test_clients_do_not_choose_the_peer() -> None:
+    with split_fleet() as (_, (decode,), router):
         answer = router.complete("short", kv_transfer_params={"peer": PEER})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "kv_transfer_params"
         assert not decode.seen
@@ -266,9 +280,10 @@ def test_clients_do_not_choose_the_peer():
         assert router.complete("short", kv_transfer_params={"peer": PEER}).status_code == 200
 
 
-def test_replicas_that_compute_prompts_come_and_go():
+def test_replicas_that_compute_prompts_come_and_go() -> None:
     headers = {"authorization": "Bearer admin"}
     with stub() as decode, stub() as prefill, running_router(decode.url, admin_api_keys=("admin",)) as router:
+        decode.answer = when_both_are_asked([prefill])
         assert router.complete(LONG).status_code == 200
         change = {"url": prefill.url, "peer": PEER}
         assert router.http.post("/replicas", json=change | {"peer": "nowhere"}, headers=headers).status_code == 400
@@ -282,7 +297,7 @@ def test_replicas_that_compute_prompts_come_and_go():
         assert "kv_transfer_params" not in fields(decode.seen[-1]) and len(prefill.seen) == 1
 
 
-def test_a_prefill_replica_answers_no_client():
+def test_a_prefill_replica_answers_no_client() -> None:
     with stub() as prefill, running_router(prefills=(Prefill(prefill.url, PEER),), wait_for=1) as router:
         assert router.complete("short").status_code == 503
         assert router.http.get("/ready").status_code == 503
@@ -294,7 +309,7 @@ def test_a_prefill_replica_answers_no_client():
 IDS = b"\x01\x00\x00\x00\x02\x00\x00\x00"
 
 
-def test_a_prefill_is_asked_for_one_token_of_what_makes_the_prompt_and_nothing_else():
+def test_a_prefill_is_asked_for_one_token_of_what_makes_the_prompt_and_nothing_else() -> None:
     chat = {
         "model": "m",
         "messages": [{"role": "user", "content": "é"}],
@@ -312,7 +327,7 @@ def test_a_prefill_is_asked_for_one_token_of_what_makes_the_prompt_and_nothing_e
     assert "tools" not in json.loads(prompt_of(json.dumps({**chat, "tool_choice": "none"}).encode()))
 
 
-def test_ids_stay_ids_in_both_bodies():
+def test_ids_stay_ids_in_both_bodies() -> None:
     form = token_form.pack(b'{"messages":["a"],"model":"m","stream":true,"cache_salt":"s"}', "messages", IDS)
     head, ids = token_form.cut(ids_of(form))
     assert ids == IDS
@@ -323,7 +338,7 @@ def test_ids_stay_ids_in_both_bodies():
     assert json.loads(head) == {"messages": None, "model": "m", "stream": True, "cache_salt": "s", **hint}
 
 
-def test_a_null_hint_of_the_client_is_replaced():
+def test_a_null_hint_of_the_client_is_replaced() -> None:
     body = b'{"prompt": "a", "kv_transfer_params": null, "seed": 1.50}'
     assert with_peer(body, PEER, 2) == (
         b'{"prompt":"a","kv_transfer_params":{"peer":"10.0.0.5:9100","wait_s":2},"seed":1.50}'
@@ -341,25 +356,25 @@ def test_a_null_hint_of_the_client_is_replaced():
         ("/v1/embeddings", b'{"input":"a"}', False),
     ],
 )
-def test_what_needs_every_position_computed_is_not_split(path, body, expected):
+def test_what_needs_every_position_computed_is_not_split(path: str, body: bytes, expected: bool) -> None:
     assert is_splittable(path, body) is expected
 
 
 # What the operator says.
 
 
-def test_a_prefill_replica_is_given_with_its_peer():
+def test_a_prefill_replica_is_given_with_its_peer() -> None:
     assert Prefill.of("http://h:8000=10.0.0.5:9100") == Prefill("http://h:8000", "10.0.0.5:9100")
     assert Prefill.of("http://h=[::1]:9100") == Prefill("http://h:80", "[::1]:9100")
 
 
 @pytest.mark.parametrize("text", ["http://h:8000", "http://h:8000=", "http://h:8000=x", "ftp://h=a:1", "=a:1"])
-def test_a_prefill_replica_without_a_peer_or_an_address_is_refused(text):
+def test_a_prefill_replica_without_a_peer_or_an_address_is_refused(text: str) -> None:
     with pytest.raises(RouteError, match="prefill"):
         Prefill.of(text)
 
 
-def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens():
+def test_a_replica_has_one_role_and_the_threshold_is_a_number_of_tokens() -> None:
     twice = RouterConfig(backends=("http://h:1",), prefills=(Prefill("http://h:1", PEER),))
     with pytest.raises(RouteError, match="more than once"):
         resolve(twice, {})

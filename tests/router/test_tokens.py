@@ -2,6 +2,8 @@
 
 import json
 import random
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,20 +13,23 @@ from penstock.engine.http import token_form
 from penstock.engine.http.errors import HttpError
 from penstock.engine.text.model_text import load_text, text_digest
 from penstock.engine.text.segments import SegmentCache
-from penstock.router.placement.placement import Placement, PolicyConfig, ReplicaInfo
-from penstock.router.placement.prompts import CHAT, COMPLETIONS, Asked, Texts
+from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.router.placement.placement import Placement, ReplicaInfo
+from penstock.router.placement.policy import PolicyConfig
+from penstock.router.placement.prompts import CHAT, COMPLETIONS, Asked, Routable, Texts
 from tests.support.fake_engine import byte_tokenizer, line_template
-from tests.support.router_fleet import mock_replicas, running_router
+from tests.support.router_fleet import RunningRouter, mock_replicas, running_router
 from tests.support.router_stub import stub
 
 
 @pytest.fixture(scope="module")
-def smollm():
+def smollm() -> tuple[Tokenizer, ChatTemplate | None]:
     return load_text(None)
 
 
 @pytest.fixture(scope="module")
-def tokenizing():
+def tokenizing() -> Iterator[RunningRouter]:
     with mock_replicas(2) as replicas, running_router(*(each.url for each in replicas), tokenizes=True) as router:
         yield router
 
@@ -54,11 +59,11 @@ def _text(rng: random.Random, specials: list[str]) -> str:
     return "".join(parts)
 
 
-def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm):
+def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
     tokenizer, _ = smollm
     cache = SegmentCache(tokenizer)
     assert cache.is_exact
-    specials = [tokenizer.backend.id_to_token(token_id) for token_id in sorted(tokenizer.special_ids)]
+    specials = [str(tokenizer.backend.id_to_token(token_id)) for token_id in sorted(tokenizer.special_ids)]
     rng = random.Random(1)
     for _ in range(400):
         text = _text(rng, specials)
@@ -69,10 +74,13 @@ def test_a_text_cut_at_special_tokens_has_the_ids_of_the_whole(smollm):
     assert cache.num_hits > 0
 
 
-def test_a_conversation_that_grows_is_tokenized_only_where_it_is_new(smollm):
+def test_a_conversation_that_grows_is_tokenized_only_where_it_is_new(
+    smollm: tuple[Tokenizer, ChatTemplate | None],
+) -> None:
     tokenizer, template = smollm
     cache = SegmentCache(tokenizer)
-    messages = []
+    messages: list[dict[str, Any]] = []
+    assert template is not None
     for turn in range(4):
         messages.append({"role": "user", "content": f"Question {turn}: " + "why is that so? " * 20})
         messages.append({"role": "assistant", "content": f"Answer {turn}: " + "because it is. " * 20})
@@ -81,14 +89,14 @@ def test_a_conversation_that_grows_is_tokenized_only_where_it_is_new(smollm):
         assert cache.num_misses - missed_before < 900
 
 
-def test_the_memory_of_segments_is_bounded(smollm):
+def test_the_memory_of_segments_is_bounded(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
     cache = SegmentCache(smollm[0], capacity_bytes=20_000)
     for index in range(100):
         cache.encode(f"{index} " + "word " * 100 + "<|im_end|>" + f"{index} again " * 50, False)
         cache.check()
 
 
-def test_special_tokens_that_take_their_spaces_along_are_no_places_to_cut():
+def test_special_tokens_that_take_their_spaces_along_are_no_places_to_cut() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend.add_special_tokens([AddedToken("<greedy>", lstrip=True, special=True)])
     tokenizer.backend.add_tokens([AddedToken("<eos>x", normalized=False)])
@@ -99,9 +107,9 @@ def test_special_tokens_that_take_their_spaces_along_are_no_places_to_cut():
     )
 
 
-def test_answers_are_the_same_with_and_without_tokenizing(tokenizing):
+def test_answers_are_the_same_with_and_without_tokenizing(tokenizing: RunningRouter) -> None:
     plain = next(each.url for each in tokenizing.fleet.replicas.values())
-    bodies = [
+    bodies: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8, "temperature": 0},
         {"messages": [{"role": "user", "content": "x" * 5000}, {"role": "assistant", "content": "ab"}], "max_tokens": 8,
          "temperature": 0, "continue_final_message": True},
@@ -129,13 +137,13 @@ def test_answers_are_the_same_with_and_without_tokenizing(tokenizing):
         assert _timeless(through.json()) == _timeless(direct.json()), body
 
 
-def _timeless(answer: dict) -> dict:
+def _timeless(answer: dict[str, Any]) -> dict[str, Any]:
     usage = answer.get("usage") or {}
     usage.pop("prompt_tokens_details", None)
     return {name: value for name, value in answer.items() if name not in ("id", "created")}
 
 
-def _prepared(body: dict, texts: Texts | None = None):
+def _prepared(body: dict[str, Any], texts: Texts | None = None) -> Routable:
     placement = Placement(PolicyConfig())
     placement.add_replica("a", ReplicaInfo(fingerprint=b"m", block_size=16, num_blocks=64))
     raw = json.dumps(body).encode()
@@ -166,12 +174,12 @@ USER = [{"role": "user", "content": "hello"}]
         ({"prompt": ["a", "b"]}, False),
     ],
 )
-def test_ids_are_sent_only_where_they_are_beyond_doubt(body, is_exact):
+def test_ids_are_sent_only_where_they_are_beyond_doubt(body: dict[str, Any], is_exact: bool) -> None:
     prepared = _prepared(body)
     assert (prepared.body_with_ids is not None) == is_exact
 
 
-def test_a_field_that_two_names_share_is_refused_before_anything_is_made_of_it():
+def test_a_field_that_two_names_share_is_refused_before_anything_is_made_of_it() -> None:
     raw = b'{"prompt":"a","prompt":"b"}'
     with pytest.raises(HttpError, match="more than once"):
         Texts(byte_tokenizer()).prepare(
@@ -179,12 +187,12 @@ def test_a_field_that_two_names_share_is_refused_before_anything_is_made_of_it()
         )
 
 
-def test_without_a_tokenizer_a_token_is_four_bytes():
+def test_without_a_tokenizer_a_token_is_four_bytes() -> None:
     prepared = _prepared({"prompt": "x" * 400}, Texts())
     assert (prepared.num_tokens, prepared.body_with_ids) == (100, None)
 
 
-def test_a_replica_with_another_tokenizer_is_sent_text():
+def test_a_replica_with_another_tokenizer_is_sent_text() -> None:
     models = {"object": "list", "data": [{"id": "m", "text_digest": "another"}]}
     with stub() as backend:
         backend.models = json.dumps(models).encode()
@@ -194,7 +202,7 @@ def test_a_replica_with_another_tokenizer_is_sent_text():
     assert seen.header(b"content-type") == [b"application/json"] and b'"abc"' in seen.body
 
 
-def test_the_digest_tells_tokenizers_and_templates_apart(smollm):
+def test_the_digest_tells_tokenizers_and_templates_apart(smollm: tuple[Tokenizer, ChatTemplate | None]) -> None:
     digests = {
         text_digest(byte_tokenizer(), None),
         text_digest(byte_tokenizer(), line_template()),
@@ -208,13 +216,13 @@ def test_the_digest_tells_tokenizers_and_templates_apart(smollm):
 @pytest.mark.parametrize(
     "form", [b"", b"\x01", b"\xff\xff\xff\xff{}", b"\x02\x00\x00\x00{}\x01", b"\x03\x00\x00\x00{}"]
 )
-def test_a_form_of_the_wrong_size_is_refused(form):
+def test_a_form_of_the_wrong_size_is_refused(form: bytes) -> None:
     with pytest.raises(HttpError) as refusal:
         token_form.unpack(form)
     assert refusal.value.status == 400
 
 
-def test_ids_outside_the_vocabulary_are_refused_in_this_form_too(tokenizing):
+def test_ids_outside_the_vocabulary_are_refused_in_this_form_too(tokenizing: RunningRouter) -> None:
     url = next(iter(tokenizing.fleet.replicas))
     for ids in (b"\xff\xff\xff\xff", b"\xe8\x03\x00\x00"):
         form = token_form.pack(b'{"prompt":"x"}', "prompt", ids)
@@ -224,7 +232,7 @@ def test_ids_outside_the_vocabulary_are_refused_in_this_form_too(tokenizing):
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
-def test_predicted_and_actual_cached_tokens_are_compared(tokenizing):
+def test_predicted_and_actual_cached_tokens_are_compared(tokenizing: RunningRouter) -> None:
     for _ in range(3):
         tokenizing.chat("the same long beginning " * 40)
     text = tokenizing.http.get("/metrics").text

@@ -4,22 +4,32 @@ from collections.abc import Mapping, Sequence
 
 from penstock.router.deploy.child import Sight
 from penstock.router.deploy.file import Deployment, Restart, Rollout, Template
-from penstock.router.deploy.parts import Replica
+from penstock.router.deploy.parts import SlotReplica
 from penstock.router.deploy.supervisor import Supervisor
 
 
-def deployment(count: int = 2, words: str = "one", **settings: object) -> Deployment:
+def deployment(
+    count: int = 2,
+    words: str = "one",
+    *,
+    router_words: tuple[str, ...] = ("route",),
+    rollout: Rollout = Rollout(ready_s=60.0, drain_s=5.0),  # noqa: B008  (frozen)
+    restart: Restart = Restart(limit=2, pause_s=1.0, stable_s=30.0),  # noqa: B008
+) -> Deployment:
     template = Template(words=(words,), cpus=1.0, gpus=0.0, num_ranks=1, resources={}, env={"A": "b"})
-    given = {
-        "router_words": ("route",),
-        "rollout": Rollout(ready_s=60.0, drain_s=5.0),
-        "restart": Restart(limit=2, pause_s=1.0, stable_s=30.0),
-    }
-    return Deployment(name="test", count=count, template=template, router_cpus=0.0, **{**given, **settings})
+    return Deployment(
+        name="test",
+        count=count,
+        template=template,
+        router_words=router_words,
+        router_cpus=0.0,
+        rollout=rollout,
+        restart=restart,
+    )
 
 
 class Process:
-    """Runs from its start; comes up when told; ends `drained` as soon as nothing is under way."""
+    """Runs from its start; comes up when the test says so; ends when it is drained."""
 
     def __init__(self, words: Sequence[str], env: Mapping[str, str], url: str) -> None:
         self.words, self.env, self.url = list(words), dict(env), url
@@ -56,7 +66,7 @@ class World:
         self.routers: list[Process] = []
         self.processes: list[Process] = []
         self.behind: dict[str, str] = {}
-        self.under_way: set[str] = set()  # URLs with requests: they stay `removing` until these are done
+        self.in_flight: set[str] = set()  # URLs with requests: they stay `removing` until these are done
         self.hung: set[str] = set()  # URLs that do not answer the router
         self.is_router_silent = False
         self.fewest_up: list[int] = []
@@ -109,7 +119,7 @@ class World:
             for url, state in list(self.behind.items()):
                 if state != "removing":
                     self.behind[url] = "up" if url in up else "down"
-                elif url not in self.under_way:
+                elif url not in self.in_flight:
                     del self.behind[url]
             self.fewest_up.append(list(self.behind.values()).count("up"))
             self.supervisor.tick(self.now_s)
@@ -119,9 +129,9 @@ class World:
     def running(self) -> list[Process]:
         return [process for process in self.processes if process.is_running]
 
-    def process_of(self, replica: Replica) -> Process:
+    def process_of(self, replica: SlotReplica) -> Process:
         assert isinstance(replica.handle, Process)
         return replica.handle
 
-    def news(self) -> str:
-        return "\n".join(self.supervisor.news(0)[1])
+    def said(self) -> str:
+        return "\n".join(self.supervisor.updates(0)[1])

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
@@ -85,6 +86,10 @@ class RunningRouter:
         body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0, **fields}
         return self.http.post("/v1/chat/completions", json=body)
 
+    def counts(self, name: str) -> Counter[str]:
+        """A counter that has counted, by its one label."""
+        return Counter({str(key[1]): count for key, count in self.app.metrics.counts.items() if key[0] == name})
+
     def states(self) -> list[str]:
         return [replica.state for replica in self.fleet.replicas.values()]
 
@@ -109,7 +114,7 @@ def running_router(
         started.append(RunningRouter(asyncio.get_running_loop(), router, sock.getsockname()[1]))
         is_up.set()
         await stop.wait()
-        router.fleet.check()
+        router.app.check()
         await router.close()
 
     def main() -> None:

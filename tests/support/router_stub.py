@@ -30,17 +30,21 @@ class Seen:
         return [value for given, value in self.headers if given == name]
 
 
+Answer = Callable[[Seen, socket.socket], bytes | None]  # to a POST; None: it hangs up
+
+
 class Stub(socketserver.ThreadingTCPServer):
     """`answer` is called with each POST and its socket; it returns bytes to send, or None after which it hangs up."""
 
     allow_reuse_address = daemon_threads = True
     request_queue_size = 1024
 
-    def __init__(self, answer: Callable[[Seen, socket.socket], bytes | None]) -> None:
+    def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.seen: list[Seen] = []
         self.num_closed = 0  # connections that the router closed
         self.is_ready = True
+        self.is_dying = False  # takes connections and answers nothing: the kernel has yet to close what listens
         self.models = MODELS
         super().__init__(("127.0.0.1", 0), _Connection)
 
@@ -75,6 +79,8 @@ class _Connection(socketserver.BaseRequestHandler):
                 self.request.sendall(reply)
 
     def _reply(self, seen: Seen) -> bytes | None:
+        if self.server.is_dying:
+            return None
         path = seen.line.split(b" ")[1]
         if path == b"/ready":
             return whole() if self.server.is_ready else whole(b"{}", b"503 Service Unavailable")
@@ -87,7 +93,7 @@ class _Connection(socketserver.BaseRequestHandler):
 
 
 @contextlib.contextmanager
-def stub(answer: Callable[[Seen, socket.socket], bytes | None] = lambda seen, sock: whole()) -> Iterator[Stub]:
+def stub(answer: Answer = lambda seen, sock: whole()) -> Iterator[Stub]:
     with Stub(answer) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()

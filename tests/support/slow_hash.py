@@ -13,12 +13,6 @@ def scatter_32(value: int) -> int:
     return value >> 16 ^ value
 
 
-def scatter_64(value: int) -> int:
-    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK_64
-    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK_64
-    return value ^ value >> 31
-
-
 def mix(state: int, scattered: int) -> int:
     return state ^ (scattered + (state << 6) + (state >> 2)) & MASK_64
 
@@ -27,31 +21,10 @@ def mix_32(value: int, state: int) -> int:
     return mix(state, (scatter_32(value) + 0x9E3779B9) & MASK_32)
 
 
-def mix_64(value: int, state: int) -> int:
-    return mix(state, (scatter_64(value) + 0x9E3779B9) & MASK_64)
-
-
-def v1_block(
-    tokens: Sequence[int],
-    parent: int,
-    salt_id: int | None = None,
-    lora_id: int | None = None,
-    extra_ids: Sequence[int] | None = None,
-    multimodal: Sequence[tuple[bytes, int]] = (),
-) -> int:
+def v1_block(tokens: Sequence[int], parent: int) -> int:
     state = len(tokens) ^ (parent * 0xBF58476D1CE4E5B9 & MASK_64)
-    if parent == 0 and salt_id is not None:
-        state = mix_64(salt_id, state)
-    for index, token in enumerate(tokens):
+    for token in tokens:
         state = mix_32(token, state)
-        if extra_ids is not None:
-            state = mix_64(extra_ids[index], state)
-    if lora_id is not None:
-        state = mix_64(lora_id, state)
-    for digest, offset in multimodal:
-        for at in range(0, 32, 4):
-            state = mix_32(int.from_bytes(digest[at : at + 4], "little"), state)
-        state = mix_64(offset, state)
     return state
 
 

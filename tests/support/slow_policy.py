@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from penstock.router.placement.load import Column, Fleet
+from penstock.router.placement.load import Column, LoadTable
 from penstock.router.placement.policy import PolicyConfig
 
 TIE_S = 1e-6
@@ -18,11 +18,12 @@ def cached_tokens(
     for layer, credit in ((1, policy.host_credit), (2, policy.disk_credit)):
         blocks += credit * np.maximum(counts[slots[layer]] - reach, 0)
         reach = np.maximum(reach, counts[slots[layer]])
-    return blocks * block_size
+    tokens: Column = blocks * block_size
+    return tokens
 
 
-def scores(fleet: Fleet, cached: Column, num_tokens: int, now_s: float, policy: PolicyConfig) -> Column:
-    """Of predicted-ttft, whoever is open."""
+def scores(fleet: LoadTable, cached: Column, num_tokens: int, now_s: float, policy: PolicyConfig) -> Column:
+    """Of predicted-ttft, whether open or not."""
     own = num_tokens - np.minimum(cached, num_tokens - 1)
     done = np.minimum((now_s - fleet.head_since) * fleet.speed, fleet.head)
     backlog = fleet.queued - np.maximum(done, 0)
@@ -30,13 +31,15 @@ def scores(fleet: Fleet, cached: Column, num_tokens: int, now_s: float, policy: 
     share = fleet.filled * fleet.per_capacity
     crowding = share / share[fleet.capacity > 0].mean() if share.any() else share
     ttft = (backlog + own + overflow) / fleet.speed + policy.decode_s * fleet.active
-    return ttft + policy.wear * crowding * own / fleet.speed
+    score: Column = ttft + policy.wear * crowding * own / fleet.speed
+    return score
 
 
-def prefix_scores(fleet: Fleet, cached: Column, is_open: npt.NDArray[np.bool_], num_tokens: int) -> Column:
+def prefix_scores(fleet: LoadTable, cached: Column, is_open: npt.NDArray[np.bool_], num_tokens: int) -> Column:
     cached = np.minimum(cached, num_tokens - 1)
     counts = (3 * cached >= num_tokens) & (fleet.active <= 1.5 * fleet.active[is_open].mean() + 8)
-    return fleet.active / (fleet.active.sum() + 1) - np.where(counts, cached, 0)
+    score: Column = fleet.active / (fleet.active.sum() + 1) - np.where(counts, cached, 0)
+    return score
 
 
 def equals(scores: Column, is_open: npt.NDArray[np.bool_]) -> set[int]:

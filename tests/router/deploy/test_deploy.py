@@ -114,7 +114,7 @@ def ready(said: str) -> dict[str, int]:
 
 
 @pytest.mark.timeout(400)  # a dozen processes are started, one after the other
-def test_it_serves_through_a_death_a_new_version_and_a_bad_one_and_leaves_nothing(tmp_path: Path, address: str):
+def test_it_serves_through_a_death_a_new_version_and_a_bad_one_and_leaves_nothing(tmp_path: Path, address: str) -> None:
     deployed = Deployed(tmp_path, address)
     deployed.write(seed=1)
     stays = deployed.start()
@@ -150,7 +150,7 @@ def test_it_serves_through_a_death_a_new_version_and_a_bad_one_and_leaves_nothin
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_one_whose_command_is_killed(tmp_path: Path, address: str):
+def test_nothing_is_left_of_one_whose_command_is_killed(tmp_path: Path, address: str) -> None:
     deployed = Deployed(tmp_path, address)
     deployed.write(seed=1)
     stays = deployed.start()
@@ -163,7 +163,7 @@ def test_nothing_is_left_of_one_whose_command_is_killed(tmp_path: Path, address:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_real_replicas_run_on_detached_grow_get_their_router_back_and_end(tmp_path: Path, address: str):
+def test_real_replicas_run_on_detached_grow_get_their_router_back_and_end(tmp_path: Path, address: str) -> None:
     deployed = Deployed(tmp_path, address, ("-m", "penstock.cli", "deploy"))
     byte_tokenizer().save(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
@@ -189,7 +189,7 @@ def test_real_replicas_run_on_detached_grow_get_their_router_back_and_end(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_replicas_of_a_lost_node_are_started_on_another(tmp_path: Path):
+def test_replicas_of_a_lost_node_are_started_on_another(tmp_path: Path) -> None:
     cluster = Program(ray_cluster.__file__)
     deployed = Deployed(tmp_path, cluster.heard()["address"])
     deployed.write(seed=1)

@@ -21,7 +21,7 @@ def parse(folder: Path, text: str) -> Deployment:
     return read(file, SERVE, ROUTE)
 
 
-def test_an_empty_file_is_one_replica_of_the_default_model(tmp_path: Path):
+def test_an_empty_file_is_one_replica_of_the_default_model(tmp_path: Path) -> None:
     deployment = parse(tmp_path, "")
     assert (deployment.name, deployment.count) == ("penstock", 1)
     assert deployment.template.words == ("penstock.cli", "serve")
@@ -30,7 +30,7 @@ def test_an_empty_file_is_one_replica_of_the_default_model(tmp_path: Path):
     assert (deployment.rollout, deployment.restart) == (Rollout(), Restart())
 
 
-def test_flags_go_to_their_commands_and_files_beside_it_by_their_whole_path(tmp_path: Path):
+def test_flags_go_to_their_commands_and_files_beside_it_by_their_whole_path(tmp_path: Path) -> None:
     (tmp_path / "weights").mkdir()
     deployment = parse(
         tmp_path,
@@ -70,7 +70,9 @@ def test_flags_go_to_their_commands_and_files_beside_it_by_their_whole_path(tmp_
         ("[replicas]\ngpus = 0.5", 0.5),
     ],
 )
-def test_gpus_are_the_clusters_to_say_unless_a_replica_needs_none(tmp_path: Path, options: str, gpus: float | None):
+def test_gpus_are_the_clusters_to_say_unless_a_replica_needs_none(
+    tmp_path: Path, options: str, gpus: float | None
+) -> None:
     assert parse(tmp_path, f"[model]\n{options}").template.gpus == gpus
 
 
@@ -116,13 +118,13 @@ def test_gpus_are_the_clusters_to_say_unless_a_replica_needs_none(tmp_path: Path
         ("[router]\ncpus = -1", "router.cpus: -1 given; expected `float` >= 0.0"),
     ],
 )
-def test_a_mistake_is_named_with_its_field_value_and_limit(tmp_path: Path, text: str, said: str):
+def test_a_mistake_is_named_with_its_field_value_and_limit(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(DeployError) as error:
         parse(tmp_path, text)
     assert str(error.value).startswith(f"{tmp_path}/chat.toml: {said}")
 
 
-def test_the_example_of_the_page_is_read_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_example_of_the_page_is_read_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     examples = re.findall(r"```toml\n(.*?)```", (DOCS / "deploy.md").read_text(), re.DOTALL)
     assert len(examples) >= 2
     for number, text in enumerate(examples):
@@ -132,6 +134,6 @@ def test_the_example_of_the_page_is_read_as_it_stands(tmp_path: Path, capsys: py
     assert " of serve" in capsys.readouterr().out
 
 
-def test_a_mistake_in_the_file_is_one_line_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_mistake_in_the_file_is_one_line_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["deploy", str(tmp_path / "none.toml")]) == 2
     assert capsys.readouterr().err == f"penstock: {tmp_path}/none.toml: No such file or directory\n"

@@ -1,0 +1,87 @@
+"""One replica asked once: connect, send, and give back the load when it is over. Knows nothing of what is asked.
+
+The asker is the upstream's leg: it hears the answer. Load is charged when a replica is chosen, and `end` is the one
+place that releases it, exactly once, whatever happens.
+"""
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from penstock.router.fleet.replica import Outcome
+from penstock.router.http.heads import request_head
+from penstock.router.http.upstream import ConnectFailed, Leg, Upstream
+from penstock.router.placement.load import Charge
+
+if TYPE_CHECKING:
+    from penstock.router.app import RouterApp
+
+
+class Asker(Leg, Protocol):
+    def unreachable(self, reason: str) -> None:
+        """The replica takes no connection; nothing was sent."""
+
+
+class Attempt:
+    """connecting → sent → over; a kept connection that turns out to be closed leads from sent to connecting, once."""
+
+    __slots__ = ("_app", "_asker", "_body", "_head", "_is_kept", "charge", "replica", "state", "upstream")
+
+    def __init__(self, app: "RouterApp", charge: Charge, asker: Asker) -> None:
+        self.replica = app.fleet.replicas[charge.replica]
+        self.charge = charge
+        self.state: Literal["connecting", "sent", "over"] = "connecting"
+        self.upstream: Upstream | None = None  # once sent
+        self._app = app
+        self._asker = asker
+        self._head = self._body = b""
+        self._is_kept = False  # the connection has served others before
+        app.fleet.begin(self.replica)
+
+    def start(self, target: bytes, lines: bytes, body: bytes) -> None:
+        self._head, self._body = request_head(target, self.replica.host_header, lines, len(body)), body
+        upstream = self.replica.pool.take_idle()
+        if upstream is None:
+            self._app.spawn(self._connect())
+        else:
+            self._is_kept = True
+            self._send(upstream)
+
+    def reconnects(self) -> bool:
+        """A kept connection that the replica had closed meanwhile says nothing about the replica: a new one is tried.
+        It costs a retry all the same, for perhaps the request was read and is why it closed."""
+        assert self.upstream is not None
+        if not self._is_kept or self.upstream.has_heard or not self._app.fleet.budget.take():
+            return False
+        self.state, self.upstream, self._is_kept = "connecting", None, False
+        self._app.spawn(self._connect())
+        return True
+
+    def end(self, outcome: Outcome, status: int, reason: str, *, is_ok: bool) -> None:
+        """A replica whose answer is not complete sees us leave, and aborts."""
+        assert self.state != "over", f"{self.replica.url}: an attempt ended twice"
+        self.state = "over"
+        if self.upstream is not None:
+            self.upstream.drop(self._asker)
+        self.charge.release(is_ok)
+        self._app.fleet.end(self.replica)
+        self._app.judge(self.replica, outcome, status, reason)
+
+    async def _connect(self) -> None:
+        try:
+            upstream = await self.replica.pool.connect()
+        except ConnectFailed as error:
+            if self.state != "over":
+                self._asker.unreachable(str(error))
+            return
+        if self.state == "over":
+            upstream.abandon()  # the client left, or the replica went down, meanwhile
+        else:
+            self._send(upstream)
+
+    def _send(self, upstream: Upstream) -> None:
+        self.state, self.upstream = "sent", upstream
+        upstream.send(self._head, self._body, self._asker)
+
+    def check(self) -> None:
+        assert (self.state == "connecting") <= (self.upstream is None), "connecting, with a connection"
+        assert (self.state == "sent") <= (self.upstream is not None), "sent, without a connection"
+        assert self.charge.is_released == (self.state == "over"), "the load of an attempt is released at its end"
