@@ -402,7 +402,7 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
     """
     pending: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(number: int, _frame: FrameType | None) -> None:
         if pending:
             raise KeyboardInterrupt
         pending.append(number)
