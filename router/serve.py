@@ -6,15 +6,12 @@ The first SIGTERM drains: `/ready` and new requests answer 503, those in flight 
 import argparse
 import asyncio
 import gc
-import json
 import logging
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable
-
-import msgspec
 
 from penstock import __version__
 from penstock.engine.http.limits import Limits
@@ -27,7 +24,8 @@ from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.kv_link import KvLinks
 from penstock.router.fleet.probe import Prober, ServedModel
 from penstock.router.fleet.replica import Replica
-from penstock.router.placement.placement import Placement, PolicyConfig
+from penstock.router.placement.placement import Placement
+from penstock.router.placement.policy import PolicyConfig
 from penstock.router.placement.prompts import Texts
 
 log = logging.getLogger("penstock.router")
@@ -240,5 +238,3 @@ def _announce(url: str, config: RouterConfig) -> None:
     print(f"Routing to {replicas_of(config)} by {config.policy}: {url}", flush=True)
     if config.tokenizer is None:
         print("  without --tokenizer, what replicas have cached is guessed from the bytes of requests", flush=True)
-    settings = json.loads(msgspec.json.encode(config.patience))
-    log.debug("patience: %s", settings)

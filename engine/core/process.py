@@ -75,7 +75,7 @@ def main() -> int:
 class Link:
     """The core's two sockets: what the front sends, and what the core answers."""
 
-    def __init__(self, context: zmq.Context, directory: Path) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> None:
         self._inbox = context.socket(zmq.PULL)
         self._inbox.connect(f"ipc://{directory}/to_core")
         self._poller = zmq.Poller()

@@ -325,8 +325,8 @@ class AsyncEngine:
 
     # -- the link ------------------------------------------------------------------------------------------
 
-    def _bind(self, kind: int, name: str) -> zmq.Socket:
-        socket = self._context.socket(kind)
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.set_hwm(100_000)
         socket.bind(f"ipc://{self._directory}/{name}")
         return socket

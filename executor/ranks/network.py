@@ -16,6 +16,8 @@ from zmq.auth.thread import ThreadAuthenticator
 from penstock.executor.process_life import leave
 from penstock.executor.ranks.wire import FromWorker
 
+Socket = zmq.Socket[bytes]
+
 HIGH_WATER = 0  # never drop: the executor bounds the steps in flight itself
 SILENCE_MS = 10_000  # without a heartbeat for so long, the connection counts as lost
 BEAT_MS = 1_000
@@ -44,13 +46,13 @@ class Hub:
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
         self._guard.configure_curve_callback("*", credentials_provider=_Only(self._client_key))
-        self._sockets: list[zmq.Socket] = []
+        self._sockets: list[Socket] = []
         self._steps = self._bind(zmq.ROUTER, host, server_secret)
         self._steps.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._reports = self._bind(zmq.PULL, host, server_secret)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
 
-    def _bind(self, kind: int, host: str, secret: bytes) -> zmq.Socket:
+    def _bind(self, kind: int, host: str, secret: bytes) -> Socket:
         bound = _socket(self._context, kind)
         self._sockets.append(bound)
         bound.curve_server = True
@@ -102,7 +104,7 @@ class Spoke:
         self._thread = threading.Thread(target=self._listen, args=(ticket, hear), daemon=True)
         self._thread.start()
 
-    def _make(self, kind: int, ticket: Ticket) -> zmq.Socket:
+    def _make(self, kind: int, ticket: Ticket) -> Socket:
         link = _socket(self._context, kind)
         link.curve_serverkey = ticket.server_key
         link.curve_publickey, link.curve_secretkey = ticket.public_key, ticket.secret_key
@@ -147,8 +149,8 @@ class _Only:
         return secrets.compare_digest(key, self._key)
 
 
-def _socket(context: zmq.Context, kind: int) -> zmq.Socket:
-    made = context.socket(kind)
+def _socket(context: zmq.Context[Socket], kind: int) -> Socket:
+    made: Socket = context.socket(kind)
     made.setsockopt(zmq.SNDHWM, HIGH_WATER)
     made.setsockopt(zmq.RCVHWM, HIGH_WATER)
     made.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)

@@ -12,7 +12,7 @@ import queue
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -56,28 +56,30 @@ def open_ray(
     join(None, config.ray_allow_open_dashboard, log_to_driver=True)
     ranks = RayRanks(Hub(ray.util.get_node_ip_address()))
     try:
-        broadcast = ranks.start(config, progress)
+        ranks.start(config, progress)
     except RayError as error:
         ranks.close()
         raise ExecutorError(f"executor: Ray could not start {config.tensor_parallel_size} ranks: {error}") from error
     except BaseException:
         ranks.close()
         raise
-    return RankedExecutor(WorkerWatch(ranks.workers, ranks), broadcast, progress, deadline_s)
+    return RankedExecutor(WorkerWatch(ranks.workers, ranks), ranks, progress, deadline_s)
 
 
 class RayRanks:
-    """The room that the ranks have in the cluster, their actors, and what they report: through the hub, and by Ray,
-    which knows of actors that have died without a word."""
+    """The ranks' room in the cluster, their actors, what they are sent, and what they report: through the hub, and by
+    Ray, which knows of actors that died in silence."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
+        self._ring: MessageQueue | None = None
+        self._remote = range(0)
         self._group: Any = None
         self.workers: list[ActorProcess] = []
         self._checked_s = time.monotonic()
         self._gone: set[int] = set()
 
-    def start(self, config: ExecutorConfig, progress: Callable[[str], None]) -> "Spread":
+    def start(self, config: ExecutorConfig, progress: Callable[[str], None]) -> None:
         """Ranks of one node are side by side, the driver's first. From here on they talk through hub and ring."""
         world = config.tensor_parallel_size
         need = {"CPU": 1.0} if config.device == "cpu" or not ray.cluster_resources().get("GPU") else {"GPU": 1.0}
@@ -105,7 +107,15 @@ class RayRanks:
             )
             done = actor.run.remote(msgspec.msgpack.encode(start), msgspec.msgpack.encode(self._hub.ticket(rank)))
             self.workers.append(ActorProcess(rank, place, actor, done, self._hub))
-        return Spread(self._hub, ring, range(num_local, world))
+        self._remote, self._ring = range(num_local, world), ring
+
+    def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None:
+        """The same for every rank: those of this node get it through the ring, the others through the hub."""
+        for rank in self._remote:
+            if message[0] != MASKS or rank == 0:  # only the first samples
+                self._hub.send(rank, message)
+        if self._ring is not None:
+            self._ring.send(message, timeout_s=timeout_s)
 
     def fileno(self) -> int:
         return self._hub.fileno()
@@ -129,6 +139,8 @@ class RayRanks:
             remove_placement_group(self._group)  # ends actors that are no workers yet
             self._group = None
         self._hub.close()
+        if self._ring is not None:
+            self._ring.close()
 
 
 def _actors(group: Any, need: dict[str, float], world: int) -> list[tuple[Place, Any]]:
@@ -221,21 +233,3 @@ class ActorProcess:
 
     def kill(self) -> None:
         ray.kill(self._actor)
-
-
-class Spread:
-    """Sends every rank the same: those of this node through the ring, the others through the hub."""
-
-    def __init__(self, hub: Hub, ring: MessageQueue | None, remote: Sequence[int]) -> None:
-        self._hub, self._ring, self._remote = hub, ring, remote
-
-    def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None:
-        for rank in self._remote:
-            if message[0] != MASKS or rank == 0:  # only the first samples
-                self._hub.send(rank, message)
-        if self._ring is not None:
-            self._ring.send(message, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        if self._ring is not None:
-            self._ring.close()

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import httpx
 import pytest
@@ -31,6 +32,7 @@ async def main():
     engine = FakeEngine(delay_s=0.01)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.die, "the core was killed")
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, engine.hang)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, setattr, engine, "delay_s", 0.0)
     config = ServerConfig(port=0, drain_timeout_s=float(sys.argv[1]))
     return await serve(engine, byte_tokenizer(), line_template(), config, on_listening=lambda url: print(url, flush=True))
 
@@ -38,11 +40,14 @@ logging.basicConfig(level=logging.INFO, format="%(message)s")
 sys.exit(uvloop.run(main()))
 """
 
+# A shell without job control starts background jobs so. Python then has no handler of its own for Ctrl-C.
+BACKGROUND = ("bash", "-c", "trap '' INT; exec \"$@\"", "bash")
+
 
 class Process:
-    def __init__(self, drain_timeout_s: float) -> None:
+    def __init__(self, drain_timeout_s: float, before: Sequence[str]) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(drain_timeout_s)],
+            [*before, sys.executable, "-c", PROGRAM, str(drain_timeout_s)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -50,13 +55,13 @@ class Process:
         )
         assert self.popen.stdout is not None
         self.url = self.popen.stdout.readline().strip()
-        self.http = httpx.Client(base_url=self.url, timeout=20)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
 
     def exit_code(self) -> int:
-        return self.popen.wait(20)
+        return self.popen.wait(60)
 
 
 class Stream(threading.Thread):
@@ -69,11 +74,11 @@ class Stream(threading.Thread):
         self.events: list[str] = []
         self.begun = threading.Event()
         self.start()
-        assert self.begun.wait(10)
+        assert self.begun.wait(60)
 
     def run(self) -> None:
         body = {"prompt": "abc", "max_tokens": self.max_tokens, "stream": True}
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=20) as answer:
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer:
             try:
                 for line in filter(None, answer.iter_lines()):
                     self.events.append(line.removeprefix("data: "))
@@ -82,14 +87,15 @@ class Stream(threading.Thread):
                 self.events.append("cut off")
 
     def finish(self) -> list[str]:
-        self.join(20)
+        self.join(60)
         assert not self.is_alive()
         return self.events
 
 
 @contextlib.contextmanager
-def process(drain_timeout_s: float = 20.0) -> Iterator[Process]:
-    started = Process(drain_timeout_s)
+def process(drain_timeout_s: float = 60.0, before: Sequence[str] = ()) -> Iterator[Process]:
+    """`before`: the words of a command that runs it."""
+    started = Process(drain_timeout_s, before)
     try:
         yield started
     finally:
@@ -106,9 +112,10 @@ def text(events: list[str]) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number):
-    with process() as server:
-        stream = Stream(server, 150)
+@pytest.mark.parametrize("before", [(), BACKGROUND], ids=["", "in the background of a script"])
+def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number: int, before: Sequence[str]) -> None:
+    with process(before=before) as server:
+        stream = Stream(server, 3000)
         assert server.http.get("/ready").status_code == 200
         server.signal(number)
         until(lambda: server.http.get("/ready").status_code == 503)
@@ -117,20 +124,21 @@ def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number):
         assert refused.status_code == 503
         assert refused.json()["error"]["message"] == "the server is shutting down"
         assert refused.headers["connection"] == "close"
+        server.signal(signal.SIGWINCH)  # all that is missing, at once
         events = stream.finish()
-        assert text(events) == "abc" * 50
+        assert text(events) == "abc" * 1000
         assert events[-1] == "[DONE]"
         assert server.exit_code() == 0
 
 
-def test_without_requests_a_signal_ends_the_process_at_once():
+def test_without_requests_a_signal_ends_the_process_at_once() -> None:
     with process() as server:
         server.http.get("/health")
         server.signal(signal.SIGTERM)
         assert server.exit_code() == 0
 
 
-def test_a_second_signal_does_not_wait():
+def test_a_second_signal_does_not_wait() -> None:
     with process() as server:
         stream = Stream(server, 900)
         server.signal(signal.SIGTERM)
@@ -142,7 +150,7 @@ def test_a_second_signal_does_not_wait():
         assert stream.finish()[-1] == "cut off"
 
 
-def test_when_the_drain_takes_too_long_answers_end_properly_with_what_they_have():
+def test_when_the_drain_takes_too_long_answers_end_properly_with_what_they_have() -> None:
     with process(drain_timeout_s=0.3) as server:
         stream = Stream(server, 900)
         server.signal(signal.SIGTERM)
@@ -152,7 +160,7 @@ def test_when_the_drain_takes_too_long_answers_end_properly_with_what_they_have(
         assert server.exit_code() == 0
 
 
-def test_a_dead_engine_ends_every_answer_with_an_error_and_the_process_with_a_failure():
+def test_a_dead_engine_ends_every_answer_with_an_error_and_the_process_with_a_failure() -> None:
     with process() as server:
         stream = Stream(server, 900)
         server.signal(signal.SIGUSR1)
@@ -162,7 +170,7 @@ def test_a_dead_engine_ends_every_answer_with_an_error_and_the_process_with_a_fa
         assert server.exit_code() == 1
 
 
-def test_a_hanging_engine_does_the_same():
+def test_a_hanging_engine_does_the_same() -> None:
     with process() as server:
         stream = Stream(server, 900)
         server.signal(signal.SIGUSR2)
@@ -171,7 +179,7 @@ def test_a_hanging_engine_does_the_same():
         assert server.exit_code() == 1
 
 
-def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key():
+def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key() -> None:
     with process() as server:
         body = {"prompt": "canary-prompt", "max_tokens": 3, "user": "canary-user"}
         headers = {"authorization": "Bearer canary-key", "x-request-id": "mine-7<>"}
@@ -187,7 +195,7 @@ def test_the_log_has_a_line_per_request_without_the_prompt_or_the_key():
     assert "unmatched 404" in log
 
 
-def test_a_taken_port_is_an_error_that_names_it():
+def test_a_taken_port_is_an_error_that_names_it() -> None:
     taken = bind_socket("127.0.0.1", 0)
     taken.listen()
     port = taken.getsockname()[1]
@@ -209,7 +217,7 @@ def test_a_taken_port_is_an_error_that_names_it():
         ({"default_sampling": {"temperature": 9}}, "temperature: 9"),
     ],
 )
-def test_settings_that_cannot_run_are_refused_by_name(settings, message):
+def test_settings_that_cannot_run_are_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(ServerConfig(**settings), {})
 

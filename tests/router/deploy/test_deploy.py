@@ -198,7 +198,7 @@ def test_replicas_of_a_lost_node_are_started_on_another(tmp_path: Path):
     stays.line("version 1 serves: 2 replicas")
     with load(url) as seen:
         until(lambda: seen[200] >= 20)
-        cluster.tell("remove")
+        cluster.send("remove")
         stays.line("replica")
         assert ready(stays.line("replica"))
         before = seen.total()
