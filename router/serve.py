@@ -150,7 +150,7 @@ async def serve_alone(config: RouterConfig, sock: socket.socket) -> int:
         return await serve(config, sock, stopping, lambda _router: _announce(url_of(sock), config))
 
 
-class Router:
+class RouterProcess:
     """The running router of one process, on one event loop."""
 
     def __init__(self, config: RouterConfig, texts: Texts) -> None:
@@ -215,10 +215,10 @@ def texts_of(config: RouterConfig) -> Texts:
 
 
 async def serve(
-    config: RouterConfig, sock: socket.socket, stopping: Stopping, on_start: Callable[[Router], None]
+    config: RouterConfig, sock: socket.socket, stopping: Stopping, on_start: Callable[[RouterProcess], None]
 ) -> int:
     """Until it has been stopped; the exit code."""
-    router = Router(config, texts_of(config))
+    router = RouterProcess(config, texts_of(config))
     # What start-up made lives as long as the process, and requests make few cycles: scanning all of it again and
     # again would only be heard as pauses.
     gc.collect()

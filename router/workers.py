@@ -16,6 +16,7 @@ import time
 
 import msgspec
 
+from penstock.engine.http.errors import HttpError
 from penstock.engine.http.listen import bind_socket, url_of
 from penstock.executor.process_life import Channel, Channels, ChildProcess, Stopping, begin, start_child, stop_signals
 from penstock.router.app import App
@@ -27,7 +28,7 @@ RESTART_PAUSE_S = 0.5  # before a worker that has died is started again
 REPORT_S = 1.0  # how old the others' counters in /metrics may be
 
 
-class Change(msgspec.Struct, frozen=True, tag="change"):
+class FleetChange(msgspec.Struct, frozen=True, tag="change"):
     """A replica was added or taken out at one worker."""
 
     method: str
@@ -47,7 +48,7 @@ class WorkerStart(msgspec.Struct, frozen=True):
     index: int
 
 
-_DECODER = msgspec.msgpack.Decoder(Change | Report)
+_DECODER = msgspec.msgpack.Decoder(FleetChange | Report)
 
 
 def run_workers(config: RouterConfig, sock: socket.socket) -> int:
@@ -107,9 +108,9 @@ class Parent:
         if not self._is_stopping:
             self._start(index)
 
-    def _pass_around(self, index: int, message: Change | Report) -> None:
+    def _pass_around(self, index: int, message: FleetChange | Report) -> None:
         """One message of a worker goes to all the others."""
-        if isinstance(message, Change):
+        if isinstance(message, FleetChange):
             self._peers.pop(message.url, None)
             if message.method == "POST":
                 self._peers[message.url] = message.peer
@@ -138,18 +139,18 @@ async def _serve(start: WorkerStart, channel: Channel) -> int:
     sock = bind_socket(start.config.host, start.config.port, reuse_port=True)
     with stop_signals(stopping.take, (signal.SIGTERM,)):
         return await serve(
-            start.config, sock, stopping, lambda router: Link(router.app, start.index, channel, stopping).start()
+            start.config, sock, stopping, lambda router: WorkerLink(router.app, start.index, channel, stopping).start()
         )
 
 
-class Link:
+class WorkerLink:
     """A worker's end of the channel: changes go out and come in, counters go out every second."""
 
     def __init__(self, app: App, index: int, channel: Channel, stopping: Stopping) -> None:
         self._app, self._index, self._channel, self._stopping = app, index, channel, stopping
 
     def start(self) -> None:
-        self._app.on_change = lambda method, url, peer: self._channel.send(Change(method, url, peer))
+        self._app.on_change = lambda method, url, peer: self._channel.send(FleetChange(method, url, peer))
         asyncio.get_running_loop().add_reader(self._channel, self._take)
         self._report()
 
@@ -165,8 +166,9 @@ class Link:
             self._stopping.take()
             return
         for message in map(_DECODER.decode, messages):
-            if isinstance(message, Change):
-                self._app.apply(message.method, message.url, message.peer)
+            if isinstance(message, FleetChange):
+                with contextlib.suppress(HttpError):  # it is so already
+                    self._app.apply(message.method, message.url, message.peer)
             else:
                 self._app.metrics.others[message.worker] = message.counters
 

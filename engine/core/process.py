@@ -50,7 +50,7 @@ def main() -> int:
     start, channel = begin(CoreStart)
     leave_with(channel)
     context, reporter, config = zmq.Context(), Reporter(channel.send), start.config
-    link = Link(context, Path(start.directory))
+    link = CoreLink(context, Path(start.directory))
     link.send(Connected())
     try:
         executor = open_executor(config.executor, lambda line: link.send(Progress(line)))
@@ -72,7 +72,7 @@ def main() -> int:
         context.destroy(linger=2000)
 
 
-class Link:
+class CoreLink:
     """The core's two sockets: what the front sends, and what the core answers."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> None:
@@ -104,7 +104,7 @@ class Link:
             return messages
 
 
-def _serve(core: EngineCore, link: Link) -> None:
+def _serve(core: EngineCore, link: CoreLink) -> None:
     idle_wait_s = None if (fd := core.executor.fileno()) is None else IDLE_CHECK_S
     if fd is not None:
         link.wake_for(fd)

@@ -45,7 +45,7 @@ class Hub:
         self._client_key, self._client_secret = zmq.curve_keypair()
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
-        self._guard.configure_curve_callback("*", credentials_provider=_Only(self._client_key))
+        self._guard.configure_curve_callback("*", credentials_provider=_RunKey(self._client_key))
         self._sockets: list[Socket] = []
         self._steps = self._bind(zmq.ROUTER, host, server_secret)
         self._steps.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -139,7 +139,7 @@ class Spoke:
         self._context.term()
 
 
-class _Only:
+class _RunKey:
     """The authenticator's question: is this client's key the run's?"""
 
     def __init__(self, key: bytes) -> None:

@@ -120,14 +120,14 @@ class Finisher:
         try:
             while (launched := self._launched.get()) is not None:
                 result = self._rank.runner.finish(launched)
-                if self._group.is_first or (result.transfers is not None and _is_news(result.transfers)):
+                if self._group.is_first or (result.transfers is not None and _has_changes(result.transfers)):
                     self._reporter.report(Done(self._group.rank, result))
         except Exception as error:  # the top of the thread; the rank cannot go on without it
             self._reporter.report(_failure(error))
             leave()
 
 
-def _is_news(transfers: TransferResult) -> bool:
+def _has_changes(transfers: TransferResult) -> bool:
     return bool(transfers.completions or transfers.found or transfers.lost or transfers.stores)
 
 

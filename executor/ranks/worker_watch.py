@@ -1,6 +1,6 @@
 """The workers of one executor, watched all the time: what they report, and what it means when one fails.
 
-It knows neither steps nor how a worker is started or reached; `Worker` and `Post` are that. Whatever goes wrong, at
+It knows neither steps nor how a worker is started or reached; `Worker` and `Reports` are that. Whatever goes wrong, at
 the start or later, the first call after it raises one ExecutorError that names the rank, what it did last and, where
 there is one, the root cause: a rank that merely lost its peers is never blamed while the one that died is known.
 """
@@ -37,7 +37,7 @@ class Worker(Protocol):
     def kill(self) -> None: ...
 
 
-class Post(Protocol):
+class Reports(Protocol):
     """Brings what the workers report."""
 
     def hear(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
@@ -74,8 +74,8 @@ class _Watched:
 
 
 class WorkerWatch:
-    def __init__(self, workers: Sequence[Worker], post: Post) -> None:
-        self.workers, self._post = workers, post
+    def __init__(self, workers: Sequence[Worker], reports: Reports) -> None:
+        self.workers, self._reports = workers, reports
         self._watched = [_Watched(worker) for worker in workers]
         self._error: ExecutorError | None = None
 
@@ -94,7 +94,7 @@ class WorkerWatch:
 
     def fileno(self) -> int:
         """Readable when a worker has reported something, or is gone."""
-        return self._post.fileno()
+        return self._reports.fileno()
 
     def hear(self, timeout_s: float, beat_limit_s: float | None = None) -> list[Done | Progress]:
         """What the workers report within the time, the first message ends the wait; raises when one has failed."""
@@ -131,7 +131,7 @@ class WorkerWatch:
     def close(self) -> None:
         for worker in self.workers:
             worker.kill()
-        self._post.close()
+        self._reports.close()
 
     def _end(self, why: str) -> None:
         self._error = ExecutorError(why)
@@ -139,7 +139,7 @@ class WorkerWatch:
         raise self._error
 
     def _hear(self, timeout_s: float) -> Iterator[Done | Progress]:
-        for rank, message in self._post.hear(timeout_s):
+        for rank, message in self._reports.hear(timeout_s):
             each = self._watched[rank]
             each.heard_s = time.monotonic()
             match message:

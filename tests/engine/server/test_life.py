@@ -29,7 +29,7 @@ from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
 
 async def main():
     import asyncio
-    engine = FakeEngine(delay_s=0.01)
+    engine = FakeEngine(delay_s=0.05)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.die, "the core was killed")
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, engine.hang)
     asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, setattr, engine, "delay_s", 0.0)
@@ -115,7 +115,7 @@ def text(events: list[str]) -> str:
 @pytest.mark.parametrize("before", [(), BACKGROUND], ids=["", "in the background of a script"])
 def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number: int, before: Sequence[str]) -> None:
     with process(before=before) as server:
-        stream = Stream(server, 3000)
+        stream = Stream(server, 900)
         assert server.http.get("/ready").status_code == 200
         server.signal(number)
         until(lambda: server.http.get("/ready").status_code == 503)
@@ -126,7 +126,7 @@ def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number: int, b
         assert refused.headers["connection"] == "close"
         server.signal(signal.SIGWINCH)  # all that is missing, at once
         events = stream.finish()
-        assert text(events) == "abc" * 1000
+        assert text(events) == "abc" * 300
         assert events[-1] == "[DONE]"
         assert server.exit_code() == 0
 
