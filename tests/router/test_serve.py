@@ -15,6 +15,7 @@ import pytest
 
 from penstock.router.config import RouteError, RouterConfig, canonical_url, resolve
 from tests.support.fork_server import ROOT
+from tests.support.programs import all_gone
 from tests.support.raw_http import connect, post, read_all, status
 from tests.support.router_fleet import mock_replicas, until
 
@@ -130,6 +131,14 @@ def test_one_ctrl_c_for_all_of_them_lets_workers_finish_what_they_have():
                 os.kill(pid, signal.SIGINT)
             assert read_all(sock).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert child.wait(10) == 0
+
+
+def test_workers_end_when_their_parent_is_killed():
+    with route("--backend", "http://127.0.0.1:9", "--workers", "2", "--port", str(free_port())) as (child, _):
+        until(lambda: len(_children(child.pid)) == 2)
+        workers = _children(child.pid)
+        child.kill()
+        assert all_gone(workers)
 
 
 def _children(pid: int) -> list[int]:
