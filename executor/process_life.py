@@ -1,7 +1,7 @@
 """How our processes live: one that another starts lives exactly as long as that one, and is ended in order.
 
 `start_child` runs a module of ours beneath this process; the module's main function calls `begin`. A socket pair lies
-between the two: it carries the start and the heartbeats, and when it closes, the other end is gone. A child ignores
+between the two, their channel: it carries the start and the heartbeats, and when it closes, the other end is gone. A child ignores
 the signals to stop, as only its parent ends it. `stop_signals` and `Stopping` are for a process that people start.
 
 `python -m penstock.executor.process_life PARENT COMMAND…` becomes COMMAND, tied to that parent: for those that start a
@@ -15,13 +15,12 @@ import faulthandler
 import os
 import selectors
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe
 from typing import Generic, NoReturn, TypeVar
 
 import msgspec
@@ -32,51 +31,21 @@ EXIT_S = 1.0  # between the end of a process's socket and the moment when it can
 LOOK_S = 0.1  # how often `wait_for` looks
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-HEADER = struct.Struct("<I")  # the length of the message that follows
-READ_BYTES = 1 << 16
-
 Message = TypeVar("Message")
 Start = TypeVar("Start", bound=msgspec.Struct)
 
 
-class Channel:
-    """One end of a stream socket that carries whole messages."""
+def send(channel: Connection, message: msgspec.Struct) -> None:
+    """From one thread at a time."""
+    channel.send_bytes(msgspec.msgpack.encode(message))
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._encoder = msgspec.msgpack.Encoder()
-        self._buffer = bytearray()
 
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    def send(self, message: msgspec.Struct) -> None:
-        """One call per message; callers of several threads hold a lock of theirs."""
-        body = self._encoder.encode(message)
-        self.socket.sendall(HEADER.pack(len(body)) + body)
-
-    def receive(self) -> list[memoryview] | None:
-        """The messages that one read completes, perhaps none; None when the other side is gone."""
-        try:
-            data = self.socket.recv(READ_BYTES)
-        except ConnectionError:
-            return None
-        if not data:
-            return None
-        self._buffer += data
-        messages, at = [], 0
-        while len(self._buffer) >= at + HEADER.size:
-            (length,) = HEADER.unpack_from(self._buffer, at)
-            end = at + HEADER.size + length
-            if len(self._buffer) < end:
-                break
-            messages.append(memoryview(bytes(self._buffer[at + HEADER.size : end])))
-            at = end
-        del self._buffer[:at]
-        return messages
-
-    def close(self) -> None:
-        self.socket.close()
+def receive(channel: Connection) -> bytes | None:
+    """The next message, encoded; waits for it. None: the other side is gone."""
+    try:
+        return channel.recv_bytes()
+    except (EOFError, OSError):
+        return None
 
 
 class Channels(Generic[Message]):
@@ -84,10 +53,10 @@ class Channels(Generic[Message]):
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Message]) -> None:
         self._decoder = decoder
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, Connection] = {}
         self._selector = selectors.EpollSelector()
 
-    def add(self, index: int, channel: Channel) -> None:
+    def add(self, index: int, channel: Connection) -> None:
         self._channels[index] = channel
         self._selector.register(channel, selectors.EVENT_READ, index)
 
@@ -95,16 +64,13 @@ class Channels(Generic[Message]):
         return self._selector.fileno()
 
     def hear(self, timeout_s: float | None = None) -> Iterator[tuple[int, Message | None]]:
-        """(index, message) of all that has arrived, waiting for the first; None: that channel is closed."""
+        """(index, message) of channels that have one, waiting for the first; None: that channel is closed."""
         for key, _ in self._selector.select(timeout_s):
-            messages = self._channels[key.data].receive()
-            if messages is None:
+            message = receive(self._channels[key.data])
+            if message is None:
                 self._selector.unregister(key.fileobj)
                 self._channels.pop(key.data).close()
-                yield key.data, None
-            else:
-                for message in messages:
-                    yield key.data, self._decoder.decode(message)
+            yield key.data, None if message is None else self._decoder.decode(message)
 
     def close(self) -> None:
         self._selector.close()
@@ -119,7 +85,7 @@ class Channels(Generic[Message]):
 class ChildProcess:
     """A process that this one has started, and the channel to it."""
 
-    def __init__(self, role: str, popen: subprocess.Popen[bytes], channel: Channel) -> None:
+    def __init__(self, role: str, popen: subprocess.Popen[bytes], channel: Connection) -> None:
         self._popen, self.channel = popen, channel
         self.pid = popen.pid
         self.name = f"{role} (process {popen.pid})"
@@ -154,7 +120,7 @@ def start_child(
 ) -> ChildProcess:
     """`python -m MODULE`, which hears `start` first; one that dies before that is seen by its channel. `may_finish`:
     where we are killed, it may go on for as long as it decides to."""
-    ours, theirs = socket.socketpair()
+    ours, theirs = Pipe()
     with theirs:
         # The kernel ties a child to the thread that started it, and only the main one surely lasts.
         is_tied = not may_finish and threading.current_thread() is threading.main_thread()
@@ -163,9 +129,9 @@ def start_child(
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), *pass_fds),
         )
-    child = ChildProcess(role, popen, Channel(ours))
+    child = ChildProcess(role, popen, ours)
     with contextlib.suppress(ConnectionError):
-        child.channel.send(start)
+        send(ours, start)
     return child
 
 
@@ -177,7 +143,7 @@ def ending(code: int) -> str:
 # The child's side.
 
 
-def begin(kind: type[Start], ignored: Sequence[signal.Signals] = STOP_SIGNALS) -> tuple[Start, Channel]:
+def begin(kind: type[Start], ignored: Sequence[signal.Signals] = STOP_SIGNALS) -> tuple[Start, Connection]:
     """What the parent has sent as the start, and the channel to it. From here on we live no longer than it does,
     and signals that are meant for the whole group are the parent's to act on."""
     fd, parent, is_tied = map(int, sys.argv[1:])
@@ -186,13 +152,11 @@ def begin(kind: type[Start], ignored: Sequence[signal.Signals] = STOP_SIGNALS) -
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1)
-    connection = socket.socket(fileno=fd)
-    header = connection.recv(HEADER.size, socket.MSG_WAITALL)
-    if len(header) < HEADER.size:
+    channel = Connection(fd)
+    start = receive(channel)
+    if start is None:
         leave()
-    (length,) = HEADER.unpack(header)
-    body = connection.recv(length, socket.MSG_WAITALL)  # and not what may follow already
-    return msgspec.msgpack.decode(body, type=kind), Channel(connection)
+    return msgspec.msgpack.decode(start, type=kind), channel
 
 
 def die_with(parent: int) -> None:
@@ -206,11 +170,11 @@ def die_with(parent: int) -> None:
         leave()
 
 
-def leave_with(channel: Channel) -> None:
+def leave_with(channel: Connection) -> None:
     """End this process when the parent's end of the channel closes."""
 
     def watch() -> NoReturn:
-        while channel.receive() is not None:
+        while receive(channel) is not None:
             pass
         leave()
 

@@ -13,12 +13,21 @@ import signal
 import socket
 import sys
 import time
+from multiprocessing.connection import Connection
 
 import msgspec
 
-from penstock.engine.http.errors import HttpError
 from penstock.engine.http.listen import bind_socket, url_of
-from penstock.executor.process_life import Channel, Channels, ChildProcess, Stopping, begin, start_child, stop_signals
+from penstock.executor.process_life import (
+    Channels,
+    ChildProcess,
+    Stopping,
+    begin,
+    receive,
+    send,
+    start_child,
+    stop_signals,
+)
 from penstock.router.app import App
 from penstock.router.config import Prefill, RouterConfig, replicas_of
 
@@ -117,7 +126,7 @@ class Parent:
         for other, worker in self._workers.items():
             if other != index:
                 with contextlib.suppress(OSError):  # it is ending; its channel will say so
-                    worker.channel.send(message)
+                    send(worker.channel, message)
 
 
 def main() -> int:
@@ -132,7 +141,7 @@ def main() -> int:
     return uvloop.run(_serve(start, channel))
 
 
-async def _serve(start: WorkerStart, channel: Channel) -> int:
+async def _serve(start: WorkerStart, channel: Connection) -> int:
     from penstock.router.serve import serve
 
     stopping = Stopping()
@@ -146,31 +155,28 @@ async def _serve(start: WorkerStart, channel: Channel) -> int:
 class WorkerLink:
     """A worker's end of the channel: changes go out and come in, counters go out every second."""
 
-    def __init__(self, app: App, index: int, channel: Channel, stopping: Stopping) -> None:
+    def __init__(self, app: App, index: int, channel: Connection, stopping: Stopping) -> None:
         self._app, self._index, self._channel, self._stopping = app, index, channel, stopping
 
     def start(self) -> None:
-        self._app.on_change = lambda method, url, peer: self._channel.send(FleetChange(method, url, peer))
+        self._app.on_change = lambda method, url, peer: send(self._channel, FleetChange(method, url, peer))
         asyncio.get_running_loop().add_reader(self._channel, self._take)
         self._report()
 
     def _report(self) -> None:
         with contextlib.suppress(OSError):  # the parent is gone, which `_take` learns
-            self._channel.send(Report(self._index, self._app.metrics.own_counters()))
+            send(self._channel, Report(self._index, self._app.metrics.own_counters()))
             asyncio.get_running_loop().call_later(REPORT_S, self._report)
 
     def _take(self) -> None:
-        messages = self._channel.receive()
-        if messages is None:  # the parent is gone, and with it what passes signals on and starts us again
+        data = receive(self._channel)
+        if data is None:  # the parent is gone, and with it what passes signals on and starts us again
             asyncio.get_running_loop().remove_reader(self._channel)
             self._stopping.take()
-            return
-        for message in map(_DECODER.decode, messages):
-            if isinstance(message, FleetChange):
-                with contextlib.suppress(HttpError):  # it is so already
-                    self._app.apply(message.method, message.url, message.peer)
-            else:
-                self._app.metrics.others[message.worker] = message.counters
+        elif isinstance(message := _DECODER.decode(data), FleetChange):
+            self._app.apply(message.method, message.url, message.peer)
+        else:
+            self._app.metrics.others[message.worker] = message.counters
 
 
 if __name__ == "__main__":

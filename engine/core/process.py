@@ -7,6 +7,7 @@ every process that we start (executor/process_life.py).
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -33,7 +34,7 @@ from penstock.engine.messages import (
     ToCore,
     WatchCache,
 )
-from penstock.executor.process_life import Reporter, begin, leave_with
+from penstock.executor.process_life import Reporter, begin, leave_with, send
 from penstock.executor.protocol import ExecutorError, open_executor
 
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
@@ -49,7 +50,7 @@ def main() -> int:
     """Run until asked to stop. The exit code is 0 only after a Shutdown."""
     start, channel = begin(CoreStart)
     leave_with(channel)
-    context, reporter, config = zmq.Context(), Reporter(channel.send), start.config
+    context, reporter, config = zmq.Context(), Reporter(partial(send, channel)), start.config
     link = CoreLink(context, Path(start.directory))
     link.send(Connected())
     try:

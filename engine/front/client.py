@@ -41,7 +41,7 @@ from penstock.engine.messages import (
 )
 from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.detokenize import TextStream
-from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, start_child
+from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, receive, start_child
 from penstock.executor.protocol import ModelInfo, TokenLogprobs
 
 HEARTBEAT_LIMIT_S = 5 * HEARTBEAT_S
@@ -386,14 +386,14 @@ class AsyncEngine:
 
     def _hear(self, process: ChildProcess) -> None:
         """The core's heartbeats. When its process ends, so does every request."""
-        messages = process.channel.receive()
-        for message in messages or ():
+        message = receive(process.channel)
+        if message is not None:
             self._receive(msgspec.msgpack.decode(message, type=Heartbeat))
-        if messages is None:
-            asyncio.get_running_loop().remove_reader(process.channel)
-            self._drain()
-            self._die("the engine is closed" if self._closing else f"the engine core {process.death() or 'is gone'}")
-            self._gone.set()
+            return
+        asyncio.get_running_loop().remove_reader(process.channel)
+        self._drain()
+        self._die("the engine is closed" if self._closing else f"the engine core {process.death() or 'is gone'}")
+        self._gone.set()
 
     def _die(self, reason: str) -> None:
         if self._death is None:

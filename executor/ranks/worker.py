@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from penstock.executor.parallel import CollectiveError, Group
-from penstock.executor.process_life import Reporter, begin, leave, leave_with
+from penstock.executor.process_life import Reporter, begin, leave, leave_with, send
 from penstock.executor.protocol import ExecutorError, Step, TransferResult
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank, choose_device
@@ -31,7 +32,7 @@ Message = Sequence[Any]  # the kind, and its buffers
 def main() -> int:
     start, channel = begin(Start)
     leave_with(channel)
-    return work(start, Reporter(channel.send))
+    return work(start, Reporter(partial(send, channel)))
 
 
 def work(start: Start, reporter: Reporter, receive: Callable[[], AbstractContextManager[Message]] | None = None) -> int:

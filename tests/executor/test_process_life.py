@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 
@@ -18,6 +20,8 @@ from penstock.executor.process_life import (
     Stopping,
     begin,
     leave_with,
+    receive,
+    send,
     start_child,
     stop_signals,
     wait_for,
@@ -32,11 +36,11 @@ class Order(msgspec.Struct, tag="order"):
 def main() -> int:
     """A child that repeats how long its start was, and what it reads; then it waits, or ends with the code."""
     start, channel = begin(Order)
-    reporter = Reporter(channel.send)
+    reporter = Reporter(partial(send, channel))
     reporter.report(Order(str(len(start.text))))
-    while not (messages := channel.receive()):
-        pass
-    order = msgspec.msgpack.decode(messages[0], type=Order)
+    said = receive(channel)
+    assert said is not None
+    order = msgspec.msgpack.decode(said, type=Order)
     reporter.report(order)
     if order.exit_code:
         return order.exit_code
@@ -50,7 +54,7 @@ def main() -> int:
 def running(text: str, order: Order) -> Iterator[tuple[ChildProcess, Iterator[str | None]]]:
     """A child with its start and its order, and what it reports."""
     child = start_child("tests.executor.test_process_life", "the child", Order(text))
-    child.channel.send(order)
+    send(child.channel, order)
     channels = Channels(msgspec.msgpack.Decoder(Order))
     channels.add(7, child.channel)
 
@@ -82,7 +86,8 @@ def test_a_child_ignores_signals_to_stop_and_ends_with_its_channel() -> None:
             os.kill(child.pid, number)
         assert next(reports) == "alive"
         assert child.death() is None
-        child.channel.socket.shutdown(2)
+        with socket.socket(fileno=os.dup(child.channel.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
         assert child.wait(60)
 
 
