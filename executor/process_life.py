@@ -1,8 +1,9 @@
 """How our processes live: one that another starts lives exactly as long as that one, and is ended in order.
 
-`start_child` runs a module of ours beneath this process; the module's main function calls `begin`. A socket pair lies
-between the two, their channel: it carries the start and the heartbeats, and when it closes, the other end is gone. A child ignores
-the signals to stop, as only its parent ends it. `stop_signals` and `Stopping` are for a process that people start.
+`start_child` runs a module of ours beneath this process; the module's main function calls `begin`. Between the two is
+a socket pair, their channel: it carries the start and the heartbeats, and when it closes, the other end is gone. A child
+ignores the signals to stop, as only its parent ends it. `stop_signals` and `Stopping` are for a process that people
+start.
 
 `python -m penstock.executor.process_life PARENT COMMAND…` becomes COMMAND, tied to that parent: for those that start a
 program from a process with many threads, where no code of ours may run between fork and exec.
@@ -54,7 +55,7 @@ class Channels(Generic[Message]):
     def __init__(self, decoder: msgspec.msgpack.Decoder[Message]) -> None:
         self._decoder = decoder
         self._channels: dict[int, Connection] = {}
-        self._selector = selectors.EpollSelector()
+        self._selector = selectors.DefaultSelector()
 
     def add(self, index: int, channel: Connection) -> None:
         self._channels[index] = channel

@@ -90,7 +90,9 @@ class RayRanks:
         nodes = len({place.node for place in places})
         progress(f"{world} ranks on {nodes} node{'s' * (nodes > 1)} of the Ray cluster")
         num_local = sum(place.node == here for place in places)
-        ring = MessageQueue.create(num_local, slots=RING_SLOTS, slot_bytes=SLOT_BYTES) if num_local else None
+        self._remote = range(num_local, world)
+        if num_local:
+            self._ring = MessageQueue.create(num_local, slots=RING_SLOTS, slot_bytes=SLOT_BYTES)
         host = places[0].address
         fd, port = ray.get(placed[0][1].listen.remote(host), timeout=ACTOR_TIMEOUT_S)
         for rank, (place, actor) in enumerate(placed):
@@ -102,12 +104,11 @@ class RayRanks:
                 sum(other.node == place.node for other in places),
                 0,  # Ray shows each actor its own GPU alone
                 Rendezvous(host, port, place.address, fd if rank == 0 else None),
-                ring.handle().pack() if ring is not None and is_local else None,
+                self._ring.handle().pack() if self._ring is not None and is_local else None,
                 rank if is_local else 0,
             )
             done = actor.run.remote(msgspec.msgpack.encode(start), msgspec.msgpack.encode(self._hub.ticket(rank)))
             self.workers.append(ActorProcess(rank, place, actor, done, self._hub))
-        self._remote, self._ring = range(num_local, world), ring
 
     def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None:
         """The same for every rank: those of this node get it through the ring, the others through the hub."""
