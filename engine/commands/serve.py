@@ -168,7 +168,6 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
     tokenizer, template = load_tokenizer(files), load_template(files, args.chat_template)
     task = asyncio.current_task()
     assert task is not None
-    _say(f"Starting {files.name}")
     engine = AsyncEngine(
         config,
         eos_ids=tokenizer.eos_ids,
@@ -178,6 +177,7 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
     )
     with stop_signals(task.cancel):  # until the server takes over, which drains
         try:
+            _say(f"Starting {files.name}")
             await engine.start()
             _say_memory(engine.info)
             if engine.info.device == "cpu" and args.gpu_memory_utilization is not None:
