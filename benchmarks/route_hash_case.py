@@ -34,7 +34,7 @@ def run_router(hasher: str, backend: int) -> None:
     from penstock.router.config import RouterConfig, resolve
     from penstock.router.placement.placement import Placement
     from penstock.router.placement.prompts import Texts
-    from penstock.router.serve import bind_socket, serve
+    from penstock.router.serve import bind_socket, serve_alone
 
     if hasher == "slow":
         prepare = Placement.prepare
@@ -47,7 +47,7 @@ def run_router(hasher: str, backend: int) -> None:
         Texts.is_long = lambda self, path, body: False  # type: ignore[method-assign]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     config = resolve(RouterConfig(backends=(f"http://127.0.0.1:{backend}",), port=0, max_requests=4096), {})
-    uvloop.run(serve(config, bind_socket(config.host, 0), announce=True))
+    uvloop.run(serve_alone(config, bind_socket(config.host, 0)))
 
 
 async def first_bytes(port: int, bodies: list[bytes], clients: int) -> tuple[list[float], float]:

@@ -108,7 +108,7 @@ class CacheUpdate(msgspec.Struct, frozen=True, tag="cache", array_like=True):
 
 
 class Connected(msgspec.Struct, frozen=True, tag="connected", array_like=True):
-    """The first thing on each of the core's two connections, before anything is loaded."""
+    """The first message, before anything is loaded: the core has both connections."""
 
 
 class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):

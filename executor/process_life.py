@@ -1,26 +1,266 @@
-"""How a child process lives exactly as long as its parent. It knows nothing else of ours.
+"""How our processes live: one that another starts lives exactly as long as that one, and is ended in order.
+
+`start_child` runs a module of ours beneath this process; the module's main function calls `begin`. Between the two is
+a socket pair, their channel: it carries the start and the heartbeats, and when it closes, the other end is gone. A child
+ignores the signals to stop, as only its parent ends it. `stop_signals` and `Stopping` are for a process that people
+start.
 
 `python -m penstock.executor.process_life PARENT COMMAND…` becomes COMMAND, tied to that parent: for those that start a
 program from a process with many threads, where no code of ours may run between fork and exec.
 """
 
+import asyncio
+import contextlib
 import ctypes
+import faulthandler
 import os
+import selectors
 import signal
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe
+from typing import Generic, NoReturn, TypeVar
+
+import msgspec
 
 PR_SET_PDEATHSIG = 1
+HEARTBEAT_S = 1.0
+EXIT_S = 1.0  # between the end of a process's socket and the moment when it can be waited for
+LOOK_S = 0.1  # how often `wait_for` looks
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+Message = TypeVar("Message")
+Start = TypeVar("Start", bound=msgspec.Struct)
+
+
+def send(channel: Connection, message: msgspec.Struct) -> None:
+    """From one thread at a time."""
+    channel.send_bytes(msgspec.msgpack.encode(message))
+
+
+def receive(channel: Connection) -> bytes | None:
+    """The next message, encoded; waits for it. None: the other side is gone."""
+    try:
+        return channel.recv_bytes()
+    except (EOFError, OSError):
+        return None
+
+
+class Channels(Generic[Message]):
+    """Several channels, heard at once."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Message]) -> None:
+        self._decoder = decoder
+        self._channels: dict[int, Connection] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def add(self, index: int, channel: Connection) -> None:
+        self._channels[index] = channel
+        self._selector.register(channel, selectors.EVENT_READ, index)
+
+    def fileno(self) -> int:
+        return self._selector.fileno()
+
+    def hear(self, timeout_s: float | None = None) -> Iterator[tuple[int, Message | None]]:
+        """(index, message) of channels that have one, waiting for the first; None: that channel is closed."""
+        for key, _ in self._selector.select(timeout_s):
+            message = receive(self._channels[key.data])
+            if message is None:
+                self._selector.unregister(key.fileobj)
+                self._channels.pop(key.data).close()
+            yield key.data, None if message is None else self._decoder.decode(message)
+
+    def close(self) -> None:
+        self._selector.close()
+        for channel in self._channels.values():
+            channel.close()
+        self._channels.clear()
+
+
+# The parent's side.
+
+
+class ChildProcess:
+    """A process that this one has started, and the channel to it."""
+
+    def __init__(self, role: str, popen: subprocess.Popen[bytes], channel: Connection) -> None:
+        self._popen, self.channel = popen, channel
+        self.pid = popen.pid
+        self.name = f"{role} (process {popen.pid})"
+
+    def dump_stacks(self) -> None:
+        """Have it print where its threads are to its standard error."""
+        self._popen.send_signal(signal.SIGUSR1)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended, within the time."""
+        try:
+            self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def death(self) -> str | None:
+        """How it ended; None while it lives."""
+        return ending(self._popen.returncode) if self.wait(EXIT_S) else None
+
+    def terminate(self) -> None:
+        self._popen.terminate()
+
+    def kill(self) -> None:
+        """End it if it lives; returns when it is gone."""
+        self._popen.kill()
+        self._popen.wait()
+
+
+def start_child(
+    module: str, role: str, start: msgspec.Struct, pass_fds: Sequence[int] = (), *, may_finish: bool = False
+) -> ChildProcess:
+    """`python -m MODULE`, which hears `start` first; one that dies before that is seen by its channel. `may_finish`:
+    where we are killed, it may go on for as long as it decides to."""
+    ours, theirs = Pipe()
+    with theirs:
+        # The kernel ties a child to the thread that started it, and only the main one surely lasts.
+        is_tied = not may_finish and threading.current_thread() is threading.main_thread()
+        popen = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid()), str(int(is_tied))],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *pass_fds),
+        )
+    child = ChildProcess(role, popen, ours)
+    with contextlib.suppress(ConnectionError):
+        send(ours, start)
+    return child
+
+
+def ending(code: int) -> str:
+    """A process's return code in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+
+# The child's side.
+
+
+def begin(kind: type[Start], ignored: Sequence[signal.Signals] = STOP_SIGNALS) -> tuple[Start, Connection]:
+    """What the parent has sent as the start, and the channel to it. From here on we live no longer than it does,
+    and signals that are meant for the whole group are the parent's to act on."""
+    fd, parent, is_tied = map(int, sys.argv[1:])
+    if is_tied:
+        die_with(parent)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
+    channel = Connection(fd)
+    start = receive(channel)
+    if start is None:
+        leave()
+    return msgspec.msgpack.decode(start, type=kind), channel
 
 
 def die_with(parent: int) -> None:
     """Ask the kernel to kill this process when the thread that started it ends (Linux).
 
-    Where that thread may end before its process, or the kernel does not offer this, a pipe that closes must do.
+    Where that thread may end before its process, or the kernel does not offer this, a channel that closes must do.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we asked
-        os._exit(1)
+        leave()
+
+
+def leave_with(channel: Connection) -> None:
+    """End this process when the parent's end of the channel closes."""
+
+    def watch() -> NoReturn:
+        while receive(channel) is not None:
+            pass
+        leave()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def leave() -> NoReturn:
+    """At once: the parent is gone, and the main thread may wait for something for ever."""
+    os._exit(1)
+
+
+class Reporter:
+    """What a process reports, from whichever thread, and its heartbeat."""
+
+    def __init__(self, send: Callable[[msgspec.Struct], None]) -> None:
+        self.doing = "starting"  # for heartbeats that say it
+        self._send, self._lock = send, threading.Lock()
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def report(self, message: msgspec.Struct) -> None:
+        with self._lock:
+            self._send(message)
+
+    def beat(self, heartbeat: Callable[[], msgspec.Struct]) -> None:
+        """Report this every second, from a thread of its own; a process whose parent does not hear it ends."""
+
+        def run() -> None:
+            while not self._is_over.wait(HEARTBEAT_S):
+                try:
+                    self.report(heartbeat())
+                except OSError:
+                    leave()
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """No heartbeat follows."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+
+
+# A process that people start, and stop.
+
+
+@contextlib.contextmanager
+def stop_signals(take: Callable[[], object], numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[None]:
+    """These signals call `take` meanwhile: from the event loop where one runs, else from wherever the main thread is."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        before = [signal.signal(number, lambda *_: take()) for number in numbers]
+        try:
+            yield
+        finally:
+            for number, handler in zip(numbers, before, strict=True):
+                signal.signal(number, handler)
+        return
+    for number in numbers:
+        loop.add_signal_handler(number, take)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+class Stopping:
+    """The first signal drains, the second does not wait."""
+
+    def __init__(self) -> None:
+        self.drain, self.stop = asyncio.Event(), asyncio.Event()
+
+    def take(self) -> None:
+        (self.stop if self.drain.is_set() else self.drain).set()
+
+
+async def wait_for(is_done: Callable[[], bool], end: asyncio.Event, timeout_s: float = float("inf")) -> None:
+    """Until this is so, or `end` is set, or the time is over."""
+    deadline_s = time.monotonic() + timeout_s
+    while not is_done() and not end.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(end.wait(), min(LOOK_S, left_s))
 
 
 if __name__ == "__main__":

@@ -5,20 +5,19 @@ The first SIGTERM drains: `/ready` and new requests answer 503, those in flight 
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from penstock import __version__
 from penstock.engine.http.listen import BACKLOG, bind_socket, url_of
 from penstock.engine.options import Option, add_options, built, options_of
 from penstock.engine.text.model_text import load_text
+from penstock.executor.process_life import Stopping, stop_signals, wait_for
 from penstock.router.app import RouterApp
 from penstock.router.config import Prefill, RouteError, RouterConfig, replicas_of, resolve
 from penstock.router.fleet.fleet import Fleet
@@ -61,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
     config = check(args)
     _say_if_empty(config)
+    import uvloop
+
     from penstock.router.workers import run_workers
 
     try:
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise RouteError(f"port: {error.strerror or error}") from None
     with sock:
-        return run_workers(config, sock) if config.workers > 1 else run_one(config, sock)
+        return run_workers(config, sock) if config.workers > 1 else uvloop.run(serve_alone(config, sock))
 
 
 def _say_if_empty(config: RouterConfig) -> None:
@@ -105,13 +106,13 @@ def _config(args: argparse.Namespace) -> RouterConfig:
     )
 
 
-def run_one(config: RouterConfig, sock: socket.socket) -> int:
-    import uvloop
+async def serve_alone(config: RouterConfig, sock: socket.socket) -> int:
+    stopping = Stopping()
+    with stop_signals(stopping.take):
+        return await serve(config, sock, stopping, lambda _router: _announce(url_of(sock), config))
 
-    return uvloop.run(serve(config, sock, announce=True))
 
-
-class Router:
+class RouterProcess:
     """The running router of one process, on one event loop."""
 
     def __init__(self, config: RouterConfig, texts: Texts) -> None:
@@ -142,14 +143,6 @@ class Router:
             replica.state == "starting" for replica in self.fleet.replicas.values()
         ):
             await asyncio.sleep(0.005)
-
-    async def drain(self, stop: asyncio.Event) -> None:
-        """Let what is in flight finish, as long as the drain may take."""
-        self.app.is_draining = True
-        deadline_s = time.monotonic() + self.config.patience.drain_s
-        while self.app.exchanges and not stop.is_set() and time.monotonic() < deadline_s:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), 0.05)
 
     async def close(self) -> None:
         if self._server is not None:
@@ -184,41 +177,23 @@ def texts_of(config: RouterConfig) -> Texts:
 
 
 async def serve(
-    config: RouterConfig,
-    sock: socket.socket,
-    *,
-    announce: bool,
-    on_start: Callable[["Router"], None] = lambda _router: None,
+    config: RouterConfig, sock: socket.socket, stopping: Stopping, on_start: Callable[[RouterProcess], None]
 ) -> int:
-    """Until a signal has drained it; the exit code."""
-    router = Router(config, texts_of(config))
+    """Until it has been stopped; the exit code."""
+    router = RouterProcess(config, texts_of(config))
     # What start-up made lives as long as the process, and requests make few cycles: scanning all of it again and
     # again would only be heard as pauses.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
-    with _signals() as (drain, stop):
-        await router.start(sock)
-        on_start(router)
-        if announce:
-            _announce(url_of(sock), config)
-        await drain.wait()
-        log.info("shutting down: %d requests are in flight", len(router.app.exchanges))
-        await router.drain(stop)
-        await router.close()
+    await router.start(sock)
+    on_start(router)
+    await stopping.drain.wait()
+    log.info("shutting down: %d requests are in flight", len(router.app.exchanges))
+    router.app.is_draining = True
+    await wait_for(lambda: not router.app.exchanges, stopping.stop, config.patience.drain_s)
+    await router.close()
     return 0
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    drain, stop, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: (stop if drain.is_set() else drain).set())
-    try:
-        yield drain, stop
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
 
 def _announce(url: str, config: RouterConfig) -> None:

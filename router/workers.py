@@ -7,28 +7,38 @@ up their counters so that any of them can answer `/metrics` for all.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
-import multiprocessing
 import signal
 import socket
 import sys
 import time
-from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.connection import Connection
 
 import msgspec
 
 from penstock.engine.http.listen import bind_socket, url_of
+from penstock.executor.process_life import (
+    Channels,
+    ChildProcess,
+    Stopping,
+    begin,
+    receive,
+    send,
+    start_child,
+    stop_signals,
+)
+from penstock.router.app import RouterApp
 from penstock.router.config import Prefill, RouterConfig, replicas_of
 
 log = logging.getLogger("penstock.router")
 
-RESTART_PAUSE_S = 0.5  # between two starts of a worker that dies
+RESTART_PAUSE_S = 0.5  # before a worker that has died is started again
 REPORT_S = 1.0  # how old the others' counters in /metrics may be
 
 
-class Change(msgspec.Struct, frozen=True, tag="change"):
+class FleetChange(msgspec.Struct, frozen=True, tag="change"):
     """A replica was added or taken out at one worker."""
 
     method: str
@@ -43,152 +53,132 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     counters: dict[str, float]
 
 
-Message = Change | Report
-_DECODER = msgspec.msgpack.Decoder(Message)
+class WorkerStart(msgspec.Struct, frozen=True):
+    config: RouterConfig
+    index: int
 
 
-class Worker:
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.started_s = 0.0
-        self.process: Any = None
-        self.pipe: Connection | None = None
+_DECODER = msgspec.msgpack.Decoder(FleetChange | Report)
 
 
 def run_workers(config: RouterConfig, sock: socket.socket) -> int:
-    """Until all workers have ended; 0 if they ended because they were told to. `sock` holds the port, no more."""
+    """Until all workers have ended; 0 if they ended because they were asked to. `sock` holds the port, no more."""
     parent = Parent(config)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, parent.pass_on)
-    print(f"Routing to {replicas_of(config)} in {config.workers} processes: {url_of(sock)}", flush=True)
-    return parent.run()
+    with stop_signals(parent.pass_on):
+        print(f"Routing to {replicas_of(config)} in {config.workers} processes: {url_of(sock)}", flush=True)
+        return parent.run()
 
 
 class Parent:
     def __init__(self, config: RouterConfig) -> None:
-        self._context = multiprocessing.get_context("spawn")
         self._config = config
         self._peers: dict[str, str | None] = dict.fromkeys(config.backends)  # by URL, with the changes since
         self._peers |= {each.url: each.peer for each in config.prefills}
-        self._workers = [Worker(index) for index in range(config.workers)]
+        self._workers: dict[int, ChildProcess] = {}
+        self._channels = Channels(_DECODER)
         self._is_stopping = False
 
     def run(self) -> int:
-        for worker in self._workers:
-            self._start(worker)
-        while running := [worker for worker in self._workers if worker.process is not None]:
-            pipes = {worker.pipe: worker for worker in running if worker.pipe is not None}
-            for ready in wait([*pipes, *(worker.process.sentinel for worker in running)], timeout=RESTART_PAUSE_S):
-                if isinstance(ready, Connection):
-                    self._take(pipes[ready])
-            for worker in running:
-                if not worker.process.is_alive():
-                    self._ended(worker)
+        for index in range(self._config.workers):
+            self._start(index)
+        while self._workers:
+            for index, message in self._channels.hear():
+                if message is None:
+                    self._ended(index)
+                else:
+                    self._pass_around(index, message)
         return 0 if self._is_stopping else 1
 
-    def pass_on(self, number: int, frame: object) -> None:
+    def pass_on(self) -> None:
+        """A signal to stop: they drain, and with the second they end."""
         self._is_stopping = True
-        for worker in self._workers:
-            if worker.process is not None and worker.process.is_alive():
-                worker.process.terminate()
+        for worker in self._workers.values():
+            worker.terminate()
 
-    def _start(self, worker: Worker) -> None:
-        worker.pipe, theirs = self._context.Pipe()
+    def _start(self, index: int) -> None:
         config = dataclasses.replace(
             self._config,
             backends=tuple(url for url, peer in self._peers.items() if peer is None),
             prefills=tuple(Prefill(url, peer) for url, peer in self._peers.items() if peer is not None),
         )
-        worker.process = self._context.Process(
-            target=work, args=(msgspec.msgpack.encode(config), worker.index, theirs), daemon=True
+        self._workers[index] = worker = start_child(
+            "penstock.router.workers", f"worker {index}", WorkerStart(config, index), may_finish=True
         )
-        worker.started_s = time.monotonic()
-        worker.process.start()
-        theirs.close()
+        self._channels.add(index, worker.channel)
+        if self._is_stopping:  # since we decided to start it
+            worker.terminate()
 
-    def _ended(self, worker: Worker) -> None:
-        code = worker.process.exitcode
-        worker.process.close()
-        worker.process = None
-        if worker.pipe is not None:
-            worker.pipe.close()
-        if self._is_stopping:
-            return
-        log.error("worker %d ended with code %s and is started again", worker.index, code)
-        time.sleep(max(0.0, worker.started_s + RESTART_PAUSE_S - time.monotonic()))
-        self._start(worker)
+    def _ended(self, index: int) -> None:
+        worker = self._workers.pop(index)
+        how = worker.death() or "is gone"
+        worker.kill()
+        if not self._is_stopping:
+            log.error("%s %s and is started again", worker.name, how)
+            time.sleep(RESTART_PAUSE_S)
+        if not self._is_stopping:
+            self._start(index)
 
-    def _take(self, worker: Worker) -> None:
+    def _pass_around(self, index: int, message: FleetChange | Report) -> None:
         """One message of a worker goes to all the others."""
-        assert worker.pipe is not None
-        try:
-            data = worker.pipe.recv_bytes()
-        except (EOFError, OSError):
-            worker.pipe = None  # it is ending; its sentinel will say so
-            return
-        message = _DECODER.decode(data)
-        if isinstance(message, Change):
+        if isinstance(message, FleetChange):
             self._peers.pop(message.url, None)
             if message.method == "POST":
                 self._peers[message.url] = message.peer
-        for other in self._workers:
-            if other is not worker and other.pipe is not None and other.process is not None:
-                try:
-                    other.pipe.send_bytes(data)
-                except OSError:
-                    other.pipe = None
+        for other, worker in self._workers.items():
+            if other != index:
+                with contextlib.suppress(OSError):  # it is ending; its channel will say so
+                    send(worker.channel, message)
 
 
-def work(settings: bytes, index: int, pipe: Connection) -> None:
+def main() -> int:
     """The main function of a worker process."""
     import uvloop
 
+    # The first SIGTERM drains it, and it is the parent who sends it, also for a Ctrl-C: that goes to the whole group.
+    start, channel = begin(WorkerStart, ignored=(signal.SIGINT,))
     logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname).1s [{index}] %(message)s", stream=sys.stderr
+        level=logging.INFO, format=f"%(asctime)s %(levelname).1s [{start.index}] %(message)s", stream=sys.stderr
     )
-    config = msgspec.msgpack.decode(settings, type=RouterConfig)
-    sys.exit(uvloop.run(_serve(config, bind_socket(config.host, config.port, reuse_port=True), index, pipe)))
+    return uvloop.run(_serve(start, channel))
 
 
-async def _serve(config: RouterConfig, sock: socket.socket, index: int, pipe: Connection) -> int:
+async def _serve(start: WorkerStart, channel: Connection) -> int:
     from penstock.router.serve import serve
 
-    def link(router: Any) -> None:
-        Link(router, index, pipe).start()
+    stopping = Stopping()
+    sock = bind_socket(start.config.host, start.config.port, reuse_port=True)
+    with stop_signals(stopping.take, (signal.SIGTERM,)):
+        return await serve(
+            start.config, sock, stopping, lambda router: WorkerLink(router.app, start.index, channel, stopping).start()
+        )
 
-    return await serve(config, sock, announce=False, on_start=link)
 
+class WorkerLink:
+    """A worker's end of the channel: changes go out and come in, counters go out every second."""
 
-class Link:
-    """A worker's end of the pipe: changes go out and come in, counters go out every second."""
-
-    def __init__(self, router: Any, index: int, pipe: Connection) -> None:
-        self._router = router
-        self._index = index
-        self._pipe = pipe
+    def __init__(self, app: RouterApp, index: int, channel: Connection, stopping: Stopping) -> None:
+        self._app, self._index, self._channel, self._stopping = app, index, channel, stopping
 
     def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._router.app.on_change = lambda method, url, peer: self._send(Change(method, url, peer))
-        loop.add_reader(self._pipe.fileno(), self._take)
+        self._app.on_change = lambda method, url, peer: send(self._channel, FleetChange(method, url, peer))
+        asyncio.get_running_loop().add_reader(self._channel, self._take)
         self._report()
 
     def _report(self) -> None:
-        self._send(Report(self._index, self._router.app.metrics.own_counters()))
-        asyncio.get_running_loop().call_later(REPORT_S, self._report)
-
-    def _send(self, message: Message) -> None:
-        self._pipe.send_bytes(msgspec.msgpack.encode(message))
+        with contextlib.suppress(OSError):  # the parent is gone, which `_take` learns
+            send(self._channel, Report(self._index, self._app.metrics.own_counters()))
+            asyncio.get_running_loop().call_later(REPORT_S, self._report)
 
     def _take(self) -> None:
-        try:
-            message = _DECODER.decode(self._pipe.recv_bytes())
-        except (EOFError, OSError):
-            # The parent is gone: nobody would pass signals on or start us again.
-            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
-            signal.raise_signal(signal.SIGTERM)
-            return
-        if isinstance(message, Change):
-            self._router.app.apply(message.method, message.url, message.peer)
+        data = receive(self._channel)
+        if data is None:  # the parent is gone, and with it what passes signals on and starts us again
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._stopping.take()
+        elif isinstance(message := _DECODER.decode(data), FleetChange):
+            self._app.apply(message.method, message.url, message.peer)
         else:
-            self._router.app.metrics.others[message.worker] = message.counters
+            self._app.metrics.others[message.worker] = message.counters
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,7 +5,6 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig,
 from penstock.engine.text.template import load_template
 from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.engine.vllm_options import vllm_options
+from penstock.executor.process_life import stop_signals
 from penstock.executor.protocol import ModelInfo
 
 
@@ -85,7 +85,7 @@ def server_config(args: argparse.Namespace, name: str, recommended: dict[str, An
 
 
 async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, args: argparse.Namespace) -> int:
-    # starlette and uvicorn take a while to import: do it once the core process has begun to load.
+    # starlette and uvicorn take a while to import: after the core process has begun to load.
     started_s = time.monotonic()
     from penstock.engine.http.listen import bind_socket
 
@@ -94,8 +94,8 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
     except OSError as error:
         raise ConfigError(f"port: {error.strerror or error}") from None
     tokenizer, template = load_tokenizer(files), load_template(files, args.chat_template)
-    _cancel_on_signals()  # until the server takes over, which drains
-    _say(f"Starting {files.name}")
+    task = asyncio.current_task()
+    assert task is not None
     engine = AsyncEngine(
         config,
         eos_ids=tokenizer.eos_ids,
@@ -103,32 +103,26 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
         max_logprobs=server.max_logprobs,
         progress=_say,
     )
-    try:
-        await engine.start()
-        _say_memory(engine.info)
-        if engine.info.device == "cpu" and args.gpu_memory_utilization is not None:
-            _say("--gpu-memory-utilization: without effect: the model runs on the CPU; use --kv-cache-bytes")
-        from penstock.engine.server.lifetime import serve
+    with stop_signals(task.cancel):  # until the server takes over, which drains
+        try:
+            _say(f"Starting {files.name}")
+            await engine.start()
+            _say_memory(engine.info)
+            if engine.info.device == "cpu" and args.gpu_memory_utilization is not None:
+                _say("--gpu-memory-utilization: without effect: the model runs on the CPU; use --kv-cache-bytes")
+            from penstock.engine.server.lifetime import serve
 
-        def announce(url: str) -> None:
-            _say(f"Ready after {time.monotonic() - started_s:.1f} s: {url}")
-            _say_curl(url, server, has_template=template is not None)
+            def announce(url: str) -> None:
+                _say(f"Ready after {time.monotonic() - started_s:.1f} s: {url}")
+                _say_curl(url, server, has_template=template is not None)
 
-        return await serve(engine, tokenizer, template, server, sock=sock, on_listening=announce)
-    except asyncio.CancelledError:
-        _say("Stopped before the model was loaded")
-        return 0
-    finally:
-        await engine.close()
-        sock.close()
-
-
-def _cancel_on_signals() -> None:
-    """A stop while the model loads must still end the core process and remove its sockets."""
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+            return await serve(engine, tokenizer, template, server, sock=sock, on_listening=announce)
+        except asyncio.CancelledError:
+            _say("Stopped before the model was loaded")
+            return 0
+        finally:
+            await engine.close()
+            sock.close()
 
 
 def _say(line: str) -> None:

@@ -1,18 +1,13 @@
-"""The engine core as a process of its own, below one API server: `python -m penstock.engine.core.process`.
+"""The engine core as a process of its own, below one API server.
 
-It reads its config from standard input, talks over two ZMQ sockets in a private directory, and lives exactly
-as long as its parent: the kernel kills it when the parent dies, and a closed standard input ends it where
-the kernel does not offer that. Only the parent stops it; signals meant for the group are the parent's to act
-on, so that a drain can finish what is running.
+Requests and answers go over two ZMQ sockets in a private directory; its start, its heartbeat and its end are those of
+every process that we start (executor/process_life.py).
 """
 
-import faulthandler
-import os
-import signal
 import sys
-import threading
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -39,35 +34,30 @@ from penstock.engine.messages import (
     ToCore,
     WatchCache,
 )
-from penstock.executor.process_life import die_with
+from penstock.executor.process_life import Reporter, begin, leave_with, send
 from penstock.executor.protocol import ExecutorError, open_executor
 
-HEARTBEAT_S = 1.0
-TRANSFER_POLL_S = 0.005  # an idle core whose blocks are on their way to the tiers goes on with them this often
+TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
 IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and what may be needed is warmed
 
 
+class CoreStart(msgspec.Struct, frozen=True, array_like=True):
+    directory: str  # of the sockets
+    config: EngineConfig
+
+
 def main() -> int:
-    """Run until told to stop. The exit code is 0 only after a Shutdown."""
-    directory, parent = Path(sys.argv[1]), int(sys.argv[2])
-    die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)
-    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=EngineConfig)
-    threading.Thread(target=_watch_stdin, daemon=True).start()
-    context = zmq.Context()
-    link, beats_outbox = Link(context, directory), sender(context, directory)
+    """Run until asked to stop. The exit code is 0 only after a Shutdown."""
+    start, channel = begin(CoreStart)
+    leave_with(channel)
+    context, reporter, config = zmq.Context(), Reporter(partial(send, channel)), start.config
+    link = CoreLink(context, Path(start.directory))
     link.send(Connected())
-    beats_outbox.send(msgspec.msgpack.encode(Connected()))
-    over = threading.Event()
-    beats: threading.Thread | None = None
     try:
         executor = open_executor(config.executor, lambda line: link.send(LoadProgress(line)))
         core = EngineCore(config, executor, Compiler(lambda: load_vocabulary(config.executor, executor.info)))
         link.send(Ready(core.info))
-        beats = threading.Thread(target=_beat, args=(core, beats_outbox, over), daemon=True)
-        beats.start()
+        reporter.beat(lambda: _heartbeat(core))
         settle_garbage()
         _serve(core, link)
         core.close()
@@ -80,21 +70,19 @@ def main() -> int:
         link.send(Dead(f"{type(error).__name__}: {error}"))
         return 1
     finally:
-        over.set()
-        if beats is not None:
-            beats.join(HEARTBEAT_S)  # its socket is its own to close
         context.destroy(linger=2000)
 
 
-class Link:
+class CoreLink:
     """The core's two sockets: what the front sends, and what the core answers."""
 
-    def __init__(self, context: zmq.Context, directory: Path) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> None:
         self._inbox = context.socket(zmq.PULL)
         self._inbox.connect(f"ipc://{directory}/to_core")
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
-        self._outbox = sender(context, directory)
+        self._outbox = context.socket(zmq.PUSH)
+        self._outbox.connect(f"ipc://{directory}/from_core")
         self._decoder = msgspec.msgpack.Decoder(ToCore)
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -117,13 +105,7 @@ class Link:
             return messages
 
 
-def sender(context: zmq.Context, directory: Path) -> zmq.Socket:
-    outbox = context.socket(zmq.PUSH)
-    outbox.connect(f"ipc://{directory}/from_core")
-    return outbox
-
-
-def _serve(core: EngineCore, link: Link) -> None:
+def _serve(core: EngineCore, link: CoreLink) -> None:
     idle_wait_s = None if (fd := core.executor.fileno()) is None else IDLE_CHECK_S
     if fd is not None:
         link.wake_for(fd)
@@ -161,8 +143,8 @@ def _serve(core: EngineCore, link: Link) -> None:
         if core.has_work():
             outputs += core.step()
         link.send(Outputs(outputs, core.stats(), core.last_step_tokens))
-        for news in core.cache_updates():
-            link.send(news)
+        for update in core.cache_updates():
+            link.send(update)
 
 
 def _keep(outputs: list[Output], output: Output | None) -> None:
@@ -170,22 +152,11 @@ def _keep(outputs: list[Output], output: Output | None) -> None:
         outputs.append(output)
 
 
-def _beat(core: EngineCore, outbox: zmq.Socket, over: threading.Event) -> None:
-    """Say every second that the process lives and how old the running step is. The socket is this thread's alone."""
-    encoder = msgspec.msgpack.Encoder()
-    while not over.is_set():
-        started = core.step_started_s
-        age = 0.0 if started is None else time.monotonic() - started
-        outbox.send(encoder.encode(Heartbeat(core.num_collected, age, max(age - core.step_deadline_s, 0.0))))
-        over.wait(HEARTBEAT_S)
-    outbox.close(linger=0)
-
-
-def _watch_stdin() -> None:
-    # Not through sys.stdin: its lock, held by this thread, would make a fatal error of the interpreter's end.
-    while os.read(0, 4096):
-        pass
-    os._exit(1)
+def _heartbeat(core: EngineCore) -> Heartbeat:
+    """How old the running step is."""
+    started = core.step_started_s
+    age = 0.0 if started is None else time.monotonic() - started
+    return Heartbeat(core.num_collected, age, max(age - core.step_deadline_s, 0.0))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,9 @@ output, or with an error that says what happened.
 """
 
 import asyncio
+import contextlib
 import itertools
-import os
 import shutil
-import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -21,7 +19,7 @@ import msgspec
 import zmq
 
 from penstock.engine.config import EngineConfig
-from penstock.engine.core.process import HEARTBEAT_S
+from penstock.engine.core.process import CoreStart
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.submit import KvTransfer, SubmitFields, begin_answer, check_room
 from penstock.engine.messages import (
@@ -44,6 +42,7 @@ from penstock.engine.messages import (
 )
 from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.detokenize import TextStream
+from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, receive, start_child
 from penstock.executor.protocol import ModelInfo
 
 HEARTBEAT_LIMIT_S = 5 * HEARTBEAT_S
@@ -95,14 +94,15 @@ class AsyncEngine:
         self._open = OpenAnswers()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
-        self._num_connected = 0  # of the core's connections to us
+        self._is_connected = False
         self._heartbeat: Heartbeat | None = None
         self._heard_s = time.monotonic()
         self._death: str | None = None
         self._resets: dict[int, asyncio.Future[bool]] = {}
         self._closing = False
         self._ready: asyncio.Future[ModelInfo] | None = None
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
+        self._gone = asyncio.Event()  # its process has ended
         self._directory: Path | None = None
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
         self.on_cache_update: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
@@ -118,23 +118,18 @@ class AsyncEngine:
             self._to_core = self._bind(zmq.PUSH, "to_core")
             self._from_core = self._bind(zmq.PULL, "from_core")
             loop.add_reader(self._from_core.fileno(), self._drain)
-            await self._spawn(self._directory)
+            start = CoreStart(str(self._directory), self._config)
+            self._process = process = start_child("penstock.engine.core.process", "the engine core", start)
+            loop.add_reader(process.channel, self._hear, process)
             await self._unlink(self._directory)
             self.info = await self._ready
         except BaseException:
             await self.close()
             raise
 
-    async def _spawn(self, directory: Path) -> None:
-        command = (sys.executable, "-m", "penstock.engine.core.process", str(directory), str(os.getpid()))
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.PIPE)
-        self._watcher = asyncio.create_task(self._watch(self._process))
-        assert self._process.stdin is not None
-        self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
-
     async def _unlink(self, directory: Path) -> None:
-        """Remove the sockets' names once all three connections stand: nothing is left behind, however we end."""
-        while self._num_connected < 2 or not self._to_core.poll(0, zmq.POLLOUT):
+        """Remove the sockets' names once both connections stand: nothing is left behind, however we end."""
+        while not self._is_connected or not self._to_core.poll(0, zmq.POLLOUT):
             if self._death is not None:
                 return
             await asyncio.sleep(0.01)
@@ -145,25 +140,19 @@ class AsyncEngine:
         self._closing = True
         process, self._process = self._process, None
         if process is not None:
-            if process.returncode is None and not await self._leaves(process):
-                process.kill()
-            await self._watcher
+            if self._is_ready:  # while it loads it does not listen, and has nothing to lose
+                with contextlib.suppress(EngineDead, TimeoutError):
+                    self._send(Shutdown())
+                    await asyncio.wait_for(self._gone.wait(), STOP_GRACE_S)
+            await asyncio.to_thread(process.kill)
+            self._die("the engine is closed")
+            asyncio.get_running_loop().remove_reader(process.channel)
+            process.channel.close()
         if self._directory is not None:
             asyncio.get_running_loop().remove_reader(self._from_core.fileno())
             self._context.destroy(linger=0)
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
-
-    async def _leaves(self, process: asyncio.subprocess.Process) -> bool:
-        """Ask the core to end; whether it does. While it loads it does not listen, and has nothing to lose."""
-        if not self._is_ready:
-            return False
-        try:
-            self._send(Shutdown())
-            await asyncio.wait_for(process.wait(), STOP_GRACE_S)
-        except (EngineDead, TimeoutError):
-            return False
-        return True
 
     @property
     def _is_ready(self) -> bool:
@@ -300,11 +289,12 @@ class AsyncEngine:
             if not waiting.done():  # else the caller has left
                 waiting.set_result(message.ok)
         elif isinstance(message, Heartbeat):
-            if message.overdue_s > 0 and not (self._heartbeat and self._heartbeat.overdue_s):
-                self._dump_stacks()
+            is_new = not (self._heartbeat and self._heartbeat.overdue_s)
+            if message.overdue_s > 0 and is_new and self._process is not None:
+                self._process.dump_stacks()
             self._heartbeat = message
         elif isinstance(message, Connected):
-            self._num_connected += 1
+            self._is_connected = True
         elif isinstance(message, LoadProgress):
             self._progress(message.line)
         elif isinstance(message, Ready):
@@ -314,12 +304,16 @@ class AsyncEngine:
         elif isinstance(message, Dead):
             self._die(message.error)
 
-    async def _watch(self, process: asyncio.subprocess.Process) -> None:
-        """When the core process ends, so does every request."""
-        code = await process.wait()
+    def _hear(self, process: ChildProcess) -> None:
+        """The core's heartbeats. When its process ends, so does every request."""
+        message = receive(process.channel)
+        if message is not None:
+            self._receive(msgspec.msgpack.decode(message, type=Heartbeat))
+            return
+        asyncio.get_running_loop().remove_reader(process.channel)
         self._drain()
-        how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        self._die("the engine is closed" if self._closing else f"the engine core {how}")
+        self._die("the engine is closed" if self._closing else f"the engine core {process.death() or 'is gone'}")
+        self._gone.set()
 
     def _die(self, reason: str) -> None:
         if self._death is None:
@@ -332,11 +326,6 @@ class AsyncEngine:
                 waiting.set_exception(EngineDead(self._death))
         for request_id in self._open.request_ids():
             self._open.deliver(Output(request_id, [], finish_reason="error", error=self._death))
-
-    def _dump_stacks(self) -> None:
-        """A step is beyond its deadline: have the core print where it stands."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.send_signal(signal.SIGUSR1)
 
     def _retry_after_s(self) -> int:
         """A full queue empties at the rate of the last steps; asked again too soon, it would refuse again."""

@@ -316,14 +316,13 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
     """
     pending: list[int] = []
 
-    def note(number: int, _frame: FrameType | None) -> None:
-        if pending:
-            raise KeyboardInterrupt
-        pending.append(number)
-
     def check() -> None:
         if pending:
             raise KeyboardInterrupt
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        check()
+        pending.append(number)
 
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

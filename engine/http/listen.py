@@ -10,7 +10,6 @@ import socket
 import time
 from collections import Counter
 from email.utils import formatdate
-from types import TracebackType
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -20,6 +19,7 @@ from penstock.engine.http.connection import GuardedConnection
 from penstock.engine.http.limits import KEEP_ALIVE_S, Limits
 
 BACKLOG = 2048
+SETTLE_S = 1.0
 SPARE_FILES = 256  # file descriptors for everything that is not a client
 
 
@@ -57,12 +57,11 @@ def url_of(sock: socket.socket) -> str:
 
 
 class Listener:
-    """Serves `app` on `sock` from `start()` to `close()`; takes over the socket."""
+    """Serves `app` on `sock` as long as it is entered; takes over the socket."""
 
     def __init__(self, app: ASGIApp, sock: socket.socket, limits: Limits, refused: Counter[int]) -> None:
         self.sock = sock
-        self.limits = limits
-        self.refused = refused
+        self._limits, self._refused = limits, refused
         self._config = uvicorn.Config(
             app,
             loop="none",
@@ -89,43 +88,36 @@ class Listener:
     def connections(self) -> set[GuardedConnection]:
         return self._state.connections  # type: ignore[return-value]  # all of them were made by _connection
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> "Listener":
         self._config.load()
-        _allow_open_files(self.limits.max_connections + SPARE_FILES)
+        _allow_open_files(self._limits.max_connections + SPARE_FILES)
         self._tick()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._connection, sock=self.sock, backlog=BACKLOG)
+        return self
 
-    async def close(self, grace_s: float = 1.0) -> None:
-        """Stop accepting; answers that are complete get `grace_s` to leave, everything else is cut off."""
-        if self._server is not None:
-            self._server.close()
-        if self._clock is not None:
-            self._clock.cancel()
+    async def __aexit__(self, *_error: object) -> None:
+        """Stop accepting; answers that are complete get a moment to leave, everything else is cut off."""
+        assert self._server is not None and self._clock is not None
+        self._server.close()
+        self._clock.cancel()
         for connection in list(self.connections):
             connection.shutdown()
-        await self._settle(grace_s)
+        await self._settle()
         for connection in list(self.connections):
             connection.transport.abort()  # the application sees a client that disconnects, and cleans up
-        await self._settle(grace_s)
+        await self._settle()
 
-    async def _settle(self, seconds: float) -> None:
-        """Wait until no connection and no request is left, at most so long."""
-        deadline_s = time.monotonic() + seconds
+    async def _settle(self) -> None:
+        """Wait until no connection and no request is left, but not for long."""
+        deadline_s = time.monotonic() + SETTLE_S
         while (self.connections or self._state.tasks) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.01)
 
-    async def __aenter__(self) -> "Listener":
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
     def _connection(self) -> GuardedConnection:
-        return GuardedConnection(self.limits, self.refused, config=self._config, server_state=self._state, app_state={})
+        return GuardedConnection(
+            self._limits, self._refused, config=self._config, server_state=self._state, app_state={}
+        )
 
     def _tick(self) -> None:
         self._state.default_headers = [(b"date", formatdate(usegmt=True).encode())]

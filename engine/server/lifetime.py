@@ -1,16 +1,13 @@
 """The life of the server process: listen, drain on the first signal, stop on the second, leave when the engine is dead.
 
-A drain keeps the listener open: new requests are told 503 while those under way finish, so a load balancer sees
+A drain keeps the listener open: new requests are answered 503 while those in flight finish, so a load balancer sees
 an answer and not a refused connection.
 """
 
 import asyncio
-import contextlib
 import logging
-import signal
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.listen import Listener, bind_socket
@@ -19,10 +16,11 @@ from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import Service
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
+from penstock.executor.process_life import Stopping, stop_signals, wait_for
 
 log = logging.getLogger("penstock.server")
 
-WATCH_S = 0.1  # how often the engine's health is looked at
+WATCH_S = 0.1
 QUIET_S = 1.0
 LAST_WORDS_S = 2.0  # for answers that were just aborted, or have failed, to say so
 
@@ -42,37 +40,17 @@ async def serve(
     """
     app = build_app(engine, tokenizer, template, config)
     sock = sock or bind_socket(config.host, config.port)
-    with _stop_signals() as signals:
+    stopping = Stopping()
+    with stop_signals(stopping.take):
         async with Listener(app, sock, config.limits, app.service.metrics.refused) as listener:
             on_listening(listener.url)
             warming = asyncio.create_task(_warm_when_quiet(app.service))
-            await _wait(lambda: not engine.health().alive, signals.drain)
+            await wait_for(lambda: not engine.health().alive, stopping.drain)
             warming.cancel()
-            if not signals.drain.is_set():
+            if not stopping.drain.is_set():
                 return await _leave_dead(engine, app.service)
-            await _drain(app.service, config.drain_timeout_s, signals.stop)
+            await _drain(app.service, config.drain_timeout_s, stopping.stop)
             return 0 if engine.health().alive else 1
-
-
-class _Signals:
-    def __init__(self) -> None:
-        self.drain = asyncio.Event()
-        self.stop = asyncio.Event()
-
-    def take(self) -> None:
-        (self.stop if self.drain.is_set() else self.drain).set()
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[_Signals]:
-    signals, loop = _Signals(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.take)
-    try:
-        yield signals
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.remove_signal_handler(number)
 
 
 async def _warm_when_quiet(service: Service) -> None:
@@ -86,18 +64,18 @@ async def _warm_when_quiet(service: Service) -> None:
 
 
 async def _drain(service: Service, timeout_s: float, stop: asyncio.Event) -> None:
-    """Let the requests under way finish; when the time is over, let them end with what they have."""
+    """Let the requests in flight finish; when the time is over, let them end with what they have."""
     service.is_draining = True
     log.info(
         "shutting down: waiting up to %g s for %d requests; a second signal (Ctrl-C) ends them at once",
         timeout_s,
         service.num_open_requests,
     )
-    await _wait(lambda: service.num_open_requests == 0, stop, timeout_s)
+    await wait_for(lambda: service.num_open_requests == 0, stop, timeout_s)
     if service.num_open_requests and not stop.is_set():
         log.warning("%d requests did not finish in %g s and are ended", service.num_open_requests, timeout_s)
         service.abort_all()
-        await _wait(lambda: service.num_open_requests == 0, stop, LAST_WORDS_S)
+        await wait_for(lambda: service.num_open_requests == 0, stop, LAST_WORDS_S)
 
 
 async def _leave_dead(engine: AsyncEngine, service: Service) -> int:
@@ -105,13 +83,5 @@ async def _leave_dead(engine: AsyncEngine, service: Service) -> int:
     log.error("the engine has failed: %s", engine.health().reason)
     service.is_draining = True
     await engine.close()
-    await _wait(lambda: service.num_open_requests == 0, asyncio.Event(), LAST_WORDS_S)
+    await wait_for(lambda: service.num_open_requests == 0, asyncio.Event(), LAST_WORDS_S)
     return 1
-
-
-async def _wait(is_done: Callable[[], bool], stop: asyncio.Event, timeout_s: float = float("inf")) -> None:
-    """Until `is_done`, or `stop` is set, or the time is over."""
-    deadline_s = time.monotonic() + timeout_s
-    while not is_done() and not stop.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), min(WATCH_S, left_s))

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.grammar.json_schema import TYPES
+from penstock.engine.grammar.opposites import TYPES
 from penstock.engine.grammar.tool_calls import arguments_alone, grammar
 from penstock.engine.http.errors import clip
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
@@ -187,7 +187,7 @@ def _schema(field: str, given: dict[str, Any] | None) -> dict[str, Any]:
     size_bytes = len(msgspec.json.encode(given))
     if size_bytes > MAX_SCHEMA_BYTES:
         raise InvalidRequest(field, f"{size_bytes} bytes of JSON; at most {MAX_SCHEMA_BYTES} are allowed")
-    if given.get("type", "object") in TYPES - {"object"}:
+    if given.get("type", "object") != "object" and given["type"] in (*TYPES, "integer"):
         raise InvalidRequest(f"{field}.type", f"{clip(str(given['type']))!r}; arguments are an object")
     return given
 

@@ -12,8 +12,8 @@ from penstock.executor.protocol import ExecutorError
 
 
 def join(address: str | None, allow_open_dashboard: bool, **options: Any) -> str:
-    """Join the cluster at this address, in RAY_ADDRESS or on this machine; refuse one that anybody on the network
-    can give jobs to. Returns its address; `options` are for `ray.init`."""
+    """Join the cluster at this address, in RAY_ADDRESS or on this machine; refuse one that takes
+    jobs from the network. Returns its address; `options` are for `ray.init`."""
     wanted = address or os.environ.get("RAY_ADDRESS", "auto")
     try:
         context = ray.init(address=wanted, ignore_reinit_error=True, **options)
@@ -25,10 +25,10 @@ def join(address: str | None, allow_open_dashboard: bool, **options: Any) -> str
     url = context.dashboard_url
     if url and is_open(url) and not allow_open_dashboard:
         raise ExecutorError(
-            f"executor: Ray's dashboard at {url} takes jobs from anybody who can reach it. Start Ray with "
+            f"executor: Ray's dashboard at {url} takes jobs from every client that can reach it. Start Ray with "
             "--dashboard-host 127.0.0.1 or with RAY_AUTH_MODE=token; or say ray_allow_open_dashboard"
         )
-    return context.address_info["gcs_address"]
+    return str(context.address_info["gcs_address"])
 
 
 def is_open(dashboard: str) -> bool:

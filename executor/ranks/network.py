@@ -8,16 +8,18 @@ never pickle. A rank whose executor falls silent ends itself.
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
 
 import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from penstock.executor.process_life import leave
 from penstock.executor.ranks.wire import FromWorker
 
-HIGH_WATER = 0  # never drop: the executor bounds the steps under way itself
-SILENCE_MS = 10_000  # without a sign of life for so long, the connection counts as lost
+Socket = zmq.Socket[bytes]
+
+HIGH_WATER = 0  # never drop: the executor bounds the steps in flight itself
+SILENCE_MS = 10_000  # without a heartbeat for so long, the connection counts as lost
 BEAT_MS = 1_000
 PREFIX = b"rank "
 CLOSE_CHECK_MS = 200
@@ -28,14 +30,14 @@ class Ticket(msgspec.Struct, frozen=True):
 
     rank: int
     steps: str
-    voices: str
+    reports: str
     server_key: bytes
     public_key: bytes
     secret_key: bytes
 
 
 class Hub:
-    """The executor's end: sends every rank the same messages, hears what each says."""
+    """The executor's end: sends every rank the same messages, hears what each reports."""
 
     def __init__(self, host: str) -> None:
         self._context = zmq.Context()
@@ -43,14 +45,14 @@ class Hub:
         self._client_key, self._client_secret = zmq.curve_keypair()
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
-        self._guard.configure_curve_callback("*", credentials_provider=_Only(self._client_key))
-        self._sockets: list[zmq.Socket] = []
+        self._guard.configure_curve_callback("*", credentials_provider=_RunKey(self._client_key))
+        self._sockets: list[Socket] = []
         self._steps = self._bind(zmq.ROUTER, host, server_secret)
         self._steps.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._voices = self._bind(zmq.PULL, host, server_secret)
+        self._reports = self._bind(zmq.PULL, host, server_secret)
         self._decoder = msgspec.msgpack.Decoder(FromWorker)
 
-    def _bind(self, kind: int, host: str, secret: bytes) -> zmq.Socket:
+    def _bind(self, kind: int, host: str, secret: bytes) -> Socket:
         bound = _socket(self._context, kind)
         self._sockets.append(bound)
         bound.curve_server = True
@@ -59,10 +61,10 @@ class Hub:
         return bound
 
     def ticket(self, rank: int) -> Ticket:
-        steps, voices = (bound.getsockopt_string(zmq.LAST_ENDPOINT) for bound in (self._steps, self._voices))
-        return Ticket(rank, steps, voices, self._server_key, self._client_key, self._client_secret)
+        steps, reports = (bound.getsockopt_string(zmq.LAST_ENDPOINT) for bound in (self._steps, self._reports))
+        return Ticket(rank, steps, reports, self._server_key, self._client_key, self._client_secret)
 
-    def tell(self, rank: int, parts: Sequence[bytes | memoryview]) -> None:
+    def send(self, rank: int, parts: Sequence[bytes | memoryview]) -> None:
         """Copied before it returns: the caller may reuse every buffer."""
         try:
             self._steps.send_multipart([_name(rank), *parts], copy=True)
@@ -70,14 +72,14 @@ class Hub:
             raise ConnectionError(f"rank {rank} cannot be reached: {error}") from error
 
     def fileno(self) -> int:
-        return int(self._voices.getsockopt(zmq.FD))
+        return int(self._reports.getsockopt(zmq.FD))
 
     def hear(self, timeout_s: float) -> Iterator[tuple[int, FromWorker]]:
-        """Everything that has arrived; waits for the first. Always to the end: the descriptor tells of changes only."""
-        self._voices.poll(int(timeout_s * 1000))
+        """Everything that has arrived; waits for the first. Always to the end: the descriptor signals changes only."""
+        self._reports.poll(int(timeout_s * 1000))
         while True:
             try:
-                rank, body = self._voices.recv_multipart(zmq.NOBLOCK)
+                rank, body = self._reports.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             yield int(rank.removeprefix(PREFIX)), self._decoder.decode(body)
@@ -90,26 +92,26 @@ class Hub:
 
 
 class Spoke:
-    """A rank's end: `hear` is called with every message, in a thread of its own; `lost` when the executor is gone."""
+    """A rank's end: `hear` is called with every message, in a thread of its own. Without its executor the rank ends."""
 
-    def __init__(self, ticket: Ticket, hear: Callable[[list[memoryview]], None], lost: Callable[[], NoReturn]) -> None:
+    def __init__(self, ticket: Ticket, hear: Callable[[list[memoryview]], None]) -> None:
         self._context = zmq.Context()
         self._name = _name(ticket.rank)
-        self._voices = self._make(zmq.PUSH, ticket)
-        self._voices.connect(ticket.voices)
+        self._reports = self._make(zmq.PUSH, ticket)
+        self._reports.connect(ticket.reports)
         self._encoder = msgspec.msgpack.Encoder()
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._listen, args=(ticket, hear, lost), daemon=True)
+        self._thread = threading.Thread(target=self._listen, args=(ticket, hear), daemon=True)
         self._thread.start()
 
-    def _make(self, kind: int, ticket: Ticket) -> zmq.Socket:
+    def _make(self, kind: int, ticket: Ticket) -> Socket:
         link = _socket(self._context, kind)
         link.curve_serverkey = ticket.server_key
         link.curve_publickey, link.curve_secretkey = ticket.public_key, ticket.secret_key
         link.setsockopt(zmq.IDENTITY, self._name)
         return link
 
-    def _listen(self, ticket: Ticket, hear: Callable[[list[memoryview]], None], lost: Callable[[], NoReturn]) -> None:
+    def _listen(self, ticket: Ticket, hear: Callable[[list[memoryview]], None]) -> None:
         """A socket belongs to one thread, so this one also opens and closes what it reads."""
         steps = self._make(zmq.DEALER, ticket)
         monitor = steps.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -120,35 +122,35 @@ class Spoke:
         while not self._is_over.is_set():
             ready = dict(poller.poll(CLOSE_CHECK_MS))
             if monitor in ready:
-                lost()
+                leave()
             if steps in ready:
                 hear([frame.buffer for frame in steps.recv_multipart(copy=False)])
         steps.disable_monitor()
         steps.close(linger=0)
 
-    def say(self, message: msgspec.Struct) -> None:
+    def report(self, message: msgspec.Struct) -> None:
         """From one thread at a time."""
-        self._voices.send_multipart([self._name, self._encoder.encode(message)])
+        self._reports.send_multipart([self._name, self._encoder.encode(message)])
 
     def close(self) -> None:
         self._is_over.set()
         self._thread.join()
-        self._voices.close(linger=500)
+        self._reports.close(linger=500)
         self._context.term()
 
 
-class _Only:
+class _RunKey:
     """The authenticator's question: is this client's key the run's?"""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def callback(self, domain: str, key: bytes) -> bool:
+    def callback(self, _domain: str, key: bytes) -> bool:
         return secrets.compare_digest(key, self._key)
 
 
-def _socket(context: zmq.Context, kind: int) -> zmq.Socket:
-    made = context.socket(kind)
+def _socket(context: zmq.Context[Socket], kind: int) -> Socket:
+    made: Socket = context.socket(kind)
     made.setsockopt(zmq.SNDHWM, HIGH_WATER)
     made.setsockopt(zmq.RCVHWM, HIGH_WATER)
     made.setsockopt(zmq.HEARTBEAT_IVL, BEAT_MS)

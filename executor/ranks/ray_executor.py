@@ -5,6 +5,7 @@ the driver's node hear steps through the shared-memory ring, the others over enc
 answer over the latter. executor/ranks/worker_watch.py watches them and executor/ranks/ranked.py runs steps over them.
 """
 
+import contextlib
 import faulthandler
 import os
 import queue
@@ -13,10 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.executor.process_life import Reporter
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, step_deadline_s
 from penstock.executor.ranks.network import Hub, Spoke, Ticket
 from penstock.executor.ranks.ranked import RING_SLOTS, SLOT_BYTES, RankedExecutor
@@ -47,83 +49,116 @@ class Place(NamedTuple):
 
 def open_ray(
     config: ExecutorConfig,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda _line: None,
     deadline_s: Callable[[int], float] = step_deadline_s,
 ) -> RankedExecutor:
     """Find room in the cluster for all ranks, start them, and wait until each has loaded its part of the model."""
     join(None, config.ray_allow_open_dashboard, log_to_driver=True)
-    ranks = Ranks.start(config, progress)
+    ranks = RayRanks(Hub(ray.util.get_node_ip_address()))
     try:
-        here = ray.get_runtime_context().get_node_id()
-        local = [rank for rank, place in enumerate(ranks.places) if place.node == here]
-        hub = Hub(ray.util.get_node_ip_address())
-        ring = MessageQueue.create(len(local), slots=RING_SLOTS, slot_bytes=SLOT_BYTES) if local else None
-        workers = ranks.run(config, hub, ring, local)
+        ranks.start(config, progress)
+    except RayError as error:
+        ranks.close()
+        raise ExecutorError(f"executor: Ray could not start {config.tensor_parallel_size} ranks: {error}") from error
     except BaseException:
-        ranks.end()
+        ranks.close()
         raise
-    remote = [rank for rank in range(len(workers)) if rank not in local]
-    worker_watch = WorkerWatch(list(workers), Voices(hub, workers, ranks))
-    return RankedExecutor(worker_watch, Spread(hub, ring, remote), progress, deadline_s)
+    return RankedExecutor(WorkerWatch(ranks.workers, ranks), ranks, progress, deadline_s)
 
 
-class Ranks:
-    """The actors and the room they have in the cluster, by rank: those of one node side by side, the driver's first."""
+class RayRanks:
+    """The ranks' room in the cluster, their actors, what they are sent, and what they report: through the hub, and by
+    Ray, which knows of actors that died in silence."""
 
-    def __init__(self, group: Any, actors: list[Any], places: list[Place]) -> None:
-        self._group, self.actors, self.places = group, actors, places
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._ring: MessageQueue | None = None
+        self._remote = range(0)
+        self._group: Any = None
+        self.workers: list[ActorProcess] = []
+        self._checked_s = time.monotonic()
+        self._gone: set[int] = set()
 
-    @classmethod
-    def start(cls, config: ExecutorConfig, progress: Callable[[str], None]) -> "Ranks":
+    def start(self, config: ExecutorConfig, progress: Callable[[str], None]) -> None:
+        """Ranks of one node are side by side, the driver's first. From here on they talk through hub and ring."""
         world = config.tensor_parallel_size
         need = {"CPU": 1.0} if config.device == "cpu" or not ray.cluster_resources().get("GPU") else {"GPU": 1.0}
-        group = _room(need, world)
-        try:
-            actors = [
-                ray.remote(RankActor)
-                .options(
-                    num_cpus=need.get("CPU", 0),
-                    num_gpus=need.get("GPU", 0),
-                    max_concurrency=2,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-                )
-                .remote()
-                for index in range(world)
-            ]
-            places = [Place(*place) for place in ray.get([a.place.remote() for a in actors], timeout=ACTOR_TIMEOUT_S)]
-        except (RayError, GetTimeoutError) as error:
-            remove_placement_group(group)
-            raise ExecutorError(f"executor: Ray could not start {world} ranks: {error}") from error
+        self._group = _room(need, world)
         here = ray.get_runtime_context().get_node_id()
-        order = sorted(range(world), key=lambda index: (places[index].node != here, places[index].node, index))
+        placed = sorted(_actors(self._group, need, world), key=lambda pair: (pair[0].node != here, pair[0].node))
+        places = [place for place, _ in placed]
         nodes = len({place.node for place in places})
         progress(f"{world} ranks on {nodes} node{'s' * (nodes > 1)} of the Ray cluster")
-        return cls(group, [actors[index] for index in order], [places[index] for index in order])
-
-    def run(self, config: ExecutorConfig, hub: Hub, ring: MessageQueue | None, local: list[int]) -> list["Actor"]:
-        """Tell every actor what it is; from here on they talk through hub and ring."""
-        host = self.places[0].address
-        fd, port = ray.get(self.actors[0].listen.remote(host), timeout=ACTOR_TIMEOUT_S)
-        workers = []
-        for rank, (actor, place) in enumerate(zip(self.actors, self.places, strict=True)):
+        num_local = sum(place.node == here for place in places)
+        self._remote = range(num_local, world)
+        if num_local:
+            self._ring = MessageQueue.create(num_local, slots=RING_SLOTS, slot_bytes=SLOT_BYTES)
+        host = places[0].address
+        fd, port = ray.get(placed[0][1].listen.remote(host), timeout=ACTOR_TIMEOUT_S)
+        for rank, (place, actor) in enumerate(placed):
+            is_local = place.node == here
             start = Start(
                 config,
                 rank,
-                len(self.actors),
-                sum(other.node == place.node for other in self.places),
+                world,
+                sum(other.node == place.node for other in places),
                 0,  # Ray shows each actor its own GPU alone
                 Rendezvous(host, port, place.address, fd if rank == 0 else None),
-                ring.handle().pack() if ring is not None and rank in local else None,
-                local.index(rank) if rank in local else 0,
+                self._ring.handle().pack() if self._ring is not None and is_local else None,
+                rank if is_local else 0,
             )
-            done = actor.run.remote(msgspec.msgpack.encode(start), msgspec.msgpack.encode(hub.ticket(rank)))
-            workers.append(Actor(rank, place, actor, done, hub))
-        return workers
+            done = actor.run.remote(msgspec.msgpack.encode(start), msgspec.msgpack.encode(self._hub.ticket(rank)))
+            self.workers.append(ActorProcess(rank, place, actor, done, self._hub))
 
-    def end(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
-        remove_placement_group(self._group)
+    def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None:
+        """The same for every rank: those of this node get it through the ring, the others through the hub."""
+        for rank in self._remote:
+            if message[0] != MASKS or rank == 0:  # only the first samples
+                self._hub.send(rank, message)
+        if self._ring is not None:
+            self._ring.send(message, timeout_s=timeout_s)
+
+    def fileno(self) -> int:
+        return self._hub.fileno()
+
+    def hear(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
+        for rank, message in self._hub.hear(timeout_s):
+            yield rank, message
+            if isinstance(message, Failed):
+                self._gone.add(rank)
+        if time.monotonic() - self._checked_s > LIFE_CHECK_S:
+            self._checked_s = time.monotonic()
+            for rank, worker in enumerate(self.workers):
+                if rank not in self._gone and worker.death() is not None:
+                    self._gone.add(rank)
+                    yield rank, None
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+        if self._group is not None:
+            remove_placement_group(self._group)  # ends actors that are no workers yet
+            self._group = None
+        self._hub.close()
+        if self._ring is not None:
+            self._ring.close()
+
+
+def _actors(group: Any, need: dict[str, float], world: int) -> list[tuple[Place, Any]]:
+    """An actor for each rank, in a process that runs, and where that is."""
+    actors = [
+        ray.remote(RankActor)
+        .options(
+            num_cpus=need.get("CPU", 0),
+            num_gpus=need.get("GPU", 0),
+            max_concurrency=2,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        )
+        .remote()
+        for index in range(world)
+    ]
+    places = ray.get([actor.place.remote() for actor in actors], timeout=ACTOR_TIMEOUT_S)
+    return [(Place(*place), actor) for place, actor in zip(places, actors, strict=True)]
 
 
 def _room(need: dict[str, float], world: int) -> Any:
@@ -148,28 +183,19 @@ class RankActor:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), os.getpid()
 
     def listen(self, host: str) -> tuple[int, int]:
-        """Bind the port that the ranks will meet at, so that nobody else can."""
+        """Bind the port that the ranks will meet at, so that no other process can."""
         self._listener = socket.create_server((host, 0), backlog=256)
         return self._listener.fileno(), self._listener.getsockname()[1]
 
     def run(self, start: bytes, ticket: bytes) -> None:
         from penstock.executor.ranks import worker
 
-        told = msgspec.msgpack.decode(start, type=Start)
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        link = Spoke(msgspec.msgpack.decode(ticket, type=Ticket), lambda message: _sort(message, inbox), _end)
-        voice = worker.Voice(link.say)
-        voice.beat(_end)
-        try:
-            if told.ring is None:
-                worker.compute(told, lambda: nullcontext(inbox.get()), voice)
-            else:
-                with MessageQueue.attach(MessageQueue.unpack_handle(told.ring), told.reader) as ring:
-                    worker.compute(told, ring.borrow, voice)
-        except Exception as error:  # the top of the process: say why
-            voice.say(worker.failure(error))
-        voice.hush()
-        link.close()
+        spoke = Spoke(msgspec.msgpack.decode(ticket, type=Ticket), lambda message: _sort(message, inbox))
+        reporter = Reporter(spoke.report)
+        worker.work(msgspec.msgpack.decode(start, type=Start), reporter, lambda: nullcontext(inbox.get()))
+        reporter.close()
+        spoke.close()
 
 
 def _sort(message: list[memoryview], inbox: "queue.SimpleQueue[Any]") -> None:
@@ -179,21 +205,18 @@ def _sort(message: list[memoryview], inbox: "queue.SimpleQueue[Any]") -> None:
         inbox.put(message)
 
 
-def _end() -> NoReturn:
-    os._exit(1)
-
-
-class Actor:
-    """One rank's actor, as the worker_watch touches it."""
+class ActorProcess:
+    """One rank's actor, as the worker_watch handles it."""
 
     def __init__(self, rank: int, place: Place, actor: Any, done: Any, hub: Hub) -> None:
-        self.rank, self._actor, self._done, self._hub = rank, actor, done, hub
+        self._rank, self._actor, self._done, self._hub = rank, actor, done, hub
         self.name = f"rank {rank} (process {place.pid} on {place.address})"
         self.pid = place.pid
         self._ending: str | None = None
 
     def dump_stacks(self) -> None:
-        self._hub.tell(self.rank, [STACKS])
+        with contextlib.suppress(ConnectionError):  # beyond a cut cable there is no asking
+            self._hub.send(self._rank, [STACKS])
 
     def wait(self, timeout_s: float) -> bool:
         return bool(ray.wait([self._done], timeout=timeout_s)[0])
@@ -211,52 +234,3 @@ class Actor:
 
     def kill(self) -> None:
         ray.kill(self._actor)
-
-
-class Voices:
-    """The worker_watch's post: what the hub hears, and from time to time what Ray knows of actors that say nothing."""
-
-    def __init__(self, hub: Hub, workers: list[Actor], ranks: Ranks) -> None:
-        self._hub, self._workers, self._ranks = hub, workers, ranks
-        self._checked_s = time.monotonic()
-        self._is_open = True
-        self._gone: set[int] = set()
-
-    def fileno(self) -> int:
-        return self._hub.fileno()
-
-    def pump(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
-        for rank, message in self._hub.hear(timeout_s):
-            yield rank, message
-            if isinstance(message, Failed):
-                self._gone.add(rank)
-        if time.monotonic() - self._checked_s > LIFE_CHECK_S:
-            self._checked_s = time.monotonic()
-            for worker in self._workers:
-                if worker.rank not in self._gone and worker.death() is not None:
-                    self._gone.add(worker.rank)
-                    yield worker.rank, None
-
-    def close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._ranks.end()
-            self._hub.close()
-
-
-class Spread:
-    """Tells every rank the same: those of this node through the ring, the others through the hub."""
-
-    def __init__(self, hub: Hub, ring: MessageQueue | None, remote: list[int]) -> None:
-        self._hub, self._ring, self._remote = hub, ring, remote
-
-    def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None:
-        for rank in self._remote:
-            if message[0] != MASKS or rank == 0:  # who does not sample needs no masks
-                self._hub.tell(rank, message)
-        if self._ring is not None:
-            self._ring.send(message, timeout_s=timeout_s)
-
-    def close(self) -> None:
-        if self._ring is not None:
-            self._ring.close()

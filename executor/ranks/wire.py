@@ -4,18 +4,12 @@ Steps go to the workers through the ring. This is the rest: how a worker is star
 msgspec encodes it, so nothing here can carry code, and a closed socket is how one side learns that the other is gone.
 """
 
-import socket
-import struct
-
 import msgspec
 
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, StepResult
 
 # What a worker is told, by the first of the buffers that make up a message. The rest is that kind's own.
 STEP, MASKS, CLOSE, STACKS = b"step", b"masks", b"close", b"stacks"
-
-HEADER = struct.Struct("<I")  # the length of the message that follows
-READ_BYTES = 1 << 16
 
 
 class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
@@ -70,37 +64,3 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
 
 
 FromWorker = Progress | Loaded | Beat | Done | Failed
-
-
-class Channel:
-    """One end of a stream socket that carries whole messages."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self._encoder = msgspec.msgpack.Encoder()
-        self._buffer = bytearray()
-
-    def send(self, message: msgspec.Struct) -> None:
-        """One call per message; callers of several threads hold a lock of theirs."""
-        body = self._encoder.encode(message)
-        self.socket.sendall(HEADER.pack(len(body)) + body)
-
-    def receive(self) -> list[memoryview] | None:
-        """The messages that one read completes, perhaps none; None when the other side is gone."""
-        try:
-            data = self.socket.recv(READ_BYTES)
-        except ConnectionError:
-            return None
-        if not data:
-            return None
-        self._buffer += data
-        messages, at = [], 0
-        while len(self._buffer) >= at + HEADER.size:
-            (length,) = HEADER.unpack_from(self._buffer, at)
-            end = at + HEADER.size + length
-            if len(self._buffer) < end:
-                break
-            messages.append(memoryview(bytes(self._buffer[at + HEADER.size : end])))
-            at = end
-        del self._buffer[:at]
-        return messages

@@ -1,18 +1,18 @@
-"""The workers of one executor, watched all the time: what they say, and what it means when one fails.
+"""The workers of one executor, watched all the time: what they report, and what it means when one fails.
 
-It knows neither steps nor how a worker is started or reached; `Worker` and `Post` are that. Whatever goes wrong, at
-the start or later, the first call after it raises one ExecutorError that names the rank, what it was last at and,
-where there is one, the root cause: a rank that merely lost its peers is never blamed while the one that died is known.
+It knows neither steps nor how a worker is started or reached; `Worker` and `Reports` are that. Whatever goes wrong, at
+the start or later, the first call after it raises one ExecutorError that names the rank, what it did last and, where
+there is one, the root cause: a rank that merely lost its peers is never blamed while the one that died is known.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from penstock.executor.protocol import ExecutorError
 from penstock.executor.ranks.wire import Beat, Done, Failed, FromWorker, Loaded, Progress
 
-BEAT_LIMIT_S = 8.0  # silent for so long, a worker is stopped or starved; it says something every second
+BEAT_LIMIT_S = 8.0  # silent for so long, a worker is stopped or starved; it has a heartbeat every second
 START_BEAT_LIMIT_S = 60.0  # while it loads, long calls may hold the interpreter
 CAUSE_GRACE_S = 3.0  # how long to listen for the cause after the first sign of a failure; Ray takes its time
 CAUSE_CHECK_S = 0.2
@@ -21,32 +21,27 @@ STOP_GRACE_S = 5.0
 
 
 class Worker(Protocol):
-    """The process of one rank, as whoever started it can touch it."""
+    """The process of one rank; a ChildProcess (executor/process_life.py) is one."""
 
     name: str  # "rank 3 (process 4711)"
+    pid: int
 
-    def dump_stacks(self) -> None:
-        """Have it print where its threads are to its standard error."""
-        ...
+    def dump_stacks(self) -> None: ...
 
-    def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended, within the time."""
-        ...
+    def wait(self, timeout_s: float) -> bool: ...
 
     def death(self) -> str | None:
-        """How it ended, as in "was killed by SIGKILL"; None while it lives, as far as can be told."""
+        """How it ended, as in "was killed by SIGKILL"; None while it lives, as far as can be seen."""
         ...
 
-    def kill(self) -> None:
-        """End it if it lives; returns when it is gone."""
-        ...
+    def kill(self) -> None: ...
 
 
-class Post(Protocol):
-    """Brings what the workers say."""
+class Reports(Protocol):
+    """Brings what the workers report."""
 
-    def pump(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
-        """(rank, message) of what has arrived, waiting for the first; None: this rank will say no more."""
+    def hear(self, timeout_s: float) -> Iterator[tuple[int, FromWorker | None]]:
+        """(rank, message) of what has arrived, waiting for the first; None: this rank will report no more."""
         ...
 
     def fileno(self) -> int: ...
@@ -54,57 +49,69 @@ class Post(Protocol):
     def close(self) -> None: ...
 
 
-class _State:
+class _Watched:
     """What is known of one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
         self.heard_s = time.monotonic()
         self.doing = "starting"
         self.loaded: Loaded | None = None
         self.failed: Failed | None = None
         self.is_gone = False
 
+    @property
+    def is_cause(self) -> bool:
+        """Whether it failed or died by itself, and not because the ranks lost each other."""
+        return self.is_gone if self.failed is None else not self.failed.is_consequence
+
+    def verdict(self) -> str:
+        if self.failed is None:
+            return f"{self.worker.name} {self.worker.death() or 'is gone'}; last it was {self.doing}"
+        if self.failed.traceback is None:
+            return self.failed.error
+        return f"{self.worker.name} failed: {self.failed.error}\n{self.failed.traceback}"
+
 
 class WorkerWatch:
-    def __init__(self, workers: list[Worker], post: Post) -> None:
-        self.workers, self._post = workers, post
-        self._states = [_State() for _ in workers]
+    def __init__(self, workers: Sequence[Worker], reports: Reports) -> None:
+        self.workers, self._reports = workers, reports
+        self._watched = [_Watched(worker) for worker in workers]
         self._error: ExecutorError | None = None
 
     def wait_loaded(self, progress: Callable[[str], None]) -> list[Loaded]:
-        while not all(state.loaded for state in self._states):
+        while not all(each.loaded for each in self._watched):
             for message in self.hear(1.0, START_BEAT_LIMIT_S):
                 if isinstance(message, Progress):
                     progress(message.line)
-        for state in self._states:
-            state.doing = "waiting for a step"
-        return [state.loaded for state in self._states if state.loaded]
+        for each in self._watched:
+            each.doing = "waiting for a step"
+        return [each.loaded for each in self._watched if each.loaded]
 
     @property
     def has_failed(self) -> bool:
         return self._error is not None
 
     def fileno(self) -> int:
-        """Readable when a worker has said something, or is gone."""
-        return self._post.fileno()
+        """Readable when a worker has reported something, or is gone."""
+        return self._reports.fileno()
 
     def hear(self, timeout_s: float, beat_limit_s: float | None = None) -> list[Done | Progress]:
-        """What the workers say within the time, the first news ends the wait; raises when one has failed."""
+        """What the workers report within the time, the first message ends the wait; raises when one has failed."""
         if self._error is not None:
             raise self._error
-        heard = list(self._pump(timeout_s))
-        if any(state.failed or state.is_gone for state in self._states):
+        heard = list(self._hear(timeout_s))
+        if any(each.failed or each.is_gone for each in self._watched):
             self._end(self._cause())
-        now_s = time.monotonic()
-        for worker, state in zip(self.workers, self._states, strict=True):
-            if now_s - state.heard_s > (beat_limit_s or BEAT_LIMIT_S):
-                how = worker.death() or f"has not been heard of for {now_s - state.heard_s:.0f} s"
-                self.give_up(f"{worker.name} {how}; last it was {state.doing}")
+        for each in self._watched:
+            silent_s = time.monotonic() - each.heard_s
+            if silent_s > (beat_limit_s or BEAT_LIMIT_S):
+                how = each.worker.death() or f"has not been heard of for {silent_s:.0f} s"
+                self.give_up(f"{each.worker.name} {how}; last it was {each.doing}")
         return heard
 
     def whereabouts(self) -> str:
-        named = zip(self.workers, self._states, strict=True)
-        return "; ".join(f"{worker.name} was last {state.doing}" for worker, state in named)
+        return "; ".join(f"{each.worker.name} was last {each.doing}" for each in self._watched)
 
     def give_up(self, why: str) -> None:
         """Have every worker print its stacks to standard error, end them all, and raise."""
@@ -114,7 +121,7 @@ class WorkerWatch:
         self._end(why)
 
     def stop(self) -> None:
-        """Wait for workers that were told to close; whoever does not is killed."""
+        """Wait for workers that were asked to close; one that does not is killed."""
         until_s = time.monotonic() + STOP_GRACE_S
         for worker in self.workers:
             if not worker.wait(max(0.0, until_s - time.monotonic())):
@@ -124,47 +131,34 @@ class WorkerWatch:
     def close(self) -> None:
         for worker in self.workers:
             worker.kill()
-        self._post.close()
+        self._reports.close()
 
     def _end(self, why: str) -> None:
         self._error = ExecutorError(why)
         self.close()
         raise self._error
 
-    def _pump(self, timeout_s: float) -> Iterator[Done | Progress]:
-        for rank, message in self._post.pump(timeout_s):
-            state = self._states[rank]
-            state.heard_s = time.monotonic()
-            if message is None:
-                state.is_gone = True
-            elif isinstance(message, Beat):
-                state.doing = message.doing
-            elif isinstance(message, Loaded):
-                state.loaded = message
-            elif isinstance(message, Failed):
-                state.failed = message
-            else:
-                yield message
+    def _hear(self, timeout_s: float) -> Iterator[Done | Progress]:
+        for rank, message in self._reports.hear(timeout_s):
+            each = self._watched[rank]
+            each.heard_s = time.monotonic()
+            match message:
+                case None:
+                    each.is_gone = True
+                case Beat():
+                    each.doing = message.doing
+                case Loaded():
+                    each.loaded = message
+                case Failed():
+                    each.failed = message
+                case _:
+                    yield message
 
     def _cause(self) -> str:
         """Why it failed, once all that belongs to the failure has had time to arrive."""
         until_s = time.monotonic() + CAUSE_GRACE_S
-        while (left_s := until_s - time.monotonic()) > 0 and not self._knows_cause():
-            list(self._pump(min(left_s, CAUSE_CHECK_S)))
-        named = list(zip(self.workers, self._states, strict=True))
-        for worker, state in named:
-            if state.failed and not state.failed.is_consequence:
-                return _told(worker, state.failed)
-        for worker, state in named:
-            if state.is_gone and not state.failed:
-                return f"{worker.name} {worker.death() or 'is gone'}; last it was {state.doing}"
-        return next(_told(worker, state.failed) for worker, state in named if state.failed)
-
-    def _knows_cause(self) -> bool:
-        return any(state.is_gone if state.failed is None else not state.failed.is_consequence for state in self._states)
-
-
-def _told(worker: Worker, failed: Failed) -> str:
-    if failed.traceback is None:
-        return failed.error
-    return f"{worker.name} failed: {failed.error}\n{failed.traceback}"
+        while (left_s := until_s - time.monotonic()) > 0 and not any(each.is_cause for each in self._watched):
+            list(self._hear(min(left_s, CAUSE_CHECK_S)))
+        # A rank that says what went wrong, then one that died, then one that lost its peers.
+        ours = sorted(self._watched, key=lambda each: (not each.is_cause, each.failed is None))
+        return next(each.verdict() for each in ours if each.failed or each.is_gone)

@@ -6,13 +6,11 @@ cluster; what runs is decided in supervisor.py, what may stand in the file in fi
 
 import argparse
 import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.executor.process_life import stop_signals
 from penstock.router.deploy.file import Command, DeployError, Deployment, read
 from penstock.router.deploy.parts import View
 
@@ -63,7 +61,8 @@ def run(args: argparse.Namespace, serve: Command, route: Command) -> int:
 def _stay(remote: "Remote", is_detached: bool) -> int:
     """Until it is down; detached, until it is up."""
     since, is_stopping = 0, False
-    with _signals() as signals:
+    signals: list[None] = []  # to stop, that have come so far
+    with stop_signals(lambda: signals.append(None)):
         while True:
             since, view = _hear(remote, since)
             if view.phase == "down":
@@ -127,19 +126,6 @@ def _show(view: View) -> int:
         died = f"  died {line.failures} times in a row, of this last: {line.reason}" if line.failures else ""
         print(f"  {line.name:<24} {line.state:<9} {place:<28} {sight.url or '':<24}{died}".rstrip())
     return 0 if view.is_whole else 1
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """The signals to stop that have come so far."""
-    came: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda number, frame: came.append(number)) for number in numbers]
-    try:
-        yield came
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _say(line: str) -> None:

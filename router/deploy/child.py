@@ -6,7 +6,6 @@ and its last lines are kept to say what it died of.
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -15,9 +14,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from penstock.executor.process_life import ending
+
 ANNOUNCED = re.compile(r"(?:Ready after|Routing to) .*: (http://\S+:\d+)$")  # by `serve` and by `route`
 LAST_LINES = 12
-# What Ray tells its own workers; a program that joins the cluster by itself is a driver.
+# What Ray sets for its own workers; a program that joins the cluster by itself is a driver.
 RAYS_OWN = ("RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_NODE_ID", "RAY_CLIENT_MODE")
 
 
@@ -47,22 +48,17 @@ class Child:
         self._thread.start()
 
     def look(self) -> Sight:
-        process = self._process
-        is_gone = self._failure is not None or (process is not None and process.poll() is not None)
-        words = ""
-        if is_gone:
+        process, how = self._process, self._failure
+        if process is not None and process.poll() is not None:
+            how = ending(process.returncode)
+        if how is not None:
             self._thread.join(0.5)  # what it said last may still be in the pipe, which others may hold open
-            code = None if process is None else process.returncode
-            said = self._failure or (f"killed by signal {-code}" if code and code < 0 else f"ended with code {code}")
-            words = ": ".join([said, *list(self._lines)[-1:]])
-        return Sight(is_gone, None if process is None else process.pid, self._node, self._url, words)
+            how = ": ".join([how, *list(self._lines)[-1:]])
+        return Sight(how is not None, None if process is None else process.pid, self._node, self._url, how or "")
 
     def drain(self) -> None:
-        self._send(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._send(signal.SIGKILL)
-        self._thread.join(10)
+        if self._process is not None:
+            self._process.terminate()
 
     def _run(self) -> None:
         """The thread that starts it must live as long as it does: the kernel watches this thread."""
@@ -88,7 +84,3 @@ class Child:
                 if self._url is None and (found := ANNOUNCED.match(line.rstrip())):
                     self._url = found[1]
         self._process.wait()
-
-    def _send(self, number: signal.Signals) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(number)

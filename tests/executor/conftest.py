@@ -25,4 +25,4 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         return ranks.start(fd, str(ranks.pid), is_tied, fds={each: each for each in pass_fds})
 
     starting = SimpleNamespace(**{**vars(subprocess), "Popen": fork})
-    monkeypatch.setattr("penstock.executor.ranks.multiproc.subprocess", starting)
+    monkeypatch.setattr("penstock.executor.process_life.subprocess", starting)

@@ -7,33 +7,47 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, Step
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.ranks.ranked import RankedExecutor
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_models import prompts
 from tests.support.driver import Driver
-from tests.support.programs import lives
+from tests.support.programs import Program, all_gone
 from tests.support.small_models import folder, greedy
 
 
-def config_of(case: str, ranks: int, **options: object) -> ExecutorConfig:
-    given = {"kv_cache_bytes": 2**22, "block_size": 8, "dtype": "float32", "max_num_seqs": 16, **options}
+def config_of(case: str, ranks: int, **options: Any) -> ExecutorConfig:
+    given: dict[str, Any] = {
+        "kv_cache_bytes": 2**22,
+        "block_size": 8,
+        "dtype": "float32",
+        "max_num_seqs": 16,
+        **options,
+    }
     return ExecutorConfig(model=str(folder(case)), tensor_parallel_size=ranks, **given)
 
 
 @contextmanager
-def running(config: ExecutorConfig, **options: object) -> Iterator[RankedExecutor]:
+def running(config: ExecutorConfig, **options: Any) -> Iterator[RankedExecutor]:
     executor = open_multiproc(config, **options)
     try:
         yield executor
     finally:
         executor.close()
-    assert all(worker._popen.returncode is not None for worker in executor.worker_watch.workers)
+    assert None not in exit_codes(executor)
+
+
+def exit_codes(executor: RankedExecutor) -> list[int | None]:
+    children = [worker for worker in executor.worker_watch.workers if isinstance(worker, ChildProcess)]
+    assert len(children) == len(executor.worker_watch.workers)
+    return [child._popen.returncode for child in children]
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -95,7 +109,8 @@ def test_over_ranks_too_a_drawn_answer_is_the_same_bits_alone_beside_others_and_
 
     def trace(driver: Driver, *prompts: list[int], chunk: int | None = None, preempt: bool = False) -> list[object]:
         beside = [driver.admit(each, Sampling(temperature=0.8, seed=seed)) for seed, each in enumerate(prompts)]
-        watched, seen = driver.admit(prompt, drawn), []
+        watched = driver.admit(prompt, drawn)
+        seen: list[object] = []
         while len(watched.output) < 12:
             if preempt and len(watched.output) == 5 and watched.computed:
                 driver.readmit(watched)
@@ -174,15 +189,17 @@ def test_a_rank_that_dies_while_nothing_runs_is_seen_through_the_file_descriptor
         poll.register(executor.fileno(), select.POLLIN)
         executor.worker_watch.workers[1].kill()
         with pytest.raises(ExecutorError, match="rank 1 .* was killed by SIGKILL"):
-            while poll.poll(10_000):  # beats come this way too
+            while poll.poll(60_000):  # beats come this way too
                 executor.check()
 
 
 def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capfd: pytest.CaptureFixture[str]) -> None:
-    with running(config_of("llama", 2), deadline_s=lambda num_tokens: 2.0) as executor:
+    limit_s = 60.0
+    with running(config_of("llama", 2), deadline_s=lambda _num_tokens: limit_s) as executor:
         driver = Driver(executor)
         sequence = driver.admit([1, 2, 3])
         driver.advance(sequence)
+        limit_s = 1.0  # beneath the limit of a silence, which would end it too
         os.kill(executor.worker_watch.workers[1].pid, signal.SIGSTOP)
         with pytest.raises(
             ExecutorError, match=r"step 2 of 1 rows is not done .*: rank 0 .* was last .*; rank 1 .* was last"
@@ -193,7 +210,7 @@ def test_a_rank_that_hangs_ends_at_the_deadline_with_everybodys_whereabouts(capf
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_stopped_rank_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.executor.ranks.worker_watch.BEAT_LIMIT_S", 2.5)
+    monkeypatch.setattr("penstock.executor.ranks.worker_watch.BEAT_LIMIT_S", 4.0)
     with running(config_of("llama", 2)) as executor:
         os.kill(executor.worker_watch.workers[1].pid, signal.SIGSTOP)
         with pytest.raises(ExecutorError, match=r"rank 1 \(process \d+\) has not been heard of for \d+ s"):
@@ -204,9 +221,6 @@ def test_a_stopped_rank_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatc
 
 def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     """Also when the thread that started them is not the main one, so that the kernel's own tie cannot serve."""
-    import subprocess
-    import sys
-
     script = tmp_path / "parent.py"
     script.write_text(
         "import threading, time\n"
@@ -219,17 +233,12 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         "    time.sleep(60)\n"
         "threading.Thread(target=work).start()\n"
     )
-    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    parent = Program(script)
+    pids = [int(pid) for pid in parent.line("").split()]
     assert len(pids) == 2
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-    until = time.monotonic() + 20
-    while any(lives(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not any(lives(pid) for pid in pids)
+    parent.process.kill()
+    parent.end()
+    assert all_gone(pids)
 
 
 def test_closing_ends_every_process_with_code_0_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +248,7 @@ def test_closing_ends_every_process_with_code_0_and_leaves_no_thread(monkeypatch
     before = threading.active_count()
     with running(config_of("llama", 2)) as executor:
         Driver(executor).advance()
-    assert [worker._popen.returncode for worker in executor.worker_watch.workers] == [0, 0]
+    assert exit_codes(executor) == [0, 0]
     assert threading.active_count() == before
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,15 +41,15 @@ def driver(cluster: Program) -> Iterator[Program]:
     driver.end()
 
 
-def run(driver: Program, ranks: int = 2, place_timeout_s: float = 60.0) -> dict:
-    driver.tell(json.dumps({"num_ranks": ranks, "place_timeout_s": place_timeout_s}))
+def run(driver: Program, ranks: int = 2, place_timeout_s: float = 60.0) -> dict[str, Any]:
+    driver.send(json.dumps({"num_ranks": ranks, "place_timeout_s": place_timeout_s}))
     return driver.heard()
 
 
-def test_two_nodes_give_the_tokens_of_one_process_and_end_when_told(driver: Program) -> None:
+def test_two_nodes_give_the_tokens_of_one_process_and_end_when_asked(driver: Program) -> None:
     said = run(driver)
     assert said["tokens"] == greedy("llama", PROMPT, COUNT)[0]
-    driver.tell("enough")
+    driver.send("enough")
     assert driver.heard() == {"closed": True}
     assert all_gone(said["pids"])
 
@@ -77,11 +78,25 @@ def test_actors_end_with_a_driver_that_is_killed(cluster: Program) -> None:
 def test_a_lost_node_ends_the_executor_by_the_name_of_its_rank(cluster: Program, driver: Program) -> None:
     """Last of those on the cluster, which has one node afterwards."""
     said = run(driver)
-    cluster.tell("remove")
+    cluster.send("remove")
     assert said["names"][1] in driver.heard()["error"]
     assert all_gone(said["pids"])
     driver.process.stdin.close()  # type: ignore[union-attr]
     assert driver.process.wait(20) == 0
+
+
+def test_a_rank_that_cannot_be_reached_is_not_asked_for_its_stacks() -> None:
+    """Beyond a cut cable: the executor that gives up has to say why, whichever notices first, it or the connection."""
+    from penstock.executor.ranks.network import Hub
+    from penstock.executor.ranks.ray_executor import ActorProcess, Place
+
+    hub = Hub("127.0.0.1")
+    try:
+        with pytest.raises(ConnectionError, match="rank 0 cannot be reached"):
+            hub.send(0, [b"anything"])
+        ActorProcess(0, Place("a node", "127.0.0.1", 1), None, None, hub).dump_stacks()
+    finally:
+        hub.close()
 
 
 @pytest.mark.parametrize(

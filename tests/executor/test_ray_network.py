@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.executor.test_ray import COUNT, HERE, PROMPT, run
+from tests.executor.test_ray import COUNT, PROMPT, SUPPORT, run
 from tests.support.programs import Program, all_gone
 from tests.support.small_models import folder, greedy
 
@@ -113,7 +113,7 @@ def node(space: str, command: list[str]) -> "subprocess.Popen[str]":
 def driver(cluster: str) -> Iterator[Program]:
     """The executor's program on the first node."""
     before = ["ip", "netns", "exec", FIRST]
-    program = Program(HERE / "ray_driver.py", str(folder("llama")), before=before, RAY_ADDRESS=cluster, **TOKEN)
+    program = Program(SUPPORT / "ray_driver.py", str(folder("llama")), before=before, RAY_ADDRESS=cluster, **TOKEN)
     yield program
     program.process.kill()
     program.end()
@@ -122,7 +122,7 @@ def driver(cluster: str) -> Iterator[Program]:
 def test_nodes_with_addresses_of_their_own_give_the_tokens_of_one_process(driver: Program) -> None:
     said = run(driver)
     assert said["tokens"] == greedy("llama", PROMPT, COUNT)[0]
-    driver.tell("enough")
+    driver.send("enough")
     assert driver.heard() == {"closed": True}
     assert all_gone(said["pids"])
 

@@ -1,9 +1,8 @@
 """The pages in a real browser: what their user sees, presses and reads.
 
-Needs Chromium and Playwright; `.ci/run` installs both. By hand:
+Needs Chromium, which `.ci/run` installs. By hand:
 
     apt-get install --no-install-recommends chromium
-    .venv/bin/pip install -c constraints.txt playwright
 """
 
 import contextlib

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.router.config import RouteError, RouterConfig, canonical_url, resolve
 from tests.support.fork_server import ROOT
+from tests.support.programs import all_gone
 from tests.support.raw_http import connect, post, read_all, status
 from tests.support.router_fleet import mock_replicas, until
 
@@ -117,15 +118,31 @@ def test_workers_share_a_port_a_fleet_and_their_counters_and_one_that_dies_is_st
         assert child.wait(10) == 0
 
 
+def test_one_ctrl_c_for_all_of_them_lets_workers_finish_what_they_have():
+    """A terminal sends it to the whole group, and the parent passes it on: for each worker it still is the first."""
+    with contextlib.ExitStack() as stack:
+        (replica,) = stack.enter_context(mock_replicas(1, inter_token_s=0.02))
+        child, url = stack.enter_context(route("--backend", replica.url, "--workers", "2", "--port", str(free_port())))
+        until(lambda: is_ready(url))
+        with connect(int(url.rpartition(":")[2])) as sock:
+            sock.sendall(post(b'{"prompt":"abc","max_tokens":40,"stream":true,"ignore_eos":true}'))
+            assert b"data: " in sock.recv(65536)
+            for pid in (*_children(child.pid), child.pid):
+                os.kill(pid, signal.SIGINT)
+            assert read_all(sock).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert child.wait(10) == 0
+
+
+def test_workers_end_when_their_parent_is_killed():
+    with route("--backend", "http://127.0.0.1:9", "--workers", "2", "--port", str(free_port())) as (child, _):
+        until(lambda: len(_children(child.pid)) == 2)
+        workers = _children(child.pid)
+        child.kill()
+        assert all_gone(workers)
+
+
 def _children(pid: int) -> list[int]:
-    """Its worker processes; multiprocessing keeps another one, which tracks resources."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"spawn_main" in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _states(url: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ import pytest
 from penstock.engine.http import token_form
 from penstock.router.config import Prefill, RouteError, RouterConfig, resolve
 from penstock.router.placement.prompts import CHAT, COMPLETIONS
-from penstock.router.serve import Router
+from penstock.router.serve import RouterProcess
 from penstock.router.split import form_with_peer, ids_of, is_splittable, prompt_of, with_peer
 from tests.support.raw_http import connect, post, status
 from tests.support.router_fleet import RunningRouter, running_router, until
@@ -73,7 +73,7 @@ def split_fleet(
         until(lambda: router.call(lambda: is_at_rest(router.router)))
 
 
-def is_at_rest(router: Router) -> bool:
+def is_at_rest(router: RouterProcess) -> bool:
     """Nothing is charged any more."""
     for _, group in router.fleet.all_groups():
         group.placement.check()

@@ -73,7 +73,7 @@ class Child:
     def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._nursery = fork_server
+        self._server = fork_server
         self._fd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
@@ -90,7 +90,7 @@ class Child:
             ended = select.poll()
             ended.register(self._fd, select.POLLIN)
             if ended.poll(None if timeout is None else timeout * 1000):
-                self.returncode = self._nursery.reap(self.pid)
+                self.returncode = self._server.reap(self.pid)
                 os.close(self._fd)
         return self.returncode
 

@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 
 class Program:
@@ -14,11 +16,12 @@ class Program:
 
     def __init__(self, *arguments: str | Path, before: Sequence[str] = (), **environment: str) -> None:
         """`before`: the words of a command that runs it."""
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - as long as the program
         self.process = subprocess.Popen(
             [*before, sys.executable, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self._errors,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", ".", *sys.path]), **environment},
         )
@@ -29,12 +32,13 @@ class Program:
         while line := self.process.stdout.readline():
             if line.startswith(mark):
                 return line.strip()
-        raise AssertionError("the program ended without a word")
+        self._errors.seek(0)
+        raise AssertionError(f"the program ended before {mark!r}; it said last:\n{self._errors.read()[-4000:]}")
 
-    def heard(self) -> dict:
-        return json.loads(self.line("{"))
+    def heard(self) -> dict[str, Any]:
+        return dict(json.loads(self.line("{")))
 
-    def tell(self, word: str) -> None:
+    def send(self, word: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
@@ -43,11 +47,12 @@ class Program:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         try:
-            self.process.wait(15)
+            self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()
+        self._errors.close()
 
 
 def all_gone(pids: list[int], timeout_s: float = 30.0) -> bool:
@@ -60,5 +65,5 @@ def all_gone(pids: list[int], timeout_s: float = 30.0) -> bool:
 def lives(pid: int) -> bool:
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while we read
         return False

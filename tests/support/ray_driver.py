@@ -8,6 +8,7 @@ import json
 import queue
 import sys
 import threading
+from typing import Any
 
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.ranks import ray_executor
@@ -54,7 +55,7 @@ def run(model: str, num_ranks: int, place_timeout_s: float) -> None:
 
 
 if __name__ == "__main__":
-    asked: queue.SimpleQueue[dict | None] = queue.SimpleQueue()
+    asked: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     enough = threading.Event()
 
     def hear() -> None:

@@ -16,7 +16,7 @@ from penstock.engine.http.limits import Limits
 from penstock.engine.http.listen import bind_socket
 from penstock.router.config import Patience, RouterConfig, resolve
 from penstock.router.placement.prompts import Texts
-from penstock.router.serve import Router
+from penstock.router.serve import RouterProcess
 from tests.support.fake_engine import byte_tokenizer, line_template
 from tests.support.fork_server import fork_server
 
@@ -62,7 +62,7 @@ def _start(stack: contextlib.ExitStack, flags: list[str]) -> tuple[int, TextIO]:
 
 
 class RunningRouter:
-    def __init__(self, loop: asyncio.AbstractEventLoop, router: Router, port: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, router: RouterProcess, port: int) -> None:
         self.loop = loop
         self.router = router
         self.app = router.app
@@ -108,7 +108,7 @@ def running_router(
     is_up, stop = threading.Event(), asyncio.Event()
 
     async def serve() -> None:
-        router = Router(config, texts)
+        router = RouterProcess(config, texts)
         sock = bind_socket(config.host, 0)
         await router.start(sock)
         started.append(RunningRouter(asyncio.get_running_loop(), router, sock.getsockname()[1]))

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import sys
 import termios
 import time
@@ -23,6 +22,7 @@ from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.top.figures import History, Look
 from penstock.engine.commands.top.screen import Line, Piece, clean, router_lines, server_lines
 from penstock.engine.config import ConfigError
+from penstock.executor.process_life import stop_signals
 
 TIMEOUT_S = 5.0
 KEYS = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")
@@ -127,11 +127,13 @@ async def _once(server: Watched, interval_s: float, out: TextIO) -> None:
 
 async def _watch(server: Watched, interval_s: float, out: TextIO) -> None:
     """Until the user ends it. A server that was never there is an error; one that goes away is waited for."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError), _keys(lambda key: task.cancel() if key in "qQ" else None):
+    with (
+        stop_signals(task.cancel),
+        contextlib.suppress(asyncio.CancelledError),
+        _keys(lambda key: task.cancel() if key in "qQ" else None),
+    ):
         await server.look()
         trouble = ""
         while True:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -30,9 +30,10 @@ from tests.support.fake_engine import FakeEngine, byte_tokenizer, line_template
 
 async def main():
     import asyncio
-    engine = FakeEngine(delay_s=0.01)
+    engine = FakeEngine(delay_s=0.05)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, engine.die, "the core was killed")
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, engine.hang)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGWINCH, setattr, engine, "delay_s", 0.0)
     config = ServerConfig(port=0, drain_timeout_s=float(sys.argv[1]))
     return await serve(engine, byte_tokenizer(), line_template(), config, on_listening=lambda url: print(url, flush=True))
 
@@ -40,11 +41,14 @@ logging.basicConfig(level=logging.INFO, format="%(message)s")
 sys.exit(uvloop.run(main()))
 """
 
+# A shell without job control starts background jobs so. Python then has no handler of its own for Ctrl-C.
+BACKGROUND = ("bash", "-c", "trap '' INT; exec \"$@\"", "bash")
+
 
 class Process:
-    def __init__(self, drain_timeout_s: float) -> None:
+    def __init__(self, drain_timeout_s: float, before: Sequence[str]) -> None:
         self.popen = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(drain_timeout_s)],
+            [*before, sys.executable, "-c", PROGRAM, str(drain_timeout_s)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -52,13 +56,13 @@ class Process:
         )
         assert self.popen.stdout is not None
         self.url = self.popen.stdout.readline().strip()
-        self.http = httpx.Client(base_url=self.url, timeout=20)
+        self.http = httpx.Client(base_url=self.url, timeout=60)
 
     def signal(self, number: int) -> None:
         self.popen.send_signal(number)
 
     def exit_code(self) -> int:
-        return self.popen.wait(20)
+        return self.popen.wait(60)
 
 
 class Stream(threading.Thread):
@@ -71,11 +75,11 @@ class Stream(threading.Thread):
         self.events: list[str] = []
         self.begun = threading.Event()
         self.start()
-        assert self.begun.wait(10)
+        assert self.begun.wait(60)
 
     def run(self) -> None:
         body = {"prompt": "abc", "max_tokens": self.max_tokens, "stream": True}
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=20) as answer:
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer:
             try:
                 for line in filter(None, answer.iter_lines()):
                     self.events.append(line.removeprefix("data: "))
@@ -84,14 +88,15 @@ class Stream(threading.Thread):
                 self.events.append("cut off")
 
     def finish(self) -> list[str]:
-        self.join(20)
+        self.join(60)
         assert not self.is_alive()
         return self.events
 
 
 @contextlib.contextmanager
-def process(drain_timeout_s: float = 20.0) -> Iterator[Process]:
-    started = Process(drain_timeout_s)
+def process(drain_timeout_s: float = 60.0, before: Sequence[str] = ()) -> Iterator[Process]:
+    """`before`: the words of a command that runs it."""
+    started = Process(drain_timeout_s, before)
     try:
         yield started
     finally:
@@ -108,9 +113,12 @@ def text(events: list[str]) -> str:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number: signal.Signals) -> None:
-    with process() as server:
-        stream = Stream(server, 150)
+@pytest.mark.parametrize("before", [(), BACKGROUND], ids=["", "in the background of a script"])
+def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(
+    number: signal.Signals, before: Sequence[str]
+) -> None:
+    with process(before=before) as server:
+        stream = Stream(server, 900)
         assert server.http.get("/ready").status_code == 200
         server.signal(number)
         until(lambda: server.http.get("/ready").status_code == 503)
@@ -119,8 +127,9 @@ def test_a_first_signal_lets_requests_finish_and_refuses_new_ones(number: signal
         assert refused.status_code == 503
         assert refused.json()["error"]["message"] == "the server is shutting down"
         assert refused.headers["connection"] == "close"
+        server.signal(signal.SIGWINCH)  # all that is missing, at once
         events = stream.finish()
-        assert text(events) == "abc" * 50
+        assert text(events) == "abc" * 300
         assert events[-1] == "[DONE]"
         assert server.exit_code() == 0
 

@@ -3,25 +3,31 @@
 import asyncio
 import json
 import random
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
+from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.prompts import render, to_ids
 from penstock.engine.server.requests import ChatRequest, parse
+from penstock.engine.server.server_config import ServerConfig, resolve
+from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import NOT_VARIABLES, chat_prompt
 from penstock.engine.text.template import ChatTemplate
 from penstock.router.placement.prompts import CHAT, Asked, Texts
-from tests.support.fake_engine import INFO, byte_tokenizer
+from tests.support.fake_engine import FakeEngine, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 TEMPLATE = ChatTemplate(
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ m.reasoning_content or '' }}{{ m.name or '' }}\n{% endfor %}"
     "{{ tools }}{{ documents }}{{ reasoning_effort or '' }}{{ enable_thinking or '' }}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SERVICE = Service(
+    cast(AsyncEngine, FakeEngine()), TOKENIZER, TEMPLATE, resolve(ServerConfig(served_model_names=("m",)), {})
 )
 ASK = msgspec.json.Decoder(Asked)
 CHAT_REQUEST = msgspec.json.Decoder(ChatRequest)
@@ -34,9 +40,8 @@ def served(body: bytes) -> list[int] | str:
 
     async def ids() -> list[int]:
         request = parse(body, CHAT_REQUEST)
-        text = await render(request, TEMPLATE, INFO, tools_as_text=False)
-        adds = bool(request.add_special_tokens)
-        return (await to_ids("messages", [text], TOKENIZER, INFO, add_special_tokens=adds))[0]
+        text = await render(request, SERVICE)
+        return (await to_ids("messages", [text], SERVICE, request.add_special_tokens))[0]
 
     try:
         return asyncio.run(ids())

@@ -126,7 +126,7 @@ def test_it_serves_through_a_death_a_new_version_and_a_bad_one_and_leaves_nothin
     with load(url) as seen:
         until(lambda: seen[200] >= 20)
         os.kill(first["replica 0 of version 1"], signal.SIGKILL)
-        stays.line("replica 0 of version 1 killed by signal 9")
+        stays.line("replica 0 of version 1 was killed by SIGKILL")
         again = ready(stays.line("replica 0 of version 1 is ready"))
         deployed.write(seed=2)
         rolled = deployed.run()
@@ -198,7 +198,7 @@ def test_replicas_of_a_lost_node_are_started_on_another(tmp_path: Path) -> None:
     stays.line("version 1 serves: 2 replicas")
     with load(url) as seen:
         until(lambda: seen[200] >= 20)
-        cluster.tell("remove")
+        cluster.send("remove")
         stays.line("replica")
         assert ready(stays.line("replica"))
         before = seen.total()

@@ -1,0 +1,127 @@
+"""How processes of ours live: what passes between parent and child, how each ends, and what signals do."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import msgspec
+
+from penstock.executor.process_life import (
+    STOP_SIGNALS,
+    Channels,
+    ChildProcess,
+    Reporter,
+    Stopping,
+    begin,
+    leave_with,
+    receive,
+    send,
+    start_child,
+    stop_signals,
+    wait_for,
+)
+
+
+class Order(msgspec.Struct, tag="order"):
+    text: str
+    exit_code: int = 0
+
+
+def main() -> int:
+    """A child that repeats how long its start was, and what it reads; then it waits, or ends with the code."""
+    start, channel = begin(Order)
+    reporter = Reporter(partial(send, channel))
+    reporter.report(Order(str(len(start.text))))
+    said = receive(channel)
+    assert said is not None
+    order = msgspec.msgpack.decode(said, type=Order)
+    reporter.report(order)
+    if order.exit_code:
+        return order.exit_code
+    leave_with(channel)
+    reporter.beat(lambda: Order("alive"))
+    time.sleep(100)
+    return 0
+
+
+@contextlib.contextmanager
+def running(text: str, order: Order) -> Iterator[tuple[ChildProcess, Iterator[str | None]]]:
+    """A child with its start and its order, and what it reports."""
+    child = start_child("tests.executor.test_process_life", "the child", Order(text))
+    send(child.channel, order)
+    channels = Channels(msgspec.msgpack.Decoder(Order))
+    channels.add(7, child.channel)
+
+    def reports() -> Iterator[str | None]:
+        while True:
+            for index, message in channels.hear():
+                assert index == 7
+                yield None if message is None else message.text
+
+    try:
+        yield child, reports()
+    finally:
+        child.kill()
+        channels.close()
+
+
+def test_a_start_of_any_size_arrives_whole_and_what_follows_it_is_not_lost() -> None:
+    with running("x" * 1_000_000, Order("at once", exit_code=3)) as (child, reports):
+        assert [next(reports), next(reports), next(reports)] == ["1000000", "at once", None]
+        assert child.wait(60)
+        assert child.death() == "ended with code 3"
+        assert child.name == f"the child (process {child.pid})"
+
+
+def test_a_child_ignores_signals_to_stop_and_ends_with_its_channel() -> None:
+    with running("", Order("stay")) as (child, reports):
+        assert [next(reports), next(reports), next(reports)] == ["0", "stay", "alive"]
+        for number in STOP_SIGNALS:
+            os.kill(child.pid, number)
+        assert next(reports) == "alive"
+        assert child.death() is None
+        with socket.socket(fileno=os.dup(child.channel.fileno())) as ours:
+            ours.shutdown(socket.SHUT_RDWR)
+        assert child.wait(60)
+
+
+def test_a_killed_child_is_said_to_be_killed() -> None:
+    with running("", Order("stay")) as (child, reports):
+        assert next(reports) == "0"
+        child.kill()
+        assert child.death() == "was killed by SIGKILL"
+
+
+def test_without_a_loop_signals_are_counted_and_their_handlers_come_back() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    came: list[None] = []
+    with stop_signals(lambda: came.append(None)):
+        for number in STOP_SIGNALS:
+            os.kill(os.getpid(), number)
+    assert len(came) == 2
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_on_a_loop_the_first_signal_drains_and_the_second_does_not_wait() -> None:
+    async def run() -> None:
+        stopping = Stopping()
+        with stop_signals(stopping.take, (signal.SIGTERM,)):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(stopping.drain.wait(), 60)
+            await wait_for(lambda: False, stopping.stop, 0.01)
+            assert not stopping.stop.is_set()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await wait_for(lambda: False, stopping.stop, 60)
+            assert stopping.stop.is_set()
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
