@@ -17,11 +17,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import uvloop
+from tests.support.fake_engine import byte_tokenizer, line_template
 
-from penstock.engine.front.answer import RequestMetrics, Update
+from penstock.engine.front.answer import Answer
 from penstock.engine.front.client import EngineHealth
+from penstock.engine.front.submit import begin_answer
 from penstock.engine.http.listen import Listener, bind_socket
-from penstock.engine.messages import Stats
+from penstock.engine.messages import FinishReason, Output, Stats
 from penstock.engine.sampling_params import SamplingParams
 from penstock.engine.server.app import build_app
 from penstock.engine.server.server_config import ServerConfig
@@ -42,34 +44,14 @@ INFO = ModelInfo(
 )
 
 
-class Stream:
-    """A generation: one update per step."""
+class WordStream:
+    """A detokenizer that costs nothing."""
 
-    num_cached_tokens = prompt_logprobs = embedding = None
+    def push(self, ids: list[int]) -> str:
+        return " word" * len(ids)
 
-    def __init__(self, engine: "Steps", name: int, num_tokens: int) -> None:
-        self.request_id = str(name)
-        self.num_prompt_tokens = 1
-        self.metrics = RequestMetrics()
-        self.left = num_tokens
-        self.engine = engine
-        self.news: list[Update] = []
-        self.arrived = asyncio.Event()
-
-    def __aiter__(self) -> "Stream":
-        return self
-
-    async def __anext__(self) -> list[Update]:
-        while not self.news:
-            if self.left == 0:
-                raise StopAsyncIteration
-            self.arrived.clear()
-            await self.arrived.wait()
-        news, self.news = self.news, []
-        return news
-
-    def abort(self) -> None:
-        self.engine.streams.discard(self)
+    def flush(self) -> str:
+        return ""
 
 
 class Steps:
@@ -81,7 +63,7 @@ class Steps:
 
     def __init__(self, num_streams: int) -> None:
         self.num_streams = num_streams
-        self.streams: set[Stream] = set()
+        self.streams: dict[Answer, int] = {}  # and how many tokens each still gets
         self.begun_cpu_s = self.ended_cpu_s = 0.0
 
     def health(self) -> EngineHealth:
@@ -90,44 +72,37 @@ class Steps:
     def admit(self, num_sequences: int = 1) -> None:
         pass
 
-    def generate(self, prompt_ids: list[int], params: SamplingParams, **options: Any) -> Stream:
-        stream = Stream(self, len(self.streams), params.max_tokens or 1)
-        self.streams.add(stream)
+    def generate(self, prompt_ids: list[int], params: SamplingParams, **_: Any) -> Answer:
+        name = str(len(self.streams))
+        answer = begin_answer(name, prompt_ids, params, INFO, (), WordStream, self.abort)
+        self.streams[answer] = params.max_tokens or 1
         if len(self.streams) == self.num_streams:
             self.task = asyncio.ensure_future(self.run())
-        return stream
+        return answer
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.streams = {each: left for each, left in self.streams.items() if f"{each.request_id}.0" not in request_ids}
 
     async def run(self) -> None:
         self.begun_cpu_s = time.process_time()
         while self.streams:
-            for stream in list(self.streams):
-                stream.left -= 1
-                stream.news.append(Update(0, " word", [7], finish_reason="length" if stream.left == 0 else None))
-                stream.arrived.set()
-                if stream.left == 0:
-                    self.streams.discard(stream)
-            while any(stream.news for stream in self.streams):
+            before = {answer: answer.num_tokens for answer in self.streams}
+            for answer, left in list(self.streams.items()):
+                reason: FinishReason | None = "length" if left == 1 else None
+                answer.take(0, Output(answer.messages[0].request_id, [7], reason))
+                self.streams[answer] = left - 1
+                if left == 1:
+                    del self.streams[answer]
+            while any(answer.num_tokens == num for answer, num in before.items() if answer in self.streams):
                 await asyncio.sleep(0)
         self.ended_cpu_s = time.process_time()
-
-
-class Words:
-    """A tokenizer for the one prompt there is."""
-
-    def encode_batch(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        return [[1] for _ in texts]
-
-
-class Plain:
-    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        return "x"
 
 
 def serve(num_streams: int, pipe: Connection) -> None:
     async def main() -> None:
         engine = Steps(num_streams)
         config = ServerConfig(port=0, served_model_names=("m",))
-        app = build_app(engine, Words(), Plain(), config)  # type: ignore[arg-type]
+        app = build_app(engine, byte_tokenizer(), line_template(), config)  # type: ignore[arg-type]
         sock = bind_socket("127.0.0.1", 0)
         async with Listener(app, sock, config.limits, app.service.metrics.refused):
             pipe.send(sock.getsockname()[1])

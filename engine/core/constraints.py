@@ -94,23 +94,23 @@ class Constraints:
             if rows is None:
                 return []
             masks = self._filler.fill(rows)
-        step = self._scheduler.in_flight[0]
+        step, requests, _ = self._scheduler.in_flight[0]
         self._executor.set_masks(step.step_id, masks.rows, masks.bits)
         # The grammar of a request is complete, or costs too much to go on with.
-        outputs = [self._scheduler.end(step.requests[row], "stop") for row in masks.ended]
+        outputs = [self._scheduler.end(requests[row], "stop") for row in masks.ended]
         for row, error in masks.errors.items():
             error = f"the grammar cannot go on: {error}"
-            outputs.append(self._scheduler.end(step.requests[row], "error", error, is_refusal=True))
+            outputs.append(self._scheduler.end(requests[row], "error", error, is_refusal=True))
         return outputs
 
     def _masked_rows(self) -> list[tuple[int, Matcher]] | None:
         """Of the oldest step in flight, the constrained rows whose requests still run; None if it has no masked row."""
-        step = self._scheduler.in_flight[0]
+        step, requests, _ = self._scheduler.in_flight[0]
         if not any(row.masked for row in step.rows):
             return None
         return [
             (index, request.matcher)
-            for index, (request, row) in enumerate(zip(step.requests, step.rows, strict=False))
+            for index, (request, row) in enumerate(zip(requests, step.rows, strict=False))
             if row.masked and not request.finished and request.matcher is not None
         ]
 

@@ -26,6 +26,7 @@ class Request:
     skips_cache: bool  # nothing that is cached may stand for its prompt
     matcher: Matcher | None = None  # follows `tokens`; None while the grammar is being compiled, or without one
 
+    priority: int = field(init=False)  # of the message; a preemption compares those of all that run
     num_prompt: int = field(init=False)
     stop_ids: frozenset[int] = field(init=False)
     may_jump: bool = field(init=False)
@@ -58,6 +59,7 @@ class Request:
 
     def __post_init__(self) -> None:
         sampling = self.message.sampling
+        self.priority = self.message.priority
         self.num_prompt = len(self.tokens)
         self.stop_ids = frozenset(sampling.stop_ids)
         # A forced token is not sampled: it has no log-probabilities, and no list of tokens can forbid it.
@@ -97,9 +99,9 @@ class Request:
             adapter=self.message.adapter,
         )
 
-    def row(self, count: int) -> Row:
-        """The next `count` positions as a step's row; they count as scheduled from now on. The last one samples."""
-        samples = self.num_scheduled + count == self.num_ready and self.message.pooling is None
+    def row(self, count: int, samples: bool) -> Row:
+        """The next `count` positions as a step's row; they count as scheduled from now on."""
+        samples = samples and self.message.pooling is None
         first, tokens = self.num_sent_blocks, self.unknown
         row = Row(
             self.slot,
@@ -140,13 +142,13 @@ class Request:
             finish_reason,
             stop_token,
             error,
-            num_cached_tokens=self.num_cached if is_first else None,
-            logprobs=logprobs,
-            prompt_logprobs=self.prompt_logprobs or None if is_first else None,
-            embedding=embedding,
-            queued_s=None if started_s is None else started_s - self.arrival_s,
-            num_preemptions=self.num_preemptions,
-            is_refusal=is_refusal,
+            self.num_cached if is_first else None,
+            logprobs,
+            self.prompt_logprobs or None if is_first else None,
+            embedding,
+            None if started_s is None else started_s - self.arrival_s,
+            self.num_preemptions,
+            is_refusal,
         )
 
     def check(self, block_size: int) -> None:

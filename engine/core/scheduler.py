@@ -25,25 +25,14 @@ from penstock.engine.core.tiering import Tiering
 from penstock.engine.core.waiting import WaitingQueue
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
-from penstock.executor.protocol import (
-    NOTHING_LEFT,
-    Admission,
-    ModelInfo,
-    Row,
-    Step,
-    StepResult,
-    TokenLogprobs,
-    Transfers,
-)
+from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, TokenLogprobs
 
 
 class InFlight(NamedTuple):
     """A step in flight: what `apply` needs to read its result."""
 
-    step_id: int
+    step: Step  # its first rows are those of the requests, then come those of drafts
     requests: list[Request]
-    rows: list[Row]  # one for each request, then those of drafts
-    transfers: Transfers | None
     sent: dict[int, Sent]  # drafts, by the index of the request
 
 
@@ -142,12 +131,14 @@ class Scheduler:
                 break
             if request.slot < 0:  # preempted a moment ago, for an earlier one
                 continue
-            count = min(request.num_ready - request.num_scheduled, budget)
+            ready = request.num_ready
+            count = min(ready - request.num_scheduled, budget)
             if count == 0 or request.is_restoring or not request.wants_more:
                 continue
             if request.drafts and request.num_pending:
                 continue
-            missing = -(-(request.num_scheduled + count) // self.block_size) - len(request.blocks)
+            end = request.num_scheduled + count
+            missing = -(-end // self.block_size) - len(request.blocks)
             while missing > self.pool.num_free and request.slot >= 0:
                 victim = self._victim()
                 preempted = True
@@ -160,7 +151,7 @@ class Scheduler:
                 continue
             if missing > 0:
                 request.blocks += self.pool.allocate(missing)
-            planned[request] = request.row(count)
+            planned[request] = request.row(count, samples=end == ready)
             budget -= count
         for request in planned:
             self._holdings.register(request)
@@ -175,7 +166,7 @@ class Scheduler:
             return None
         self._stats.num_steps += 1
         step = Step(self._stats.num_steps, admissions, rows, transfers)
-        self.in_flight.append(InFlight(step.step_id, list(planned), rows, transfers, sent))
+        self.in_flight.append(InFlight(step, list(planned), sent))
         return step
 
     def _with_drafts(self, planned: dict[Request, Row]) -> tuple[list[Row], dict[int, Sent]]:
@@ -218,7 +209,7 @@ class Scheduler:
             if request.is_restoring:  # its first row comes in a later step than the last block it reads
                 continue
             count = min(len(request.tokens) - request.num_scheduled, budget)
-            planned[request] = request.row(count)
+            planned[request] = request.row(count, samples=request.num_scheduled + count == len(request.tokens))
             budget -= count
             self._holdings.register(request)
         return admissions
@@ -229,9 +220,9 @@ class Scheduler:
 
         The one that came first is spared while there is another, so that something always finishes.
         """
-        senior = min(self.running, key=lambda r: (r.message.priority, r.sequence))
+        senior = min(self.running, key=lambda r: (r.priority, r.sequence))
         others = [r for r in self.running if r is not senior] or [senior]
-        return min(others, key=lambda r: (-r.message.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence))
+        return min(others, key=lambda r: (-r.priority, r.num_scheduled * (1 + r.num_preemptions), -r.sequence))
 
     def _preempt(self, request: Request) -> None:
         """Back to the queue. Its blocks stay cached until they are needed, so little may be lost."""
@@ -250,13 +241,13 @@ class Scheduler:
     def apply(self, result: StepResult) -> list[Output]:
         """Take in the result of the oldest step in flight; what the fronts are to hear of it."""
         plan = self.in_flight.popleft()
-        assert plan.step_id == result.step_id, (plan.step_id, result.step_id)
+        assert plan.step.step_id == result.step_id, (plan.step.step_id, result.step_id)
         self._stats.step_s += result.elapsed_s
         if self.tiers is not None:
-            self.tiers.finish_step(plan.transfers, result.transfers, self._clock())
-            self.tiers.rates.note_step(sum(row.count for row in plan.rows), len(plan.rows), result.elapsed_s)
+            self.tiers.finish_step(plan.step.transfers, result.transfers, self._clock())
+            self.tiers.rates.note_step(sum(row.count for row in plan.step.rows), len(plan.step.rows), result.elapsed_s)
         outputs = []
-        for index, (request, row) in enumerate(zip(plan.requests, plan.rows, strict=False)):
+        for index, (request, row) in enumerate(zip(plan.requests, plan.step.rows, strict=False)):
             if row.sample:
                 request.num_pending -= 1
             if request.finished:  # aborted, or it ended one step ago: this row was computed in vain
@@ -375,11 +366,12 @@ class Scheduler:
             request.check(self.block_size)
             for block in request.blocks:
                 refs[block] = refs.get(block, 0) + 1
-        for plan in self.in_flight:
-            for block, _ in plan.transfers.saves if plan.transfers else ():
+        transfers = [plan.step.transfers for plan in self.in_flight]
+        for each in transfers:
+            for block, _ in each.saves if each else ():
                 refs[block] = refs.get(block, 0) + 1
         if self.tiers is not None:
-            self.tiers.check([plan.transfers for plan in self.in_flight])
+            self.tiers.check(transfers)
         self._holdings.check()
         for block in range(1, self.pool.num_blocks):
             assert self.pool.refs(block) == refs.get(block, 0), f"block {block}: references differ from owners"
@@ -389,7 +381,7 @@ class Scheduler:
             assert request.slot == -1 and not request.blocks and request.num_scheduled == 0
         pending: dict[Request, int] = {}
         for plan in self.in_flight:
-            for request, row in zip(plan.requests, plan.rows, strict=False):
+            for request, row in zip(plan.requests, plan.step.rows, strict=False):
                 pending[request] = pending.get(request, 0) + row.sample
         for request in self.requests.values():
             assert request.num_pending == pending.get(request, 0)

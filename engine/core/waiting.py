@@ -28,7 +28,7 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         self._waiting[request] = None
-        heapq.heappush(self._by_priority, (request.message.priority, request.sequence, request))
+        heapq.heappush(self._by_priority, (request.priority, request.sequence, request))
         heapq.heappush(self._by_arrival, (request.sequence, request))
 
     def first(self, now_s: float) -> Request | None:
@@ -64,7 +64,7 @@ class WaitingQueue:
             self._compact()
 
     def _compact(self) -> None:
-        self._by_priority = [(r.message.priority, r.sequence, r) for r in self._waiting]
+        self._by_priority = [(r.priority, r.sequence, r) for r in self._waiting]
         self._by_arrival = [(r.sequence, r) for r in self._waiting]
         heapq.heapify(self._by_priority)
         heapq.heapify(self._by_arrival)

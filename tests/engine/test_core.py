@@ -84,7 +84,9 @@ def test_health_fails_on_an_overdue_step_and_not_on_a_long_one() -> None:
     engine = AsyncEngine(CONFIG)
     assert engine.health().reason == "the model is loading" and engine.health().alive
 
-    engine._ready = asyncio.Future(loop=asyncio.new_event_loop())
+    loop = asyncio.new_event_loop()
+    engine._ready = loop.create_future()
+    loop.close()
     engine._ready.set_result(OracleExecutor(CONFIG.executor).info)
     engine._receive(Heartbeat(num_steps=1, step_age_s=900.0, overdue_s=0.0))
     assert engine.health().ready
