@@ -35,7 +35,7 @@ from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.submit import Pooling, check_length, submissions, token_bytes
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output, Submit
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
@@ -185,7 +185,7 @@ class LLM:
         executor, tokenizer, compiler = open_executor(config.executor), self.tokenizer, None
         if tokenizer is not None:
             vocab_size = executor.info.vocab_size
-            compiler = Compiler(lambda: Vocabulary.of(tokenizer, vocab_size))
+            compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
             self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
         self._core = EngineCore(config, executor, compiler)
 
