@@ -18,7 +18,7 @@ from penstock.engine.commands.bench.synthetic import PromptSource, Sample, prefi
 from penstock.engine.config import chosen
 from penstock.engine.options import Count, flag
 
-__all__ = ["DATASETS", "DatasetOptions", "Sample", "PromptSource", "load_samples"]
+__all__ = ["DATASETS", "DatasetOptions", "PromptSource", "Sample", "load_samples"]
 
 DATASETS: dict[str, Callable[[argparse.Namespace, int, PromptSource], list[Sample]]] = {
     "random": random_samples,
