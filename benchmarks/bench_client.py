@@ -22,7 +22,7 @@ import msgspec
 import uvloop
 
 from penstock.engine.commands.bench.http_client import Client, Target
-from penstock.engine.commands.bench.load import Call, drive
+from penstock.engine.commands.bench.load import EncodedCall, drive
 from penstock.engine.commands.bench.stream import Reply
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -81,7 +81,7 @@ def serve(sock: socket.socket, num_events: int) -> None:
 async def with_penstock(url: str, num_streams: int, num_events: int) -> None:
     client = Client(Target.of(url))
     request = client.target.request("POST", "/v1/completions", b"{}", {})
-    finished = await drive(client, [Call(request, 1)] * num_streams)
+    finished = await drive(client, [EncodedCall(request, 1)] * num_streams)
     client.close()
     assert all(outcome.output_len == num_events and not outcome.error for outcome in finished.outcomes)
 

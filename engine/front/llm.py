@@ -25,7 +25,7 @@ from penstock.engine.front.hf_interface import FamiliarTokenizer
 from penstock.engine.front.results import EmbeddingRequestOutput, RequestOutput, completed, embedded
 from penstock.engine.front.submit import Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output
 from penstock.engine.model_files import recommended_sampling, resolve_model
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
@@ -174,7 +174,7 @@ class LLM:
         executor, tokenizer, compiler = open_executor(config.executor), self.tokenizer, None
         if tokenizer is not None:
             vocab_size = executor.info.vocab_size
-            compiler = Compiler(lambda: Vocabulary.of(tokenizer, vocab_size))
+            compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
             self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
         self._core = EngineCore(config, executor, compiler)
 

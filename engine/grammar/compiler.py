@@ -17,7 +17,7 @@ from typing import NamedTuple
 from llguidance import LLMatcher, LLParserLimits
 
 from penstock.engine.grammar.matcher import Lexer, Matcher, shortened
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 NUM_THREADS = 2  # so that one slow grammar does not hold up the others
 MAX_GIVEN_UP = 6  # threads beside them, at grammars that no request waits for any more
@@ -79,9 +79,9 @@ class Job(NamedTuple):
 class Compiler:
     """`load` makes the vocabulary, once, in the first thread that needs it."""
 
-    def __init__(self, load: Callable[[], Vocabulary]) -> None:
+    def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
         self._load = load
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: GrammarVocabulary | None = None
         self._loading = threading.Lock()
         self._kept: OrderedDict[str, tuple[LLMatcher, Lexer]] = OrderedDict()  # at their start; each use takes a copy
         self._kept_chars = 0
@@ -105,7 +105,7 @@ class Compiler:
             return Matcher(backend.deep_copy(), self._vocabulary, lexer)
 
     def warm(self) -> None:
-        """Have the vocabulary made before the first request needs it, unless one has. No one is notified when it is done.
+        """Have the vocabulary made before the first request needs it, unless one has. There is no notice of its end.
 
         Some of it holds the interpreter's lock, up to a second with 152k tokens: call it when nothing else runs.
         """
@@ -167,7 +167,7 @@ class Compiler:
                     self._given_up.remove(job.result)
                     return
 
-    def _load_once(self) -> Vocabulary:
+    def _load_once(self) -> GrammarVocabulary:
         with self._loading:
             if self._vocabulary is None:
                 self._vocabulary = self._load()

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urljoin
 
 from penstock.engine.grammar.ecma import UNWRITABLE, translated
 from penstock.engine.grammar.endless import ROOT, without_endless
-from penstock.engine.grammar.opposites import MANY, TYPES, At, Exclusion, opposite, subschemas, words
+from penstock.engine.grammar.opposites import MANY, At, Exclusion, opposite, subschemas, words
 from penstock.engine.sampling_params import InvalidRequest, check_depth
 
 WHITESPACE = r"( |\n[ \t]{0,32})?"  # compact, one space, or indented
@@ -27,6 +27,7 @@ ESCAPES = 'nrbtf\\"'
 _COERCED = "with structured_outputs.coerce_one_of or --coerce-one-of it is taken for anyOf"
 MAX_BRANCHES = 16  # of one oneOf or minProperties that is rewritten
 MAX_DEPENDENCIES = 4  # each doubles the branches
+TYPES = words("null boolean number integer string array object")
 # Passed on as they are. A number may have any exponent: to bound it would cut 1.6e-19 off at 1.6.
 _PLAIN = words(
     "required minLength maxLength minItems maxItems maxProperties"
@@ -277,7 +278,7 @@ def _base(schema: Any, base: str) -> str:
 
 def _type(value: Any) -> Any:
     for name in value if isinstance(value, list) else [value]:
-        if not isinstance(name, str) or name not in (*TYPES, "integer"):
+        if not isinstance(name, str) or name not in TYPES:
             raise _NotHeld(f"{str(name)[:40]!r} is no type of JSON")
     return value
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 MAX_ERROR_CHARS = 500
 
@@ -32,7 +32,7 @@ class Matcher:
 
     __slots__ = ("_lexer", "_taken", "backend", "vocabulary")
 
-    def __init__(self, backend: LLMatcher, vocabulary: Vocabulary, lexer: Lexer) -> None:
+    def __init__(self, backend: LLMatcher, vocabulary: GrammarVocabulary, lexer: Lexer) -> None:
         self.backend, self.vocabulary = backend, vocabulary
         self._lexer: Lexer | None = lexer  # shared; None: one of its own, which is not renewed again
         self._taken = array("i")

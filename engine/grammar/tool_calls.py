@@ -19,7 +19,7 @@ from typing import Any
 from penstock.engine.grammar.json_schema import WHITESPACE, lark_json
 from penstock.engine.grammar.source import parsed
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
-from penstock.engine.text.tools.formats import Calls, Format, Function
+from penstock.engine.text.tools.formats import Calls, Format, ToolSpec
 from penstock.engine.text.tools.thinking import Thinking
 
 # One space behind comma and colon, as templates print JSON: nothing is left open that says nothing, and what is
@@ -200,7 +200,7 @@ class _Rules:
         self.lines.append("call: " + " | ".join(f"function_{index}" for index in range(len(calls.functions))))
         return "call"
 
-    def _arguments(self, index: int, function: Function, spacing: dict[str, Any]) -> str:
+    def _arguments(self, index: int, function: ToolSpec, spacing: dict[str, Any]) -> str:
         self.lines.append(f"arguments_{index}: {_arguments(function, spacing)}")
         return f"arguments_{index}"
 
@@ -240,12 +240,12 @@ def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
     return parameters.keys() - known <= {"required"} and not parameters.get("required")
 
 
-def arguments_alone(function: Function) -> str:
+def arguments_alone(function: ToolSpec) -> str:
     """Lark for what a function takes, to find out whether that can be compiled."""
     return f"%llguidance {{}}\nstart: {_arguments(function, _SPACING)}"
 
 
-def _arguments(function: Function, spacing: dict[str, Any]) -> str:
+def _arguments(function: ToolSpec, spacing: dict[str, Any]) -> str:
     schema = {**function.parameters}
     if not function.is_strict or "type" not in schema:
         schema["type"] = "object"

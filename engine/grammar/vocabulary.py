@@ -16,7 +16,7 @@ from penstock.executor.protocol import ExecutorConfig, ModelInfo
 NO_END = b"<no end>"  # the name of an id beyond the vocabulary, where the model has no end token
 
 
-class Vocabulary:
+class GrammarVocabulary:
     def __init__(
         self,
         tokens: Sequence[bytes],
@@ -36,7 +36,7 @@ class Vocabulary:
         self.backend = LLTokenizer(_Wrapper(tokens, sorted(special), ends[0], encode), len(tokens), ends)  # type: ignore[arg-type]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, size: int) -> "Vocabulary":
+    def of(cls, tokenizer: Tokenizer, size: int) -> "GrammarVocabulary":
         """`size` is the model's number of logits, which may be more or less than the tokenizer's ids."""
         num_known = min(size, tokenizer.vocab_size)
         special = [token_id for token_id in tokenizer.special_ids if token_id < num_known]
@@ -47,9 +47,9 @@ class Vocabulary:
         return cls(tokens, special, tokenizer.eos_ids, ExactEncoder(tokenizer.backend, tokens, special))
 
 
-def load_vocabulary(config: ExecutorConfig, info: ModelInfo) -> Vocabulary:
+def load_vocabulary(config: ExecutorConfig, info: ModelInfo) -> GrammarVocabulary:
     """That of the model which an executor runs, for a process that has no tokenizer of its own."""
-    return Vocabulary.of(load_tokenizer(resolve_model(config.model, need_weights=False)), info.vocab_size)
+    return GrammarVocabulary.of(load_tokenizer(resolve_model(config.model, need_weights=False)), info.vocab_size)
 
 
 class ExactEncoder:

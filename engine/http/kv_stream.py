@@ -2,7 +2,7 @@
 
 Server and router share this page. A frame is a little-endian u32 length and a msgpack array. Keys travel as the
 first 8 bytes of block keys, run together; token ids never do. A stream opens with `Hello` and a snapshot, then
-`Changes` follow with sequence numbers that rise by one; a reader that sees a gap connects again. A reader that is too slow
+`Changes` follow with sequence numbers that rise by one; a reader that sees a gap connects again. One that is too slow
 gets a new snapshot in the stream instead of what it missed.
 """
 

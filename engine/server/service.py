@@ -16,7 +16,7 @@ from penstock.engine.front.answer import Answer, Update
 from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
 from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.http.request_id import clean_id
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
@@ -49,7 +49,7 @@ class Service:
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
-        compiler = Compiler(lambda: Vocabulary.of(tokenizer, engine.info.vocab_size))
+        compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, engine.info.vocab_size))
         self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
         self._seeds = None if config.seed is None else random.Random(config.seed)
         self._num_preparing = 0  # sequences admitted but not yet with the engine

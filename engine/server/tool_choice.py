@@ -22,7 +22,7 @@ from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, thinking
-from penstock.engine.text.tools.formats import Calls, Function
+from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import Thinking
 
 log = logging.getLogger("penstock.server")
@@ -163,10 +163,10 @@ def check_history(messages: list[Message]) -> None:
             )
 
 
-def _functions(tools: list[Tool], coerce_one_of: bool) -> list[Function]:
+def _functions(tools: list[Tool], coerce_one_of: bool) -> list[ToolSpec]:
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest("tools", f"{len(tools)} given; at most {MAX_TOOLS} are allowed")
-    functions: dict[str, Function] = {}
+    functions: dict[str, ToolSpec] = {}
     for place, tool in enumerate(tools):
         field, given = f"tools[{place}].function", tool.function
         if _NAME.fullmatch(given.name) is None:
@@ -175,7 +175,7 @@ def _functions(tools: list[Tool], coerce_one_of: bool) -> list[Function]:
             )
         if given.name in functions:
             raise InvalidRequest(f"{field}.name", f"{given.name!r} is given twice")
-        functions[given.name] = Function(
+        functions[given.name] = ToolSpec(
             given.name, _schema(f"{field}.parameters", given.parameters), bool(given.strict), coerce_one_of
         )
     return list(functions.values())

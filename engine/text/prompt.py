@@ -1,5 +1,5 @@
-"""From a chat to the text of its prompt: the one place, for the server, the router and `LLM`, so that all three make the
-same of the same request."""
+"""From a chat to the text of its prompt: the one place, for the server, the router and `LLM`, so that all three make
+the same of the same request."""
 
 from typing import Any
 

@@ -132,7 +132,7 @@ def _compile(environment: Sandbox, name: str, source: str) -> Template:
         return environment.from_string(source)
     except (TemplateError, SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ModelRefused(
-            f"chat template {name!r} does not compile: {clip(str(error), MAX_ERROR_CHARS)}; give another one with --chat-template"
+            f"chat template {name!r} does not compile: {_short(error)}; give another one with --chat-template"
         ) from None
 
 
@@ -140,18 +140,18 @@ def _run(template: Template, variables: dict[str, Any]) -> str:
     try:
         return template.render({**variables, BUDGET: Budget()})
     except Refused as error:
-        raise InvalidRequest(
-            "messages", f"the model's chat template refuses them: {clip(str(error), MAX_ERROR_CHARS)}"
-        ) from None
+        raise InvalidRequest("messages", f"the model's chat template refuses them: {_short(error)}") from None
     except TooMuch as error:
-        raise InvalidRequest(
-            "messages", f"the model's chat template was stopped: {clip(str(error), MAX_ERROR_CHARS)}"
-        ) from None
+        raise InvalidRequest("messages", f"the model's chat template was stopped: {_short(error)}") from None
     except FAULTS as error:
         raise InvalidRequest(
             "messages",
-            f"the model's chat template cannot render them: {type(error).__name__}: {clip(str(error), MAX_ERROR_CHARS)}",
+            f"the model's chat template cannot render them: {type(error).__name__}: {_short(error)}",
         ) from None
+
+
+def _short(error: BaseException) -> str:
+    return clip(str(error), MAX_ERROR_CHARS)
 
 
 def _mark_end(chat: list[Message]) -> str:

@@ -30,7 +30,7 @@ from penstock.engine.front.answer import Choice, ChoiceState, Update, joined
 from penstock.engine.front.submit import submissions
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
@@ -74,7 +74,7 @@ def folder(name: str) -> Path:
 @functools.cache
 def tools(family: str) -> tuple[Tokenizer, Compiler]:
     tokenizer = Tokenizer(FAMILIES[family](), eos_ids=frozenset({2}))
-    return tokenizer, Compiler(lambda: Vocabulary.of(tokenizer, VOCAB_SIZE))
+    return tokenizer, Compiler(lambda: GrammarVocabulary.of(tokenizer, VOCAB_SIZE))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Output, Submit
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.oracle import OracleExecutor
@@ -23,8 +23,8 @@ VOCAB_SIZE = 300  # more logits than tokens, as models often have
 BLOCK_SIZE = 4
 
 
-def vocabulary() -> Vocabulary:
-    return Vocabulary.of(byte_tokenizer(), VOCAB_SIZE)
+def vocabulary() -> GrammarVocabulary:
+    return GrammarVocabulary.of(byte_tokenizer(), VOCAB_SIZE)
 
 
 COMPILER = Compiler(vocabulary)  # shared: what one test compiled, the next may find

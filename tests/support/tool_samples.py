@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.text.tools.answer_reader import AnswerReader
-from penstock.engine.text.tools.formats import CODER, HERMES, LLAMA, Calls, Format, Function, mistral
+from penstock.engine.text.tools.formats import CODER, HERMES, LLAMA, Calls, Format, ToolSpec, mistral
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 
-WEATHER = Function(
+WEATHER = ToolSpec(
     "weather",
     {
         "type": "object",
@@ -16,7 +16,7 @@ WEATHER = Function(
         "additionalProperties": False,
     },
 )
-CLOCK = Function("clock", {"type": "object", "properties": {}, "additionalProperties": False})
+CLOCK = ToolSpec("clock", {"type": "object", "properties": {}, "additionalProperties": False})
 FORMATS: dict[str, Format] = {
     "hermes": HERMES,
     "llama3_json": LLAMA,

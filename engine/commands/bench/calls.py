@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Meta
 
 from penstock.engine.commands.bench.arrivals import Ramp, arrival_times, ramp_times
-from penstock.engine.commands.bench.datasets import Sample, Source, load_samples
+from penstock.engine.commands.bench.datasets import PromptSource, Sample, load_samples
 from penstock.engine.commands.bench.http_client import Client, Target
-from penstock.engine.commands.bench.load import Call
+from penstock.engine.commands.bench.load import EncodedCall
 from penstock.engine.commands.bench.structured import response_formats
 from penstock.engine.commands.bench.synthetic import estimated_tokens, token_counter
 from penstock.engine.config import ConfigError, chosen
@@ -43,19 +43,21 @@ class TrafficOptions:
 
 def build_calls(
     args: argparse.Namespace, target: Target, model: str, headers: dict[str, str]
-) -> tuple[list[Call], list[Call]]:
+) -> tuple[list[EncodedCall], list[EncodedCall]]:
     """The warm-ups and the measured calls; warm-ups have prompts of their own, so no cache knows the others."""
     chosen(args, TrafficOptions)
     path = args.endpoint or ENDPOINTS[args.backend]
     is_chat = path.rstrip("/").endswith("/chat/completions")
     counter = estimated_tokens if args.tokenizer is None else token_counter(args.tokenizer)
-    source = Source(args.random_vocab_size, is_chat, counter)
+    source = PromptSource(args.random_vocab_size, is_chat, counter)
     samples = load_samples(args, args.num_prompts + args.num_warmups, source)
     formats = response_formats(args, len(samples))
     bodies = [_body(args, model, is_chat, sample, extra) for sample, extra in zip(samples, formats, strict=True)]
     requests = [target.request("POST", path, body, headers) for body in bodies]
     times = [*_times(args, samples[: args.num_prompts]), *[0.0] * args.num_warmups]
-    calls = [Call(*each) for each in zip(requests, (sample.prompt_len for sample in samples), times, strict=True)]
+    calls = [
+        EncodedCall(*each) for each in zip(requests, (sample.prompt_len for sample in samples), times, strict=True)
+    ]
     return calls[args.num_prompts :], calls[: args.num_prompts]
 
 

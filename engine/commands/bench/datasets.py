@@ -1,7 +1,7 @@
 """The prompts of a benchmark.
 
 A dataset is a function (args, count, source) -> samples, an entry in DATASETS, and its options in
-`DatasetOptions`. What differs between servers stands in `Source`: a server is sent token ids wherever it
+`DatasetOptions`. What differs between servers stands in `PromptSource`: a server is sent token ids wherever it
 takes them and the dataset has no texts, so no tokenizer is needed and lengths are exact; a chat gets words, which it
 counts itself.
 """
@@ -14,13 +14,13 @@ from typing import Annotated
 from msgspec import Meta
 
 from penstock.engine.commands.bench.recorded import custom_samples, sharegpt_samples, timed_trace_samples
-from penstock.engine.commands.bench.synthetic import Sample, Source, prefix_repetition_samples, random_samples
+from penstock.engine.commands.bench.synthetic import PromptSource, Sample, prefix_repetition_samples, random_samples
 from penstock.engine.config import chosen
 from penstock.engine.options import Count, flag
 
-__all__ = ["DATASETS", "DatasetOptions", "Sample", "Source", "load_samples"]
+__all__ = ["DATASETS", "DatasetOptions", "PromptSource", "Sample", "load_samples"]
 
-DATASETS: dict[str, Callable[[argparse.Namespace, int, Source], list[Sample]]] = {
+DATASETS: dict[str, Callable[[argparse.Namespace, int, PromptSource], list[Sample]]] = {
     "random": random_samples,
     "prefix_repetition": prefix_repetition_samples,
     "sharegpt": sharegpt_samples,
@@ -59,7 +59,7 @@ class DatasetOptions:
     )
 
 
-def load_samples(args: argparse.Namespace, count: int, source: Source) -> list[Sample]:
+def load_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
     """`count` samples of the dataset that was asked for."""
     chosen(args, DatasetOptions)
     return DATASETS[args.dataset_name](args, count, source)

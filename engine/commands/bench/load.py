@@ -15,7 +15,7 @@ REFRESH_S = 0.5
 SPARE_FILES = 64
 
 
-class Call(NamedTuple):
+class EncodedCall(NamedTuple):
     """A request, encoded before the clock starts."""
 
     request: bytes
@@ -29,7 +29,9 @@ class Run(NamedTuple):
     max_send_delay_s: float  # how far the generator itself fell behind the arrival times
 
 
-async def drive(client: Client, calls: Sequence[Call], max_concurrency: int | None = None, show: bool = False) -> Run:
+async def drive(
+    client: Client, calls: Sequence[EncodedCall], max_concurrency: int | None = None, show: bool = False
+) -> Run:
     """Send every call at its arrival time, or later where `max_concurrency` holds it back in the client."""
     _allow_files(min(len(calls), max_concurrency or len(calls)) + SPARE_FILES)
     room = asyncio.Semaphore(max_concurrency or len(calls))
@@ -56,7 +58,7 @@ async def drive(client: Client, calls: Sequence[Call], max_concurrency: int | No
     return Run(outcomes, time.perf_counter() - started, max_delay_s)
 
 
-async def _send(client: Client, call: Call, room: asyncio.Semaphore, watch: "Watch") -> Outcome:
+async def _send(client: Client, call: EncodedCall, room: asyncio.Semaphore, watch: "Watch") -> Outcome:
     queued = time.perf_counter()
     async with room:
         reply = Reply(time.perf_counter())

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.engine.commands.bench.synthetic import Sample, Source
+from penstock.engine.commands.bench.synthetic import PromptSource, Sample
 from penstock.engine.config import ConfigError
 
 # Conversations outside of these are passed over, as in other benchmarks of this data.
@@ -18,7 +18,7 @@ MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
 HASH_TOKENS = 512  # of a prompt, for every hash id of a trace in Mooncake's format
 
 
-def sharegpt_samples(args: argparse.Namespace, count: int, source: Source) -> list[Sample]:
+def sharegpt_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
     """The first question of each conversation, with the length of the answer that was given. The file is a JSON list
     of objects like {"conversations": [{"from": "human", "value": …}, {"from": "gpt", "value": …}]}."""
     path = _path(args)
@@ -45,7 +45,7 @@ def sharegpt_samples(args: argparse.Namespace, count: int, source: Source) -> li
     return _enough(found, count, path)
 
 
-def custom_samples(args: argparse.Namespace, count: int, source: Source) -> list[Sample]:
+def custom_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
     """A prompt per line: {"prompt": "…", "output_tokens": 20}, the latter optional."""
     path, found = _path(args), []
     for number, line in enumerate(_lines(path), 1):
@@ -73,7 +73,7 @@ class _Asked(NamedTuple):
     hash_ids: list[int] | None  # equal ids at the beginning of two prompts: equal tokens there
 
 
-def timed_trace_samples(args: argparse.Namespace, count: int, source: Source) -> list[Sample]:
+def timed_trace_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
     """Requests of the lengths, at the times and with the shared beginnings of a recorded trace.
 
     In Mooncake's format (JSON lines with timestamp in ms, input_length, output_length, hash_ids) or that of Azure's

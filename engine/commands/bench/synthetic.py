@@ -54,7 +54,7 @@ def token_counter(model: str | None) -> Callable[[str], int]:
     return lambda text: len(tokenizer().encode(text, add_special_tokens=False))
 
 
-class Source(NamedTuple):
+class PromptSource(NamedTuple):
     """What prompts may be made of: token ids below `vocab_size`, or text."""
 
     vocab_size: int
@@ -71,7 +71,7 @@ class Source(NamedTuple):
         return " ".join(_WORDS[number] for number in numbers) if self.is_text else numbers
 
 
-def random_samples(args: argparse.Namespace, count: int, source: Source) -> list[Sample]:
+def random_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
     """Prompts of random tokens behind a common prefix; lengths uniform within ±range_ratio."""
     rng = random.Random(args.seed or 0)
     prefix = source.draw(args.random_prefix_len, rng)
@@ -83,7 +83,7 @@ def random_samples(args: argparse.Namespace, count: int, source: Source) -> list
     return samples
 
 
-def prefix_repetition_samples(args: argparse.Namespace, count: int, source: Source) -> list[Sample]:
+def prefix_repetition_samples(args: argparse.Namespace, count: int, source: PromptSource) -> list[Sample]:
     """A few prefixes, each before many endings of its own; the order is shuffled."""
     rng = random.Random(args.seed or 0)
     prefixes = [source.draw(args.prefix_repetition_prefix_len, rng) for _ in range(args.prefix_repetition_num_prefixes)]

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.commands.bench.datasets import DatasetOptions, Sample, Source, load_samples
+from penstock.engine.commands.bench.datasets import DatasetOptions, PromptSource, Sample, load_samples
 from penstock.engine.commands.bench.report import write_json
 from penstock.engine.commands.bench.synthetic import token_counter
 from penstock.engine.config import EngineOptions, add_engine_options
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(args.model, skip_tokenizer=args.skip_tokenizer_init, **given_options(args, EngineOptions)) as llm:
         count = args.num_prompts + args.num_warmups
-        source = Source(llm.info.vocab_size)
+        source = PromptSource(llm.info.vocab_size)
         if not args.skip_tokenizer_init:
             source = source._replace(count_tokens=token_counter(args.model))
         samples = load_samples(args, count, source)

@@ -20,7 +20,7 @@ import msgspec
 
 from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.top.figures import History, Look
-from penstock.engine.commands.top.screen import Line, Piece, clean, router_lines, server_lines
+from penstock.engine.commands.top.screen import Line, Span, clean, router_lines, server_lines
 from penstock.engine.config import ConfigError
 from penstock.executor.process_life import stop_signals
 
@@ -82,7 +82,7 @@ class Watched:
         self.history.add(look)
 
     def lines(self) -> Iterator[Line]:
-        yield [Piece("Penstock  ", "strong"), Piece(clean(self.url)), Piece(f"  {self._what()}", "soft")]
+        yield [Span("Penstock  ", "strong"), Span(clean(self.url)), Span(f"  {self._what()}", "soft")]
         yield []
         if self.replicas is None:
             yield from server_lines(self.history)
@@ -139,7 +139,7 @@ async def _watch(server: Watched, interval_s: float, out: TextIO) -> None:
         while True:
             lines = list(server.lines())
             if trouble:
-                lines[1] = [Piece(trouble, "alarm")]
+                lines[1] = [Span(trouble, "alarm")]
             out.write(frame(lines, *shutil.get_terminal_size(), has_colour="NO_COLOR" not in os.environ))
             out.flush()
             await asyncio.sleep(interval_s)

@@ -25,12 +25,12 @@ PROMPTS = "penstock:router_compared_prompt_tokens_total"
 COLUMNS = ("replica", "state", "in flight", "queued", "prefill tok/s", "cached", "requests", "failures", "ejections")
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     text: str
     style: str = ""  # "", "soft", "strong", "accent" or "alarm"
 
 
-Line = list[Piece]
+Line = list[Span]
 
 
 def server_lines(history: History) -> Iterator[Line]:
@@ -44,7 +44,7 @@ def server_lines(history: History) -> Iterator[Line]:
         ("step", seconds(history.ratio("penstock:step_seconds_sum", "penstock:step_seconds_count")), ""),
     )
     yield []
-    yield [Piece("KV blocks", "strong")]
+    yield [Span("KV blocks", "strong")]
     yield from _tiers(now)
     yield []
     yield from _latencies(history, LATENCIES)
@@ -112,7 +112,7 @@ def bar(share: float, behind: float = 0.0) -> Line:
     """`share` of a bar, and behind it, paler, as far as `behind`."""
     front = round(BAR * min(max(share, 0.0), 1.0))
     back = max(round(BAR * min(max(behind, 0.0), 1.0)) - front, 0)
-    return [Piece("█" * front, "accent"), Piece("▒" * back, "accent"), Piece("·" * (BAR - front - back), "soft")]
+    return [Span("█" * front, "accent"), Span("▒" * back, "accent"), Span("·" * (BAR - front - back), "soft")]
 
 
 def levels(values: Iterable[float]) -> str:
@@ -126,7 +126,7 @@ def _pairs(*pairs: tuple[str, str, str]) -> Iterator[Line]:
     for start in range(0, len(pairs), 3):
         line: Line = []
         for name, value, unit in pairs[start : start + 3]:
-            line += [Piece(f"{name:<18}", "soft"), Piece(f"{value:>7}", "strong"), Piece(f" {unit:<7}", "soft")]
+            line += [Span(f"{name:<18}", "soft"), Span(f"{value:>7}", "strong"), Span(f" {unit:<7}", "soft")]
         yield line
 
 
@@ -135,26 +135,26 @@ def _tiers(now: Look) -> Iterator[Line]:
     whole = states.get("all") or 1.0
     held, cached = states.get("held", 0.0), states.get("cached", 0.0)
     words = f"{number(held)} held, {number(cached)} cached of {number(states.get('all'))}"
-    yield [Piece(f"{'device':<8}"), *bar(held / whole, cached / whole), Piece(f"  {words}")]
+    yield [Span(f"{'device':<8}"), *bar(held / whole, cached / whole), Span(f"  {words}")]
     capacity = now.by_label("penstock:kv_tier_capacity_blocks", "tier")
     for tier, used in now.by_label("penstock:kv_tier_used_blocks", "tier").items():
         room = capacity.get(tier)
         words = f"{number(used)} of {number(room)}" if room else f"{number(used)} blocks"
-        yield [Piece(f"{clean(tier):<8}"), *bar(used / room if room else 0.0), Piece(f"  {words}")]
+        yield [Span(f"{clean(tier):<8}"), *bar(used / room if room else 0.0), Span(f"  {words}")]
 
 
 def _latencies(history: History, names: Mapping[str, str]) -> Iterator[Line]:
     title = "Latency, last minute" if len(history.looks) > 1 else "Latency, since the start"
     yield [
-        Piece(f"{title:<24}", "strong"),
-        Piece("".join(f"{word:>10}" for word in ("p50", "p95", "p99", "count")), "soft"),
+        Span(f"{title:<24}", "strong"),
+        Span("".join(f"{word:>10}" for word in ("p50", "p95", "p99", "count")), "soft"),
     ]
     for label, name in names.items():
         buckets = history.buckets(name)
         shown = "".join(f"{_quantile(quantile(buckets, share)):>10}" for share in (0.5, 0.95, 0.99))
         count = sum(count for _, count in buckets)
         columns = levels(count for _, count in buckets)
-        yield [Piece(f"{label:<24}{shown}{number(count):>10}   "), Piece(columns, "accent")]
+        yield [Span(f"{label:<24}{shown}{number(count):>10}   "), Span(columns, "accent")]
 
 
 def _quantile(found: Quantile) -> str:
@@ -167,19 +167,19 @@ def _experts(now: Look) -> Iterator[Line]:
         return
     ranks = now.by_label("penstock:expert_rank_load", "rank")
     yield []
-    yield [Piece("Ranks", "strong"), Piece(f"  balance {percent(balance)}", "soft")]
+    yield [Span("Ranks", "strong"), Span(f"  balance {percent(balance)}", "soft")]
     highest = max(ranks.values(), default=1.0) or 1.0
     for rank, share in ranks.items():
-        yield [Piece(f"{clean(rank):<8}"), *bar(share / highest), Piece(f"  {percent(share)}")]
+        yield [Span(f"{clean(rank):<8}"), *bar(share / highest), Span(f"  {percent(share)}")]
     loads = now.by_label("penstock:expert_load", "expert").values()
-    yield [Piece("experts "), Piece(levels(loads), "accent")]
+    yield [Span("experts "), Span(levels(loads), "accent")]
 
 
 def _counts(pairs: Iterable[tuple[str, float | None]]) -> Iterator[Line]:
     words = [f"{clean(name)} {number(value or 0)}" for name, value in pairs]
     for start in range(0, len(words), 4):
         title = "" if start else "Since the start"
-        yield [Piece(f"{title:<18}", "strong"), Piece("   ".join(words[start : start + 4]), "soft")]
+        yield [Span(f"{title:<18}", "strong"), Span("   ".join(words[start : start + 4]), "soft")]
 
 
 def _replica(replica: Mapping[str, Any]) -> tuple[str, ...]:
@@ -205,4 +205,4 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[Line]:
     for place, row in enumerate(rows):
         cells = [f"{cell:{'<' if i < 2 else '>'}{widths[i]}}" for i, cell in enumerate(row)]
         style = "soft" if place == 0 else "" if row[1] == "up" else "alarm"
-        yield [Piece("  ".join(cells), style)]
+        yield [Span("  ".join(cells), style)]

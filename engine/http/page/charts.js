@@ -101,6 +101,11 @@ function chart(label, buckets) {
   );
 }
 
+function drawLatencies(history, names) {
+  const isWhole = byId("window").value === "start";
+  byId("latency").replaceChildren(...names.map(([label, name]) => chart(label, history.histogram(name, isWhole))));
+}
+
 /** [term, value] pairs as a list of facts. */
 function facts(pairs) {
   return pairs.map(([term, value]) => make("div", "", make("dt", "", term), make("dd", "", value)));

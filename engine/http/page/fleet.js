@@ -7,37 +7,24 @@ const FLEET_LATENCIES = [
 const STATE_DOTS = { up: "good", trial: "good", starting: "", draining: "", removing: "" };
 
 function startWatch() {
-  const history = new History();
   let replicas = [];
-  const redraw = () => drawFleet(history, replicas);
-  byId("window").addEventListener("change", redraw);
-  keepLooking(async (mayAsk) => {
-    history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
+  watch((history) => drawFleet(history, replicas), async (_history, mayAsk) => {
     replicas = (await bodyOf(await ask("/replicas", {}, mayAsk), "json")).replicas;
     const open = replicas.filter((replica) => replica.is_available).length;
     setState(open ? "good" : "bad", `${open} of ${replicas.length} replicas take requests`);
-    redraw();
   });
 }
 
 function drawFleet(history, replicas) {
-  if (byId("watch").hidden) return;
   byId("tiles").replaceChildren(...fleetTiles(history, replicas));
   byId("replicas").tBodies[0].replaceChildren(...replicas.map(replicaRow));
-  const isWhole = byId("window").value === "start";
-  byId("latency").replaceChildren(
-    ...FLEET_LATENCIES.map(([label, name]) => chart(label, history.histogram(name, isWhole))),
-  );
+  drawLatencies(history, FLEET_LATENCIES);
   byId("counts").replaceChildren(...facts(fleetCounts(history.now)));
 }
 
 function fleetTiles(history, replicas) {
   const now = history.now;
-  const sinceStart = (top, bottom) => (total(now, bottom) ? total(now, top) / total(now, bottom) : undefined);
-  const share = (top) => {
-    const bottom = "penstock:router_compared_prompt_tokens_total";
-    return [percent(history.ratio(top, bottom) ?? sinceStart(top, bottom)), "%"];
-  };
+  const share = (top) => [percent(history.ratio(top, "penstock:router_compared_prompt_tokens_total")), "%"];
   const predicted = "penstock:router_predicted_cached_tokens_total";
   const actual = "penstock:router_actual_cached_tokens_total";
   const ejections = "penstock:router_replica_ejections_total";

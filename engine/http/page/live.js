@@ -8,27 +8,16 @@ const LATENCIES = [
 ];
 
 function startWatch() {
-  const history = new History();
-  const redraw = () => drawLive(history);
-  byId("window").addEventListener("change", redraw);
-  keepLooking(async (mayAsk) => {
-    history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
-    setState("good", watchedName(history.now));
-    redraw();
-  });
+  watch(drawLive, (history) => setState("good", watchedName(history.now)));
 }
 
 const watchedName = (series) => series.get("vllm:num_requests_running")?.[0]?.labels.model_name ?? "connected";
 
 function drawLive(history) {
-  if (byId("watch").hidden) return;
   const now = history.now;
   byId("tiles").replaceChildren(...liveTiles(history));
   byId("tiers").replaceChildren(...tierMeters(now));
-  const isWhole = byId("window").value === "start";
-  byId("latency").replaceChildren(
-    ...LATENCIES.map(([label, name]) => chart(label, history.histogram(name, isWhole))),
-  );
+  drawLatencies(history, LATENCIES);
   drawExperts(now);
   byId("counts").replaceChildren(...facts(liveCounts(now)));
 }
@@ -37,7 +26,6 @@ function liveTiles(history) {
   const gauge = (name) => total(history.now, name);
   const steps = ["penstock:step_seconds_sum", "penstock:step_seconds_count"];
   const hits = ["vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"];
-  const sinceStart = (top, bottom) => (gauge(bottom) ? gauge(top) / gauge(bottom) : undefined);
   return [
     tile("Running", [figure(gauge("vllm:num_requests_running")), ""], history.values("vllm:num_requests_running")),
     tile("Waiting", [figure(gauge("vllm:num_requests_waiting")), ""], history.values("vllm:num_requests_waiting")),
@@ -53,12 +41,12 @@ function liveTiles(history) {
     ),
     tile(
       "Prefix hits",
-      [percent(history.ratio(...hits) ?? sinceStart(...hits)), "%"],
+      [percent(history.ratio(...hits)), "%"],
       history.rates("vllm:prefix_cache_hits_total"),
     ),
     tile(
       "Step",
-      duration(history.ratio(...steps) ?? sinceStart(...steps)),
+      duration(history.ratio(...steps)),
       history.rates("penstock:step_seconds_count").map((rate, i) =>
         rate > 0 ? history.rates("penstock:step_seconds_sum")[i] / rate : 0,
       ),

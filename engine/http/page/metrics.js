@@ -63,10 +63,11 @@ class History {
     return this.looks.slice(1).map((look, i) => between(this.looks[i], look, name, wanted) ?? 0);
   }
 
-  /** How much `top` grew for each that `bottom` grew, over the last looks in which it did; undefined for none. */
+  /** How much `top` grew for each that `bottom` grew: in the last minute, else since the start; undefined for none. */
   ratio(top, bottom) {
     const grown = (name) => (total(this.now, name) ?? 0) - (total(this.looks[0].series, name) ?? 0);
-    return grown(bottom) > 0 ? grown(top) / grown(bottom) : undefined;
+    if (grown(bottom) > 0) return grown(top) / grown(bottom);
+    return total(this.now, bottom) ? total(this.now, top) / total(this.now, bottom) : undefined;
   }
 
   values(name) {

@@ -109,6 +109,18 @@ async function keepLooking(look) {
   }
 }
 
+/** Look at /metrics, and `learn` what else there is to know, once a second; `draw` what is visible. */
+function watch(draw, learn) {
+  const history = new History();
+  const redraw = () => byId("watch").hidden || draw(history);
+  byId("window").addEventListener("change", redraw);
+  keepLooking(async (mayAsk) => {
+    history.add(parseMetrics(await bodyOf(await ask("/metrics", {}, mayAsk), "text")));
+    await learn(history, mayAsk);
+    redraw();
+  });
+}
+
 function showView() {
   const name = location.hash === "#watch" ? "watch" : location.hash === "#chat" ? "chat" : document.body.dataset.first;
   for (const view of ["chat", "watch"]) byId(view).hidden = view !== name;

@@ -101,7 +101,7 @@ class Format:
         return self.is_bare or bool(self.closers.get(mark))
 
 
-class Function(NamedTuple):
+class ToolSpec(NamedTuple):
     name: str
     parameters: dict[str, Any]  # a JSON schema of an object
     is_strict: bool = True  # a schema that no grammar can express is refused, not loosened
@@ -112,7 +112,7 @@ class Calls(NamedTuple):
     """What an answer may call. `must`: it is a call and nothing else. `many`: one after the other."""
 
     form: Format
-    functions: Sequence[Function]
+    functions: Sequence[ToolSpec]
     must: bool
     many: bool
 

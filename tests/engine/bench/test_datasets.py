@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.commands.bench.datasets import DatasetOptions, Sample, Source, load_samples
+from penstock.engine.commands.bench.datasets import DatasetOptions, PromptSource, Sample, load_samples
 from penstock.engine.config import ConfigError
 from penstock.engine.options import add_options
 
-IDS = Source(1000)
+IDS = PromptSource(1000)
 
 
-def samples(*options: str, count: int = 50, source: Source = IDS, seed: int = 0) -> list[Sample]:
+def samples(*options: str, count: int = 50, source: PromptSource = IDS, seed: int = 0) -> list[Sample]:
     parser = argparse.ArgumentParser()
     add_options(parser, DatasetOptions)
     args = parser.parse_args(options)
@@ -44,13 +44,13 @@ def test_a_prefix_is_shared_by_all_and_comes_on_top() -> None:
 
 @pytest.mark.parametrize("vocab_size", [2, 150, 50_000])
 def test_token_ids_stay_inside_the_vocabulary(vocab_size: int) -> None:
-    for sample in samples(count=10, source=Source(vocab_size)):
+    for sample in samples(count=10, source=PromptSource(vocab_size)):
         assert isinstance(sample.prompt, list)
         assert min(sample.prompt) >= 0 and max(sample.prompt) < vocab_size
 
 
 def test_a_chat_gets_as_many_words() -> None:
-    for sample in samples("--random-input-len", "12", source=Source(1000, is_text=True), count=5):
+    for sample in samples("--random-input-len", "12", source=PromptSource(1000, is_text=True), count=5):
         assert isinstance(sample.prompt, str)
         assert len(sample.prompt.split()) == 12
 
@@ -100,7 +100,7 @@ def test_conversations_give_their_first_question_and_the_length_of_its_answer(tm
     options = ("--dataset-name", "sharegpt", "--dataset-path", str(path))
     assert samples(*options, count=1) == [Sample("Where does the river end?", 7, 11)]
     assert (
-        samples(*options, "--sharegpt-output-len", "5", count=2, source=Source(9, False, lambda text: len(text)))[
+        samples(*options, "--sharegpt-output-len", "5", count=2, source=PromptSource(9, False, lambda text: len(text)))[
             0
         ].output_len
         == 5

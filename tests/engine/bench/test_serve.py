@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.commands.bench import serving as serve
-from penstock.engine.commands.bench.load import Call, drive
+from penstock.engine.commands.bench.load import EncodedCall, drive
 from penstock.engine.commands.bench.report import serving_table
 from penstock.engine.commands.bench.results import save
 from penstock.engine.config import ConfigError
@@ -124,7 +124,7 @@ def test_calls_leave_in_the_order_and_not_before_their_times() -> None:
     async def inside() -> list[float]:
         async with Endpoint(speak_openai) as endpoint:
             request = endpoint.client.target.request("POST", "/v1/completions", b'{"max_tokens": 1}', {})
-            run = await drive(endpoint.client, [Call(request, 1, at) for at in (0.0, 0.05, 0.1)])
+            run = await drive(endpoint.client, [EncodedCall(request, 1, at) for at in (0.0, 0.05, 0.1)])
             assert run.duration_s >= 0.1, "the last one is not sent before its time"
             return [outcome.start_s for outcome in run.outcomes]
 

@@ -14,7 +14,7 @@ from penstock.engine.grammar import compiler as compiler_module
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import MAX_GRAMMAR_CHARS, InvalidRequest, StructuredOutputs
 from tests.support.grammar_rig import accepts, vocabulary
 
@@ -140,7 +140,7 @@ def test_waiting_for_others_and_for_the_vocabulary_does_not_count_against_a_gram
 ) -> None:
     gate = threading.Event()
 
-    def load() -> Vocabulary:
+    def load() -> GrammarVocabulary:
         gate.wait(10)
         return vocabulary()
 

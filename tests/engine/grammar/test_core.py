@@ -11,7 +11,7 @@ from llguidance import LLParserLimits
 
 from penstock.engine.core import process as core_process
 from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.messages import Shutdown
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.protocol import Sampling
@@ -108,7 +108,7 @@ def test_a_length_cuts_an_answer_short_and_a_stop_id_of_the_user_ends_it() -> No
 def test_a_request_waits_for_its_grammar_while_others_run() -> None:
     gate = threading.Event()
 
-    def load() -> Vocabulary:
+    def load() -> GrammarVocabulary:
         gate.wait(10)
         return vocabulary()
 
@@ -150,7 +150,7 @@ def test_a_grammar_that_costs_too_much_in_the_middle_fails_its_request_alone() -
 
 
 def test_a_vocabulary_that_cannot_be_loaded_fails_constrained_requests_and_no_others() -> None:
-    def load() -> Vocabulary:
+    def load() -> GrammarVocabulary:
         raise OSError("no such file")
 
     world = Core(compiler=Compiler(load))
@@ -213,7 +213,7 @@ def test_a_core_without_a_tokenizer_says_so() -> None:
 def test_a_new_request_with_the_id_of_an_aborted_one_does_not_get_its_grammar() -> None:
     gate = threading.Event()
 
-    def load() -> Vocabulary:
+    def load() -> GrammarVocabulary:
         gate.wait(10)
         return vocabulary()
 
@@ -321,7 +321,7 @@ class Visitors:
 def test_the_vocabulary_is_made_in_the_first_quiet_second_and_once() -> None:
     made, loads = threading.Event(), []
 
-    def load() -> Vocabulary:
+    def load() -> GrammarVocabulary:
         loads.append(threading.current_thread())
         made.set()
         return vocabulary()

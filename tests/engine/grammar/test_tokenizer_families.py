@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.source import grammar_source
-from penstock.engine.grammar.vocabulary import ExactEncoder, Vocabulary, _another
+from penstock.engine.grammar.vocabulary import ExactEncoder, GrammarVocabulary, _another
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import Sampling
@@ -98,6 +98,6 @@ def writes_anything(tokenizer: Tokenizer) -> bool:
 
 
 def compiler_of(tokenizer: Tokenizer) -> Compiler:
-    compiler = Compiler(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
+    compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, tokenizer.vocab_size))
     compiler.start(grammar_source(StructuredOutputs(choice=["warm"]))).result.result(10)
     return compiler

@@ -10,7 +10,7 @@ import openai
 import pytest
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.server.tool_choice import MAX_PAST_CALLS, MAX_SCHEMA_BYTES, MAX_TOOLS
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import LLAMA3, QWEN3
@@ -218,7 +218,7 @@ def test_a_tool_that_no_grammar_expresses_is_held_to_less_and_the_others_as_befo
     tools = [*TOOLS, tool(name="odd", parameters=ODD[kind])]
     assert qwen.chat(messages=MESSAGES, tools=tools).status_code == 200
     source = qwen.engine.submitted[-1][2]["grammar"]
-    vocabulary = Vocabulary.of(byte_tokenizer(*MARKS), 300)
+    vocabulary = GrammarVocabulary.of(byte_tokenizer(*MARKS), 300)
     for name, arguments, is_held in (
         ("weather", '{"city": "Ulm"}', True),
         ("weather", '{"city": 3}', False),

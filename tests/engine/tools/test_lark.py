@@ -13,10 +13,10 @@ from llguidance import LLMatcher
 
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.tool_calls import grammar
-from penstock.engine.grammar.vocabulary import Vocabulary
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.text.tools.formats import Calls, Function
+from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import MISTRAL, THINK, Thinking
 from tests.support.fake_engine import byte_tokenizer
 from tests.support.tool_samples import CALL, CALLS, CLOCK, FORMATS, WEATHER, calls_of, read
@@ -31,8 +31,8 @@ def tokenizer(special: bool) -> Tokenizer:
 
 
 @functools.cache
-def vocabulary(special: bool) -> Vocabulary:
-    return Vocabulary.of(tokenizer(special), tokenizer(special).vocab_size)
+def vocabulary(special: bool) -> GrammarVocabulary:
+    return GrammarVocabulary.of(tokenizer(special), tokenizer(special).vocab_size)
 
 
 def lark(special: bool, *wanted: Any, **more: Any) -> str:
@@ -176,8 +176,8 @@ def test_a_schema_that_no_grammar_expresses_is_refused_if_strict_and_loosened_if
     odd = {"type": "object", "properties": {"a": {"not": {"pattern": "b"}}}, "required": ["a"]}
     form = FORMATS["hermes"]
     with pytest.raises(InvalidRequest, match="tools: f#/properties/a: not: "):
-        lark(False, Calls(form, [Function("f", odd)], True, False))
-    loose = lark(False, Calls(form, [Function("f", odd, is_strict=False)], True, False))
+        lark(False, Calls(form, [ToolSpec("f", odd)], True, False))
+    loose = lark(False, Calls(form, [ToolSpec("f", odd, is_strict=False)], True, False))
     call = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
     assert verdict(False, loose, call) == "accepted"
 
@@ -187,7 +187,7 @@ def test_nothing_in_a_schema_reads_as_grammar() -> None:
         "type": "object",
         "properties": {'a": "b" }\nstart: "x" ::= /': {"enum": ["::=", "}\n", '"', "ü"]}},
     }
-    source = lark(False, Calls(FORMATS["hermes"], [Function("f", nasty)], True, False))
+    source = lark(False, Calls(FORMATS["hermes"], [ToolSpec("f", nasty)], True, False))
     for value in nasty["properties"].popitem()[1]["enum"]:
         arguments = json.dumps({'a": "b" }\nstart: "x" ::= /': value}, ensure_ascii=False)
         call = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.engine.commands.top.command import ENTER, LEAVE, frame
-from penstock.engine.commands.top.screen import Piece
+from penstock.engine.commands.top.screen import Span
 from penstock.engine.messages import Stats
 from penstock.executor.protocol import ExpertUpdate
 from tests.support.fake_engine import FakeEngine
@@ -162,6 +162,6 @@ def read_until(descriptor: int, enough: Callable[[str], bool]) -> str:
 
 
 def test_a_frame_is_cut_to_the_screen_and_leaves_nothing_of_the_one_before() -> None:
-    lines = [[Piece("abc", "strong"), Piece("defgh")], [], [Piece("x")], [Piece("unseen")]]
+    lines = [[Span("abc", "strong"), Span("defgh")], [], [Span("x")], [Span("unseen")]]
     assert frame(lines, 5, 4, has_colour=False) == "\x1b[Habcde\x1b[K\r\n\x1b[K\r\nx\x1b[K\x1b[J"
     assert "\x1b[1mabc\x1b[0mde\x1b[K" in frame(lines, 5, 4, has_colour=True)
