@@ -137,7 +137,7 @@ class AsyncEngine:
         eos_ids: Iterable[int] = (),
         text_stream: Callable[[bool, bool, frozenset[int]], TextStream] | None = None,
         max_logprobs: int = MAX_LOGPROBS,
-        progress: Callable[[str], None] = lambda line: None,
+        progress: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.stats = Stats()
         self._config = config
