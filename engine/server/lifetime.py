@@ -32,7 +32,7 @@ async def serve(
     config: ServerConfig,
     *,
     sock: socket.socket | None = None,
-    on_listening: Callable[[str], None] = lambda url: None,
+    on_listening: Callable[[str], None] = lambda _url: None,
 ) -> int:
     """Serve a started engine until a signal or its death; the process's exit code. The caller closes the engine.
 

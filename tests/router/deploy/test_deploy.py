@@ -144,7 +144,7 @@ def test_it_serves_through_a_death_a_new_version_and_a_bad_one_and_leaves_nothin
         assert b"key" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     stays.process.send_signal(signal.SIGINT)
     stays.line("everything has ended")
-    assert stays.process.wait(20) == 0
+    assert stays.process.wait(60) == 0
     stays.end()
     assert all_gone([router, *second.values()])
 
@@ -206,7 +206,7 @@ def test_replicas_of_a_lost_node_are_started_on_another(tmp_path: Path) -> None:
     assert set(seen) == {200}
     stays.process.send_signal(signal.SIGINT)
     stays.line("everything has ended")
-    assert stays.process.wait(20) == 0
+    assert stays.process.wait(60) == 0
     stays.end()
     cluster.end()
 
