@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 class HealthLimits(NamedTuple):
     max_errors: int = 3  # in a row
-    stall_s: float = 2.0  # a call under way for longer hangs
+    stall_s: float = 2.0  # a call that takes longer hangs
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
 
 
-class Health:
+class TierHealth:
     """One thread calls it, with the time as it sees it."""
 
     def __init__(self, limits: HealthLimits) -> None:
@@ -39,7 +39,7 @@ class Health:
             self.bypass(now_s, reason)
 
     def watch(self, now_s: float, oldest_started_s: float | None) -> None:
-        """`oldest_started_s`: since when the longest call of all has been under way."""
+        """`oldest_started_s`: when the oldest call in flight began."""
         if oldest_started_s is None or now_s - oldest_started_s < self._limits.stall_s:
             return
         if self.is_open:
@@ -48,7 +48,7 @@ class Health:
             self._until_s = max(self._until_s, now_s + self._pause_s)
 
     def wants_probe(self, now_s: float) -> bool:
-        """True once per pause: whoever gets it probes, and tells with `probed`."""
+        """True once per pause: the caller then probes, and reports with `probed`."""
         if self.is_open or self._is_probing or now_s < self._until_s:
             return False
         self._is_probing = True
@@ -68,7 +68,7 @@ class Health:
         self.is_open = False
         self.reason = reason
         self.num_bypasses += 1
-        # A probe is small and may miss what is broken, so only time tells whether the disk is well again.
+        # A probe is small and may miss what is broken, so only time shows whether the disk is well again.
         if now_s - self._opened_s > self._limits.longest_pause_s:
             self._pause_s = self._limits.first_pause_s
         else:

@@ -1,4 +1,4 @@
-"""What a disk tier counts. Times go into histograms with fixed bounds, so that adding one costs a few comparisons."""
+"""What stores count. Times go into histograms with fixed bounds, so that adding one costs a few comparisons."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -7,7 +7,7 @@ from typing import Any
 BOUNDS_MS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1000.0, 5000.0, 30000.0)
 
 
-class Histogram:
+class TimeCounts:
     """Cumulative nowhere: `counts[i]` lie at or below `BOUNDS_MS[i]` and above the one before, the last above all."""
 
     def __init__(self) -> None:
@@ -22,14 +22,14 @@ class Histogram:
         return {"bounds_ms": BOUNDS_MS, "counts": tuple(self.counts), "sum_s": self.sum_s}
 
 
-class Measures:
-    """Of one tier, since it was opened."""
+class DiskMeasures:
+    """Since the tier was opened."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()  # puts that were refused or failed, by reason
         self.failures: Counter[str] = Counter()  # of calls, by errno or kind
-        self.store_times, self.load_times = Histogram(), Histogram()
+        self.store_times, self.load_times = TimeCounts(), TimeCounts()
 
     def stored(self, seconds: float) -> None:
         self.counts["stores"] += 1

@@ -22,8 +22,8 @@ import zmq
 from xxhash import xxh3_64_intdigest as checksum
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.cache.tiers.health import Health, HealthLimits
-from penstock.cache.tiers.measures import Histogram
+from penstock.cache.tiers.health import HealthLimits, TierHealth
+from penstock.cache.tiers.measures import TimeCounts
 from penstock.cache.tiers.peer.announced import Announced
 from penstock.cache.tiers.peer.wire import (
     KEY_BYTES,
@@ -85,7 +85,7 @@ class Link:
         self._asked: deque[Load] = deque()  # by the caller, not seen here yet
         self._waiting: deque[Load] = deque()  # for room in the window
         self._sent: dict[int, Load] = {}
-        self._health = Health(limits.health)
+        self._health = TierHealth(limits.health)
         self._is_connected = self._is_welcome = self._is_probing = False
         self._greeted_s: float | None = None  # a greeting waits for its answer
         self._heard_s = 0.0  # the last answer
@@ -93,7 +93,7 @@ class Link:
         self._next_lane = 0
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()  # loads, by reason
-        self._load_times = Histogram()
+        self._load_times = TimeCounts()
         self._busy_s = 0.0  # while anything was asked for
         self._busy_since_s: float | None = None
         self._encode = msgspec.msgpack.Encoder().encode
