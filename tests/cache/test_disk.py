@@ -157,19 +157,6 @@ def test_a_symbolic_link_in_the_directory_is_not_followed(tmp_path: Path, name: 
     assert victim.read_bytes() == b"mine"
 
 
-def test_a_pinned_record_stays_until_it_is_unpinned(tmp_path: Path) -> None:
-    with Rig(tmp_path) as rig:
-        cells = rig.tier.stats()["slots"]
-        rig.store("kept")
-        assert rig.tier.pin(key_of("kept")) and not rig.tier.pin(key_of("absent"))
-        rig.store(*range(2 * cells))
-        assert rig.hits("kept") == 1
-        rig.tier.unpin(key_of("kept"))
-        rig.store(*range(2 * cells, 4 * cells))
-        assert not rig.tier.contains(key_of("kept"))
-        rig.tier.check()
-
-
 def test_closing_ends_every_store_and_load_exactly_once(tmp_path: Path) -> None:
     rig = Rig(tmp_path, cells=64)
     rig.store(*range(10))

@@ -3,7 +3,7 @@ fails, it refuses, and it takes the borrowed buffers at their word."""
 
 import random
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Done(NamedTuple):
@@ -31,7 +31,7 @@ class FlakyStore:
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
-        self._under_way: list[list] = []  # [polls left, kind, ticket, key, buffer, ok]
+        self._under_way: list[list[Any]] = []  # [polls left, kind, ticket, key, buffer, ok]
         self._num_tickets = 0
         self._found: dict[bytes, None] = dict.fromkeys(self.data)
         self._lost: dict[bytes, None] = {}

@@ -10,6 +10,7 @@ Every operation takes a fixed number of steps at any fill. Cells for the next st
 
 import time
 from array import array
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -30,8 +31,7 @@ class Catalog:
         self.cells: dict[bytes, int] = {}  # READY ones
         self.table = Table(num_cells)
         self.changes = Changes()  # of what can be read
-        self.loading: dict[int, int] = {}  # cell → loads in flight
-        self.pins: dict[bytes, int] = {}
+        self.loading: Counter[int] = Counter()  # cell → loads in flight
         self.reserve: list[int] = []  # cells made ready for the next stores
         self.is_full = False  # nothing is left but to evict
         self.num_evictions = 0
@@ -99,13 +99,12 @@ class Catalog:
 
     def _evict(self) -> int | None:
         for passed, cell in enumerate(self._recency.oldest()):
-            key, _ = self.table.record_in(cell)
-            if cell not in self.loading and key not in self.pins:
+            if cell not in self.loading:
                 self.num_evictions += 1
                 age_s = time.monotonic() - self._used_s[cell]
                 self.retention_s += 0.01 * (age_s - self.retention_s)
                 # Its row stays until the next record has come: a restart before that still finds this one.
-                self._drop(cell, key)
+                self._drop(cell, self.table.record_in(cell)[0])
                 return cell
             if passed == _MAX_PASSED:
                 break
@@ -167,23 +166,17 @@ class Catalog:
 
     def _drop(self, cell: int, key: bytes) -> None:
         del self.cells[key]
-        self.pins.pop(key, None)
         self._state[cell] = _FREE
         self._recency.drop(cell)
         self._note(key, False)
 
     # -- what others hear of it ----------------------------------------------------------------------------
 
-    def hide(self) -> None:
-        """Nothing can be read at present: as far as others are concerned, all is lost."""
+    def hide(self, is_hidden: bool) -> None:
+        """While nothing can be read, all is lost as far as others are concerned."""
+        self._is_hidden = is_hidden
         for key in self.cells:
-            self._note(key, False)
-        self._is_hidden = True
-
-    def show(self) -> None:
-        self._is_hidden = False
-        for key in self.cells:
-            self._note(key, True)
+            self.changes.note(key, not is_hidden)
 
     def _note(self, key: bytes, is_there: bool) -> None:
         if not self._is_hidden:
@@ -196,6 +189,5 @@ class Catalog:
         free = [*self.reserve, *self._free, *self._unbacked, *range(self._frontier, len(self._state))]
         assert len(free) == len(set(free)) and all(self._state[cell] == _FREE for cell in free)
         assert len(free) + len(ready) + num_busy == len(self._state)
-        assert self.pins.keys() <= self.cells.keys()
         if not self._is_hidden:
             self.changes.check(self.cells)

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,19 +19,11 @@ SNAPSHOT_SHARE = 0.01  # of the time goes into snapshots at most: how much a cra
 SCAN_STRIDE = 128  # cells between two ticks
 
 
-class Found(NamedTuple):
-    """A record that the scan came across."""
-
-    cell: int
-    key: bytes
-    sequence: int
-
-
 class Keeper:
     """`write(rows, clean)` makes a snapshot, or raises OSError. Take what the scan found from `found`."""
 
     def __init__(self, write: Callable[[np.ndarray, bool], None], table: Table, transport: Transport) -> None:
-        self.found: deque[Found] = deque()
+        self.found: deque[tuple[int, bytes, int]] = deque()  # cell, key and sequence of records
         self.scan_left = 0  # cells still to look into
         self.num_errors = 0
         self._write = write
@@ -103,5 +94,5 @@ class Keeper:
             header = None
         row = self._table.rows[cell]
         if header is not None and not (row["live"] and row["sequence"] == header.sequence):
-            self.found.append(Found(cell, header.key, header.sequence))
+            self.found.append((cell, header.key, header.sequence))
         self.scan_left -= 1

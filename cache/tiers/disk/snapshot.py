@@ -59,7 +59,7 @@ class Table:
     def __init__(self, num_cells: int) -> None:
         self.rows = np.zeros(num_cells, ROWS)
         self.num_changes = 0
-        self._bytes = memoryview(self.rows.view(np.uint8))
+        self._bytes = self.rows.view(np.uint8).data
 
     def set(self, cell: int, key: bytes, sequence: int, stamp: int) -> None:
         _ROW.pack_into(self._bytes, cell * _ROW.size, key, sequence, stamp, cell, 1)
@@ -109,7 +109,7 @@ def write_snapshot(
     calls: SystemCalls, directory: int, geometry: Geometry, rows: np.ndarray, next_sequence: int, *, clean: bool
 ) -> None:
     """From here on these rows are what is known. A failed write raises OSError, and the snapshot before still counts."""
-    body = memoryview(rows.view(np.uint8))
+    body = rows.view(np.uint8).data
     header = IndexHeader(_MAGIC, _VERSION, clean, *geometry, 0, next_sequence, len(rows), checksum(body))
     file = calls.open(directory, SCRATCH, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:

@@ -11,8 +11,9 @@ they finish comes back through `poll`. Any failure of the disk is a miss. docs/t
 import contextlib
 import os
 import time
-from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,14 +28,12 @@ from penstock.cache.tiers.disk.snapshot import mark_open, read_snapshot, room_by
 from penstock.cache.tiers.disk.transport import CORRUPT, NO_ROOM, STALE, Transport
 from penstock.cache.tiers.disk.workers import LOAD, PROBE, STORE, DiskJob, Workers
 from penstock.cache.tiers.health import HealthLimits, TierHealth
-from penstock.cache.tiers.measures import DiskMeasures
+from penstock.cache.tiers.measures import TimeCounts
 
 MAX_CHUNK_BYTES = 2**30
 MAX_CELLS = 2**28  # each takes some 100 bytes of memory once it is used; the index counts them in 32 bits
 NUM_WORKERS = 3  # two keep the disk busy, one checks or hashes meanwhile
 _BAD_RECORD = (CORRUPT, STALE, "EIO")  # trying again will not mend it
-
-_Name = TypeVar("_Name", bound=Hashable)
 
 
 class DiskLimits(NamedTuple):
@@ -73,8 +72,13 @@ class DiskTier:
         self._capacity_bytes = capacity_bytes
         self._chunk_bytes = chunk_bytes
         self._admission = AdmissionPolicy(num_cells)
-        self._health = TierHealth(_scaled(limits.health, chunk_bytes))
-        self._measures = DiskMeasures()
+        # A call that moves much may take longer: 10 MB/s are slow, not hanging.
+        stall_s = max(limits.health.stall_s, chunk_bytes / 10e6)
+        self._health = TierHealth(limits.health._replace(stall_s=stall_s))
+        self._counts: Counter[str] = Counter()
+        self._drops: Counter[str] = Counter()  # puts that were refused or failed, by reason
+        self._failures: Counter[str] = Counter()  # of calls, by errno or kind
+        self._store_times, self._load_times = TimeCounts(), TimeCounts()
         self._storing: set[bytes] = set()
         self._num_jobs = 0  # given to the workers and not taken back yet
         self._store_s = 0.0  # moving average of one store
@@ -118,17 +122,6 @@ class DiskTier:
             if cell is not None:
                 self._catalog.use(cell)
 
-    def pin(self, key: bytes) -> bool:
-        """Keep a record until as many `unpin`; False if it is not there."""
-        if key not in self._cells:
-            return False
-        _count_up(self._catalog.pins, key)
-        return True
-
-    def unpin(self, key: bytes) -> None:
-        """A record that turned out to be bad meanwhile is gone, and its pins with it."""
-        _count_down(self._catalog.pins, key)
-
     # -- storing -------------------------------------------------------------------------------------------
 
     def put(self, key: bytes, buffer: Any) -> bool:
@@ -154,7 +147,7 @@ class DiskTier:
         else:
             cell, reason = self._catalog.take(self._keeper.scan_left > 0), "all in use"
         if cell is None:
-            self._measures.drops[reason] += 1
+            self._drops[reason] += 1
             return False
         sequence = self._sequence
         self._sequence = sequence + 1
@@ -189,13 +182,13 @@ class DiskTier:
         self._admission.saw(key)
         cell = self._cells.get(key)
         if cell is None:
-            self._measures.counts["misses"] += 1
+            self._counts["misses"] += 1
             return None
         if self._is_closed or not self._health.is_open:
-            self._measures.counts["loads refused"] += 1
+            self._counts["loads refused"] += 1
             return None
         sequence = self._catalog.use(cell)
-        _count_up(self._catalog.loading, cell)
+        self._catalog.loading[cell] += 1
         ticket = self._next_ticket
         self._next_ticket = ticket + 1
         self._start(DiskJob(LOAD, key, cell, sequence, into, ticket))
@@ -261,7 +254,7 @@ class DiskTier:
             "used_bytes": len(self._cells) * self._slabs.cell_bytes,
             "capacity_bytes": self._capacity_bytes,
             "queue_bytes": len(self._storing) * self._chunk_bytes,
-            "pinned": len(self._catalog.pins),
+            "pinned": len(self._catalog.loading),  # records that eviction passes by
             "loading": len(self._catalog.loading),
             "is_open": self._health.is_open,
             "is_direct": self._slabs.is_direct,
@@ -272,14 +265,25 @@ class DiskTier:
             "recovery_s": self._recovery_s,
             "retention_s": self._catalog.retention_s,
             "evictions": self._catalog.num_evictions,
-            **self._measures.as_dict(self._chunk_bytes),
+            "hits": self._load_times.num,
+            "misses": self._counts["misses"],
+            "stores": self._store_times.num,
+            "loaded_bytes": self._load_times.num * self._chunk_bytes,
+            "stored_bytes": self._store_times.num * self._chunk_bytes,
+            "corrupt_reads": self._counts[CORRUPT],
+            "stale_reads": self._counts[STALE],
+            "loads_refused": self._counts["loads refused"],
+            "drops": dict(self._drops),
+            "failures": dict(self._failures),
+            "store_times": self._store_times.as_dict(),
+            "load_times": self._load_times.as_dict(),
         }
 
     def check(self) -> None:
         """What holds between any two calls."""
         self._catalog.check(len(self._storing))
         assert not self._storing & self._cells.keys()
-        assert self._num_jobs >= len(self._storing) + sum(self._catalog.loading.values())
+        assert self._num_jobs >= len(self._storing) + self._catalog.loading.total()
 
     # -- beneath -------------------------------------------------------------------------------------------
 
@@ -327,7 +331,7 @@ class DiskTier:
             if job.kind is PROBE:
                 self._health.probed(time.monotonic(), job.ok)
                 if self._health.is_open:
-                    self._catalog.show()
+                    self._catalog.hide(False)
             elif job.ok:
                 self._health.worked()
             else:
@@ -347,20 +351,23 @@ class DiskTier:
         self._storing.remove(job.key)
         if job.ok:
             self._store_s = 0.9 * self._store_s + 0.1 * job.seconds if self._store_s else job.seconds
-            self._measures.stored(job.seconds)
+            self._store_times.add(job.seconds)
             self._catalog.publish(job.cell, job.key, job.sequence)
         else:
-            self._measures.drops[job.reason] += 1
+            self._drops[job.reason] += 1
             self._catalog.release(job.cell)
             if job.reason == NO_ROOM:
                 self._catalog.stop_growing(time.monotonic() + self._limits.grow_pause_s, self._slabs.is_backed)
 
     def _end_load(self, job: DiskJob) -> None:
-        _count_down(self._catalog.loading, job.cell)
+        loading = self._catalog.loading
+        loading[job.cell] -= 1
+        if not loading[job.cell]:
+            del loading[job.cell]
         if job.ok:
-            self._measures.loaded(job.seconds)
+            self._load_times.add(job.seconds)
         elif job.reason in _BAD_RECORD:
-            self._measures.counts[job.reason] += 1
+            self._counts[job.reason] += 1
             self._catalog.forget(job.cell, job.key, job.sequence)
 
     def _adopt(self) -> None:
@@ -383,7 +390,7 @@ class DiskTier:
 
     def _blame(self, reason: str) -> None:
         """A job has failed. A bad record, or a file system without room to grow, says nothing about the disk."""
-        self._measures.failures[reason] += 1
+        self._failures[reason] += 1
         was_open = self._health.is_open
         if reason not in (CORRUPT, STALE, NO_ROOM):
             self._health.failed(time.monotonic(), reason)
@@ -392,23 +399,13 @@ class DiskTier:
 
     def _withdraw(self) -> None:
         """The tier is bypassed: nothing is queued any more, and nothing can be read until it is back."""
-        self._catalog.hide()
+        self._catalog.hide(True)
         self._cancel("bypassed")
 
     def _cancel(self, reason: str) -> None:
         for job in self._workers.cancel():
             job.reason = reason
             self._end(job)
-
-
-def _count_up(counts: dict[_Name, int], name: _Name) -> None:
-    counts[name] = counts.get(name, 0) + 1
-
-
-def _count_down(counts: dict[_Name, int], name: _Name) -> None:
-    count = counts.pop(name, 0)
-    if count > 1:
-        counts[name] = count - 1
 
 
 def cells_within(capacity_bytes: int, chunk_bytes: int) -> int:
@@ -428,8 +425,3 @@ def cells_within(capacity_bytes: int, chunk_bytes: int) -> int:
 
 def least_capacity(chunk_bytes: int) -> int:
     return (3 * PAGE + room_bytes(1) + cell_bytes(chunk_bytes)) * 8192 // 8191 + 1
-
-
-def _scaled(limits: HealthLimits, chunk_bytes: int) -> HealthLimits:
-    """A call that moves much may take longer: 10 MB/s are slow, not hanging."""
-    return limits._replace(stall_s=max(limits.stall_s, chunk_bytes / 10e6))
