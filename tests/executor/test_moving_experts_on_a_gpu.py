@@ -87,6 +87,6 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
             experts.counts += loads[step // 10 % 2]
             for expert in experts.slots:
                 expert.tensors()[0] * 2
-        news = rebalancer.news()
-        moved = moved if news is None else news.num_moved
+        update = rebalancer.take_update()
+        moved = moved if update is None else update.num_moved
     assert moved >= 2 * LAYERS and gpu.stream not in other.streams
