@@ -28,15 +28,6 @@ def tier_of(store: str) -> str:
     return store.partition(" ")[0]
 
 
-class Counts(NamedTuple):
-    """Leading blocks of a chain by the nearest tier that has them, in one walk without a system call."""
-
-    device: int
-    host: int
-    loading: int  # being read into the host
-    stores: dict[str, int]
-
-
 class StoreResult(NamedTuple):
     """The end of a load or a store, exactly one for each: from here on the store does not touch its buffer."""
 

@@ -7,6 +7,8 @@ OPEN ──3 errors in a row, or a call that hangs──▶ BYPASSED ──pause
 
 from typing import NamedTuple
 
+STALLED = "stalled"  # a reason
+
 
 class HealthLimits(NamedTuple):
     max_errors: int = 3  # in a row
@@ -33,19 +35,23 @@ class TierHealth:
         """A call came back well. While bypassed that says little: it may be one from before."""
         self._num_errors = 0
 
-    def failed(self, now_s: float, reason: str) -> None:
+    def failed(self, now_s: float, reason: str) -> bool:
+        """Whether the tier is bypassed from now on."""
         self._num_errors += 1
-        if self.is_open and self._num_errors >= self._limits.max_errors:
-            self.bypass(now_s, reason)
+        if not self.is_open or self._num_errors < self._limits.max_errors:
+            return False
+        self.bypass(now_s, reason)
+        return True
 
-    def watch(self, now_s: float, oldest_started_s: float | None) -> None:
-        """`oldest_started_s`: when the oldest call in flight began."""
+    def watch(self, now_s: float, oldest_started_s: float | None) -> bool:
+        """Whether the tier is bypassed from now on. `oldest_started_s`: when the oldest call in flight began."""
         if oldest_started_s is None or now_s - oldest_started_s < self._limits.stall_s:
-            return
+            return False
         if self.is_open:
-            self.bypass(now_s, "stalled")
-        else:
-            self._until_s = max(self._until_s, now_s + self._pause_s)
+            self.bypass(now_s, STALLED)
+            return True
+        self._until_s = max(self._until_s, now_s + self._pause_s)
+        return False
 
     def wants_probe(self, now_s: float) -> bool:
         """True once per pause: the caller then probes, and reports with `probed`."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from penstock.cache.pool import BlockPool
-from penstock.cache.tiers.base import DISK, Counts
+from penstock.cache.tiers.base import DISK
 
 WRITE_SHARE = 4  # a slow disk may pin one host block in so many
 
@@ -45,23 +45,6 @@ class TierIndex:
         self._num_tickets = 0
 
     # -- what is where -------------------------------------------------------------------------------------
-
-    def match(self, keys: Sequence[bytes], device: BlockPool) -> Counts:
-        """How far each tier carries the chain, counting every block at the nearest one."""
-        num_device = num_host = num_loading = 0
-        stores = dict.fromkeys(self.stores, 0)
-        for key in keys:
-            if device.find(key):
-                num_device += 1
-            elif self.host.find(key):
-                num_host += 1
-            elif key in self._tickets:
-                num_loading += 1
-            elif (store := self.store_of(key)) is not None:
-                stores[store] += 1
-            else:
-                break
-        return Counts(num_device, num_host, num_loading, stores)
 
     def places(self, keys: Sequence[bytes], device: BlockPool) -> list[int]:
         """The leading blocks that can be used at once: a device block, or a host block as its negative."""

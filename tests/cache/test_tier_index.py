@@ -4,6 +4,7 @@ from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
 from penstock.executor.protocol import TransferResult
 from penstock.executor.tiers.transfers import Merge, rank_fingerprint
+from tests.support.tier_counts import match
 
 
 def key(number: int) -> bytes:
@@ -118,7 +119,7 @@ def test_the_nearest_store_that_has_a_key_is_read() -> None:
     for number in (1, 2):
         index.start_load(key(number))
     assert [store for _, store, _, _ in index.take_reads()] == ["disk", "peer"]
-    counts = index.match([key(1), key(2), key(3)], BlockPool(4))
+    counts = match(index, [key(1), key(2), key(3)], BlockPool(4))
     assert counts.loading == 2
 
 

@@ -1,8 +1,9 @@
-"""Experts on their way between two ranks' GPUs, beside steps that compute with those that are there.
+"""Experts that move between two ranks' GPUs, beside steps that compute with those that are there.
 
 One rank of two, on a made-up device; the other one, and the threads, are made up as well.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,12 +61,12 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
     gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Thread:
-        def __init__(self, target: Any, args: tuple[Any, ...], daemon: bool) -> None:
-            self._run = lambda: target(*args)
+        def __init__(self, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:  # noqa: ARG002  (threading.Thread's)
+            self._target, self._args = target, args
 
         def start(self) -> None:
             with gpu.thread("beside the steps"):
-                self._run()
+                self._target(*self._args)
 
         def is_alive(self) -> bool:
             return False

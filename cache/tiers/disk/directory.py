@@ -70,18 +70,14 @@ def takes_direct(calls: SystemCalls, directory: int) -> bool:
     for flag in (os.O_DIRECT, 0):
         try:
             file = calls.open(directory, PROBE_FILE, os.O_RDWR | os.O_CREAT | flag)
-        except OSError as error:
-            if flag and error.errno == errno.EINVAL:
-                continue
-            raise
-        try:
-            if calls.writev(file, [page], 0) == PAGE and calls.readv(file, [page], 0) == PAGE:
-                return bool(flag)
+            try:
+                if calls.writev(file, [page], 0) == PAGE and calls.readv(file, [page], 0) == PAGE:
+                    return bool(flag)
+            finally:
+                os.close(file)
         except OSError as error:
             if not flag or error.errno != errno.EINVAL:
                 raise
-        finally:
-            os.close(file)
     raise OSError(errno.EIO, "a page that was written cannot be read back")
 
 

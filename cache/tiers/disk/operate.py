@@ -63,7 +63,7 @@ def _inspect(path: Path) -> int:
     directory = open_directory(str(path), create=False)
     try:
         known = read_snapshot(SystemCalls(), directory)
-        held = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(path))
+        held = _held(directory, os.listdir(directory))
     finally:
         os.close(directory)
     print(path.name)
@@ -99,13 +99,22 @@ def _clear(path: Path) -> int:
     """Remove what is ours in a namespace that no process uses."""
     with _locked(path) as directory:
         names = [name for name in os.listdir(directory) if OUR_FILES.fullmatch(name)]
-        size = sum(os.stat(name, dir_fd=directory, follow_symlinks=False).st_blocks * 512 for name in names)
+        size = _held(directory, names)
         for name in sorted(names, key=lambda name: name == LOCK_FILE):  # it comes last: until then it is held
             os.unlink(name, dir_fd=directory)
     with contextlib.suppress(OSError):  # other files are kept there
         path.rmdir()
     print(f"{path.name}: {size} bytes given back")
     return 0
+
+
+def _held(directory: int, names: list[str]) -> int:
+    """Bytes on disk."""
+    blocks = 0
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # a snapshot that has got its name meanwhile
+            blocks += os.stat(name, dir_fd=directory, follow_symlinks=False).st_blocks
+    return blocks * 512
 
 
 def _namespaces(directory: Path) -> list[Path]:

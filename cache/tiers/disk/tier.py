@@ -381,9 +381,7 @@ class DiskTier:
 
     def _watch(self) -> None:
         now_s = time.monotonic()
-        was_open = self._health.is_open
-        self._health.watch(now_s, self._workers.oldest_started_s())
-        if was_open and not self._health.is_open:
+        if self._health.watch(now_s, self._workers.oldest_started_s()):
             self._withdraw()
         elif self._health.wants_probe(now_s):
             self._start(DiskJob(PROBE))
@@ -391,10 +389,7 @@ class DiskTier:
     def _blame(self, reason: str) -> None:
         """A job has failed. A bad record, or a file system without room to grow, says nothing about the disk."""
         self._failures[reason] += 1
-        was_open = self._health.is_open
-        if reason not in (CORRUPT, STALE, NO_ROOM):
-            self._health.failed(time.monotonic(), reason)
-        if was_open and not self._health.is_open:
+        if reason not in (CORRUPT, STALE, NO_ROOM) and self._health.failed(time.monotonic(), reason):
             self._withdraw()
 
     def _withdraw(self) -> None:

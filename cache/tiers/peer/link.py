@@ -24,7 +24,7 @@ from xxhash import xxh3_64_intdigest as checksum
 from zmq.utils.monitor import recv_monitor_message
 
 from penstock.cache.tiers.base import StoreResult
-from penstock.cache.tiers.health import HealthLimits, TierHealth
+from penstock.cache.tiers.health import STALLED, HealthLimits, TierHealth
 from penstock.cache.tiers.measures import TimeCounts
 from penstock.cache.tiers.peer.announced import Announced
 from penstock.cache.tiers.peer.wire import (
@@ -253,9 +253,8 @@ class PeerLink:
         oldest_s = min((load.sent_s for load in self._sent.values()), default=None)
         silent_since_s = self._greeted_s if oldest_s is None else max(oldest_s, self._heard_s)
         if self._health.is_open:
-            self._health.watch(now_s, silent_since_s)
-            if not self._health.is_open:
-                self._bypass(self._health.reason)
+            if self._health.watch(now_s, silent_since_s):
+                self._leave_for(LinkState.BYPASSED, STALLED)
         elif silent_since_s is not None and now_s - silent_since_s > self._limits.health.stall_s:
             self._refuse(now_s)
         if self._state is LinkState.BYPASSED and self._health.wants_probe(now_s):
@@ -278,7 +277,7 @@ class PeerLink:
             self._counts["refused"] += 1
             if self._health.is_open:
                 self._health.bypass(now_s, message.reason)
-                self._bypass("refused")
+                self._leave_for(LinkState.BYPASSED, "refused")
             else:
                 self._refuse(now_s)
             return
@@ -290,16 +289,11 @@ class PeerLink:
     def _refuse(self, now_s: float) -> None:
         """A greeting after a pause has not been answered with a welcome."""
         self._health.probed(now_s, ok=False)
-        self._bypass("not connected")
+        self._leave_for(LinkState.BYPASSED, "not connected")
 
     def _blame(self, reason: str) -> None:
-        was_open = self._health.is_open
-        self._health.failed(time.monotonic(), reason)
-        if was_open and not self._health.is_open:
-            self._bypass(self._health.reason)
-
-    def _bypass(self, reason: str) -> None:
-        self._leave_for(LinkState.BYPASSED, reason)
+        if self._health.failed(time.monotonic(), reason):
+            self._leave_for(LinkState.BYPASSED, reason)
 
     def _leave_for(self, state: LinkState, reason: str) -> None:
         """Nothing can be read until the peer has greeted us again."""
