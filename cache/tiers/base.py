@@ -89,7 +89,7 @@ def chunk_of(name: str, buffer: Any, chunk_bytes: int, *, to_write: bool = False
     return chunk.cast("B")
 
 
-class Changes:
+class KeyChanges:
     """Keys that came and went since the last `take`: what went and came back, or came and went, has not changed."""
 
     def __init__(self, came: Iterable[bytes] = ()) -> None:

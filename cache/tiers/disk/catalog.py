@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.cache.tiers.base import Changes
+from penstock.cache.tiers.base import KeyChanges
 from penstock.cache.tiers.disk.recency import Recency
 from penstock.cache.tiers.disk.snapshot import Table
 
@@ -30,7 +30,7 @@ class Catalog:
     def __init__(self, num_cells: int, num_backed: int) -> None:
         self.cells: dict[bytes, int] = {}  # READY ones
         self.table = Table(num_cells)
-        self.changes = Changes()  # of what can be read
+        self.changes = KeyChanges()  # of what can be read
         self.loading: Counter[int] = Counter()  # cell → loads in flight
         self.reserve: list[int] = []  # cells made ready for the next stores
         self.is_full = False  # nothing is left but to evict
@@ -59,7 +59,7 @@ class Catalog:
         state[cells] = _READY
         np.frombuffer(self._used_s)[cells] = time.monotonic()
         self._recency.restore(cells, int(rows["stamp"].max(initial=0)))
-        self.changes = Changes(self.cells)
+        self.changes = KeyChanges(self.cells)
         self._free = dict.fromkeys(np.flatnonzero(state[: self._frontier] == _FREE)[::-1].tolist())
 
     def to_scan(self) -> list[int]:
@@ -68,13 +68,13 @@ class Catalog:
 
     # -- giving cells out ----------------------------------------------------------------------------------
 
-    def prepare(self, keep_free: bool) -> None:
-        """Fill the reserve, by evicting if need be. `keep_free`: rather new cells, the scan may find something."""
-        while len(self.reserve) < self._num_reserved and (cell := self._next_cell(keep_free)) is not None:
+    def prepare(self) -> None:
+        """Fill the reserve, by evicting if need be."""
+        while len(self.reserve) < self._num_reserved and (cell := self._next_cell(keep_free=False)) is not None:
             self.reserve.insert(0, cell)
 
     def take(self, keep_free: bool) -> int | None:
-        """A cell for a store; None if all hold records in use."""
+        """A cell for a store; None if all hold records in use. `keep_free`: rather a new one than a free one."""
         cell = self.reserve.pop() if self.reserve else self._next_cell(keep_free)
         if cell is not None:
             self._state[cell] = _BUSY

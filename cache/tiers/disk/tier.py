@@ -206,7 +206,8 @@ class DiskTier:
             self._adopt()
         if not self._is_closed:
             self._watch()
-            self._catalog.prepare(self._keeper.scan_left > 0)
+            if self._keeper.scan_left == 0:  # until then it may find records in cells that seem free
+                self._catalog.prepare()
         self._max_storing = self._store_room()
         results, self._results = self._results, []
         return results

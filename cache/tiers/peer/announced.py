@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable
 from itertools import islice
 
-from penstock.cache.tiers.base import Changes
+from penstock.cache.tiers.base import KeyChanges
 
 _AT_ONCE = 256  # keys between two chances for the other thread
 
@@ -17,7 +17,7 @@ class Announced:
         self.num_unheard = 0  # beyond the limit
         self._max_keys = max_keys
         self._keys: set[bytes] = set()
-        self._changes = Changes()
+        self._changes = KeyChanges()
         self._lock = threading.Lock()
 
     def __contains__(self, key: bytes) -> bool:
