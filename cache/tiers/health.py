@@ -67,16 +67,16 @@ class TierHealth:
             self.is_open = True
             self._opened_s = now_s
         else:
-            self._pause_s = min(self._pause_s * 2, self._limits.longest_pause_s)
-            self._until_s = now_s + self._pause_s
+            self._pause(now_s, self._pause_s * 2)
 
     def bypass(self, now_s: float, reason: str) -> None:
         self.is_open = False
         self.reason = reason
         self.num_bypasses += 1
         # A probe is small and may miss what is broken, so only time shows whether the disk is well again.
-        if now_s - self._opened_s > self._limits.longest_pause_s:
-            self._pause_s = self._limits.first_pause_s
-        else:
-            self._pause_s = min(self._pause_s * 2, self._limits.longest_pause_s)
+        was_well = now_s - self._opened_s > self._limits.longest_pause_s
+        self._pause(now_s, self._limits.first_pause_s if was_well else self._pause_s * 2)
+
+    def _pause(self, now_s: float, pause_s: float) -> None:
+        self._pause_s = min(pause_s, self._limits.longest_pause_s)
         self._until_s = now_s + self._pause_s

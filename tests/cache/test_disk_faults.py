@@ -146,8 +146,10 @@ def test_a_hanging_read_keeps_its_buffer_and_everything_else_goes_on(tmp_path: P
         while len(rig.tier) < 20:
             rig.store(*range(20))
             wait_until_open(rig)
-        calls.faults.append(Fault(points=("readv",), delay_s=1.0))
+        calls.faults.append(Fault(points=("readv",), delay_s=2.0))
         outs = {rig.tier.start_load(key_of(name), rig.buffer()) for name in range(10)}
+        while calls.num_struck < NUM_WORKERS:  # every thread hangs in one
+            time.sleep(0.001)
         ended = []
         while rig.tier.stats()["is_open"]:
             ended += rig.tier.poll()
