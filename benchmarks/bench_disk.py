@@ -11,7 +11,6 @@ two threads that it is compared with. Prints what it finds and one line of JSON.
 import argparse
 import json
 import os
-import select
 import shutil
 import statistics
 import subprocess
@@ -26,11 +25,11 @@ from typing import Any
 import numpy as np
 from pairs import alternate, judge, record
 
-from penstock.cache.tiers.disk.calls import Calls
+from penstock.cache.tiers.disk.calls import SystemCalls
 from penstock.cache.tiers.disk.directory import SLAB_BYTES, open_directory, slab_name
-from penstock.cache.tiers.disk.journal import ROWS, Geometry, Journal
-from penstock.cache.tiers.disk.record import HEADER_BYTES, namespace_of, slot_bytes
-from penstock.cache.tiers.disk.tier import DiskTier, slots_within
+from penstock.cache.tiers.disk.record import HEADER_BYTES, Geometry, cell_bytes, namespace_of
+from penstock.cache.tiers.disk.snapshot import ROWS, write_snapshot
+from penstock.cache.tiers.disk.tier import DiskTier, cells_within
 from penstock.cache.tiers.memory import huge_array
 
 CHUNK = 8 * 2**20
@@ -43,7 +42,7 @@ RAW_THREADS = 2  # more add latency, and no bandwidth
 FINGERPRINT = b"benchmark"
 
 
-class NoWrites(Calls):
+class NoWrites(SystemCalls):
     """Records go nowhere; all else is as always."""
 
     def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
@@ -59,7 +58,7 @@ class Ours:
     def __init__(self, folder: Path, resident: int, full: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         slots = resident if full else resident + 10**4
-        capacity = slots * (slot_bytes(CHUNK) + 4096) + 2**26
+        capacity = slots * (cell_bytes(CHUNK) + 4096) + 2**26
         make_records(folder, resident, capacity)
         self.tier = DiskTier(
             folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT, calls=NoWrites()
@@ -107,16 +106,15 @@ def make_records(folder: Path, count: int, capacity: int) -> None:
     rows = np.zeros(count, ROWS)
     rows["key"] = np.random.default_rng(1).integers(0, 256, (count, 32), np.uint8).view("V32")[:, 0]
     rows["sequence"] = rows["stamp"] = np.arange(1, count + 1)
-    rows["slot"] = np.arange(count)
+    rows["cell"] = np.arange(count)
     rows["live"] = 1
-    num_slots = slots_within(capacity, CHUNK)
-    Journal(Calls(), directory, Geometry(namespace, slot_bytes(CHUNK), num_slots), 0).snapshot(
-        rows, count + 1, clean=True
-    )
-    per_slab = SLAB_BYTES // slot_bytes(CHUNK)
+    num_cells = cells_within(capacity, CHUNK)
+    geometry = Geometry(namespace, cell_bytes(CHUNK), num_cells)
+    write_snapshot(SystemCalls(), directory, geometry, rows, count + 1, clean=True)
+    per_slab = SLAB_BYTES // cell_bytes(CHUNK)
     for slab in range(-(-count // per_slab)):
         file = os.open(slab_name(slab), os.O_CREAT | os.O_RDWR, 0o600, dir_fd=directory)
-        os.ftruncate(file, min(per_slab, num_slots - slab * per_slab) * slot_bytes(CHUNK))
+        os.ftruncate(file, min(per_slab, num_cells - slab * per_slab) * cell_bytes(CHUNK))
         os.close(file)
     os.close(directory)
 
@@ -192,7 +190,7 @@ def store_path(args: argparse.Namespace) -> dict[str, Any]:
 def bandwidth(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.dir / "bandwidth"
     shutil.rmtree(folder, ignore_errors=True)
-    capacity = (CHUNKS_A_RUN * 2 + 4) * slot_bytes(CHUNK) + 2**24
+    capacity = (CHUNKS_A_RUN * 2 + 4) * cell_bytes(CHUNK) + 2**24
     chunks = huge_array(BATCH, CHUNK)
     chunks[:] = np.random.default_rng(2).integers(0, 256, chunks.shape, np.uint8)
     views = [memoryview(chunk) for chunk in chunks]
@@ -228,18 +226,18 @@ def bandwidth(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _move(tier: DiskTier, jobs: list[tuple[bytes, memoryview]], start: Any, started_s: float) -> float:
-    """GB/s of these loads or stores, at most eight under way so that each has a buffer of its own."""
+    """GB/s of these loads or stores, at most eight in flight so that each has a buffer of its own."""
     ahead = len(jobs)
-    under_way = 0
+    in_flight = 0
     at = 0
-    while at < ahead or under_way:
-        while at < ahead and under_way < BATCH:
+    while at < ahead or in_flight:
+        while at < ahead and in_flight < BATCH:
             assert start(*jobs[at]), tier.stats()
-            at, under_way = at + 1, under_way + 1
-        select.select([tier], [], [])
+            at, in_flight = at + 1, in_flight + 1
+        time.sleep(0.0001)
         for completion in tier.poll():
             assert completion.ok
-            under_way -= 1
+            in_flight -= 1
     return ahead * CHUNK / (time.perf_counter() - started_s) / 1e9
 
 
@@ -248,7 +246,7 @@ class Raw:
 
     def __init__(self, path: Path, views: list[memoryview]) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._file, 0, CHUNKS_A_RUN * slot_bytes(CHUNK))
+        os.posix_fallocate(self._file, 0, CHUNKS_A_RUN * cell_bytes(CHUNK))
         self._views = views
         self._headers = [memoryview(header) for header in huge_array(RAW_THREADS, HEADER_BYTES)]
 
@@ -265,7 +263,7 @@ class Raw:
         def work(worker: int) -> None:
             for at in range(worker, CHUNKS_A_RUN, RAW_THREADS):
                 parts = [self._headers[worker], self._views[at % BATCH]]
-                assert call(self._file, parts, at * slot_bytes(CHUNK)) == slot_bytes(CHUNK)
+                assert call(self._file, parts, at * cell_bytes(CHUNK)) == cell_bytes(CHUNK)
 
         started_s = time.perf_counter()
         threads = [threading.Thread(target=work, args=(worker,)) for worker in range(RAW_THREADS)]
@@ -279,7 +277,7 @@ class Raw:
 def restart_and_lookup(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.dir / "restart"
     shutil.rmtree(folder, ignore_errors=True)
-    capacity = MANY * (slot_bytes(CHUNK) + 4096) + 2**26
+    capacity = MANY * (cell_bytes(CHUNK) + 4096) + 2**26
     make_records(folder, MANY, capacity)
     seconds = []
     for _ in range(args.rounds):

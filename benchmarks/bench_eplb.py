@@ -4,7 +4,7 @@
 
 Three comparisons: plans from scratch (ours: plan with all tables; theirs: plan, old slots kept, inverse maps), what
 is moved after drift, and the planning of transfers (ours: for all ranks; theirs: what one rank does). Times are CPU
-milliseconds of one thread, so a neighbour on the machine disturbs them less. Without --peer-python only our side of
+milliseconds of one thread, so other programs on the machine disturb them less. Without --peer-python only our side of
 it is measured: `penstock bench eplb` does the same.
 """
 

@@ -22,7 +22,7 @@ from typing import Any
 from pairs import Pair, Verdict, judge, record
 
 from penstock import LLM, SamplingParams
-from penstock.cache.tiers.disk.calls import Calls
+from penstock.cache.tiers.disk.calls import SystemCalls
 from penstock.cache.tiers.disk.tier import DiskTier
 
 FIRST_ID = 1000
@@ -180,7 +180,7 @@ def throttled(bench: Bench) -> dict[str, Any]:
     return {"throttled / host": ratio("50 MB/s disk / host", pairs, round(1 / 0.98, 4)), "disk": metrics}
 
 
-class SlowCalls(Calls):
+class SlowCalls(SystemCalls):
     """A device that moves so many bytes a second, for all who ask together."""
 
     def __init__(self, bytes_per_s: float) -> None:

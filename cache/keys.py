@@ -18,9 +18,7 @@ import numpy.typing as npt
 
 from penstock._csrc import ffi, lib
 
-NAMESPACE_VERSION = (
-    b"penstock block keys 1"  # whoever changes what a key says changes this: old keys then match nothing
-)
+NAMESPACE_VERSION = b"penstock block keys 1"  # changes with what a key says: old keys then match nothing
 KEY_BYTES = 32
 MAX_ID = 0xFFFFFFFF
 MAX_U64 = 0xFFFFFFFFFFFFFFFF

@@ -27,7 +27,7 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}  # key → the one block that carries it
-        self.changes: dict[bytes, bool] | None = None  # while somebody listens: key → whether it is cached now
+        self.changes: dict[bytes, bool] | None = None  # while changes are listened to: key → whether it is cached now
         # All blocks start free, in order, so that a fresh pool hands out 1, 2, 3 …
         self._next = [*range(1, num_blocks), 0]
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
@@ -96,7 +96,7 @@ class BlockPool:
             assert count >= 0, block
             refs[block] = count
             if count == 0:
-                # Content nobody can find again goes to the front: reusing it costs no cached block.
+                # Content that cannot be found again goes to the front: reusing it costs no cached block.
                 self._link(block, after=0 if self._keys[block] is None else self._prev[0])
 
     def register(self, block: int, key: bytes) -> int:
@@ -132,14 +132,10 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert every invariant; O(num_blocks)."""
-        free = []
-        block = self._next[0]
-        while block != 0:
-            assert self._prev[self._next[block]] == block and self._next[self._prev[block]] == block, block
+        free = self.free_order()
+        for block in free:
+            assert self._prev[self._next[block]] == block == self._next[self._prev[block]], block
             assert self._refs[block] == 0, f"block {block} is free and held"
-            free.append(block)
-            assert len(free) < self.num_blocks, "the free ring has a loop"
-            block = self._next[block]
         assert len(free) == self.num_free, (len(free), self.num_free)
         assert self._refs[0] == 0 and self._keys[0] is None
         held = sum(1 for count in self._refs if count > 0)
@@ -153,6 +149,7 @@ class BlockPool:
         block = self._next[0]
         while block != 0:
             order.append(block)
+            assert len(order) < self.num_blocks, "the free ring has a loop"
             block = self._next[block]
         return order
 

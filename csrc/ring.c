@@ -1,7 +1,7 @@
 /* Memory ordering. A message is bytes stored plainly, then `count` stored with sequential consistency; a reader loads
  * `count` before it loads bytes. That is release and acquire, so it holds on ARM as on x86, where plain Python stores
- * would be right by the strength of the hardware alone. Sequential consistency is what sleeping needs: whoever sleeps
- * stores `sleepers` and then loads `count`, whoever posts stores `count` and then loads `sleepers`, and at least one of
+ * would be right by the strength of the hardware alone. Sequential consistency is what sleeping needs: the sleeper
+ * stores `sleepers` and then loads `count`, the sender stores `count` and then loads `sleepers`, and at least one of
  * the two must see the other. */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -113,7 +113,7 @@ int penstock_ring_wait(uintptr_t lines, int bell, int first, int number, uint64_
 }
 
 /* The sum: eight lanes of 64 bits and a key for each that moves with every stripe, so the place of a word counts. A
- * word adds the product of its halves to its own lane and itself to the neighbour's: one flipped bit always shows.
+ * word adds the product of its halves to its own lane and itself to the lane beside it: one flipped bit always shows.
  * Written twice, because compilers do not find the instruction that multiplies 32 by 32 bits in four lanes at once. */
 #define STEP_OF(i) (0x9e3779b97f4a7c15u * (2 * (uint64_t)(i) + 1))
 
@@ -144,7 +144,7 @@ __attribute__((target("avx2"))) static void add_avx2(const uint8_t *from, size_t
             __m256i words = _mm256_loadu_si256((const __m256i *)(from + at + 32 * half));
             __m256i keyed = _mm256_xor_si256(words, keys[half]);
             __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
-            __m256i swapped = _mm256_shuffle_epi32(words, 0x4e); /* neighbours change places */
+            __m256i swapped = _mm256_shuffle_epi32(words, 0x4e); /* pairs change places */
             lanes[half] = _mm256_add_epi64(lanes[half], _mm256_add_epi64(product, swapped));
             keys[half] = _mm256_add_epi64(keys[half], steps[half]);
         }

@@ -24,12 +24,12 @@ struct penstock_ring_header {
     uint64_t sum; /* of all this */
 };
 
-/* Store `count` into line `owner`, after everything stored before, and wake whoever sleeps on `bell`. No longer busy. */
+/* Store `count` into line `owner`, after everything stored before, and wake what sleeps on `bell`. No longer busy. */
 void penstock_ring_post(uintptr_t lines, int owner, int bell, uint64_t count);
 uint64_t penstock_ring_count(uintptr_t lines, int owner);
 
 /* Until `number` lines from `first` on count at least `target`: spin, then sleep on `bell`. 0: they do, 1: they do and
- * it had to sleep, -1: not in this time, or cancelled, or a signal came. Spinning yields the core to whoever wants it. */
+ * it had to sleep, -1: not in this time, or cancelled, or a signal came. Spinning yields the core to other threads. */
 int penstock_ring_wait(uintptr_t lines, int bell, int first, int number, uint64_t target, uint64_t spin_ns,
                        uint64_t sleep_ns, const int *cancelled);
 void penstock_ring_wake(uintptr_t lines, int bell);

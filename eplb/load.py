@@ -1,4 +1,4 @@
-"""What a load must look like, and how it is smoothed before anything is planned with it.
+"""What a load must look like, how it is remembered, and how it is smoothed before anything is planned with it.
 
 A load counts, per layer and expert, the tokens that were routed there: [layers, experts]. Errors name the field,
 the value and the limit.
@@ -7,7 +7,7 @@ the value and the limit.
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.eplb.replicas import Shares
+from penstock.eplb.order import Shares
 
 MAX_SLOTS = 32_767  # slots and experts are stored as int16
 LOCALITIES = ("global", "soft", "group")
@@ -61,10 +61,45 @@ def smooth(load: NDArray[np.float64]) -> Shares:
     """The load to plan with: every layer scaled to at most 1, and every expert given a little.
 
     Without the little, spare slots of a layer with few or no tokens would all go to the expert with the lowest id,
-    and an expert that nobody asked for yesterday would count as free for ever. Scaling by powers of two changes no
+    and an expert that no token went to yesterday would count as free for ever. Scaling by powers of two changes no
     plan, and keeps float32 from overflowing.
     """
     exponent = np.frexp(load.max(axis=1, keepdims=True))[1]
     scaled = np.ldexp(load, -exponent)
     mean = scaled.mean(axis=1, keepdims=True)
     return np.where(mean > 0, scaled + mean * _PRIOR, 1.0).astype(np.float32)
+
+
+class LoadTracker:
+    """Counts of routed tokens that fade with age: a step's weigh 1 when they are new and 1/e after `window` steps.
+
+    A fading sum needs one number per layer and expert, where a window of steps needs one per step as well.
+    """
+
+    def __init__(self, layers: int, experts: int, *, window: int) -> None:
+        for field, value in (("layers", layers), ("experts", experts), ("window", window)):
+            if value < 1:
+                raise ValueError(f"{field}: {value}, must be at least 1")
+        self._fade = np.exp(-1 / window)
+        self._load = np.zeros((layers, experts))
+
+    def add(self, counts: ArrayLike, num_steps: int) -> None:
+        """Take the counts [layers, experts] of `num_steps` steps. Steps without tokens count as steps.
+
+        Ages differ within one batch of steps; the counts are taken as spread evenly over it.
+        """
+        counts = checked(counts)
+        if counts.shape != self._load.shape:
+            raise ValueError(f"counts: shape {counts.shape}, must be {self._load.shape}")
+        if num_steps < 1:
+            raise ValueError(f"num_steps: {num_steps}, must be at least 1")
+        faded = self._fade**num_steps
+        self._load *= faded
+        self._load += counts * ((1 - faded) / ((1 - self._fade) * num_steps))
+
+    def load(self) -> NDArray[np.float64]:
+        """What to plan with: [layers, experts]."""
+        return self._load.copy()
+
+    def check(self) -> None:
+        assert np.isfinite(self._load).all() and (self._load >= 0).all()

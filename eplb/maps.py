@@ -5,7 +5,8 @@
     phy2log     [7, 2, 0,       7, 1, 3]      expert in each slot
     weight          65535ths of that expert's tokens that go to this slot, here 40000 and 25535 for expert 7
 
-Everything else follows from these two: log2phy, count and cdf are the tables that a dispatcher reads.
+Everything else follows from these two: log2phy, count and cdf are the tables that a dispatcher reads, and `balance`
+says how even a plan is for a load: 1 is perfect, 1 / ranks is one rank doing it all.
 """
 
 import hashlib
@@ -14,17 +15,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.eplb.load import check_shape
+from penstock.eplb.load import check_shape, checked
+from penstock.eplb.order import Ids, Indices
 
 WHOLE = 65_535  # the weights of an expert's copies add up to this
+TOKEN_STEP = 2_654_435_769  # 2^32 / golden ratio
+# 2^32 times the fraction of the root of 2: near no simple fraction, nor to multiples of the other.
+EXPERT_STEP = 1_779_033_703
+_U32 = 0xFFFF_FFFF
+MAX_TOKEN = 0x7FFF_FFFF  # so that the product stays below 2^63: int64 does on every device
+
+Load = NDArray[np.float64]  # [layers, experts]
+Weights = NDArray[np.uint16]  # [layers, slots]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """Made by `Plan.of`. Slot s lies on rank s // slots_per_rank, its node is rank // (ranks // nodes)."""
 
-    phy2log: NDArray[np.int16]  # [layers, slots]: the expert in each slot
-    weight: NDArray[np.uint16]  # [layers, slots]
+    phy2log: Ids  # [layers, slots]: the expert in each slot
+    weight: Weights
     log2phy: NDArray[np.int16]  # [layers, experts, most copies of any]: slots of each expert, ascending, then -1
     count: NDArray[np.int16]  # [layers, experts]: how many copies
     cdf: NDArray[np.uint16]  # [layers, experts, most copies of any]: sums of weights over the copies, then 65535
@@ -46,22 +56,22 @@ class Plan:
         locality: str = "global",
     ) -> "Plan":
         """The plan with these experts in these slots; without `weight` copies share evenly. Checks what it is given."""
-        placed = _checked_placement(phy2log, experts, ranks)
+        placed = _checked_placement(phy2log, experts)
         check_shape(experts, placed.shape[1], ranks, groups, nodes, locality)
         tables = _tables(placed, experts, None if weight is None else np.asarray(weight))
         return cls(placed, *tables, ranks, groups, nodes, locality)
 
     @property
     def layers(self) -> int:
-        return self.phy2log.shape[0]
+        return int(self.phy2log.shape[0])
 
     @property
     def slots(self) -> int:
-        return self.phy2log.shape[1]
+        return int(self.phy2log.shape[1])
 
     @property
     def experts(self) -> int:
-        return self.count.shape[1]
+        return int(self.count.shape[1])
 
     @property
     def slots_per_rank(self) -> int:
@@ -69,15 +79,8 @@ class Plan:
 
     def with_(self, phy2log: ArrayLike, weight: ArrayLike | None = None) -> "Plan":
         """Another plan for the same model on the same ranks."""
-        return Plan.of(
-            phy2log,
-            self.experts,
-            self.ranks,
-            weight=weight,
-            groups=self.groups,
-            nodes=self.nodes,
-            locality=self.locality,
-        )
+        where = {"groups": self.groups, "nodes": self.nodes}
+        return Plan.of(phy2log, self.experts, self.ranks, weight=weight, locality=self.locality, **where)
 
     def digest(self) -> bytes:
         """The same on ranks that hold the same plan."""
@@ -103,7 +106,7 @@ def max_copies(experts: int, slots: int, ranks: int) -> int:
     return max(min(ranks, slots - experts + 1), -(-slots // experts))
 
 
-def _checked_placement(phy2log: ArrayLike, experts: int, ranks: int) -> NDArray[np.int16]:
+def _checked_placement(phy2log: ArrayLike, experts: int) -> Ids:
     array = np.asarray(phy2log)
     if array.dtype.kind not in "iu" or array.ndim != 2 or 0 in array.shape:
         raise ValueError(f"phy2log: {array.dtype} of shape {array.shape}, must be integers of [layers, slots]")
@@ -113,8 +116,8 @@ def _checked_placement(phy2log: ArrayLike, experts: int, ranks: int) -> NDArray[
 
 
 def _tables(
-    phy2log: NDArray[np.int16], experts: int, weight: NDArray[np.generic] | None
-) -> tuple[NDArray[np.uint16], NDArray[np.int16], NDArray[np.int16], NDArray[np.uint16]]:
+    phy2log: Ids, experts: int, weight: NDArray[np.generic] | None
+) -> tuple[Weights, NDArray[np.int16], NDArray[np.int16], NDArray[np.uint16]]:
     """(weight, log2phy, count, cdf) by one stable sort, which numpy does by radix for int16.
 
     The tables are as wide as the expert with most copies needs, and no wider: at 64 ranks an expert could have 64
@@ -158,9 +161,57 @@ def _tables(
     return weights.reshape(phy2log.shape), *tables
 
 
-def _checked_weight(weight: NDArray[np.generic], shape: tuple[int, ...]) -> NDArray[np.uint16]:
+def _checked_weight(weight: NDArray[np.generic], shape: tuple[int, ...]) -> Weights:
     if weight.dtype.kind not in "iu" or weight.shape != shape:
         raise ValueError(f"weight: {weight.dtype} of shape {weight.shape}, must be integers of shape {shape}")
     if weight.min() < 0 or weight.max() > WHOLE:
         raise ValueError(f"weight: {weight.min()} to {weight.max()}, must lie within 0 to {WHOLE}")
     return weight.astype(np.uint16).ravel()
+
+
+def balance(load: ArrayLike, plan: Plan) -> NDArray[np.float64]:
+    """Mean rank load / largest rank load, per layer; 1 for a layer without any load."""
+    return evenness(fitting(load, plan), plan.phy2log, plan.weight, plan.ranks)
+
+
+def evenness(load: Load, phy2log: Ids, weight: Weights, ranks: int) -> NDArray[np.float64]:
+    """`balance` of experts in slots."""
+    by_rank = rank_loads(load, phy2log, weight, ranks)
+    largest = by_rank.max(axis=1)
+    even: NDArray[np.float64] = np.divide(by_rank.mean(axis=1), largest, out=np.ones_like(largest), where=largest > 0)
+    return even
+
+
+def rank_loads(load: Load, phy2log: Ids, weight: Weights, ranks: int) -> NDArray[np.float64]:
+    """What every rank carries: [layers, ranks]. Copies share an expert's load by their weights."""
+    by_slot = np.take_along_axis(load, phy2log.astype(np.int64), axis=1) * (weight / WHOLE)
+    by_rank: NDArray[np.float64] = by_slot.reshape(len(load), ranks, by_slot.shape[1] // ranks).sum(axis=2)
+    return by_rank
+
+
+def fitting(load: ArrayLike, plan: Plan) -> NDArray[np.float64]:
+    """The load, checked, with as many layers and experts as the plan; else ValueError."""
+    array = checked(load)
+    if array.shape != (plan.layers, plan.experts):
+        raise ValueError(f"load: shape {array.shape}, must be {(plan.layers, plan.experts)} as in the plan")
+    return array
+
+
+def choose(plan: Plan, layer: int, tokens: ArrayLike, experts: ArrayLike) -> Indices:
+    """The physical slot for every (token index, expert); the two broadcast against each other.
+
+    A function of the token's place in the batch that all ranks have in common and of the expert alone, so every rank
+    finds the same. Multiples of an irrational fraction of 2^32 fall evenly: any run of consecutive tokens is split
+    closer to the wanted shares than drawing lots would. The expert turns the sequence, so that a token's experts do
+    not all take their first copy.
+    """
+    token, expert = np.broadcast_arrays(np.asarray(tokens, np.int64), np.asarray(experts, np.int64))
+    if expert.size and not (expert.min() >= 0 and expert.max() < plan.experts):
+        raise ValueError(f"experts: {expert.min()} to {expert.max()}, must lie within 0 to {plan.experts - 1}")
+    if token.size and not (token.min() >= 0 and token.max() <= MAX_TOKEN):
+        raise ValueError(f"tokens: {token.min()} to {token.max()}, must lie within 0 to {MAX_TOKEN}")
+    mixed = ((token * TOKEN_STEP & _U32) + expert * EXPERT_STEP) & _U32
+    draw = mixed * WHOLE >> 32  # 0 to 65534: a copy of weight 0 is never drawn
+    copy = (plan.cdf[layer, expert] <= draw[..., None]).sum(-1)
+    slot: Indices = plan.log2phy[layer, expert, copy].astype(np.int64)
+    return slot

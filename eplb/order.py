@@ -14,10 +14,14 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+Shares = NDArray[np.float32]
+Ids = NDArray[np.int16]  # of experts
+Indices = NDArray[np.int64]
+
 _COLUMN = np.int64((1 << 29) - 1)  # float32 needs 23 of float64's 52 bits of mantissa
 
 
-def ascending(values: NDArray[np.float32]) -> NDArray[np.int64]:
+def ascending(values: Shares) -> Indices:
     """Columns of every row from the smallest value to the largest; the lower column first among equals."""
     keys = values.astype(np.float64).view(np.int64)
     keys |= np.arange(values.shape[1])
@@ -26,7 +30,7 @@ def ascending(values: NDArray[np.float32]) -> NDArray[np.int64]:
     return keys
 
 
-def descending(values: NDArray[np.float32]) -> NDArray[np.int64]:
+def descending(values: Shares) -> Indices:
     """Columns of every row from the largest value to the smallest; the lower column first among equals."""
     keys = _falling(values)
     keys.sort(axis=1)
@@ -34,14 +38,14 @@ def descending(values: NDArray[np.float32]) -> NDArray[np.int64]:
     return keys
 
 
-def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
+def largest(values: Shares, count: int) -> Indices:
     """The columns of every row's `count` largest values, in no order; the lower columns among equals."""
     keys = _falling(values)
     keys.partition(count - 1, axis=1)
     return keys[:, :count] & _COLUMN
 
 
-def roughly_ascending(values: NDArray[np.float32]) -> NDArray[np.int32]:
+def roughly_ascending(values: Shares) -> NDArray[np.int32]:
     """`ascending`, but for near ties."""
     columns, low = _low_bits(values.shape[1])
     keys = values.view(np.int32) & ~low
@@ -51,7 +55,7 @@ def roughly_ascending(values: NDArray[np.float32]) -> NDArray[np.int32]:
     return keys
 
 
-def roughly_descending(values: NDArray[np.float32]) -> NDArray[np.int32]:
+def roughly_descending(values: Shares) -> NDArray[np.int32]:
     """`descending`, but for near ties, of values that are not negative."""
     columns, low = _low_bits(values.shape[1])
     keys = values.view(np.int32) | low
@@ -68,7 +72,7 @@ def _low_bits(num_columns: int) -> tuple[NDArray[np.int32], np.int32]:
     return np.arange(num_columns, dtype=np.int32), np.int32((1 << (num_columns - 1).bit_length()) - 1)
 
 
-def _falling(values: NDArray[np.float32]) -> NDArray[np.int64]:
+def _falling(values: Shares) -> Indices:
     """Keys that fall where non-negative values rise: the value's bits are turned over, the column's are not."""
     keys = values.astype(np.float64).view(np.int64)
     keys ^= np.arange(values.shape[1]) ^ ~_COLUMN

@@ -6,14 +6,13 @@ stays. Then what was found is cut to `max_moves`, the layers that gain most per 
 """
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from penstock.eplb.load import smooth
-from penstock.eplb.maps import Plan
-from penstock.eplb.measure import evenness, fitting, rank_loads
-from penstock.eplb.overlay import overlay
+from penstock.eplb.maps import Load, Plan, Weights, evenness, fitting
+from penstock.eplb.order import Ids, Indices
 from penstock.eplb.planner import place
-from penstock.eplb.searched import rows_of
+from penstock.eplb.search import rows_of
 from penstock.eplb.split import split
 
 # Weighted shares add to what single changes reach, so the search first aims this much lower than the target.
@@ -47,41 +46,40 @@ def replan(load: ArrayLike, old: Plan, *, target: float = 0.96, max_moves: int |
 class _Draft:
     """A plan under change. A layer's placement and weights change together, and only for the better."""
 
-    def __init__(self, load: NDArray[np.float64], old: Plan, target: float) -> None:
+    def __init__(self, load: Load, old: Plan, target: float) -> None:
         self.load, self.old, self.target = load, old, target
         self.smooth = smooth(load)
         self.rows = rows_of(old, self.smooth)
         self.phy2log, self.weight = old.phy2log.copy(), old.weight.copy()
-        self.balance = evenness(rank_loads(load, old.phy2log, old.weight, old.ranks))
+        self.balance = evenness(load, old.phy2log, old.weight, old.ranks)
         self.goal = target * self.rows.reach
 
-    def below(self) -> NDArray[np.int64]:
+    def below(self) -> Indices:
         """Layers that are below their goal."""
         return np.nonzero(self.balance < self.goal)[0]
 
-    def moves(self) -> NDArray[np.int64]:
+    def moves(self) -> Indices:
         """Slots per layer whose expert is another than in the old plan."""
-        return (self.phy2log != self.old.phy2log).sum(1)
+        changed: Indices = (self.phy2log != self.old.phy2log).sum(1)
+        return changed
 
-    def offer(
-        self, layers: NDArray[np.int64], phy2log: NDArray[np.int16], weight: NDArray[np.uint16], gain: float = 0.0
-    ) -> None:
+    def offer(self, layers: Indices, phy2log: Ids, weight: Weights, gain: float = 0.0) -> None:
         """Take these placements for the layers where they add more than `gain`."""
-        balance = evenness(rank_loads(self.load[layers], phy2log, weight, self.old.ranks))
+        balance = evenness(self.load[layers], phy2log, weight, self.old.ranks)
         better = balance > self.balance[layers] + gain
         at = layers[better]
         self.phy2log[at], self.weight[at], self.balance[at] = phy2log[better], weight[better], balance[better]
 
-    def offer_placed(self, layers: NDArray[np.int64], phy2log: NDArray[np.int16], gain: float = 0.0) -> None:
+    def offer_placed(self, layers: Indices, phy2log: Ids, gain: float = 0.0) -> None:
         """Take new placements, with even shares fitted to the load."""
-        weight = even_weights(phy2log, self.old.experts)
+        weight = Plan.of(phy2log, self.old.experts, 1).weight  # even, to the rounding that a new plan has too
         self.offer(layers, phy2log, split(self.load[layers], phy2log, weight, self.old.ranks), gain)
 
-    def reweight(self, layers: NDArray[np.int64]) -> None:
+    def reweight(self, layers: Indices) -> None:
         weight = split(self.load[layers], self.phy2log[layers], self.weight[layers], self.old.ranks)
         self.offer(layers, self.phy2log[layers], weight)
 
-    def search(self, budget: NDArray[np.int64]) -> None:
+    def search(self, budget: Indices) -> None:
         """Single changes, aiming higher step by step, until layers are at their goal or out of budget."""
         placed = self.phy2log.copy()
         for margin in _MARGINS:
@@ -127,6 +125,47 @@ def _cut(draft: _Draft, start: _Draft, limit: int) -> _Draft:
     return start
 
 
-def even_weights(phy2log: NDArray[np.int16], experts: int) -> NDArray[np.uint16]:
-    """Weights that share every expert evenly, to the rounding that a new plan has too."""
-    return Plan.of(phy2log, experts, 1).weight
+def overlay(new: Ids, old: Ids, ranks: int, nodes: int = 1) -> Ids:
+    """`new` [layers, slots] with its ranks (within nodes, when there are several) and slots permuted to match `old`.
+
+    A planner deals copies to ranks without names. Naming the ranks so that each gets the bin that has most in common
+    with what it holds, and leaving every expert that stays on its rank in its slot, saves moves and changes no balance.
+    """
+    layers, slots = new.shape
+    depth = slots // ranks
+    rows = layers * nodes
+    ours, theirs = new.reshape(rows, ranks // nodes, depth), old.reshape(rows, ranks // nodes, depth)
+    named = np.take_along_axis(ours, _bins_of_ranks(ours, theirs)[:, :, None], axis=1)
+    return keep_slots(named.reshape(-1, depth), theirs.reshape(-1, depth)).reshape(layers, slots)
+
+
+def _bins_of_ranks(new: Ids, old: Ids) -> Indices:
+    """The new bin of every old rank: again and again the pair with most in common, in all rows at once."""
+    rows, ranks, depth = new.shape
+    common = np.zeros((rows, ranks, ranks), np.int32)  # [row, old rank, new bin]
+    for slot in range(depth):
+        common += (old[:, :, slot, None, None] == new[:, None]).any(3)
+    flat, row = common.reshape(rows, -1), np.arange(rows)
+    bins = np.empty((rows, ranks), np.int64)
+    for _ in range(ranks):
+        rank, which = np.divmod(flat.argmax(1), ranks)
+        bins[row, rank] = which
+        common[row, rank] = -1
+        common[row, :, which] = -1
+    return bins
+
+
+def keep_slots(new: Ids, old: Ids) -> Ids:
+    """The experts of every row of `new` in the slots that they have in `old`; the others in the slots left over."""
+    rows, depth = new.shape
+    placed = np.full((rows, depth), -1, np.int16)
+    is_left = np.ones((rows, depth), bool)
+    row = np.arange(rows)
+    for slot in range(depth):
+        same = (new == old[:, slot, None]) & is_left
+        which = same.argmax(1)
+        stays = same[row, which]
+        placed[row[stays], slot] = old[stays, slot]
+        is_left[row[stays], which[stays]] = False
+    placed[placed < 0] = new[is_left]  # as many of both in every row, and both row by row
+    return placed

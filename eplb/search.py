@@ -1,7 +1,9 @@
 """Changing a placement that is in use by as few copies as will do.
 
-Rows are layers, or nodes of layers that change within themselves. Two phases, both one change per row and step, for
-all rows at once. First an expert whose copies carry more than the target can bear gets one more, in the slot that
+In global plans a row is a layer. In group plans every node is a row that knows its own experts only. In soft plans a
+node is a row too, and copies only change places within it: first copies stay at home, counts stay as they are.
+
+Two phases, both one change per row and step, for all rows at once. First an expert whose copies carry more than the target can bear gets one more, in the slot that
 is missed least. Then the heaviest rank of a row either trades a slot with one of the lightest ranks, or hands part
 of an expert to it, where a copy that its expert can do without makes room; whichever helps most.
 """
@@ -12,7 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.eplb import order
-from penstock.eplb.replicas import Shares
+from penstock.eplb.maps import Plan, max_copies
+from penstock.eplb.order import Ids, Indices, Shares
+from penstock.eplb.planner import copies, floor_of
 
 _NEVER = np.float32(3e38)
 _LIGHTEST = 6  # how many of the lightest ranks are tried as partners; more find little more
@@ -20,11 +24,94 @@ _PATIENCE = np.float32(1.15)  # copies may carry this much more than the best co
 _LEAST_GAIN = np.float32(1e-5)  # of the heaviest rank's load; below it a row is stuck
 _MAX_STEPS = 400
 
-Indices = NDArray[np.int64]
+
+@dataclass
+class SearchedRows:
+    """How the layers of a plan are searched: as wholes, or each node for itself where experts must stay on theirs."""
+
+    load: Shares  # [layers · nodes, experts of a row]
+    local: Indices  # [layers, experts]: an expert's number within its row
+    names: Indices  # [layers · nodes, experts of a row]: and back
+    nodes: int
+    ranks: int  # of a row
+    row_floor: Shares  # [layers · nodes]: what the heaviest rank carries at best
+    least_share: Shares  # [layers · nodes]
+    may_copy: bool
+
+    def __post_init__(self) -> None:
+        self.floor: Shares = self.row_floor.reshape(-1, self.nodes).max(1)  # [layers]
+        mean = self.load.sum(1).reshape(-1, self.nodes).sum(1) / (self.ranks * self.nodes)
+        self.reach = np.minimum(mean / self.floor, 1).astype(np.float64)  # [layers]: the balance at that
+
+    def improved(self, layers: Indices, phy2log: Ids, aim: float, budget: Indices) -> Ids:
+        """The placements of these layers after a search for the heaviest rank load of floor / aim."""
+        row = (layers[:, None] * self.nodes + np.arange(self.nodes)).ravel()
+        ids = np.take_along_axis(self.local[layers], phy2log.astype(np.int64), axis=1)
+        rows = _Rows(
+            load=self.load[row],
+            ids=ids.reshape(len(row), self.ranks, -1),
+            target=(self.floor[layers] / np.float32(aim)).repeat(self.nodes),
+            least_share=self.least_share[row],
+            budget=(budget // self.nodes).repeat(self.nodes),  # a layer's, which its nodes share evenly
+            may_copy=self.may_copy,
+        )
+        _improve(rows)
+        names = np.take_along_axis(self.names[row], rows.ids.reshape(len(row), -1), axis=1)
+        return names.reshape(phy2log.shape).astype(np.int16)
+
+
+def rows_of(plan: Plan, load: Shares) -> SearchedRows:
+    """The rows of a plan for a smoothed load."""
+    if plan.nodes == 1 or plan.locality == "global":
+        local = np.broadcast_to(np.arange(plan.experts), load.shape)
+        return _counted(load, local, local, 1, plan)
+    if plan.locality == "group" or plan.slots == plan.experts:
+        return _confined(load, plan)
+    return _fixed(load, plan)
+
+
+def _counted(load: Shares, local: Indices, names: Indices, nodes: int, plan: Plan) -> SearchedRows:
+    """Rows that have all copies of their experts, so that counts may change."""
+    slots, ranks = plan.slots // nodes, plan.ranks // nodes
+    experts = load.shape[1]
+    shares = copies(load, slots, max_copies(experts, slots, ranks))[1]
+    floor = floor_of(shares, ranks, slots > experts)
+    return SearchedRows(load, local, names, nodes, ranks, floor, shares[:, 0], slots > experts)
+
+
+def _confined(load: Shares, plan: Plan) -> SearchedRows:
+    """Group plans: the rows are nodes, each with the experts that lie there."""
+    layers, experts, nodes = plan.layers, plan.experts, plan.nodes
+    node_of_slot = np.arange(plan.slots) // (plan.slots // nodes)
+    home = node_of_slot[plan.log2phy[:, :, 0]]
+    if (np.take_along_axis(home, plan.phy2log.astype(np.int64), axis=1) != node_of_slot).any():
+        raise ValueError("plan: locality is group, but an expert lies on two nodes, must lie on one")
+    names = np.argsort(home, axis=1, kind="stable")
+    if (np.take_along_axis(home, names, axis=1) != np.arange(experts) // (experts // nodes)).any():
+        raise ValueError(f"plan: locality is group, every node must have {experts // nodes} experts")
+    local = np.empty_like(names)
+    np.put_along_axis(local, names, np.arange(experts)[None] % (experts // nodes), axis=1)
+    rows = np.take_along_axis(load, names, axis=1).reshape(layers * nodes, -1)
+    return _counted(rows, local, names.reshape(rows.shape), nodes, plan)
+
+
+def _fixed(load: Shares, plan: Plan) -> SearchedRows:
+    """Soft plans: the rows are nodes, a copy carries what it carries."""
+    experts, nodes = plan.experts, plan.nodes
+    local = np.broadcast_to(np.arange(experts), load.shape)
+    rows = plan.layers * nodes
+    cells = plan.phy2log.reshape(rows, -1) + np.arange(0, rows * experts, experts)[:, None]
+    here = np.bincount(cells.ravel(), minlength=rows * experts).reshape(rows, experts)
+    share = (load / plan.count).repeat(nodes, axis=0).astype(np.float32)
+    on_row = share * here.astype(np.float32)
+    least = np.where(here > 0, share, 0).max(1)
+    ranks = plan.ranks // nodes
+    floor = np.maximum(on_row.sum(1) / np.float32(ranks), least)
+    return SearchedRows(on_row, local, local.repeat(nodes, axis=0), nodes, ranks, floor, least, False)
 
 
 @dataclass
-class Rows:
+class _Rows:
     """Placements under change; `at` arguments below are indices of rows."""
 
     load: Shares  # [rows, experts]
@@ -52,7 +139,8 @@ class Rows:
 
     def above(self, at: Indices) -> Indices:
         """Those of the rows whose heaviest rank is above the target."""
-        return at[self.rank_load[at].max(1) > self.target[at]]
+        heavy: Indices = at[self.rank_load[at].max(1) > self.target[at]]
+        return heavy
 
     def replace(self, at: Indices, rank: Indices, slot: Indices, expert: Indices) -> None:
         """Put one more copy of an expert in place of another's, in each of these rows."""
@@ -75,7 +163,7 @@ class Rows:
             self.rank_load[at, touched] = self.carried[at, touched].sum(1)
 
 
-def improve(rows: Rows) -> None:
+def _improve(rows: _Rows) -> None:
     """Bring every row to its target, or as near as single changes within its budget get it."""
     at = rows.above(np.arange(len(rows.load)))
     if rows.may_copy:
@@ -87,7 +175,7 @@ def improve(rows: Rows) -> None:
         at = rows.above(_change(rows, at))
 
 
-def _relieve(rows: Rows, at: Indices) -> None:
+def _relieve(rows: _Rows, at: Indices) -> None:
     """More copies for experts whose copies are too large, one per row and step."""
     limit = rows.least_share * _PATIENCE
     for _ in range(rows.ids[0].size):
@@ -103,7 +191,7 @@ def _relieve(rows: Rows, at: Indices) -> None:
         rows.replace(at, rank, slot, expert)
 
 
-def _cost_of_slots(rows: Rows, at: Indices, expert: Indices, limit: Shares) -> Shares:
+def _cost_of_slots(rows: _Rows, at: Indices, expert: Indices, limit: Shares) -> Shares:
     """How little each slot may be given up for a copy of `expert`: its rank's load without it; _NEVER if it may not.
 
     A slot's expert must be left with a copy, and the copies it is left with should not be too large themselves;
@@ -122,7 +210,7 @@ def _cost_of_slots(rows: Rows, at: Indices, expert: Indices, limit: Shares) -> S
     return np.where(cost < _NEVER / 2, cost, _NEVER)
 
 
-def _change(rows: Rows, at: Indices) -> Indices:
+def _change(rows: _Rows, at: Indices) -> Indices:
     """One change in each row that gains by it; returns those rows."""
     depth = rows.ids.shape[2]
     view = _View(rows, at)
@@ -142,13 +230,14 @@ def _change(rows: Rows, at: Indices) -> Indices:
     do = np.nonzero(helps & is_copy)[0]
     if do.size:
         rows.replace(at[do], other[do], other_slot[do], view.heavy_ids[do, slot[do]])
-    return at[helps]
+    changed: Indices = at[helps]
+    return changed
 
 
 class _View:
     """The heaviest rank of each row beside its lightest ones. Options are [rows, partner, slot, partner's slot]."""
 
-    def __init__(self, rows: Rows, at: Indices) -> None:
+    def __init__(self, rows: _Rows, at: Indices) -> None:
         self.rows, self.at = rows, at
         load = rows.rank_load[at]
         num_partners = min(_LIGHTEST, load.shape[1] - 1)
@@ -169,7 +258,7 @@ class _View:
     def after_trade(self) -> Shares:
         """The heavier of the two ranks after each trade."""
         shift = self.gives - self.takes
-        after = np.maximum(self.heaviest[:, None, None, None] - shift, self.light_load + shift)
+        after: Shares = np.maximum(self.heaviest[:, None, None, None] - shift, self.light_load + shift)
         after[self.is_refused] = _NEVER
         return after
 

@@ -9,8 +9,8 @@ on the rank, because they all move at once.
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from penstock.eplb.maps import WHOLE, Plan
-from penstock.eplb.measure import evenness, fitting, rank_loads
+from penstock.eplb.maps import WHOLE, Load, Plan, Weights, evenness, fitting
+from penstock.eplb.order import Ids
 
 _STEPS = 30
 _RATE = 0.5  # 1 overshoots where a rank has a single split expert
@@ -21,24 +21,22 @@ def reweight(load: ArrayLike, plan: Plan) -> Plan:
     return plan.with_(plan.phy2log, split(fitting(load, plan), plan.phy2log, plan.weight, plan.ranks))
 
 
-def split(
-    load: NDArray[np.float64], phy2log: NDArray[np.int16], weight: NDArray[np.uint16], ranks: int
-) -> NDArray[np.uint16]:
+def split(load: Load, phy2log: Ids, weight: Weights, ranks: int) -> Weights:
     """Better weights for a placement: [layers, slots]. Layers that gain nothing keep theirs."""
     copies = _Copies(load, phy2log, ranks)
     if not len(copies.slot):
         return weight
     fitted = weight.copy()
     fitted.ravel()[copies.slot] = copies.quantise(copies.descend(weight))
-    before = evenness(rank_loads(load, phy2log, weight, ranks))
-    after = evenness(rank_loads(load, phy2log, fitted, ranks))
+    before = evenness(load, phy2log, weight, ranks)
+    after = evenness(load, phy2log, fitted, ranks)
     return np.where((after > before)[:, None], fitted, weight)
 
 
 class _Copies:
     """The copies of all experts that have more than one, sorted by layer, expert and slot."""
 
-    def __init__(self, load: NDArray[np.float64], phy2log: NDArray[np.int16], ranks: int) -> None:
+    def __init__(self, load: Load, phy2log: Ids, ranks: int) -> None:
         layers, slots = phy2log.shape
         cell = (phy2log + np.arange(0, load.size, load.shape[1])[:, None]).ravel()
         count = np.bincount(cell, minlength=load.size)
@@ -48,7 +46,7 @@ class _Copies:
         self.first = np.ones(len(expert), bool)  # whether a copy opens its expert
         self.first[1:] = expert[1:] != expert[:-1]
         self.starts = np.nonzero(self.first)[0]
-        self.owner = np.cumsum(self.first) - 1  # the which of the split experts it belongs to
+        self.owner = np.cumsum(self.first) - 1  # which of the split experts it belongs to
         self.num_copies = np.diff(self.starts, append=len(expert))
         self.total = load.ravel()[expert[self.starts]]  # per split expert
         self.rank = self.slot // (slots // ranks)  # layer · ranks + rank
@@ -57,9 +55,9 @@ class _Copies:
         self.base = by_slot.reshape(layers, ranks, slots // ranks).sum(2).ravel()  # what ranks carry besides
         self.ranks = ranks
 
-    def descend(self, weight: NDArray[np.uint16]) -> NDArray[np.float64]:
+    def descend(self, weight: Weights) -> NDArray[np.float64]:
         """The load of every copy, with the smallest largest rank load per layer that was met on the way."""
-        carried = weight.ravel()[self.slot] / WHOLE * self.total[self.owner]
+        carried: NDArray[np.float64] = weight.ravel()[self.slot] / WHOLE * self.total[self.owner]
         best, least = carried, np.full(len(self.base) // self.ranks, np.inf)
         crowd = np.bincount(self.rank, minlength=len(self.base))[self.rank]
         for _ in range(_STEPS):
@@ -73,7 +71,7 @@ class _Copies:
             carried *= self._of_whole(carried, self.total)[self.owner]
         return best
 
-    def quantise(self, carried: NDArray[np.float64]) -> NDArray[np.uint16]:
+    def quantise(self, carried: NDArray[np.float64]) -> Weights:
         """Weights in 65535ths: the sums over an expert's copies are rounded, so that they end at the whole."""
         unit = np.where(np.add.reduceat(carried, self.starts)[self.owner] > 0, carried, 1.0)
         part = unit * self._of_whole(unit, np.full(len(self.starts), float(WHOLE)))[self.owner]
@@ -82,7 +80,8 @@ class _Copies:
         upto = np.rint(upto).astype(np.int64)
         before = np.roll(upto, 1)
         before[self.starts] = 0
-        return (upto - before).astype(np.uint16)
+        weights: Weights = (upto - before).astype(np.uint16)
+        return weights
 
     def _of_whole(self, carried: NDArray[np.float64], whole: NDArray[np.float64]) -> NDArray[np.float64]:
         """What every split expert's copies must be multiplied by to add up to the whole."""

@@ -1,11 +1,9 @@
 """Which weights have to be copied from where, to come from one plan to the next."""
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.eplb.maps import Plan
-
-Indices = NDArray[np.int64]
+from penstock.eplb.order import Ids, Indices
 
 
 def transfers(old: Plan, new: Plan, ranks_per_node: int) -> Indices:
@@ -34,7 +32,7 @@ def _check_alike(old: Plan, new: Plan, ranks_per_node: int) -> None:
         raise ValueError(f"ranks_per_node: {ranks_per_node}, must divide the {old.ranks} ranks")
 
 
-def _beside(old: Plan, new: Plan) -> NDArray[np.int16]:
+def _beside(old: Plan, new: Plan) -> Ids:
     """For every slot one of the same rank that has in the old plan what the slot has in the new one, else -1."""
     depth = old.slots_per_rank
     held, wanted = (plan.phy2log.reshape(-1, depth) for plan in (old, new))  # [ranks of all layers, slots]
@@ -46,7 +44,7 @@ def _beside(old: Plan, new: Plan) -> NDArray[np.int16]:
     return np.where(grid < 0, np.int16(-1), grid + first)
 
 
-def _remote_sources(old: Plan, at: Indices, expert: Indices, num_nodes: int) -> NDArray[np.int16]:
+def _remote_sources(old: Plan, at: Indices, expert: Indices, num_nodes: int) -> Ids:
     """For slots that lie `at` these places of all layers' slots: a slot on the same node that has the expert, else any.
 
     All copies in a row, expert by expert and by slot, stand node by node too: those on a node are a run of them.

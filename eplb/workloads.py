@@ -1,9 +1,14 @@
-"""The models and loads that the planner is measured with; made, not recorded."""
+"""What the planner is measured with: models, loads that are made and not recorded, and the published algorithm.
+
+That is written down from its definition and slow: copies: every expert has one; each spare slot goes to the expert
+with the largest load per copy. Packing: copies in falling order, each to the lightest rank that is not full. In groups:
+groups are packed to nodes the same way, every node gets as many spare slots, and packs its own copies to its own ranks.
+"""
 
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 TOKENS = 1 << 20  # in the window that a load was counted over
 KINDS = ("zipf", "logn1", "logn0.5")
@@ -55,7 +60,8 @@ def popularity(cell: Cell, kind: str, seed: int) -> NDArray[np.float64]:
         weights = np.stack([rng.permutation(1 / np.arange(1, cell.experts + 1)) for _ in range(cell.layers)])
     else:
         weights = np.exp(rng.normal(0, float(kind.removeprefix("logn")), (cell.layers, cell.experts)))
-    return weights / weights.sum(1, keepdims=True)
+    shares: NDArray[np.float64] = weights / weights.sum(1, keepdims=True)
+    return shares
 
 
 def load(cell: Cell, kind: str, seed: int) -> NDArray[np.int64]:
@@ -74,3 +80,45 @@ def drifted(cell: Cell, kind: str, seed: int, drift: str) -> NDArray[np.int64]:
 
 def _counted(cell: Cell, share: NDArray[np.float64], seed: int) -> NDArray[np.int64]:
     return np.random.default_rng(seed + 1000).poisson(share * TOKENS * cell.experts_per_token)
+
+
+def plan_by_definition(load: ArrayLike, slots: int, ranks: int, groups: int = 1, nodes: int = 1) -> NDArray[np.int64]:
+    """The expert in every slot: [layers, slots]."""
+    return np.array([_layer(row, slots, ranks, groups, nodes) for row in np.asarray(load, np.float64)])
+
+
+def _layer(load: NDArray[np.float64], slots: int, ranks: int, groups: int, nodes: int) -> list[int]:
+    members = np.arange(len(load)).reshape(groups, -1)
+    placed: list[int] = []
+    for packed in pack(load[members].sum(1), nodes):
+        experts = members[packed].ravel()
+        copies, share = replicate(load[experts], slots // nodes)
+        for rank in pack(share[copies], ranks // nodes):
+            placed.extend(experts[copies[rank]])
+    return placed
+
+
+def replicate(
+    load: NDArray[np.float64], slots: int, limit: int | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """(the expert of every copy, the load per copy of every expert); with a limit no expert has more copies."""
+    count = np.ones(len(load), np.int64)
+    for _ in range(slots - len(load)):
+        share = load / count
+        if limit is not None:
+            share[count >= limit] = -1
+        count[share.argmax()] += 1
+    return np.repeat(np.arange(len(load)), count), load / count
+
+
+def pack(weights: NDArray[np.float64], num_packs: int) -> list[list[int]]:
+    """The items of every pack, equally many in each."""
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    total = np.zeros(num_packs)
+    for item in np.argsort(-weights, kind="stable"):
+        lightest = int(total.argmin())
+        packs[lightest].append(int(item))
+        total[lightest] += weights[item]
+        if len(packs[lightest]) == len(weights) // num_packs:
+            total[lightest] = np.inf
+    return packs

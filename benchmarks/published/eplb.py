@@ -12,7 +12,7 @@ from benchmarks.published.report import Report, Row, script
 from penstock.eplb import workloads
 from penstock.eplb.bench import make as plan_cell
 from penstock.eplb.maps import Plan
-from penstock.eplb.reference import plan_by_definition
+from penstock.eplb.workloads import plan_by_definition
 
 
 def make(is_full: bool) -> Report:

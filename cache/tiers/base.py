@@ -1,17 +1,17 @@
 """What the tiers beneath the device's blocks agree on. It knows keys and bytes, nothing of requests or tensors.
 
-Two sides work together. The engine core owns the index (cache/tiers/index.py): which key lies in which host slot,
-in which store, and what is on its way. The ranks own the bytes (executor/tiers/transfers.py): each has the host slots of
-its share of every block, and its own instance of each store. A block is there only when every rank has its part.
+Two sides work together. The engine core owns the index (cache/tiers/index.py): which key lies in which host block,
+in which store, and what is in flight. The ranks own the bytes (executor/tiers/transfers.py): each has its share of
+every host block, and its own instance of each store. A block is there only when every rank has its part.
 
-    device blocks ⇄ host slots ⇄ disk, peer
+    device blocks ⇄ host blocks ⇄ disk, peer
       (save, restore)      (read, write)
 
-Everything passes through the host: a store reads into a host slot and writes from one, and only bytes that it has
+Everything passes through the host: a store reads into a host block and writes from one, and only bytes that it has
 checked count as read.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any, Literal, NamedTuple, Protocol
 
 DISK, PEER = "disk", "peer"
@@ -28,32 +28,19 @@ def tier_of(store: str) -> str:
     return store.partition(" ")[0]
 
 
-class Counts(NamedTuple):
-    """Leading blocks of a chain by the nearest tier that has them, in one walk without a system call."""
+class StoreResult(NamedTuple):
+    """The end of a load or a store, exactly one for each: from here on the store does not touch its buffer."""
 
-    device: int
-    host: int
-    loading: int  # on their way to the host
-    stores: dict[str, int]
-
-
-class Completion(Protocol):
-    """The end of a load or of a store, exactly one for each."""
-
-    @property
-    def kind(self) -> Literal["load", "store"]: ...
-    @property
-    def ticket(self) -> int: ...  # of a load
-    @property
-    def key(self) -> bytes: ...
-    @property
-    def ok(self) -> bool: ...
+    kind: Literal["load", "store"]
+    ticket: int  # of a load
+    key: bytes
+    ok: bool
 
 
 class Store(Protocol):
     """One rank's bytes beneath the host tier: a disk, or the tiers of another engine.
 
-    No call blocks: work is queued, and `poll` tells how it ended. A store that cannot serve in time completes with
+    No call blocks: work is queued, and `poll` reports how it ended. A store that cannot serve in time completes with
     `ok` False, whatever the reason (full, broken, stalled, a lease that has run out): it is a miss, never an error.
     A peer takes no `put`.
     """
@@ -66,14 +53,14 @@ class Store(Protocol):
     def contains(self, key: bytes) -> bool: ...
 
     def put(self, key: bytes, buffer: Any) -> bool:
-        """Take a copy in time. True borrows the buffer until the completion; False does not, and there is none."""
+        """Take a copy in time. True borrows the buffer until the result; False does not, and there is none."""
         ...
 
     def start_load(self, key: bytes, out: Any) -> int | None:
-        """A ticket, and `out` borrowed until its completion; None where the key is not there (any more)."""
+        """A ticket, and `out` borrowed until its result; None where the key is not there (any more)."""
         ...
 
-    def poll(self) -> Iterable[Completion]: ...
+    def poll(self) -> Iterable[StoreResult]: ...
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:
         """Keys that can be read since the last call, those of an earlier life included; and keys that cannot."""
@@ -90,3 +77,35 @@ class Store(Protocol):
     def close(self) -> None:
         """Borrowed buffers are left alone from here on, but for what a hanging device may still write."""
         ...
+
+
+def chunk_of(name: str, buffer: Any, chunk_bytes: int, *, to_write: bool = False) -> memoryview:
+    """A buffer that a store was given, as bytes; ValueError names what is wrong with it."""
+    chunk = memoryview(buffer)
+    if to_write and chunk.readonly:
+        raise ValueError(f"{name}: a buffer that can be written to is expected")
+    if chunk.nbytes != chunk_bytes or not chunk.c_contiguous:
+        raise ValueError(f"{name}: {chunk.nbytes} bytes given; a chunk has {chunk_bytes}, in one piece")
+    return chunk.cast("B")
+
+
+class KeyChanges:
+    """Keys that came and went since the last `take`: what went and came back, or came and went, has not changed."""
+
+    def __init__(self, came: Iterable[bytes] = ()) -> None:
+        self._changed = dict.fromkeys(came, True)  # key → whether it is there now
+
+    def note(self, key: bytes, is_there: bool) -> None:
+        """This key was not there and is now, or the other way round."""
+        if self._changed.get(key, is_there) == is_there:
+            self._changed[key] = is_there
+        else:
+            del self._changed[key]
+
+    def take(self) -> tuple[list[bytes], list[bytes]]:
+        """(the keys that came, the keys that went)."""
+        changed, self._changed = self._changed, {}
+        return [key for key, has in changed.items() if has], [key for key, has in changed.items() if not has]
+
+    def check(self, keys: Container[bytes]) -> None:
+        assert all((key in keys) == has for key, has in self._changed.items())

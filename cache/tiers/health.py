@@ -7,15 +7,17 @@ OPEN ──3 errors in a row, or a call that hangs──▶ BYPASSED ──pause
 
 from typing import NamedTuple
 
+STALLED = "stalled"  # a reason
+
 
 class HealthLimits(NamedTuple):
     max_errors: int = 3  # in a row
-    stall_s: float = 2.0  # a call under way for longer hangs
+    stall_s: float = 2.0  # a call that takes longer hangs
     first_pause_s: float = 1.0
     longest_pause_s: float = 30.0
 
 
-class Health:
+class TierHealth:
     """One thread calls it, with the time as it sees it."""
 
     def __init__(self, limits: HealthLimits) -> None:
@@ -33,22 +35,26 @@ class Health:
         """A call came back well. While bypassed that says little: it may be one from before."""
         self._num_errors = 0
 
-    def failed(self, now_s: float, reason: str) -> None:
+    def failed(self, now_s: float, reason: str) -> bool:
+        """Whether the tier is bypassed from now on."""
         self._num_errors += 1
-        if self.is_open and self._num_errors >= self._limits.max_errors:
-            self.bypass(now_s, reason)
+        if not self.is_open or self._num_errors < self._limits.max_errors:
+            return False
+        self.bypass(now_s, reason)
+        return True
 
-    def watch(self, now_s: float, oldest_started_s: float | None) -> None:
-        """`oldest_started_s`: since when the longest call of all has been under way."""
+    def watch(self, now_s: float, oldest_started_s: float | None) -> bool:
+        """Whether the tier is bypassed from now on. `oldest_started_s`: when the oldest call in flight began."""
         if oldest_started_s is None or now_s - oldest_started_s < self._limits.stall_s:
-            return
+            return False
         if self.is_open:
-            self.bypass(now_s, "stalled")
-        else:
-            self._until_s = max(self._until_s, now_s + self._pause_s)
+            self.bypass(now_s, STALLED)
+            return True
+        self._until_s = max(self._until_s, now_s + self._pause_s)
+        return False
 
     def wants_probe(self, now_s: float) -> bool:
-        """True once per pause: whoever gets it probes, and tells with `probed`."""
+        """True once per pause: the caller then probes, and reports with `probed`."""
         if self.is_open or self._is_probing or now_s < self._until_s:
             return False
         self._is_probing = True
@@ -61,16 +67,16 @@ class Health:
             self.is_open = True
             self._opened_s = now_s
         else:
-            self._pause_s = min(self._pause_s * 2, self._limits.longest_pause_s)
-            self._until_s = now_s + self._pause_s
+            self._pause(now_s, self._pause_s * 2)
 
     def bypass(self, now_s: float, reason: str) -> None:
         self.is_open = False
         self.reason = reason
         self.num_bypasses += 1
-        # A probe is small and may miss what is broken, so only time tells whether the disk is well again.
-        if now_s - self._opened_s > self._limits.longest_pause_s:
-            self._pause_s = self._limits.first_pause_s
-        else:
-            self._pause_s = min(self._pause_s * 2, self._limits.longest_pause_s)
+        # A probe is small and may miss what is broken, so only time shows whether the disk is well again.
+        was_well = now_s - self._opened_s > self._limits.longest_pause_s
+        self._pause(now_s, self._limits.first_pause_s if was_well else self._pause_s * 2)
+
+    def _pause(self, now_s: float, pause_s: float) -> None:
+        self._pause_s = min(pause_s, self._limits.longest_pause_s)
         self._until_s = now_s + self._pause_s

@@ -1,7 +1,7 @@
 """Memory that disks and devices can read and write directly: aligned, private, on huge pages where there are any.
 
 Huge pages are worth 20-40 % of the bandwidth of O_DIRECT here: a request of 4 MiB is then a few segments instead of
-more than the device takes at once. Python's anonymous `mmap` is shared memory unless told otherwise, and shared
+more than the device takes at once. Python's anonymous `mmap` is shared memory by default, and shared
 memory has huge pages only where the administrator allowed it; hence MAP_PRIVATE.
 """
 

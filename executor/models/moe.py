@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from penstock.eplb import Plan
-from penstock.eplb.choice import EXPERT_STEP, TOKEN_STEP
-from penstock.eplb.maps import WHOLE
+from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
 from penstock.executor.kernels import Ops
 from penstock.executor.kernels.linear import make_linear
 from penstock.executor.kernels.torch_fp8 import BLOCK, pad_scales

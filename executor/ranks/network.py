@@ -5,7 +5,6 @@ without the run's client key is refused before anything of it is read. What cros
 never pickle. A rank whose executor falls silent ends itself.
 """
 
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,6 +12,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from penstock.cache.tiers.peer.wire import CurveGuard
 from penstock.executor.process_life import leave
 from penstock.executor.ranks.wire import FromWorker
 
@@ -45,7 +45,7 @@ class Hub:
         self._client_key, self._client_secret = zmq.curve_keypair()
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
-        self._guard.configure_curve_callback("*", credentials_provider=_RunKey(self._client_key))
+        self._guard.configure_curve_callback("*", credentials_provider=CurveGuard(self._client_key))
         self._sockets: list[Socket] = []
         self._steps = self._bind(zmq.ROUTER, host, server_secret)
         self._steps.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -137,16 +137,6 @@ class Spoke:
         self._thread.join()
         self._reports.close(linger=500)
         self._context.term()
-
-
-class _RunKey:
-    """The authenticator's question: is this client's key the run's?"""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        return secrets.compare_digest(key, self._key)
 
 
 def _socket(context: zmq.Context[Socket], kind: int) -> Socket:

@@ -1,7 +1,7 @@
 """Moves experts between the ranks as their load changes, while steps go on.
 
 All ranks count the same tokens. At every `interval`-th step the first rank makes a plan, in a thread of its own, and
-when it has one tells the others at a step's boundary. From then on a thread of each rank brings the experts of one
+when it has one broadcasts it at a step's boundary. From then on a thread of each rank brings the experts of one
 layer into spare memory, over connections of its own; at the first boundary at which all have them, all put them in
 place and go by the new plan for that layer. Until then the old one holds, as it does for every layer that is left
 when a transfer fails: a plan is always whole, layer by layer.
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from penstock.eplb import LoadTracker, Plan, balance, replan, transfers
-from penstock.eplb.measure import rank_loads
+from penstock.eplb.maps import rank_loads
 from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import Experts
 from penstock.executor.parallel import CollectiveError, Group
@@ -44,7 +44,7 @@ class Proposal:
 
 @dataclass
 class Move:
-    """One layer's experts on their way into this rank's spare memory."""
+    """One layer's experts, being brought into this rank's spare memory."""
 
     layer: int
     errands: list[tuple[int, int, list[int]]]  # expert, slot that has it, slots of one rank that want it
@@ -68,7 +68,8 @@ class Rebalancer:
         self._first = group.rank * plan.slots_per_rank
         # Beside the steps on a GPU, too. On the steps' own stream two ranks could wait for each other for ever: one's transfer
         # behind a sum that the other, whose transfer is not over, has not begun.
-        self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
+        is_cuda = group.device.type == "cuda"
+        self._stream = torch.cuda.Stream(group.device) if is_cuda else None  # type: ignore[no-untyped-call]
         self._num_steps = self._looked_at = 0
         self._planning: threading.Thread | None = None
         self._is_planning = False  # on all ranks: the first one is at it
@@ -78,8 +79,8 @@ class Rebalancer:
         self._pending: list[int] = []  # layers that are still to be moved, in order
         self._move: Move | None = None
         self._is_over = False  # transfers cannot be trusted any more
-        self._news = ExpertUpdate(balance=1.0)
-        self._told = self._news
+        self._update = ExpertUpdate(balance=1.0)
+        self._taken = self._update
 
     def boundary(self) -> None:
         """Before every step, on all ranks."""
@@ -96,14 +97,14 @@ class Rebalancer:
             self._look()
         else:
             return
-        self._note(stall_s=self._news.stall_s + time.perf_counter() - started_s)
+        self._note(stall_s=self._update.stall_s + time.perf_counter() - started_s)
 
-    def news(self) -> ExpertUpdate | None:
-        """What has changed since the last time."""
-        if self._news is self._told:
+    def take_update(self) -> ExpertUpdate | None:
+        """What has changed since the last call."""
+        if self._update is self._taken:
             return None
-        self._told = self._news
-        return self._news
+        self._taken = self._update
+        return self._update
 
     @property
     def plan(self) -> Plan:
@@ -138,11 +139,11 @@ class Rebalancer:
 
     def _hear_plan(self) -> None:
         """The first rank says whether it has a plan, and if so which."""
-        told = torch.zeros(1 + 2 * self._plan.phy2log.size, dtype=torch.int32, device=self._group.device)
+        plan_sent = torch.zeros(1 + 2 * self._plan.phy2log.size, dtype=torch.int32, device=self._group.device)
         if self._planning is not None and not self._planning.is_alive():
             self._planning = None
-            self._fill(told)
-        status = int(self._group.broadcast(told)[0])
+            self._fill(plan_sent)
+        status = int(self._group.broadcast(plan_sent)[0])
         if status == NOTHING:
             return
         self._is_planning = False
@@ -150,9 +151,9 @@ class Rebalancer:
             self._abort()
             return
         if status == SKIPPED:
-            self._note(num_skipped=self._news.num_skipped + 1)
+            self._note(num_skipped=self._update.num_skipped + 1)
             return
-        phy2log, weight = told[1:].cpu().numpy().reshape(2, *self._plan.phy2log.shape)
+        phy2log, weight = plan_sent[1:].cpu().numpy().reshape(2, *self._plan.phy2log.shape)
         self._target = self._plan.with_(phy2log, weight)
         self._agree_on(self._target)
         self._rows = transfers(self._plan, self._target, self._plan.ranks)
@@ -160,29 +161,29 @@ class Rebalancer:
         self._pending = np.flatnonzero(changed.any(1)).tolist()
         self._start_next()
 
-    def _fill(self, told: torch.Tensor) -> None:
-        """What the planning thread came back with, as it is told to the others."""
+    def _fill(self, plan_sent: torch.Tensor) -> None:
+        """What the planning thread came back with, as the others receive it."""
         proposal, self._proposal = self._proposal, None
         if proposal is None:  # its traceback is on standard error
-            told[0] = BROKEN
+            plan_sent[0] = BROKEN
             return
-        told[0] = SKIPPED
+        plan_sent[0] = SKIPPED
         if proposal.plan is not None:
-            told[0] = PLANNED
+            plan_sent[0] = PLANNED
             placed = np.concatenate([proposal.plan.phy2log.ravel(), proposal.plan.weight.ravel()])
-            told[1:] = torch.from_numpy(placed.astype(np.int32))
+            plan_sent[1:] = torch.from_numpy(placed.astype(np.int32))
         self._note(
             balance=proposal.balance,
             rank_load=proposal.rank_load,
             expert_load=proposal.expert_load,
-            plan_s=self._news.plan_s + proposal.seconds,
+            plan_s=self._update.plan_s + proposal.seconds,
         )
 
     def _abort(self) -> None:
         """Whatever holds now holds from here on."""
         self._is_over = True
         self._move = self._target = None
-        self._note(num_aborted=self._news.num_aborted + 1)
+        self._note(num_aborted=self._update.num_aborted + 1)
 
     def _agree_on(self, plan: Plan) -> None:
         digest = int.from_bytes(plan.digest()[:7], "little")
@@ -192,7 +193,7 @@ class Rebalancer:
     def _start_next(self) -> None:
         if not self._pending:
             self._move = self._target = None
-            self._note(num_rebalances=self._news.num_rebalances + 1)
+            self._note(num_rebalances=self._update.num_rebalances + 1)
             return
         assert self._target is not None
         layer = self._pending.pop(0)
@@ -205,8 +206,8 @@ class Rebalancer:
         """In a thread: fill the spare memory with what this rank's slots of the layer will hold."""
         try:
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                for expert, source, slots in move.errands:
-                    self._run(move, expert, source, slots)
+                for _, source, slots in move.errands:
+                    self._run(move, source, slots)
             move.state = ARRIVED
         except CollectiveError:
             move.state = FAILED
@@ -221,7 +222,7 @@ class Rebalancer:
             wanted.setdefault((slot // depth, expert), (source, []))[1].append(slot)
         return [(expert, source, slots) for (_, expert), (source, slots) in sorted(wanted.items())]
 
-    def _run(self, move: Move, expert: int, source: int, slots: list[int]) -> None:
+    def _run(self, move: Move, source: int, slots: list[int]) -> None:
         depth = self._plan.slots_per_rank
         giver, taker, rank = source // depth, slots[0] // depth, self._group.rank
         if rank not in (giver, taker):
@@ -266,25 +267,25 @@ class Rebalancer:
         depth = self._plan.slots_per_rank
         remote = sum(source // depth != slots[0] // depth for _, source, slots in move.errands)
         self._note(
-            num_moved=self._news.num_moved + sum(len(slots) for _, _, slots in move.errands),
-            moved_bytes=self._news.moved_bytes + remote * self._expert_bytes,
+            num_moved=self._update.num_moved + sum(len(slots) for _, _, slots in move.errands),
+            moved_bytes=self._update.moved_bytes + remote * self._expert_bytes,
         )
 
     def _note(self, **changes: float | bytes) -> None:
-        self._news = msgspec.structs.replace(self._news, **changes)
+        self._update = msgspec.structs.replace(self._update, **changes)
 
 
 def _shares(load: np.ndarray) -> bytes:
     """Of [layers, parts], what each part has of the whole."""
     by_part = load.sum(axis=0)
-    return (by_part / max(by_part.sum(), 1e-9)).astype("<f4").tobytes()
+    return bytes((by_part / max(by_part.sum(), 1e-9)).astype("<f4"))
 
 
 def put_in_place(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """On the CPU the tensor takes the memory of the new one, and no step waits for a copy. On a GPU copying is quick,
     and captured graphs know addresses."""
     if tensor.device.type == "cpu":
-        tensor.set_(new)
+        tensor.set_(new)  # type: ignore[call-overload]
     else:
         tensor.copy_(new)
 

@@ -130,7 +130,7 @@ class ModelRunner:
             errors,
             time.monotonic() - launched.started_s,
             None if self._transfers is None else self._transfers.end(),
-            None if self._rebalancer is None else self._rebalancer.news(),
+            None if self._rebalancer is None else self._rebalancer.take_update(),
         )
 
     def _compute(self, layout: Layout, launched: Launched) -> None:

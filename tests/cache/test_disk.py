@@ -1,20 +1,24 @@
 """The disk tier as its callers see it."""
 
+import contextlib
 import os
-import select
 import stat
 from pathlib import Path
 
 import pytest
 
 from penstock.cache.tiers.disk.directory import DirectoryInUse
-from penstock.cache.tiers.disk.record import slot_bytes
-from penstock.cache.tiers.disk.tier import DiskTier, Limits
+from penstock.cache.tiers.disk.record import cell_bytes
+from penstock.cache.tiers.disk.tier import DiskLimits, DiskTier
 from tests.support.disk_rig import CHUNK, Rig, capacity_for, key_of, payload_of, start_python
 
 
 def du(path: Path) -> int:
-    return sum(entry.lstat().st_blocks * 512 for entry in [path, *path.rglob("*")])
+    blocks = 0
+    for entry in [path, *path.rglob("*")]:
+        with contextlib.suppress(FileNotFoundError):  # a snapshot that has got its name meanwhile
+            blocks += entry.lstat().st_blocks
+    return blocks * 512
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 4096, 8000, 65536])
@@ -56,7 +60,7 @@ def test_a_restart_finds_everything_that_was_stored(tmp_path: Path) -> None:
 
 
 def test_the_oldest_give_way_and_the_tail_of_a_chain_goes_before_its_head(tmp_path: Path) -> None:
-    with Rig(tmp_path, slots=16) as rig:
+    with Rig(tmp_path, cells=16) as rig:
         rig.store(*range(rig.tier.stats()["slots"]))
         rig.tier.changes()
         rig.tier.touch([key_of(name) for name in (0, 1, 2)])
@@ -68,20 +72,20 @@ def test_the_oldest_give_way_and_the_tail_of_a_chain_goes_before_its_head(tmp_pa
 
 def test_what_a_full_disk_evicts_is_told(tmp_path: Path) -> None:
     with Rig(tmp_path) as rig:
-        slots = rig.tier.stats()["slots"]
+        cells = rig.tier.stats()["slots"]
         known: set[bytes] = set()
-        for name in range(3 * slots):
+        for name in range(3 * cells):
             rig.store(name)
             found, lost = rig.tier.changes()
             assert known.isdisjoint(found) and known.union(found).issuperset(lost)
             known = known.union(found) - set(lost)
             assert known == set(rig.tier.keys())
-        assert len(known) == slots
+        assert len(known) == cells
 
 
 def test_du_never_exceeds_the_capacity(tmp_path: Path) -> None:
     capacity = capacity_for(64)
-    with Rig(tmp_path / "disk", slots=64, limits=Limits(slab_bytes=10 * slot_bytes(CHUNK))) as rig:
+    with Rig(tmp_path / "disk", cells=64, limits=DiskLimits(slab_bytes=10 * cell_bytes(CHUNK))) as rig:
         for name in range(200):
             rig.store(name)
             assert du(tmp_path / "disk") - 4096 <= capacity  # the directory above holds other namespaces too
@@ -89,17 +93,17 @@ def test_du_never_exceeds_the_capacity(tmp_path: Path) -> None:
 
 
 def test_a_smaller_capacity_gives_room_back_and_a_larger_one_loses_nothing(tmp_path: Path) -> None:
-    limits = Limits(slab_bytes=10 * slot_bytes(CHUNK))
-    with Rig(tmp_path, slots=64, limits=limits) as rig:
+    limits = DiskLimits(slab_bytes=10 * cell_bytes(CHUNK))
+    with Rig(tmp_path, cells=64, limits=limits) as rig:
         rig.store(*range(64))
-    with Rig(tmp_path, slots=15, limits=limits) as rig:
+    with Rig(tmp_path, cells=15, limits=limits) as rig:
         assert du(tmp_path) - 4096 <= capacity_for(15)
         assert len(rig.tier) == rig.hits(*range(64)) >= 15
         rig.tier.check()
-    with Rig(tmp_path, slots=64, limits=limits) as rig:
+    with Rig(tmp_path, cells=64, limits=limits) as rig:
         assert rig.hits(*range(64)) >= 15
         rig.store(*range(64))
-        assert rig.hits(*range(64)) >= 62  # two slots are kept ready for the next stores
+        assert rig.hits(*range(64)) >= 62  # two cells are kept ready for the next stores
         rig.tier.check()
 
 
@@ -136,12 +140,13 @@ def test_the_lock_goes_with_the_process_that_held_it(tmp_path: Path) -> None:
 def test_directories_and_files_are_ours_alone(tmp_path: Path) -> None:
     with Rig(tmp_path / "disk") as rig:
         rig.store("a")
+        assert rig.tier.flush()  # no snapshot comes and goes meanwhile
         for path in [tmp_path / "disk", *(tmp_path / "disk").rglob("*")]:
             expected = 0o700 if path.is_dir() else 0o600
             assert stat.S_IMODE(path.stat().st_mode) == expected, path
 
 
-@pytest.mark.parametrize("name", ["slab-000000", "index.tmp", "journal", "lock", "probe"])
+@pytest.mark.parametrize("name", ["slab-000000", "index.tmp", "index", "journal", "lock", "probe"])
 def test_a_symbolic_link_in_the_directory_is_not_followed(tmp_path: Path, name: str) -> None:
     with Rig(tmp_path) as rig:
         folder = Path(rig.tier.directory)
@@ -158,21 +163,8 @@ def test_a_symbolic_link_in_the_directory_is_not_followed(tmp_path: Path, name: 
     assert victim.read_bytes() == b"mine"
 
 
-def test_a_pinned_record_stays_until_it_is_unpinned(tmp_path: Path) -> None:
-    with Rig(tmp_path) as rig:
-        slots = rig.tier.stats()["slots"]
-        rig.store("kept")
-        assert rig.tier.pin(key_of("kept")) and not rig.tier.pin(key_of("absent"))
-        rig.store(*range(2 * slots))
-        assert rig.hits("kept") == 1
-        rig.tier.unpin(key_of("kept"))
-        rig.store(*range(2 * slots, 4 * slots))
-        assert not rig.tier.contains(key_of("kept"))
-        rig.tier.check()
-
-
 def test_closing_ends_every_store_and_load_exactly_once(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, slots=64)
+    rig = Rig(tmp_path, cells=64)
     rig.store(*range(10))
     expected = {("store", key_of(name)) for name in range(10, 40) if rig.tier.put(key_of(name), rig.buffer())}
     expected |= {("load", key_of(name)) for name in range(10) if rig.tier.start_load(key_of(name), rig.buffer())}
@@ -207,13 +199,3 @@ def test_wrong_keys_and_buffers_are_named(tmp_path: Path) -> None:
         rig.store("a")
         with pytest.raises(ValueError, match="out: a buffer that can be written to"):
             rig.tier.start_load(key_of("a"), bytes(CHUNK))
-
-
-def test_a_waiting_thread_is_woken_by_a_completion(tmp_path: Path) -> None:
-    with Rig(tmp_path) as rig:
-        rig.tier.fileno()
-        rig.tier.poll()
-        assert select.select([rig.tier], [], [], 0)[0] == []
-        rig.tier.put(key_of("a"), rig.buffer())
-        assert select.select([rig.tier], [], [], 30)[0] == [rig.tier]
-        rig.wait()

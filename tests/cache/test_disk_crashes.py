@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cache.tiers.disk.record import HEADER_BYTES, slot_bytes
-from penstock.cache.tiers.disk.tier import Limits
+from penstock.cache.tiers.disk.record import HEADER_BYTES, cell_bytes
+from penstock.cache.tiers.disk.tier import DiskLimits
 from penstock.cache.tiers.health import HealthLimits
 from tests.support.disk_rig import Rig, key_of, start_python
 from tests.support.lossy_calls import LossyCalls
 
 SMALL = 600  # bytes of a payload, so that many fit into a second
-SLOT = slot_bytes(SMALL)
-NEVER_BYPASSED = Limits(health=HealthLimits(max_errors=10**9))
+CELL = cell_bytes(SMALL)
+NEVER_BYPASSED = DiskLimits(health=HealthLimits(max_errors=10**9))
 
 
 class Slab:
-    """A slab file in the hands of somebody else. Names 0 … n-1 lie in its slots in this order."""
+    """A slab file in the hands of another. Names 0 … n-1 lie in its cells in this order."""
 
     def __init__(self, rig: Rig) -> None:
         self.path = Path(rig.tier.directory) / "slab-000000"
@@ -36,32 +36,32 @@ class Slab:
             return file.read(size)
 
 
-def flip_a_bit(slab: Slab, draw: random.Random, slots: int) -> None:
-    at = draw.randrange(slots) * SLOT + draw.randrange(HEADER_BYTES + SMALL)
+def flip_a_bit(slab: Slab, draw: random.Random, cells: int) -> None:
+    at = draw.randrange(cells) * CELL + draw.randrange(HEADER_BYTES + SMALL)
     slab.change(at, bytes([slab.read(at, 1)[0] ^ 1 << draw.randrange(8)]))
 
 
-def zero_some(slab: Slab, draw: random.Random, slots: int) -> None:
-    at = draw.randrange(slots) * SLOT + draw.choice((0, HEADER_BYTES))
+def zero_some(slab: Slab, draw: random.Random, cells: int) -> None:
+    at = draw.randrange(cells) * CELL + draw.choice((0, HEADER_BYTES))
     slab.change(at, bytes(512))
 
 
-def swap_payloads(slab: Slab, draw: random.Random, slots: int) -> None:
-    one, other = (slot * SLOT + HEADER_BYTES for slot in draw.sample(range(slots), 2))
+def swap_payloads(slab: Slab, draw: random.Random, cells: int) -> None:
+    one, other = (cell * CELL + HEADER_BYTES for cell in draw.sample(range(cells), 2))
     first, second = slab.read(one, SMALL), slab.read(other, SMALL)
     slab.change(one, second)
     slab.change(other, first)
 
 
-def swap_records(slab: Slab, draw: random.Random, slots: int) -> None:
-    one, other = (slot * SLOT for slot in draw.sample(range(slots), 2))
-    first, second = slab.read(one, SLOT), slab.read(other, SLOT)
+def swap_records(slab: Slab, draw: random.Random, cells: int) -> None:
+    one, other = (cell * CELL for cell in draw.sample(range(cells), 2))
+    first, second = slab.read(one, CELL), slab.read(other, CELL)
     slab.change(one, second)
     slab.change(other, first)
 
 
-def swap_headers(slab: Slab, draw: random.Random, slots: int) -> None:
-    one, other = (slot * SLOT for slot in draw.sample(range(slots), 2))
+def swap_headers(slab: Slab, draw: random.Random, cells: int) -> None:
+    one, other = (cell * CELL for cell in draw.sample(range(cells), 2))
     first, second = slab.read(one, HEADER_BYTES), slab.read(other, HEADER_BYTES)
     slab.change(one, second)
     slab.change(other, first)
@@ -75,15 +75,15 @@ MUTATIONS: list[Callable[[Slab, random.Random, int], None]] = [
 def mutate_and_read(path: Path, count: int, seed: int) -> None:
     """After each change all records are read; `Rig` compares every byte. What was lost is stored again."""
     draw = random.Random(seed)
-    with Rig(path, chunk=SMALL, slots=8, limits=NEVER_BYPASSED) as rig:
-        slots = rig.tier.stats()["slots"]
-        names = range(slots)
+    with Rig(path, chunk=SMALL, cells=8, limits=NEVER_BYPASSED) as rig:
+        cells = rig.tier.stats()["slots"]
+        names = range(cells)
         rig.store(*names)
         slab = Slab(rig)
         num_missed = 0
         for _ in range(count):
-            draw.choice(MUTATIONS)(slab, draw, slots)
-            missed = slots - rig.hits(*names)
+            draw.choice(MUTATIONS)(slab, draw, cells)
+            missed = cells - rig.hits(*names)
             assert 1 <= missed <= 2
             num_missed += missed
             assert rig.store(*names) == missed
@@ -102,14 +102,14 @@ def test_a_hundred_thousand_changes_serve_no_wrong_byte(tmp_path: Path) -> None:
     mutate_and_read(tmp_path, 100_000, seed=2)
 
 
-@pytest.mark.parametrize("size", [0, 1, SLOT - 1, SLOT + HEADER_BYTES, 3 * SLOT + 100])
+@pytest.mark.parametrize("size", [0, 1, CELL - 1, CELL + HEADER_BYTES, 3 * CELL + 100])
 def test_a_truncated_slab_loses_what_was_cut_off_and_nothing_else(tmp_path: Path, size: int) -> None:
     with Rig(tmp_path, chunk=SMALL) as rig:
         rig.store(*range(8))
         slab = Slab(rig)
         with slab.path.open("r+b") as file:
             file.truncate(size)
-        whole = size // SLOT + (size % SLOT >= HEADER_BYTES + SMALL)
+        whole = size // CELL + (size % CELL >= HEADER_BYTES + SMALL)
         assert rig.hits(*range(8)) == whole
         assert rig.store(*range(8)) == 8 - whole
     with Rig(tmp_path, chunk=SMALL) as rig:
@@ -117,44 +117,63 @@ def test_a_truncated_slab_loses_what_was_cut_off_and_nothing_else(tmp_path: Path
 
 
 def test_files_that_change_their_names_or_go_away_are_misses(tmp_path: Path) -> None:
-    limits = Limits(slab_bytes=4 * SLOT)
-    with Rig(tmp_path, chunk=SMALL, slots=12, limits=limits) as rig:
+    limits = DiskLimits(slab_bytes=4 * CELL)
+    with Rig(tmp_path, chunk=SMALL, cells=12, limits=limits) as rig:
         rig.store(*range(12))
         folder = Path(rig.tier.directory)
     (folder / "slab-000000").rename(folder / "other")
     (folder / "slab-000001").rename(folder / "slab-000000")
     (folder / "other").rename(folder / "slab-000001")
     (folder / "slab-000002").unlink()
-    with Rig(tmp_path, chunk=SMALL, slots=12, limits=limits) as rig:
+    with Rig(tmp_path, chunk=SMALL, cells=12, limits=limits) as rig:
         assert rig.hits(*range(12)) == 0
         assert rig.store(*range(12)) == 12 == rig.hits(*range(12))
         rig.tier.check()
 
 
-@pytest.mark.parametrize("damage", ["index gone", "index cut", "index flipped", "journal flipped"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "flipped", "old", "of an earlier version"])
 def test_a_broken_index_costs_time_and_no_record(tmp_path: Path, damage: str) -> None:
     draw = random.Random(damage)
     with Rig(tmp_path) as rig:
-        rig.store(*range(10))
-        if damage == "journal flipped":
-            rig.tier.flush()
-            shutil.copytree(rig.tier.directory, tmp_path / "copy")
+        rig.store(*range(5))
+        rig.tier.flush()
+        old = (Path(rig.tier.directory) / "index").read_bytes()
+        rig.store(*range(5, 10))
         folder = Path(rig.tier.directory)
-    if damage == "journal flipped":  # as a crash leaves it: a journal behind an old snapshot
-        shutil.rmtree(folder)
-        (tmp_path / "copy").rename(folder)
-    victim = folder / damage.split()[0]
-    if damage == "index gone":
-        victim.unlink()
-    elif victim.exists():
-        data = bytearray(victim.read_bytes())
-        at = draw.randrange(len(data))
+    index = folder / "index"
+    data = bytearray(index.read_bytes())
+    at = draw.randrange(len(data))
+    if damage == "gone":
+        index.unlink()
+    elif damage == "cut":
+        index.write_bytes(data[:at])
+    elif damage == "flipped":
         data[at] ^= 1
-        victim.write_bytes(data[:at] if damage == "index cut" else data)
+        index.write_bytes(data)
+    elif damage == "old":  # as a crash leaves it
+        index.write_bytes(old)
+    else:  # it kept what had changed since in a file of its own, which is not read
+        (folder / "journal").write_bytes(b"PNSTKJN1")
     with Rig(tmp_path) as rig:
         assert rig.load("from the first second") is None  # served at once, whatever the scan does
         rig.finish_scan()
         assert rig.hits(*range(10)) == 10
+        rig.tier.check()
+
+
+def test_a_record_that_has_moved_since_the_last_snapshot_is_found_in_its_new_cell(tmp_path: Path) -> None:
+    with Rig(tmp_path) as rig:
+        names = range(rig.tier.stats()["slots"])
+        rig.store(*names)
+        rig.tier.flush()
+        folder = Path(rig.tier.directory)
+        old = (folder / "index").read_bytes()
+        rig.store(*(f"other {name}" for name in names), *reversed(names))
+        kept = set(rig.tier.keys())
+    (folder / "index").write_bytes(old)
+    with Rig(tmp_path) as rig:
+        rig.finish_scan()
+        assert set(rig.tier.keys()) == kept and rig.hits(*names) == len(kept)
         rig.tier.check()
 
 
@@ -166,15 +185,15 @@ path, rounds, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 draw = random.Random(seed)
 
 def live():
-    # Two in a row may be on their way at any time; the parent ends this without a word.
-    with Rig(path, chunk=600, slots=48) as rig:
-        os.write(1, b"o")
+    # Two in a row may be in flight at any time; the parent ends this without a word.
+    with Rig(path, chunk=600, cells=48) as rig:
+        os.write(opened, b"o")
         while True:
             rig.store(draw.randrange(10**6) % 200)
             rig.load(draw.randrange(200))
 
 def look():
-    with Rig(path, chunk=600, slots=48) as rig:
+    with Rig(path, chunk=600, cells=48) as rig:
         rig.finish_scan()
         known = len(rig.tier)
         hits = rig.hits(*range(200))
@@ -198,7 +217,12 @@ def child(act):
     return process
 
 for number in range(rounds):
+    is_open, opened = os.pipe()
     victim = child(live)
+    os.close(opened)
+    if draw.random() < 0.9:  # the others may end while they open
+        assert os.read(is_open, 1) == b"o"
+    os.close(is_open)
     time.sleep(draw.random() * 0.06)
     os.kill(victim, signal.SIGKILL)
     os.waitpid(victim, 0)
@@ -212,11 +236,10 @@ print("whole")
 def kill_again_and_again(path: Path, rounds: int, seed: int) -> None:
     with start_python(LIVES, path, rounds, seed, stderr=subprocess.PIPE) as process:
         output, errors = process.communicate()
-    assert output.endswith("whole\n"), errors
-    assert output.count("o") > rounds / 3  # most lived long enough to write
+    assert output == "whole\n", errors
 
 
-def test_a_kill_in_the_middle_of_writing_loses_only_what_was_under_way(tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_of_writing_loses_only_what_was_in_flight(tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 20, seed=1)
 
 
@@ -233,7 +256,7 @@ def crash_and_reopen(path: Path, schedules: int, seed: int) -> int:
     for number in range(schedules):
         calls = LossyCalls()
         before, after = path / f"{number}a", path / f"{number}b"
-        with Rig(before, chunk=SMALL, slots=12, calls=calls) as rig:
+        with Rig(before, chunk=SMALL, cells=12, calls=calls) as rig:
             for _ in range(draw.randrange(1, 25)):
                 rig.store(draw.randrange(30))
             if draw.random() < 0.5:
@@ -243,7 +266,7 @@ def crash_and_reopen(path: Path, schedules: int, seed: int) -> int:
         folder.mkdir(parents=True)
         for name, content in left.items():
             (folder / name).write_bytes(content)
-        with Rig(after, chunk=SMALL, slots=12) as rig:
+        with Rig(after, chunk=SMALL, cells=12) as rig:
             rig.finish_scan()
             served += rig.hits(*range(30))
             rig.store(*range(30))
@@ -267,11 +290,11 @@ def test_ten_thousand_schedules_of_lost_writes_serve_no_wrong_byte(tmp_path: Pat
 def test_after_a_kill_what_was_flushed_is_there_without_looking_for_it(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from tests.support.disk_rig import Rig\n"
-        "rig = Rig(Path(sys.argv[1]), slots=200); rig.store(*range(200)); rig.tier.flush(); os.kill(os.getpid(), 9)"
+        "rig = Rig(Path(sys.argv[1]), cells=200); rig.store(*range(200)); rig.tier.flush(); os.kill(os.getpid(), 9)"
     )
     with start_python(code, tmp_path) as process:
         process.communicate(timeout=60)
-    with Rig(tmp_path, slots=200) as rig:
+    with Rig(tmp_path, cells=200) as rig:
         known = len(rig.tier)
         assert known >= 194 and {key_of(name) for name in range(10, 200)} <= set(rig.tier.keys())
-        assert rig.hits(*range(200)) >= known - 6  # some give way to make slots ready
+        assert rig.hits(*range(200)) >= known - 6  # some give way to make cells ready

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cache.tiers.disk.record import HEADER_BYTES, slot_bytes
+from penstock.cache.tiers.disk.record import HEADER_BYTES, cell_bytes
 from penstock.cli import main
 from tests.support.disk_rig import CHUNK, Rig
 
@@ -34,7 +34,7 @@ def test_verify_finds_the_one_bad_record(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["cache", "verify", str(tmp_path)]) == 0
     assert "8 good, 0 bad" in capsys.readouterr().out
     with (folder / "slab-000000").open("r+b") as file:
-        file.seek(3 * slot_bytes(CHUNK) + HEADER_BYTES + 17)
+        file.seek(3 * cell_bytes(CHUNK) + HEADER_BYTES + 17)
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 1]))

@@ -103,12 +103,14 @@ def test_every_form_of_tokens_gives_the_same_keys() -> None:
     for form in forms:
         assert block_keys(form, 16) == expected
     small = list(range(100))
-    for form in (range(100), np.array(small, np.uint8), np.array(small, np.int16), [np.int64(i) for i in small]):
+    others: list[Any] = [range(100), np.array(small, np.uint8), np.array(small, np.int16), [np.int64(i) for i in small]]
+    for form in others:
         assert block_keys(form, 16) == slow_block_keys(small, 16, namespace_root())
 
 
 def test_no_tokens_have_no_keys() -> None:
-    for empty in ([], (), b"", array("i"), np.zeros(0, np.int64)):
+    forms: list[Any] = [[], (), b"", array("i"), np.zeros(0, np.int64)]
+    for empty in forms:
         assert block_keys(empty, 16) == []
         assert block_keys_v1(empty, 16).tolist() == []
 
@@ -158,9 +160,9 @@ def test_a_wrong_block_size_is_refused_by_name(keys: Any) -> None:
     for size in (0, -16):
         with pytest.raises(ValueError, match=f"block_size: {size} is below 1"):
             keys([1, 2, 3], size)
-    for size in (True, 16.0, "16", None):
+    for no_size in (True, 16.0, "16", None):
         with pytest.raises(TypeError, match="block_size"):
-            keys([1, 2, 3], size)
+            keys([1, 2, 3], no_size)
 
 
 def test_a_block_larger_than_any_prompt_is_never_full() -> None:
@@ -172,9 +174,10 @@ def test_a_wrong_root_is_refused_by_name() -> None:
     for root in (b"", bytes(31), bytes(33)):
         with pytest.raises(ValueError, match=f"root: .* got {len(root)}"):
             block_keys([1], 1, root=root)
-    for root in (None, "0" * 32, bytearray(32)):
+    no_roots: list[Any] = [None, "0" * 32, bytearray(32)]
+    for no_root in no_roots:
         with pytest.raises(TypeError, match="root"):
-            block_keys([1], 1, root=root)  # type: ignore[arg-type]
+            block_keys([1], 1, root=no_root)
 
 
 # -- namespaces --------------------------------------------------------------------------------------------------
@@ -257,7 +260,8 @@ def test_the_garbage_collector_tracks_nothing_per_block() -> None:
 
 
 def test_another_thread_runs_while_a_prompt_is_hashed() -> None:
-    tokens, out, ticks = bytes(64 * 500_000), ffi.new("uint8_t[]", 32 * 500_000), []
+    tokens, out = bytes(64 * 500_000), ffi.new("uint8_t[]", 32 * 500_000)
+    ticks: list[None] = []
     seen: list[int] = []
 
     def hash_once() -> None:
@@ -345,6 +349,7 @@ def test_v1_refuses_ids_that_are_no_u64_by_name(field: str) -> None:
     for number in (-1, 2**64):
         with pytest.raises(ValueError, match=rf"{field}: {number} is outside 0 … 2\^64 - 1"):
             block_keys_v1([1, 2], 1, **{field: number})
-    for value in ("1", 1.0, True):
+    values: list[Any] = ["1", 1.0, True]
+    for value in values:
         with pytest.raises(TypeError, match=field):
             block_keys_v1([1, 2], 1, **{field: value})

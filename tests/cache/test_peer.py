@@ -1,20 +1,24 @@
 """The peer tier over loopback: both ends as they are, and one end against peers that do everything wrong."""
 
 import random
+from pathlib import Path
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
 from penstock.cache.tiers.health import HealthLimits
 from penstock.cache.tiers.peer.address import read_address, read_secret
-from penstock.cache.tiers.peer.wire import Block, Miss, seed_of
+from penstock.cache.tiers.peer.store import PeerTier
+from penstock.cache.tiers.peer.wire import Block, Get, Miss, seed_of
 from tests.support.peer_rig import (
     CHUNK,
     FINGERPRINT,
     QUICK,
     SECRET,
+    Answer,
     FakeSource,
     LyingPeer,
+    Send,
     content,
     ended,
     key,
@@ -31,9 +35,17 @@ def source(memory: range = range(30), disk: range = range(30, 40)) -> FakeSource
     return FakeSource({KEYS[n]: content(n) for n in memory}, {KEYS[n]: content(n) for n in disk})
 
 
-def test_blocks_come_by_key_from_memory_and_disk():
+def hear_all(peer: PeerTier) -> None:
+    until(lambda: len(peer) == len(KEYS), "the peer says what it has")
+
+
+def fail_twice(peer: PeerTier) -> None:
+    until(lambda: peer.stats()["failed_handshakes"] >= 2, "it is turned away and tries again")
+
+
+def test_blocks_come_by_key_from_memory_and_disk() -> None:
     with serving(source()) as server, tier(server.endpoint) as peer:
-        until(lambda: len(peer) == 40, "the peer says what it has")
+        hear_all(peer)
         assert peer.contains(KEYS[0]) and not peer.contains(key(99))
         assert sorted(peer.changes()[0]) == sorted(KEYS) and peer.changes() == ([], [])
         buffers = [bytearray(CHUNK) for _ in KEYS]
@@ -47,10 +59,10 @@ def test_blocks_come_by_key_from_memory_and_disk():
         peer.check()
 
 
-def test_what_comes_and_goes_at_the_peer_is_heard():
+def test_what_comes_and_goes_at_the_peer_is_heard() -> None:
     ours = source()
     with serving(ours) as server, tier(server.endpoint) as peer:
-        until(lambda: len(peer) == 40, "the peer says what it has")
+        hear_all(peer)
         peer.changes()
         ours.add(server, key(77), content(77))
         ours.remove(server, KEYS[3])
@@ -63,69 +75,69 @@ def test_what_comes_and_goes_at_the_peer_is_heard():
         assert peer.changes() == ([], []), "what went and came back has not changed"
 
 
-def test_a_key_that_is_gone_when_it_is_asked_for_is_a_miss():
+def test_a_key_that_is_gone_when_it_is_asked_for_is_a_miss() -> None:
     ours = source()
     with serving(ours) as server, tier(server.endpoint) as peer:
-        until(lambda: len(peer) == 40, "the peer says what it has")
+        hear_all(peer)
         peer.changes()
-        del ours.memory[KEYS[0]]  # and nobody has been told
+        del ours.memory[KEYS[0]]  # and no peer has heard of it
         ticket = peer.start_load(KEYS[0], bytearray(CHUNK))
         assert ended(peer, 1) == {ticket: False}
         assert peer.changes() == ([], [KEYS[0]]) and peer.stats()["failures"] == {"gone": 1}
 
 
-def test_bytes_cross_only_with_the_right_secret_and_are_the_same():
+def test_bytes_cross_only_with_the_right_secret_and_are_the_same() -> None:
     with serving(source(), secret=SECRET) as server:
         with tier(server.endpoint, secret=SECRET) as peer:
-            until(lambda: len(peer) == 40, "the peer says what it has")
+            hear_all(peer)
             buffer = bytearray(CHUNK)
             ticket = peer.start_load(KEYS[7], buffer)
             assert ended(peer, 1) == {ticket: True} and buffer == content(7)
         for wrong in ("", SECRET + "!"):
             with tier(server.endpoint, secret=wrong) as peer:
-                until(lambda peer=peer: peer.stats()["failed_handshakes"] >= 2, "it is turned away and tries again")
+                fail_twice(peer)
                 assert len(peer) == 0 and not peer.stats()["is_open"]
         assert server.stats()["blocks"] == 1 and server.stats()["clients"] == 1
 
 
-def test_a_peer_without_the_secret_is_not_believed():
+def test_a_peer_without_the_secret_is_not_believed() -> None:
     with serving(source()) as server, tier(server.endpoint, secret=SECRET) as peer:
-        until(lambda: peer.stats()["failed_handshakes"] >= 2, "the handshake fails")
+        fail_twice(peer)
         assert len(peer) == 0
 
 
-def test_a_peer_whose_bytes_mean_something_else_is_refused():
+def test_a_peer_whose_bytes_mean_something_else_is_refused() -> None:
     with serving(source()) as server, tier(server.endpoint, fingerprint=b"x" * 32) as peer:
         until(lambda: peer.stats()["refused"] >= 2, "it is refused, and refused again")
         assert len(peer) == 0 and not peer.stats()["is_open"] and server.stats()["clients"] == 0
         assert peer.start_load(KEYS[0], bytearray(CHUNK)) is None
 
 
-def corrupt(get, send):
+def corrupt(get: Get, send: Send) -> None:
     data = content(get.key[3])
     send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(FINGERPRINT)) ^ 1), data)
 
 
-def of_another_model(get, send):
+def of_another_model(get: Get, send: Send) -> None:
     data = content(get.key[3])
     send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(b"x" * 32))), data)
 
 
-def another_block(get, send):
+def another_block(get: Get, send: Send) -> None:
     data = content(99)
     send(Block(get.ticket, key(99), xxh3_64_intdigest(data, seed_of(FINGERPRINT))), data)
 
 
-def short(get, send):
+def short(get: Get, send: Send) -> None:
     data = content(get.key[3])[:-1]
     send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(FINGERPRINT))), data)
 
 
-def without_payload(get, send):
+def without_payload(get: Get, send: Send) -> None:
     send(Block(get.ticket, get.key, 0))
 
 
-def with_two_payloads(get, send):
+def with_two_payloads(get: Get, send: Send) -> None:
     data = content(get.key[3])
     send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(FINGERPRINT))), data, data)
 
@@ -143,9 +155,9 @@ def with_two_payloads(get, send):
         (lambda get, send: send(Miss(get.ticket, "anything else")), "gone"),
     ],
 )
-def test_a_wrong_answer_is_a_miss_and_touches_nothing(answer, reason):
+def test_a_wrong_answer_is_a_miss_and_touches_nothing(answer: Answer, reason: str) -> None:
     with LyingPeer(KEYS, answer) as liar, tier(liar.endpoint) as peer:
-        until(lambda: len(peer) == 40, "the peer says what it has")
+        hear_all(peer)
         peer.changes()
         buffer = bytearray(b"\xaa" * CHUNK)
         ticket = peer.start_load(KEYS[5], buffer)
@@ -155,9 +167,9 @@ def test_a_wrong_answer_is_a_miss_and_touches_nothing(answer, reason):
         assert peer.stats()["corrupt_reads"] == (reason != "gone")
 
 
-def test_after_three_wrong_answers_in_a_row_the_peer_is_left_alone_and_greeted_again_later():
+def test_after_three_wrong_answers_in_a_row_the_peer_is_left_alone_and_greeted_again_later() -> None:
     with LyingPeer(KEYS, corrupt) as liar, tier(liar.endpoint) as peer:
-        until(lambda: len(peer) == 40, "the peer says what it has")
+        hear_all(peer)
         for number in range(3):
             peer.start_load(KEYS[number], bytearray(CHUNK))
         assert not any(ended(peer, 3).values())
@@ -165,55 +177,63 @@ def test_after_three_wrong_answers_in_a_row_the_peer_is_left_alone_and_greeted_a
         until(lambda: liar.num_greetings == 2 and len(peer) == 40, "it is greeted again, and believed")
 
 
-def test_noise_from_a_peer_hurts_nobody():
-    def noise(get, send):
+def test_noise_from_a_peer_does_no_harm() -> None:
+    def noise(get: Get, send: Send) -> None:
         send(b"\xff\x00 no message of ours")
         send(b"", b"")
         right(get, send)
 
     with LyingPeer(KEYS, noise) as liar, tier(liar.endpoint) as peer:
-        until(lambda: len(peer) == 40, "the peer says what it has")
+        hear_all(peer)
         buffer = bytearray(CHUNK)
         ticket = peer.start_load(KEYS[5], buffer)
         assert ended(peer, 1) == {ticket: True} and buffer == content(5)
 
 
-def test_a_stalled_peer_gives_every_buffer_back_at_the_deadline_and_is_too_late_afterwards():
-    kept = []
+def test_a_stalled_peer_gives_every_buffer_back_at_the_deadline_and_is_too_late_afterwards() -> None:
+    kept: list[tuple[Get, Send]] = []
+
+    def answer_all(get: Get, send: Send) -> None:
+        for each in (*kept, (get, send)):
+            right(*each)
+
     limits = QUICK._replace(deadline_s=0.2, window_bytes=2 * CHUNK)
-    with LyingPeer(KEYS, lambda *each: kept.append(each)) as liar, tier(liar.endpoint, limits=limits) as peer:
-        until(lambda: len(peer) == 40, "the peer says what it has")
+    with (
+        LyingPeer(KEYS, lambda get, send: kept.append((get, send))) as liar,
+        tier(liar.endpoint, limits=limits) as peer,
+    ):
+        hear_all(peer)
         buffer = bytearray(b"\xaa" * CHUNK)
         tickets = [peer.start_load(each, buffer) for each in KEYS[:5]]
         assert ended(peer, 5) == dict.fromkeys(tickets, False)
         assert peer.stats()["failures"] == {"late": 5}
         assert len(kept) == 2, "no more is asked for than the window allows"
-        liar._answer = lambda get, send: [right(*each) for each in (*kept, (get, send))]
+        liar.answer = answer_all
         ticket = peer.start_load(KEYS[9], bytearray(CHUNK))
         assert ended(peer, 1) == {ticket: True}
         assert peer.stats()["late_reads"] == 2 and buffer == b"\xaa" * CHUNK
 
 
-def test_a_silent_peer_is_bypassed_and_comes_back():
+def test_a_silent_peer_is_bypassed_and_comes_back() -> None:
     limits = QUICK._replace(health=HealthLimits(stall_s=0.15, first_pause_s=0.05, longest_pause_s=0.1))
     with LyingPeer(KEYS, lambda *each: None) as liar, tier(liar.endpoint, limits=limits) as peer:
-        until(lambda: len(peer) == 40, "the peer says what it has")
+        hear_all(peer)
         liar.greets = False
         tickets = [peer.start_load(each, bytearray(CHUNK)) for each in KEYS[:3]]
         assert ended(peer, 3) == dict.fromkeys(tickets, False)
         assert len(peer) == 0 and peer.stats()["failures"] == {"stalled": 3}
         until(lambda: liar.num_greetings >= 3, "it is asked again and again")
-        liar.greets, liar._answer = True, right
+        liar.greets, liar.answer = True, right
         until(lambda: len(peer) == 40, "it is back")
         ticket = peer.start_load(KEYS[3], bytearray(CHUNK))
         assert ended(peer, 1) == {ticket: True}
 
 
-def test_a_peer_that_dies_with_reads_under_way_fails_them_all_and_its_keys_are_gone():
+def test_a_peer_that_dies_with_reads_in_flight_fails_them_all_and_its_keys_are_gone() -> None:
     liar = LyingPeer(KEYS, lambda *each: None)
     with tier(liar.endpoint) as peer:
         try:
-            until(lambda: len(peer) == 40, "the peer says what it has")
+            hear_all(peer)
             peer.changes()
             tickets = [peer.start_load(each, bytearray(CHUNK)) for each in KEYS]
             until(lambda: len(liar.asked) > 0, "it is asked")
@@ -228,11 +248,11 @@ def test_a_peer_that_dies_with_reads_under_way_fails_them_all_and_its_keys_are_g
             assert server.stats()["clients"] == 1
 
 
-def test_more_bytes_on_their_way_than_the_budget_are_refused_at_once_and_can_be_had_later():
+def test_more_bytes_in_flight_than_the_budget_are_refused_at_once_and_can_be_had_later() -> None:
     ours = source(range(0), range(40))
     ours.does_disk_hang = True
     with serving(ours, serve_bytes=2 * CHUNK) as server, tier(server.endpoint) as peer:
-        until(lambda: len(peer) == 40, "the peer says what it has")
+        hear_all(peer)
         for each in KEYS[:5]:
             peer.start_load(each, bytearray(CHUNK))
         assert ended(peer, 3) and peer.stats()["failures"] == {"busy": 3}
@@ -240,31 +260,31 @@ def test_more_bytes_on_their_way_than_the_budget_are_refused_at_once_and_can_be_
         until(lambda: len(peer) == 40, "what was refused is announced again")
 
 
-def test_every_load_ends_once_also_at_the_end():
+def test_every_load_ends_once_also_at_the_end() -> None:
     with LyingPeer(KEYS, lambda *each: None) as liar:
         peer = tier(liar.endpoint)
-        until(lambda: len(peer) == 40, "the peer says what it has")
+        hear_all(peer)
         tickets = [peer.start_load(each, bytearray(CHUNK)) for each in KEYS]
         peer.close()
         assert ended(peer, 40) == dict.fromkeys(tickets, False)
         assert peer.start_load(KEYS[0], bytearray(CHUNK)) is None
 
 
-def test_a_peer_may_announce_no_more_keys_than_the_limit():
+def test_a_peer_may_announce_no_more_keys_than_the_limit() -> None:
     with serving(source()) as server, tier(server.endpoint, max_keys=10) as peer:
         until(lambda: peer.stats()["unheard_keys"] == 30, "the rest is not heard")
         assert len(peer) == 10
         peer.check()
 
 
-def test_many_readers_and_a_source_that_changes_never_give_wrong_bytes():
+def test_many_readers_and_a_source_that_changes_never_give_wrong_bytes() -> None:
     rng = random.Random(3)
     ours = source(range(30), range(30, 40))
     with serving(ours, serve_bytes=16 * CHUNK, secret=SECRET) as server:
         peers = [tier(server.endpoint, secret=SECRET) for _ in range(3)]
         counts = {True: 0, False: 0}
         for peer in peers:
-            until(lambda peer=peer: len(peer) == 40, "the peer says what it has")
+            hear_all(peer)
         for _ in range(40):
             number = rng.randrange(30)
             if KEYS[number] in ours.memory:
@@ -300,12 +320,12 @@ def test_many_readers_and_a_source_that_changes_never_give_wrong_bytes():
         ("host:65535", "port 65535 given; each of 2 ranks takes one, so 1 to 65534"),
     ],
 )
-def test_addresses_that_cannot_be_meant_are_refused(text, message):
+def test_addresses_that_cannot_be_meant_are_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_address("kv_peers", text, num_ranks=2)
 
 
-def test_each_rank_has_a_port_of_its_own():
+def test_each_rank_has_a_port_of_its_own() -> None:
     assert read_address("kv_peers", "10.0.0.5:9100", 4).of_rank(3) == "tcp://10.0.0.5:9103"
     assert read_address("kv_peers", "[::1]:9100").of_rank(0) == "tcp://[::1]:9100"
     assert read_address("kv_peers", "localhost:9100").of_rank(0) == "tcp://127.0.0.1:9100"
@@ -313,7 +333,7 @@ def test_each_rank_has_a_port_of_its_own():
     assert {text: read_address("kv_peers", text).is_loopback for text in loopback} == loopback
 
 
-def test_a_secret_comes_from_a_file_or_the_environment_and_must_be_one(tmp_path):
+def test_a_secret_comes_from_a_file_or_the_environment_and_must_be_one(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(SECRET + "\n")
     name = "PENSTOCK_KV_PEER_SECRET"

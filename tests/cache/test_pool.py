@@ -11,20 +11,20 @@ def key(number: int) -> bytes:
     return number.to_bytes(32, "little")
 
 
-def test_a_fresh_pool_hands_out_blocks_in_order_and_never_block_0():
+def test_a_fresh_pool_hands_out_blocks_in_order_and_never_block_0() -> None:
     pool = BlockPool(6)
     assert pool.allocate(3) == [1, 2, 3]
     assert pool.free_order() == [4, 5]
     pool.check()
 
 
-def test_allocating_more_than_is_free_is_our_own_bug():
+def test_allocating_more_than_is_free_is_our_own_bug() -> None:
     pool = BlockPool(4)
     with pytest.raises(AssertionError):
         pool.allocate(4)
 
 
-def test_blocks_without_a_key_are_reused_first_and_the_last_released_before_the_others():
+def test_blocks_without_a_key_are_reused_first_and_the_last_released_before_the_others() -> None:
     pool = BlockPool(6)
     blocks = pool.allocate(5)
     pool.register(1, key(1))
@@ -33,7 +33,7 @@ def test_blocks_without_a_key_are_reused_first_and_the_last_released_before_the_
     assert pool.free_order() == [2, 3, 4, 5, 1]
 
 
-def test_the_end_of_a_chain_is_evicted_before_its_start_and_old_chains_before_new_ones():
+def test_the_end_of_a_chain_is_evicted_before_its_start_and_old_chains_before_new_ones() -> None:
     pool = BlockPool(8)
     old, new = pool.allocate(3), pool.allocate(3)
     for block in old + new:
@@ -45,7 +45,7 @@ def test_the_end_of_a_chain_is_evicted_before_its_start_and_old_chains_before_ne
     assert pool.lookup([key(1), key(2), key(3)]) == [1, 2]
 
 
-def test_a_hit_takes_blocks_out_of_the_free_ring_and_makes_them_the_latest_again():
+def test_a_hit_takes_blocks_out_of_the_free_ring_and_makes_them_the_latest_again() -> None:
     pool = BlockPool(5)
     first, second = pool.allocate(2), pool.allocate(2)
     for block in first + second:
@@ -61,7 +61,7 @@ def test_a_hit_takes_blocks_out_of_the_free_ring_and_makes_them_the_latest_again
     pool.check()
 
 
-def test_a_shared_block_is_freed_by_its_last_holder():
+def test_a_shared_block_is_freed_by_its_last_holder() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.register(block, key(1))
@@ -72,7 +72,7 @@ def test_a_shared_block_is_freed_by_its_last_holder():
     assert pool.num_free == 2
 
 
-def test_identical_content_is_kept_once():
+def test_identical_content_is_kept_once() -> None:
     pool = BlockPool(4)
     one, two = pool.allocate(2)
     assert pool.register(one, key(7)) == one
@@ -83,7 +83,7 @@ def test_identical_content_is_kept_once():
     pool.check()
 
 
-def test_cached_content_is_forgotten_only_when_nobody_holds_a_block():
+def test_cached_content_is_forgotten_only_when_nobody_holds_a_block() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.register(block, key(1))
@@ -93,7 +93,7 @@ def test_cached_content_is_forgotten_only_when_nobody_holds_a_block():
     pool.check()
 
 
-def test_invariants_hold_over_a_random_walk():
+def test_invariants_hold_over_a_random_walk() -> None:
     rng = random.Random(1)
     pool = BlockPool(40)
     held: list[list[int]] = []

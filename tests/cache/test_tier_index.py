@@ -4,6 +4,7 @@ from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
 from penstock.executor.protocol import TransferResult
 from penstock.executor.tiers.transfers import Merge, rank_fingerprint
+from tests.support.tier_counts import match
 
 
 def key(number: int) -> bytes:
@@ -25,7 +26,7 @@ def save_all(device: BlockPool, index: TierIndex) -> int:
     return len(saves)
 
 
-def test_a_block_can_be_matched_only_when_the_step_that_saves_it_is_over():
+def test_a_block_can_be_matched_only_when_the_step_that_saves_it_is_over() -> None:
     device, index = BlockPool(10), TierIndex(4, [])
     device.release(fill(device, index, [1]))
     saves = index.take_saves(device, 100, 0)
@@ -35,7 +36,7 @@ def test_a_block_can_be_matched_only_when_the_step_that_saves_it_is_over():
     assert index.host.find(key(1)) == saves[0][1] and device.num_free == 9
 
 
-def test_a_full_host_gives_up_what_was_used_longest_ago_and_the_end_of_a_chain_first():
+def test_a_full_host_gives_up_what_was_used_longest_ago_and_the_end_of_a_chain_first() -> None:
     device, index = BlockPool(20), TierIndex(3, [])
     fill(device, index, [1, 2, 3])
     save_all(device, index)
@@ -46,7 +47,7 @@ def test_a_full_host_gives_up_what_was_used_longest_ago_and_the_end_of_a_chain_f
     assert index.counts["evictions"] == 1
 
 
-def test_a_pinned_slot_is_never_evicted_and_a_full_host_drops_what_is_offered():
+def test_a_pinned_slot_is_never_evicted_and_a_full_host_drops_what_is_offered() -> None:
     device, index = BlockPool(20), TierIndex(2, [])
     fill(device, index, [1, 2])
     save_all(device, index)
@@ -66,7 +67,7 @@ def save_all_with(device: BlockPool, index: TierIndex, pins: list[int]) -> int:
     return len(saves)
 
 
-def test_free_device_blocks_wait_with_their_save_until_there_are_others_to_hand_out():
+def test_free_device_blocks_wait_with_their_save_until_there_are_others_to_hand_out() -> None:
     device, index = BlockPool(4), TierIndex(4, [])
     device.release(fill(device, index, [1]))
     device.allocate(2)
@@ -74,14 +75,14 @@ def test_free_device_blocks_wait_with_their_save_until_there_are_others_to_hand_
     assert len(index.take_saves(device, 100, keep_free=0)) == 1
 
 
-def test_what_was_evicted_before_its_save_is_dropped():
+def test_what_was_evicted_before_its_save_is_dropped() -> None:
     device, index = BlockPool(3), TierIndex(4, [])
     device.release(fill(device, index, [1]))
     device.allocate(2)
     assert save_all(device, index) == 0 and index.counts["drops_evicted"] == 1
 
 
-def test_a_slow_disk_pins_a_quarter_of_the_host_at_most():
+def test_a_slow_disk_pins_a_quarter_of_the_host_at_most() -> None:
     device, index = BlockPool(50), TierIndex(40, ["disk"])
     fill(device, index, list(range(1, 41)))
     save_all(device, index)
@@ -91,38 +92,38 @@ def test_a_slow_disk_pins_a_quarter_of_the_host_at_most():
     index.check()
 
 
-def test_a_failed_read_frees_its_slot_and_is_not_believed_again():
+def test_a_failed_read_frees_its_slot_and_is_not_believed_again() -> None:
     index = TierIndex(4, ["disk"])
     index.note({"disk": [key(1)]}, {})
     ticket = index.start_load(key(1))
-    assert index.start_load(key(1)) == ticket and len(index.take_reads()) == 1
+    assert ticket is not None and index.start_load(key(1)) == ticket and len(index.take_reads()) == 1
     assert index.complete(ticket, False) == 0
     assert index.start_load(key(1)) is None and index.host.num_free == 4
     index.check()
 
 
-def test_a_read_whose_key_was_computed_meanwhile_changes_nothing():
+def test_a_read_whose_key_was_computed_meanwhile_changes_nothing() -> None:
     device, index = BlockPool(10), TierIndex(4, ["disk"])
     index.note({"disk": [key(1)]}, {})
     ticket = index.start_load(key(1))
     fill(device, index, [1])
     save_all(device, index)
-    slot = index.host.find(key(1))
-    assert index.complete(ticket, True) == slot
+    host_block = index.host.find(key(1))
+    assert ticket is not None and index.complete(ticket, True) == host_block
     index.check()
 
 
-def test_the_nearest_store_that_has_a_key_is_read():
+def test_the_nearest_store_that_has_a_key_is_read() -> None:
     index = TierIndex(4, ["disk", "peer"])
     index.note({"disk": [key(1)], "peer": [key(1), key(2)]}, {})
     for number in (1, 2):
         index.start_load(key(number))
     assert [store for _, store, _, _ in index.take_reads()] == ["disk", "peer"]
-    counts = index.match([key(1), key(2), key(3)], BlockPool(4))
+    counts = match(index, [key(1), key(2), key(3)], BlockPool(4))
     assert counts.loading == 2
 
 
-def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are():
+def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are() -> None:
     merge = Merge(3)
     first = merge.merge([TransferResult([(1, True), (2, True)]), TransferResult([(1, True)])])
     assert first.completions == []
@@ -130,7 +131,7 @@ def test_a_ticket_is_over_when_every_rank_has_completed_it_and_good_when_all_are
     assert merge.merge([TransferResult([(2, True)])]).completions == [(2, False)]
 
 
-def test_a_key_is_in_a_store_while_every_rank_has_it():
+def test_a_key_is_in_a_store_while_every_rank_has_it() -> None:
     merge = Merge(2)
     assert merge.merge([TransferResult(found={"disk": [key(1)]})]).found == {}
     assert merge.merge([TransferResult(found={"disk": [key(1)]})]).found == {"disk": [key(1)]}
@@ -140,7 +141,7 @@ def test_a_key_is_in_a_store_while_every_rank_has_it():
     assert merge.merge([back, back, TransferResult(lost={"disk": [key(1)]})]) == TransferResult()
 
 
-def test_whatever_changes_the_meaning_of_a_block_s_bytes_is_another_disk():
+def test_whatever_changes_the_meaning_of_a_block_s_bytes_is_another_disk() -> None:
     base = (b"model", 16, 4096, 2, 0)
     others = [(b"other", 16, 4096, 2, 0), (b"model", 32, 4096, 2, 0), (b"model", 16, 8192, 2, 0)]
     others += [(b"model", 16, 4096, 4, 0), (b"model", 16, 4096, 2, 1)]

@@ -12,6 +12,7 @@ from penstock.engine.messages import Submit
 from penstock.executor.protocol import Step
 from tests.support.flaky_store import FlakyStore
 from tests.support.simulation import BLOCK_SIZE, World, alone, random_drafts, random_request, submit
+from tests.support.tier_counts import match
 
 PROMPT = list(range(20))  # five blocks
 
@@ -67,14 +68,14 @@ def test_a_chain_is_followed_over_device_host_and_disk() -> None:
     cached(world, "cold")
     index, pool = world.tiers.index, world.scheduler.pool
     keys = list(pool._index)
-    counts = index.match(keys, pool)
+    counts = match(index, keys, pool)
     assert (counts.device, counts.host, counts.loading, counts.stores) == (5, 0, 0, {"disk": 0})
     for key in keys[1:]:
         pool._keys[pool._index.pop(key)] = None
-    assert index.match(keys, pool)[:2] == (1, 4)
+    assert match(index, keys, pool)[:2] == (1, 4)
     for key in keys[3:]:
         index.host._keys[index.host._index.pop(key)] = None
-    counts = index.match(keys, pool)
+    counts = match(index, keys, pool)
     assert (counts.device, counts.host, counts.stores) == (1, 2, {"disk": 2})
     assert cached(world, "warm") == 19
 

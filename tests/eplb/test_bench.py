@@ -7,13 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from penstock.cli import main
-from penstock.eplb import heatmap, workloads
+from penstock.eplb import bench, workloads
 
 
-def pixels(png: bytes) -> np.ndarray:
-    """Decode what heatmap.png writes, checking every checksum."""
+def pixels(png: bytes) -> NDArray[np.uint8]:
+    """Decode what `bench.png` writes, checking every checksum."""
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     at, parts = 8, {}
     while at < len(png):
@@ -31,15 +32,15 @@ def pixels(png: bytes) -> np.ndarray:
 
 def test_a_picture_decodes_to_the_pixels_it_was_made_of() -> None:
     image = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
-    assert (pixels(heatmap.png(image)) == image).all()
+    assert (pixels(bench.png(image)) == image).all()
 
 
 def test_heavy_ranks_are_red_light_ones_blue_and_even_ones_white() -> None:
-    heavy, light, even = heatmap.colours(np.array([[4.0, 0.0, 2.0, 2.0]]))[0, :3].astype(int)
+    heavy, light, even = bench.colours(np.array([[4.0, 0.0, 2.0, 2.0]]))[0, :3].astype(int)
     assert heavy[0] > 150 > 50 > heavy[1]
     assert light[2] > 150 > 50 > light[0]
     assert even.min() > 230
-    assert (heatmap.colours(np.zeros((2, 3))) == even).all()
+    assert (bench.colours(np.zeros((2, 3))) == even).all()
 
 
 @pytest.mark.parametrize("kind", workloads.KINDS)

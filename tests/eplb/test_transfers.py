@@ -1,6 +1,7 @@
 """Transfers: carried out on experts' names they give the new plan, from the nearest sources, each once."""
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +93,8 @@ def test_an_expert_that_a_rank_needs_twice_crosses_once() -> None:
         ({"new": plan(np.ones((2, 16)), 24, 4)}, "new: 2 layers, must be 3"),
     ],
 )
-def test_plans_that_do_not_fit_are_refused(change: dict, words: str) -> None:
+def test_plans_that_do_not_fit_are_refused(change: dict[str, Any], words: str) -> None:
     old, new = two_plans(3, 16, 24, 4)
+    arguments: dict[str, Any] = {"old": old, "new": new, "ranks_per_node": 2}
     with pytest.raises(ValueError, match=words):
-        transfers(**({"old": old, "new": new, "ranks_per_node": 2} | change))
+        transfers(**(arguments | change))

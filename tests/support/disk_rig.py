@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from penstock.cache.tiers.disk.tier import Completion, DiskTier, least_capacity, slots_within
+from penstock.cache.tiers.base import StoreResult
+from penstock.cache.tiers.disk.tier import DiskTier, cells_within, least_capacity
 from penstock.cache.tiers.memory import huge_buffer
 
 ROOT = Path(__file__).parents[2]
@@ -23,9 +24,9 @@ def payload_of(name: object, size: int = CHUNK) -> bytes:
     return hashlib.shake_128(repr(name).encode()).digest(size)
 
 
-def capacity_for(slots: int, chunk: int = CHUNK) -> int:
+def capacity_for(cells: int, chunk: int = CHUNK) -> int:
     capacity = least_capacity(chunk)
-    while slots_within(capacity, chunk) < slots:
+    while cells_within(capacity, chunk) < cells:
         capacity += chunk
     return capacity
 
@@ -39,8 +40,8 @@ def start_python(code: str, *arguments: object, **more: Any) -> "subprocess.Pope
 class Rig:
     """A tier and what a caller does around it. Every load that ends well is compared."""
 
-    def __init__(self, path: Path, slots: int = 16, chunk: int = CHUNK, fingerprint: bytes = b"model", **more: Any):
-        capacity = capacity_for(slots, chunk)
+    def __init__(self, path: Path, cells: int = 16, chunk: int = CHUNK, fingerprint: bytes = b"model", **more: Any):
+        capacity = capacity_for(cells, chunk)
         self.chunk = chunk
         self.tier = DiskTier(path, capacity_bytes=capacity, chunk_bytes=chunk, fingerprint=fingerprint, **more)
 
@@ -49,9 +50,9 @@ class Rig:
         buffer[: len(content)] = content
         return buffer
 
-    def wait(self, count: int = 1, timeout_s: float = 30.0) -> list[Completion]:
+    def wait(self, count: int = 1, timeout_s: float = 30.0) -> list[StoreResult]:
         """The next `count` completions."""
-        ended: list[Completion] = []
+        ended: list[StoreResult] = []
         deadline_s = time.monotonic() + timeout_s
         while len(ended) < count:
             ended += self.tier.poll()

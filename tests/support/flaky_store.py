@@ -3,7 +3,7 @@ fails, it refuses, and it takes the borrowed buffers at their word."""
 
 import random
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Done(NamedTuple):
@@ -31,7 +31,7 @@ class FlakyStore:
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
-        self._under_way: list[list] = []  # [polls left, kind, ticket, key, buffer, ok]
+        self._in_flight: list[list[Any]] = []  # [polls left, kind, ticket, key, buffer, ok]
         self._num_tickets = 0
         self._found: dict[bytes, None] = dict.fromkeys(self.data)
         self._lost: dict[bytes, None] = {}
@@ -40,13 +40,13 @@ class FlakyStore:
         return key in self.data
 
     def put(self, key: bytes, buffer: memoryview) -> bool:
-        assert not self.closed and not any(entry[1] == "store" and entry[3] == key for entry in self._under_way), (
-            "a put of a key under way"
+        assert not self.closed and not any(entry[1] == "store" and entry[3] == key for entry in self._in_flight), (
+            "a put of a key that is in flight"
         )
         if key in self.data or self._rng.random() < self.refuses:
             return False
         ok = self._rng.random() >= self.fails_put
-        self._under_way.append([self._rng.randint(0, self.delay), "store", 0, key, buffer, ok])
+        self._in_flight.append([self._rng.randint(0, self.delay), "store", 0, key, buffer, ok])
         return True
 
     def start_load(self, key: bytes, out: memoryview) -> int | None:
@@ -55,28 +55,28 @@ class FlakyStore:
             return None
         self._num_tickets += 1
         ok = self._rng.random() >= self.fails_load
-        out[:] = bytes([0xAA]) * len(out)  # borrowed: no byte of it may matter to anybody now
-        self._under_way.append([self._rng.randint(0, self.delay), "load", self._num_tickets, key, out, ok])
+        out[:] = bytes([0xAA]) * len(out)  # borrowed: no byte of it may matter to others now
+        self._in_flight.append([self._rng.randint(0, self.delay), "load", self._num_tickets, key, out, ok])
         return self._num_tickets
 
     def poll(self) -> list[Done]:
         if self.is_stalled:
             return []
         done, rest = [], []
-        for entry in self._under_way:
+        for entry in self._in_flight:
             if entry[0] > 0:
                 entry[0] -= 1
                 rest.append(entry)
                 continue
             _, kind, ticket, key, buffer, ok = entry
-            # The buffer is read and written only now: whoever reused it early is found out.
+            # The buffer is read and written only now: reusing it early is found out.
             if kind == "store" and ok:
                 self._insert(key, bytes(buffer))
             elif kind == "load":
                 ok = ok and key in self.data
                 buffer[:] = self.data[key] if ok else bytes([0x55]) * len(buffer)
             done.append(Done(kind, ticket, key, ok))
-        self._under_way = rest
+        self._in_flight = rest
         return done
 
     def changes(self) -> tuple[list[bytes], list[bytes]]:

@@ -24,12 +24,14 @@ def skewed(kind: str, layers: int, experts: int, seed: int = 0, tokens: int = 1 
         popularity = np.stack([rng.permutation(1 / np.arange(1, experts + 1)) for _ in range(layers)])
     else:
         popularity = np.exp(rng.normal(0, float(kind.removeprefix("logn")), (layers, experts)))
-    return rng.poisson(popularity / popularity.sum(1, keepdims=True) * tokens)
+    counts: NDArray[np.int64] = rng.poisson(popularity / popularity.sum(1, keepdims=True) * tokens)
+    return counts
 
 
 def drifted(load: NDArray[np.int64], sigma: float, seed: int = 0) -> NDArray[np.int64]:
     rng = np.random.default_rng(seed)
-    return rng.poisson(load * np.exp(rng.normal(0, sigma, load.shape)))
+    later: NDArray[np.int64] = rng.poisson(load * np.exp(rng.normal(0, sigma, load.shape)))
+    return later
 
 
 def awkward(layers: int, experts: int) -> dict[str, NDArray[np.float64]]:

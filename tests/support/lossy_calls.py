@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.cache.tiers.disk.calls import Calls
+from penstock.cache.tiers.disk.calls import SystemCalls
 
 SECTOR = 512
 
 
-class LossyCalls(Calls):
-    """Remembers every write since the last sync of its file, and can tell what a crash would leave."""
+class LossyCalls(SystemCalls):
+    """Remembers every write since the last sync of its file, and knows what a crash would leave."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeAlias
 
 import msgspec
 import zmq
@@ -14,8 +16,8 @@ from xxhash import xxh3_64_intdigest
 from penstock.cache.tiers.health import HealthLimits
 from penstock.cache.tiers.peer.link import LinkLimits
 from penstock.cache.tiers.peer.server import PeerServer
-from penstock.cache.tiers.peer.store import PeerTier
-from penstock.cache.tiers.peer.wire import Block, Get, Hello, Keys, ToPeer, Welcome, seed_of
+from penstock.cache.tiers.peer.store import MAX_KEYS, PeerTier
+from penstock.cache.tiers.peer.wire import Block, Get, KeyUpdate, PeerHello, ToPeer, Welcome, seed_of
 
 CHUNK = 96 * 1024  # more than zmq copies when it is asked not to
 FINGERPRINT = b"f" * 32
@@ -82,9 +84,12 @@ class FakeSource:
 
 
 @contextlib.contextmanager
-def serving(source: FakeSource, endpoint: str = "tcp://127.0.0.1:*", **options) -> Iterator[PeerServer]:
-    options = {"fingerprint": FINGERPRINT, "serve_bytes": 64 * CHUNK} | options
-    server = PeerServer(endpoint, source, chunk_bytes=CHUNK, **options)
+def serving(
+    source: FakeSource, endpoint: str = "tcp://127.0.0.1:*", *, secret: str = "", serve_bytes: int = 64 * CHUNK
+) -> Iterator[PeerServer]:
+    server = PeerServer(
+        endpoint, source, chunk_bytes=CHUNK, fingerprint=FINGERPRINT, secret=secret, serve_bytes=serve_bytes
+    )
     server.start()
     try:
         yield server
@@ -92,8 +97,17 @@ def serving(source: FakeSource, endpoint: str = "tcp://127.0.0.1:*", **options) 
         server.close()
 
 
-def tier(endpoint: str, **options) -> PeerTier:
-    return PeerTier(endpoint, chunk_bytes=CHUNK, **({"fingerprint": FINGERPRINT, "limits": QUICK} | options))
+def tier(
+    endpoint: str,
+    *,
+    fingerprint: bytes = FINGERPRINT,
+    secret: str = "",
+    limits: LinkLimits = QUICK,
+    max_keys: int = MAX_KEYS,
+) -> PeerTier:
+    return PeerTier(
+        endpoint, chunk_bytes=CHUNK, fingerprint=fingerprint, secret=secret, limits=limits, max_keys=max_keys
+    )
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:
@@ -130,13 +144,21 @@ def ended(peer: PeerTier, count: int) -> dict[int, bool]:
         return len(seen) >= count
 
     until(poll, f"{count} loads end")
+    peer.check()
     return seen
+
+
+class Send(Protocol):
+    def __call__(self, message: object, *payload: bytes) -> None: ...
+
+
+Answer: TypeAlias = Callable[[Get, Send], object]
 
 
 class LyingPeer:
     """Greets as it should and says that it has `keys`; what it answers to a `Get` is up to `answer(get, send)`."""
 
-    def __init__(self, keys: list[bytes], answer: Callable[[Get, Callable], None]) -> None:
+    def __init__(self, keys: list[bytes], answer: Answer) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.linger = 0
@@ -145,7 +167,7 @@ class LyingPeer:
         self.asked: list[Get] = []
         self.num_greetings = 0
         self.greets = True
-        self._keys, self._answer = keys, answer
+        self._keys, self.answer = keys, answer
         self._is_over = False
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -168,20 +190,20 @@ class LyingPeer:
                 continue
             client, body = self._socket.recv_multipart()
             message = msgspec.msgpack.decode(body, type=ToPeer)
-            if isinstance(message, Hello):
+            if isinstance(message, PeerHello):
                 self.num_greetings += 1
                 if self.greets:
                     self._send(client, Welcome())
-                    self._send(client, Keys(b"".join(self._keys), b"", True))
+                    self._send(client, KeyUpdate(b"".join(self._keys), b"", True))
             else:
                 self.asked.append(message)
-                self._answer(message, lambda *frames, client=client: self._send(client, *frames))
+                self.answer(message, partial(self._send, client))
 
     def _send(self, client: bytes, message: object, *payload: bytes) -> None:
         head = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
         self._socket.send_multipart([client, head, *payload])
 
 
-def right(get: Get, send: Callable) -> None:
+def right(get: Get, send: Send) -> None:
     data = content(get.key[3])
     send(Block(get.ticket, get.key, xxh3_64_intdigest(data, seed_of(FINGERPRINT))), data)

@@ -1,4 +1,4 @@
-"""The system calls of the disk tier, one method each, so that faults.py can put errors in front of them.
+"""The system calls of the disk tier, one method each, so that tests can put errors in front of them.
 
 Everything is opened relative to a directory's descriptor and never through a symbolic link.
 """
@@ -12,7 +12,7 @@ _ALWAYS = os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_MODE, DIRECTORY_MODE = 0o600, 0o700
 
 
-class Calls:
+class SystemCalls:
     """As the system does them. Methods raise OSError; those that move bytes may move fewer than asked."""
 
     def open(self, directory: int, name: str, flags: int) -> int:
@@ -46,7 +46,7 @@ class Calls:
         os.unlink(name, dir_fd=directory)
 
 
-def write_all(calls: Calls, file: int, data: Any, offset: int) -> None:
+def write_all(calls: SystemCalls, file: int, data: Any, offset: int) -> None:
     view = memoryview(data).cast("B")
     while view:
         written = calls.writev(file, [view], offset)
@@ -55,7 +55,7 @@ def write_all(calls: Calls, file: int, data: Any, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def read_all(calls: Calls, file: int) -> bytes:
+def read_all(calls: SystemCalls, file: int) -> bytes:
     data = bytearray(os.fstat(file).st_size)
     view, offset = memoryview(data), 0
     while view and (count := calls.readv(file, [view], offset)):

@@ -1,10 +1,10 @@
 """The directory of one namespace: who may use it, and its slab files.
 
 PATH/<namespace, 32 hex digits>/    0700, and everything in it 0600
-    lock              flock of whoever uses it; says which process that is
+    lock              flock of the process that uses it; says which one that is
     probe             a page to try the disk with
-    index  journal    see journal.py
-    slab-000000 …     slots of records, preallocated, 1 GiB each and the last one shorter
+    index             see snapshot.py
+    slab-000000 …     cells of records, preallocated, 1 GiB each and the last one shorter
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import stat
 import threading
 from collections.abc import Iterator
 
-from penstock.cache.tiers.disk.calls import DIRECTORY_MODE, Calls
-from penstock.cache.tiers.disk.record import PAGE
+from penstock.cache.tiers.disk.calls import DIRECTORY_MODE, SystemCalls
+from penstock.cache.tiers.disk.record import PAGE, Geometry
 from penstock.cache.tiers.memory import huge_buffer
 
 SLAB_BYTES = 2**30
@@ -28,11 +28,11 @@ SLAB_FILE = re.compile(r"slab-(\d{6,})")
 
 
 class DirectoryInUse(OSError):
-    """Somebody else holds the lock."""
+    """Another process holds the lock."""
 
 
 def open_directory(path: str, create: bool) -> int:
-    """A descriptor of a directory that belongs to us and to nobody else."""
+    """A descriptor of a directory that belongs to us alone."""
     if create:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, DIRECTORY_MODE)
@@ -46,7 +46,7 @@ def open_directory(path: str, create: bool) -> int:
     return directory
 
 
-def lock(calls: Calls, directory: int, path: str) -> int:
+def lock(calls: SystemCalls, directory: int, path: str) -> int:
     """The descriptor that holds the lock; closing it gives the lock back, and so does the end of the process."""
     file = calls.open(directory, LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
@@ -63,25 +63,21 @@ def lock(calls: Calls, directory: int, path: str) -> int:
     return file
 
 
-def takes_direct(calls: Calls, directory: int) -> bool:
+def takes_direct(calls: SystemCalls, directory: int) -> bool:
     """Whether O_DIRECT works here, found out by writing a page and reading it back. Leaves the probe file."""
     page = huge_buffer(PAGE)
     page[:8] = b"penstock"
     for flag in (os.O_DIRECT, 0):
         try:
             file = calls.open(directory, PROBE_FILE, os.O_RDWR | os.O_CREAT | flag)
-        except OSError as error:
-            if flag and error.errno == errno.EINVAL:
-                continue
-            raise
-        try:
-            if calls.writev(file, [page], 0) == PAGE and calls.readv(file, [page], 0) == PAGE:
-                return bool(flag)
+            try:
+                if calls.writev(file, [page], 0) == PAGE and calls.readv(file, [page], 0) == PAGE:
+                    return bool(flag)
+            finally:
+                os.close(file)
         except OSError as error:
             if not flag or error.errno != errno.EINVAL:
                 raise
-        finally:
-            os.close(file)
     raise OSError(errno.EIO, "a page that was written cannot be read back")
 
 
@@ -89,21 +85,20 @@ class Slabs:
     """The slab files, opened and grown when they are first needed. Worker threads call it."""
 
     def __init__(
-        self, calls: Calls, directory: int, *, slot_bytes: int, num_slots: int, slab_bytes: int, direct: bool
+        self, calls: SystemCalls, directory: int, geometry: Geometry, *, slab_bytes: int, is_direct: bool
     ) -> None:
-        self.slot_bytes = slot_bytes
-        self.num_slots = num_slots
-        self.slots_per_slab = max(1, slab_bytes // slot_bytes)
-        self.is_direct = direct
+        self.cell_bytes, self.num_cells = geometry.cell_bytes, geometry.num_cells
+        self.cells_per_slab = max(1, slab_bytes // self.cell_bytes)
+        self.is_direct = is_direct
         self._calls = calls
         self._directory = directory
-        self._flags = os.O_RDWR | (os.O_DIRECT if direct else 0)
+        self._flags = os.O_RDWR | (os.O_DIRECT if is_direct else 0)
         self._files: dict[int, int] = {}
         self._backed: set[int] = set()  # slabs that have all their blocks
         self._lock = threading.Lock()  # held while a slab is opened or grown, never while records move
 
     def trim(self) -> int:
-        """Give back what lies beyond the capacity, which may have been larger before; how many slots have room."""
+        """Give back what lies beyond the capacity, which may have been larger before; how many cells have room."""
         num_backed = 0
         for slab, name in sorted(self._found()):
             size = self._size(slab)
@@ -119,21 +114,21 @@ class Slabs:
                 os.close(file)
             if have >= size:
                 self._backed.add(slab)
-            if slab * self.slots_per_slab == num_backed:  # nothing is missing before it
-                num_backed += min(have, size) // self.slot_bytes
+            if slab * self.cells_per_slab == num_backed:  # nothing is missing before it
+                num_backed += min(have, size) // self.cell_bytes
         return num_backed
 
-    def place(self, slot: int, *, grow: bool) -> tuple[int, int]:
-        """The file and offset of a slot. Without `grow`, a slab that was never made is a FileNotFoundError."""
-        slab, index = divmod(slot, self.slots_per_slab)
+    def place(self, cell: int, *, grow: bool) -> tuple[int, int]:
+        """The file and offset of a cell. Without `grow`, a slab that was never made is a FileNotFoundError."""
+        slab, index = divmod(cell, self.cells_per_slab)
         file = self._files.get(slab)
         if file is None or (grow and slab not in self._backed):
             with self._lock:
                 file = self._open(slab, grow)
-        return file, index * self.slot_bytes
+        return file, index * self.cell_bytes
 
-    def is_backed(self, slot: int) -> bool:
-        return slot // self.slots_per_slab in self._backed
+    def is_backed(self, cell: int) -> bool:
+        return cell // self.cells_per_slab in self._backed
 
     def close(self) -> None:
         with self._lock:
@@ -153,8 +148,8 @@ class Slabs:
         return file
 
     def _size(self, slab: int) -> int:
-        slots = self.num_slots - slab * self.slots_per_slab
-        return max(0, min(slots, self.slots_per_slab)) * self.slot_bytes
+        cells = self.num_cells - slab * self.cells_per_slab
+        return max(0, min(cells, self.cells_per_slab)) * self.cell_bytes
 
     def _found(self) -> Iterator[tuple[int, str]]:
         for name in os.listdir(self._directory):

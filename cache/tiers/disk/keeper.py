@@ -1,69 +1,58 @@
-"""The thread that keeps the index on disk, and after a crash looks into slots that the index does not tell of.
+"""The thread that keeps the index on disk, and after a crash looks into cells that the index says nothing of.
 
-It has its own copy of what is in which slot, fed by rows that the tier hands over, so that neither a snapshot nor
-a slow disk ever holds up whoever stores and loads.
+It reads the table of rows while the tier's thread changes it: a row that is caught half-written is a wrong one, which
+does no harm. So neither a snapshot nor a slow disk ever holds up the caller.
 """
 
 import threading
 import time
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 
-from penstock.cache.tiers.disk.journal import ROW, ROWS, Journal, journal_limit
+from penstock.cache.tiers.disk.snapshot import Table
 from penstock.cache.tiers.disk.transport import Transport
 
 TICK_S = 0.2
-SNAPSHOT_S = 30.0
-SCAN_STRIDE = 128  # slots between two ticks
-
-
-class Found(NamedTuple):
-    """A record that the scan came across."""
-
-    slot: int
-    key: bytes
-    sequence: int
+SNAPSHOT_BYTES_PER_S = (
+    4e6  # at most: 100,000 records every 1.6 s. What a crash finds in no snapshot is left to the scan
+)
+SCAN_STRIDE = 128  # cells between two ticks
 
 
 class Keeper:
-    """Takes what others append to `rows`; take what the scan found from `found`."""
+    """`write(rows, clean)` makes a snapshot, or raises OSError. Take what the scan found from `found`."""
 
-    def __init__(
-        self, journal: Journal, transport: Transport, num_slots: int, rows: deque[bytes], is_whole: bool
-    ) -> None:
-        self.found: deque[Found] = deque()
-        self.scan_left = 0  # slots still to look into
+    def __init__(self, write: Callable[[np.ndarray, bool], None], table: Table, transport: Transport) -> None:
+        self.found: deque[tuple[int, bytes, int]] = deque()  # cell, key and sequence of records
+        self.scan_left = 0  # cells still to look into
         self.num_errors = 0
-        self._rows = rows
-        self._journal = journal
+        self._write = write
+        self._table = table
         self._transport = transport
-        self._table = np.zeros(num_slots, ROWS)
-        self._journal_limit = journal_limit(num_slots)
-        self._next_sequence = 1
         self._to_scan: deque[int] = deque()
-        self._is_dirty = False
-        self._is_whole = is_whole  # snapshot and journal on disk make up the table; otherwise only a snapshot helps
-        self._snapshot_s = time.monotonic()
-        self._lock = threading.Lock()  # of everything but the deques
+        self._num_saved = -1  # changes of the table that the snapshot has
+        self._due_s = 0.0  # for the next one
+        self._lock = threading.Lock()  # held while a snapshot is made
         self._wake = threading.Event()
         self._is_ending = False
         self._thread = threading.Thread(target=self._serve, name="penstock-disk-keeper", daemon=True)
 
-    def start(self, known: np.ndarray, next_sequence: int, to_scan: list[int]) -> None:
-        self._next_sequence = next_sequence
-        self._table[known["slot"]] = known
+    def start(self, to_scan: list[int], is_saved: bool) -> None:
+        """`is_saved`: the snapshot on disk says what the table says."""
         self._to_scan.extend(to_scan)
         self.scan_left = len(to_scan)
+        if is_saved:
+            self._num_saved = self._table.num_changes
         self._thread.start()
 
     def save(self, timeout_s: float) -> bool:
-        """Bring the journal up to date; False if that takes too long."""
+        """Bring the snapshot up to date; False if another one takes too long."""
         if not self._lock.acquire(timeout=timeout_s):
             return False
         try:
-            self._write_rows()
+            self._save()
         finally:
             self._lock.release()
         return True
@@ -79,49 +68,32 @@ class Keeper:
         while not self._is_ending:
             if not self._to_scan:
                 self._wake.wait(TICK_S)
-            with self._lock:
-                self._write_rows()
-                if not self._is_whole or (self._is_dirty and time.monotonic() - self._snapshot_s > SNAPSHOT_S):
-                    self._snapshot(clean=False)
+            if time.monotonic() >= self._due_s:
+                with self._lock:
+                    self._save()
             for _ in range(min(SCAN_STRIDE, len(self._to_scan))):
                 self._scan(self._to_scan.popleft())
         with self._lock:
-            self._write_rows()
-            self._snapshot(clean=not self._to_scan)
-            self._journal.close()
+            self._save(clean=not self._to_scan)
 
-    def _write_rows(self) -> None:
-        rows = b"".join([self._rows.popleft() for _ in range(len(self._rows))])
-        if not rows:
+    def _save(self, clean: bool = False) -> None:
+        num_changes = self._table.num_changes
+        if num_changes == self._num_saved and not clean:
             return
-        changes = np.frombuffer(rows, ROWS)
-        self._table[changes["slot"]] = changes  # of several rows for one slot the last one stays
-        self._next_sequence = max(self._next_sequence, int(changes["sequence"].max()) + 1)
-        self._is_dirty = True
-        if not self._is_whole or self._journal.size_bytes + len(rows) + ROW.size > self._journal_limit:
-            self._snapshot(clean=False)
-            return
+        rows = self._table.rows[self._table.rows["live"] == 1]
+        self._due_s = time.monotonic() + rows.nbytes / SNAPSHOT_BYTES_PER_S
         try:
-            self._journal.append(rows)
-        except OSError:
-            self.num_errors += 1
-            self._is_whole = False
-
-    def _snapshot(self, clean: bool) -> None:
-        self._snapshot_s = time.monotonic()
-        try:
-            self._journal.snapshot(self._table[self._table["live"] == 1], self._next_sequence, clean=clean)
-            self._is_dirty = False
-            self._is_whole = True
+            self._write(rows, clean)
+            self._num_saved = num_changes
         except OSError:
             self.num_errors += 1
 
-    def _scan(self, slot: int) -> None:
+    def _scan(self, cell: int) -> None:
         try:
-            header = self._transport.header_at(slot)
+            header = self._transport.header_at(cell)
         except OSError:
             header = None
-        row = self._table[slot]
+        row = self._table.rows[cell]
         if header is not None and not (row["live"] and row["sequence"] == header.sequence):
-            self.found.append(Found(slot, header.key, header.sequence))
+            self.found.append((cell, header.key, header.sequence))
         self.scan_left -= 1

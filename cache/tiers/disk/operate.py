@@ -1,7 +1,7 @@
 """`penstock cache inspect|verify|clear DIR`: what an operator can do with the directory of a disk tier.
 
-Works on the files alone; whoever has a namespace locked keeps it, and is named. `clear` removes files that have our
-names, in directories that have our names, and nothing else.
+Works on the files alone; a process that has a namespace locked keeps it, and is named. `clear` removes files that have
+our names, in directories that have our names, and nothing else.
 """
 
 import argparse
@@ -10,10 +10,12 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
-from penstock.cache.tiers.disk.calls import Calls
+from xxhash import xxh3_64_intdigest as checksum
+
+from penstock.cache.tiers.disk.calls import SystemCalls
 from penstock.cache.tiers.disk.directory import (
+    LOCK_FILE,
     OUR_DIRECTORIES,
     OUR_FILES,
     SLAB_BYTES,
@@ -22,18 +24,12 @@ from penstock.cache.tiers.disk.directory import (
     lock,
     open_directory,
 )
-from penstock.cache.tiers.disk.journal import Geometry, read_index
-from penstock.cache.tiers.disk.record import HEADER_BYTES, checksum, read_header, slot_bytes
+from penstock.cache.tiers.disk.record import HEADER_BYTES, cell_bytes, read_header
+from penstock.cache.tiers.disk.snapshot import read_snapshot
 
 
 class CacheError(Exception):
-    """One that whoever typed the command can mend."""
-
-
-class Verdict(NamedTuple):
-    good: int
-    bad: int  # not what the index says, or not whole
-    unlisted: int  # whole, but the index does not know them
+    """One that the operator can mend."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,82 +45,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 if all is well, 1 if something is bad or in use."""
-    act = {"inspect": _inspect, "verify": _verify, "clear": _clear}[args.action]
-    codes = [act(path) for path in _namespaces(args.directory)]
+    actions = {"inspect": (_inspect, "inspected"), "verify": (_verify, "checked"), "clear": (_clear, "cleared")}
+    act, done = actions[args.action]
+    codes = []
+    for path in _namespaces(args.directory):
+        try:
+            codes.append(act(path))
+        except DirectoryInUse as error:
+            print(f"{path.name}: not {done}: {error}")
+            codes.append(1)
     if not codes:
         print(f"no records below {args.directory}")
     return max(codes, default=0)
 
 
-def verify(path: Path) -> Verdict:
-    """Check every slot of a namespace that nobody else uses. Slabs are taken to have their usual size."""
-    calls = Calls()
-    with _locked(path) as directory:
-        known = read_index(calls, directory)
-        geometry = known.geometry if known else _guess(path)
-        listed = {row["slot"]: (row["key"].tobytes(), row["sequence"]) for row in known.rows} if known else {}
-        good = bad = unlisted = 0
-        seen = set()
-        for slot, header_key, sequence, is_whole in _records(path, geometry):
-            expected = listed.get(slot)
-            seen.add(slot)
-            if expected is None:
-                unlisted += is_whole
-            elif is_whole and expected == (header_key, sequence):
-                good += 1
-            else:
-                bad += 1
-        return Verdict(good, bad + len(listed.keys() - seen), unlisted)
-
-
-def clear(path: Path) -> int:
-    """Remove what is ours in a namespace that nobody else uses; how many bytes that gave back."""
-    with _locked(path) as directory:
-        names = [name for name in os.listdir(directory) if OUR_FILES.fullmatch(name)]
-        size = sum(os.stat(name, dir_fd=directory, follow_symlinks=False).st_blocks * 512 for name in names)
-        for name in sorted(names, key=lambda name: name == "lock"):  # the lock last: until then it is held
-            os.unlink(name, dir_fd=directory)
-    with contextlib.suppress(OSError):  # somebody keeps other files there
-        path.rmdir()
-    return size
-
-
 def _inspect(path: Path) -> int:
     directory = open_directory(str(path), create=False)
     try:
-        known = read_index(Calls(), directory)
-        held = sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(path))
+        known = read_snapshot(SystemCalls(), directory)
+        held = _held(directory, os.listdir(directory))
     finally:
         os.close(directory)
     print(path.name)
     print(f"  in use       {_holder(path) or 'no'}")
     print(f"  on disk      {held} bytes")
     if known is None:
-        print("  index        none that can be trusted; the next start looks into every slot")
+        print("  index        none that can be trusted; the next start looks into every cell")
         return 0
-    print(f"  records      {len(known.rows)} of {known.geometry.num_slots}, {known.geometry.slot_bytes} bytes each")
-    print(f"  closed       {'in order' if known.is_clean else 'no, or still open'}")
+    print(f"  records      {len(known.rows)} of {known.header.num_cells}, {known.header.cell_bytes} bytes each")
+    print(f"  closed       {'in order' if known.header.clean else 'no, or still open'}")
     return 0
 
 
 def _verify(path: Path) -> int:
-    try:
-        good, bad, unlisted = verify(path)
-    except DirectoryInUse as error:
-        print(f"{path.name}: not checked: {error}")
-        return 1
-    print(f"{path.name}: {good} good, {bad} bad, {unlisted} good ones that the index does not know")
+    """Check every cell of a namespace that no process uses. Slabs are taken to have their usual size."""
+    with _locked(path) as directory:
+        known = read_snapshot(SystemCalls(), directory)
+        namespace, size = (known.header.namespace, known.header.cell_bytes) if known else _guess(path)
+        listed = {row["cell"]: (row["key"].tobytes(), row["sequence"]) for row in known.rows} if known else {}
+        good = unlisted = 0
+        bad = set(listed)  # not what the index says, or not whole
+        for cell, record, is_whole in _records(path, namespace, size):
+            if cell not in listed:
+                unlisted += is_whole
+            elif is_whole and listed[cell] == record:
+                good += 1
+                bad.remove(cell)
+    print(f"{path.name}: {good} good, {len(bad)} bad, {unlisted} good ones that the index does not know")
     return 1 if bad else 0
 
 
 def _clear(path: Path) -> int:
-    try:
-        size = clear(path)
-    except DirectoryInUse as error:
-        print(f"{path.name}: not cleared: {error}")
-        return 1
+    """Remove what is ours in a namespace that no process uses."""
+    with _locked(path) as directory:
+        names = [name for name in os.listdir(directory) if OUR_FILES.fullmatch(name)]
+        size = _held(directory, names)
+        for name in sorted(names, key=lambda name: name == LOCK_FILE):  # it comes last: until then it is held
+            os.unlink(name, dir_fd=directory)
+    with contextlib.suppress(OSError):  # other files are kept there
+        path.rmdir()
     print(f"{path.name}: {size} bytes given back")
     return 0
+
+
+def _held(directory: int, names: list[str]) -> int:
+    """Bytes on disk."""
+    blocks = 0
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):  # a snapshot that has got its name meanwhile
+            blocks += os.stat(name, dir_fd=directory, follow_symlinks=False).st_blocks
+    return blocks * 512
 
 
 def _namespaces(directory: Path) -> list[Path]:
@@ -139,18 +129,14 @@ def _namespaces(directory: Path) -> list[Path]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int]:
     """The namespace's directory, ours alone meanwhile."""
-    try:
-        directory = open_directory(str(path), create=False)
-    except OSError as error:
-        raise CacheError(f"{path}: {error.strerror}") from None
-    try:
-        held = lock(Calls(), directory, str(path))
+    with contextlib.ExitStack() as undo:
         try:
-            yield directory
-        finally:
-            os.close(held)
-    finally:
-        os.close(directory)
+            directory = open_directory(str(path), create=False)
+        except OSError as error:
+            raise CacheError(f"{path}: {error.strerror}") from None
+        undo.callback(os.close, directory)
+        undo.callback(os.close, lock(SystemCalls(), directory, str(path)))
+        yield directory
 
 
 def _holder(path: Path) -> str | None:
@@ -161,31 +147,30 @@ def _holder(path: Path) -> str | None:
         return re.sub(".* is in use ", "", str(error))
 
 
-def _guess(path: Path) -> Geometry:
-    """The geometry from the first record of all, where no index tells."""
+def _guess(path: Path) -> tuple[bytes, int]:
+    """Namespace and size of a cell from the first record of all, where there is no index."""
     for slab in sorted(path.glob("slab-*")):
         with open(_no_link(slab), "rb") as file:
             header = read_header(file.read(HEADER_BYTES).ljust(HEADER_BYTES, b"\0"))
         if header is not None:
-            return Geometry(header.namespace, slot_bytes(header.length), 0)
-    raise CacheError(f"{path}: neither an index nor a first record tells how large the slots are")
+            return header.namespace, cell_bytes(header.length)
+    raise CacheError(f"{path}: neither an index nor a first record says how large the cells are")
 
 
-def _records(path: Path, geometry: Geometry) -> Iterator[tuple[int, bytes, int, bool]]:
-    """(slot, key, sequence, whole or not) of every slot with something like a record of this namespace in it."""
-    slots_per_slab = max(1, SLAB_BYTES // geometry.slot_bytes)
+def _records(path: Path, namespace: bytes, size: int) -> Iterator[tuple[int, tuple[bytes, int], bool]]:
+    """(cell, key and sequence, whole or not) of every cell with something like a record of this namespace in it."""
     for slab in sorted(path.iterdir()):
         if not (match := SLAB_FILE.fullmatch(slab.name)):
             continue
+        cell = int(match[1]) * max(1, SLAB_BYTES // size)
         with open(_no_link(slab), "rb") as file:
-            index = 0
             while len(page := file.read(HEADER_BYTES)) == HEADER_BYTES:
-                payload = file.read(geometry.slot_bytes - HEADER_BYTES)
+                payload = file.read(size - HEADER_BYTES)
                 header = read_header(page)
-                if header is not None and header.namespace == geometry.namespace:
+                if header is not None and header.namespace == namespace:
                     is_whole = checksum(payload[: header.length]) == header.payload_checksum
-                    yield int(match[1]) * slots_per_slab + index, header.key, header.sequence, is_whole
-                index += 1
+                    yield cell, (header.key, header.sequence), is_whole
+                cell += 1
 
 
 def _no_link(path: Path) -> int:

@@ -1,6 +1,6 @@
 """What a record on disk looks like, and how it proves itself. Pure functions over bytes; no files.
 
-A record is a header of one page and the payload behind it, in a slot of fixed size. Nothing is ever synced, so
+A record is a header of one page and the payload behind it, in a cell of fixed size. Nothing is ever synced, so
 whatever is read back may be torn, stale, or another record's. A payload counts only if the header's own checksum
 holds, the header is for this namespace, key, sequence and length, and the payload has the checksum it names.
 
@@ -25,7 +25,15 @@ _CHECKSUM = struct.Struct("<Q")
 _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM.size
 
 
-class Header(NamedTuple):
+class Geometry(NamedTuple):
+    """Of one namespace's directory."""
+
+    namespace: bytes
+    cell_bytes: int
+    num_cells: int
+
+
+class RecordHeader(NamedTuple):
     """Of a record whose header is whole; whether it is the one that was looked for is another question."""
 
     namespace: bytes
@@ -42,7 +50,7 @@ def namespace_of(fingerprint: bytes, chunk_bytes: int) -> bytes:
     return digest.digest()
 
 
-def slot_bytes(chunk_bytes: int) -> int:
+def cell_bytes(chunk_bytes: int) -> int:
     """The room that a record takes on disk: the header's page and whole pages for the payload."""
     return HEADER_BYTES + round_up(chunk_bytes)
 
@@ -59,11 +67,11 @@ def write_header(into: Any, namespace: bytes, key: bytes, sequence: int, payload
     _CHECKSUM.pack_into(into, _CHECKED_BYTES, checksum(into[:_CHECKED_BYTES]))
 
 
-def read_header(page: Any) -> Header | None:
+def read_header(page: Any) -> RecordHeader | None:
     """None unless the page is a header that was written whole by this version."""
     magic, version, _, namespace, key, sequence, length, payload_checksum = _HEADER.unpack_from(page)
     if magic != MAGIC or version != FORMAT_VERSION:
         return None
     if _CHECKSUM.unpack_from(page, _CHECKED_BYTES)[0] != checksum(page[:_CHECKED_BYTES]):
         return None
-    return Header(namespace, key, sequence, length, payload_checksum)
+    return RecordHeader(namespace, key, sequence, length, payload_checksum)

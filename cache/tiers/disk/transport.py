@@ -1,4 +1,4 @@
-"""Moves records between buffers and slots, on the worker threads: builds headers, checks what comes back.
+"""Moves records between buffers and cells, on the worker threads: builds headers, checks what comes back.
 
 O_DIRECT wants addresses, lengths and offsets that are multiples of a page. A payload's whole pages go straight from
 or to the caller's buffer if that is aligned, the rest through a page of the thread's own; a buffer that is not
@@ -9,10 +9,12 @@ import errno
 import os
 import threading
 
-from penstock.cache.tiers.disk.calls import Calls
+from xxhash import xxh3_64_intdigest as checksum
+
+from penstock.cache.tiers.disk.calls import SystemCalls
 from penstock.cache.tiers.disk.directory import PROBE_FILE, Slabs
-from penstock.cache.tiers.disk.record import HEADER_BYTES, PAGE, Header, checksum, read_header, round_up, write_header
-from penstock.cache.tiers.disk.workers import LOAD, PROBE, STORE, Job
+from penstock.cache.tiers.disk.record import HEADER_BYTES, PAGE, RecordHeader, read_header, round_up, write_header
+from penstock.cache.tiers.disk.workers import LOAD, STORE, DiskJob
 from penstock.cache.tiers.memory import address_of, huge_buffer
 
 # What a load can meet that says: this record is no good, and trying again will not mend it.
@@ -24,20 +26,18 @@ NO_ROOM = "no room to grow"  # the file system has none for another slab
 class Transport:
     """Serves jobs of any number of threads."""
 
-    def __init__(self, calls: Calls, directory: int, slabs: Slabs, namespace: bytes, chunk_bytes: int) -> None:
+    def __init__(self, calls: SystemCalls, directory: int, slabs: Slabs, namespace: bytes, chunk_bytes: int) -> None:
         self._calls = calls
         self._slabs = slabs
         self._namespace = namespace
         self._chunk_bytes = chunk_bytes
         flags = os.O_RDWR | (os.O_DIRECT if slabs.is_direct else 0)
         self._probe_file = calls.open(directory, PROBE_FILE, flags)
-        self._own = threading.local()
+        self._scratch = _Scratch(chunk_bytes)
 
-    def work(self, job: Job) -> None:
+    def work(self, job: DiskJob) -> None:
         """Do it, and leave `ok` or the reason in it."""
         try:
-            if job.kind is not PROBE:
-                job.buffer = job.buffer.cast("B")
             if job.kind is STORE:
                 job.reason = self._store(job)
             elif job.kind is LOAD:
@@ -45,10 +45,10 @@ class Transport:
             else:
                 job.reason = self._probe()
         except FileNotFoundError:
-            job.reason = CORRUPT  # somebody removed a slab
+            job.reason = CORRUPT  # a slab was removed
         except OSError as error:
             job.reason = errno.errorcode.get(error.errno or 0, "OSError")
-            if job.reason == "ENOSPC" and job.kind is STORE and not self._slabs.is_backed(job.slot):
+            if job.reason == "ENOSPC" and job.kind is STORE and not self._slabs.is_backed(job.cell):
                 job.reason = NO_ROOM
         except Exception as error:  # the top of a thread: the job must end, and its end says what happened
             job.reason = f"{type(error).__name__}: {error}"
@@ -57,34 +57,34 @@ class Transport:
     def close(self) -> None:
         os.close(self._probe_file)
 
-    def _store(self, job: Job) -> str:
-        header = self._scratch().header
+    def _store(self, job: DiskJob) -> str:
+        header = self._scratch.header
         parts, own, start = self._parts(job.buffer)
         if own is not None:
             own[: self._chunk_bytes - start] = job.buffer[start:]
         write_header(header, self._namespace, job.key, job.sequence, job.buffer)
-        file, offset = self._slabs.place(job.slot, grow=True)
+        file, offset = self._slabs.place(job.cell, grow=True)
         written = self._calls.writev(file, parts, offset)
         return "" if written == sum(map(len, parts)) else SHORT
 
-    def _load(self, job: Job) -> str:
+    def _load(self, job: DiskJob) -> str:
         parts, own, start = self._parts(job.buffer)
-        file, offset = self._slabs.place(job.slot, grow=False)
+        file, offset = self._slabs.place(job.cell, grow=False)
         if self._calls.readv(file, parts, offset) < HEADER_BYTES + self._chunk_bytes:
             return CORRUPT  # the file is shorter than it was made
         if own is not None:
             job.buffer[start:] = own[: self._chunk_bytes - start]
-        header = read_header(self._scratch().header)
+        header = read_header(self._scratch.header)
         if header is None:
             return CORRUPT
         if header[:4] != (self._namespace, job.key, job.sequence, self._chunk_bytes):
             return STALE
         return "" if checksum(job.buffer) == header.payload_checksum else CORRUPT
 
-    def header_at(self, slot: int) -> Header | None:
-        """What the slot says it holds, if that is a record of ours."""
-        page = self._scratch().header
-        file, offset = self._slabs.place(slot, grow=False)
+    def header_at(self, cell: int) -> RecordHeader | None:
+        """What the cell says it holds, if that is a record of ours."""
+        page = self._scratch.header
+        file, offset = self._slabs.place(cell, grow=False)
         if self._calls.readv(file, [page], offset) != HEADER_BYTES:
             return None
         header = read_header(page)
@@ -93,40 +93,27 @@ class Transport:
         return header
 
     def _probe(self) -> str:
-        page = self._scratch().header
+        page = self._scratch.header
         if self._calls.writev(self._probe_file, [page], 0) != PAGE:
             return SHORT
         return "" if self._calls.readv(self._probe_file, [page], 0) == PAGE else SHORT
 
     def _parts(self, buffer: memoryview) -> tuple[list[memoryview], memoryview | None, int]:
         """What one call moves; and the memory of our own among it, with where in the payload it begins."""
-        scratch = self._scratch()
+        scratch = self._scratch
         if not self._slabs.is_direct:
             return [scratch.header, buffer], None, 0
         if address_of(buffer) % PAGE:
-            bounce = scratch.bounce(self._chunk_bytes)
-            return [scratch.header, bounce], bounce, 0
+            return [scratch.header, scratch.bounce], scratch.bounce, 0
         whole = self._chunk_bytes - self._chunk_bytes % PAGE
         if whole == self._chunk_bytes:
             return [scratch.header, buffer], None, 0
         return [scratch.header, *([buffer[:whole]] if whole else []), scratch.tail], scratch.tail, whole
 
-    def _scratch(self) -> "_Scratch":
-        scratch = getattr(self._own, "scratch", None)
-        if scratch is None:
-            scratch = self._own.scratch = _Scratch()
-        return scratch
 
+class _Scratch(threading.local):
+    """A thread's own aligned memory: each thread that asks gets its own."""
 
-class _Scratch:
-    """A thread's own aligned memory."""
-
-    def __init__(self) -> None:
-        pages = huge_buffer(2 * PAGE)
-        self.header, self.tail = pages[:PAGE], pages[PAGE:]
-        self.payload: memoryview | None = None
-
-    def bounce(self, chunk_bytes: int) -> memoryview:
-        if self.payload is None:
-            self.payload = huge_buffer(round_up(chunk_bytes))
-        return self.payload
+    def __init__(self, chunk_bytes: int) -> None:
+        pages = huge_buffer(2 * PAGE + round_up(chunk_bytes))  # taken when it is first touched
+        self.header, self.tail, self.bounce = pages[:PAGE], pages[PAGE : 2 * PAGE], pages[2 * PAGE :]

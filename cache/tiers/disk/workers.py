@@ -2,7 +2,7 @@
 
 Every job that was queued ends in exactly one place: in `done`, when no thread touches its buffer any more, or in
 what `cancel` returns, when none ever did. Reads go before writes. Queues and `done` are deques, whose appends and
-pops are atomic. Whoever queues eight jobs wakes one thread once: each wake-up is a system call.
+pops are atomic. Eight jobs queued in a row wake one thread once: each wake-up is a system call.
 """
 
 import threading
@@ -10,22 +10,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any
 
 import msgspec
 
 STORE, LOAD, PROBE = "store", "load", "probe"
 
 
-class Job(msgspec.Struct, gc=False):
-    """One record's way to the disk or back. Who gives it away does not touch it until it is back."""
+class DiskJob(msgspec.Struct, gc=False):
+    """One record's way to the disk or back. The tier does not touch it until it is back."""
 
     kind: str
-    key: bytes
-    slot: int
-    sequence: int
-    buffer: Any
-    ticket: int
+    key: bytes = b""
+    cell: int = -1
+    sequence: int = 0
+    buffer: memoryview = memoryview(b"")
+    ticket: int = 0
     ok: bool = False
     reason: str = ""  # why not
     started_s: float = 0.0
@@ -35,15 +34,14 @@ class Job(msgspec.Struct, gc=False):
 class Workers:
     """`work(job)` runs on one of `count` threads, sets `ok` or `reason`, and does not raise."""
 
-    def __init__(self, work: Callable[[Job], None], count: int, on_done: Callable[[], None]) -> None:
-        self.done: deque[Job] = deque()
+    def __init__(self, work: Callable[[DiskJob], None], count: int) -> None:
+        self.done: deque[DiskJob] = deque()
         self._work = work
-        self._on_done = on_done
-        self._reads: deque[Job] = deque()
-        self._writes: deque[Job] = deque()
+        self._reads: deque[DiskJob] = deque()
+        self._writes: deque[DiskJob] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # True: look at the queues; False: end
-        self._is_calling = False  # there is a token that nobody has taken
-        self._running: list[Job | None] = [None] * count
+        self._is_calling = False  # there is a token that no thread has taken
+        self._running: list[DiskJob | None] = [None] * count
         self._threads = [
             threading.Thread(target=self._serve, args=(index,), name=f"penstock-disk-{index}", daemon=True)
             for index in range(count)
@@ -53,26 +51,21 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
-    def store(self, job: Job) -> None:
-        self._writes.append(job)
+    def add(self, job: DiskJob) -> None:
+        """Probes go before the stores, too."""
+        (self._writes if job.kind is STORE else self._reads).append(job)
         if not self._is_calling:
             self._call()
 
-    def load(self, job: Job) -> None:
-        """Also for probes: they go before the stores, too."""
-        self._reads.append(job)
-        if not self._is_calling:
-            self._call()
-
-    def cancel(self) -> list[Job]:
-        """Take back whatever no thread has begun."""
+    def cancel(self) -> list[DiskJob]:
+        """Take back all that no thread has begun."""
         jobs = []
         while (job := self._next()) is not None:
             jobs.append(job)
         return jobs
 
     def oldest_started_s(self) -> float | None:
-        """Since when the job that has been under way longest is."""
+        """When the job that has been running longest began."""
         return min((job.started_s for job in self._running if job is not None), default=None)
 
     def stop(self, timeout_s: float) -> bool:
@@ -94,10 +87,10 @@ class Workers:
             self._is_calling = False
             while (job := self._next()) is not None:
                 if (self._reads or self._writes) and not self._is_calling:
-                    self._call()  # whoever queues calls one thread, and that one calls the next
+                    self._call()  # the caller's thread calls one thread, and that one calls the next
                 self._run(index, job)
 
-    def _run(self, index: int, job: Job) -> None:
+    def _run(self, index: int, job: DiskJob) -> None:
         job.started_s = time.monotonic()
         self._running[index] = job
         try:
@@ -106,9 +99,8 @@ class Workers:
             job.seconds = time.monotonic() - job.started_s
             self._running[index] = None
             self.done.append(job)
-            self._on_done()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> DiskJob | None:
         for queue in (self._reads, self._writes):
             try:
                 return queue.popleft()

@@ -1,11 +1,13 @@
 """What a peer has announced, and how that changed: written by the thread that hears it, read by the engine's.
 
-Bounded both ways: no more keys than the limit, and changes that nobody asks for are kept as their sum.
+Bounded both ways: no more keys than the limit, and changes that are not asked for are kept as their sum.
 """
 
 import threading
 from collections.abc import Iterable
 from itertools import islice
+
+from penstock.cache.tiers.base import KeyChanges
 
 _AT_ONCE = 256  # keys between two chances for the other thread
 
@@ -15,7 +17,7 @@ class Announced:
         self.num_unheard = 0  # beyond the limit
         self._max_keys = max_keys
         self._keys: set[bytes] = set()
-        self._changed: dict[bytes, bool] = {}  # since the last `take_changes`: whether it is there now
+        self._changes = KeyChanges()
         self._lock = threading.Lock()
 
     def __contains__(self, key: bytes) -> bool:
@@ -27,45 +29,31 @@ class Announced:
     def take_changes(self) -> tuple[list[bytes], list[bytes]]:
         """Keys that came since the last call, and keys that went."""
         with self._lock:
-            changed, self._changed = self._changed, {}
-        return [key for key, has in changed.items() if has], [key for key, has in changed.items() if not has]
+            return self._changes.take()
 
-    def come(self, keys: Iterable[bytes]) -> None:
+    def note(self, keys: Iterable[bytes], is_there: bool) -> None:
         waiting = iter(keys)
         while some := list(islice(waiting, _AT_ONCE)):
             with self._lock:
                 for key in some:
-                    self._come(key)
-
-    def go(self, keys: Iterable[bytes]) -> None:
-        waiting = iter(keys)
-        while some := list(islice(waiting, _AT_ONCE)):
-            with self._lock:
-                for key in some:
-                    if key in self._keys:
-                        self._keys.remove(key)
-                        self._note(key, False)
+                    self._note(key, is_there)
 
     def clear(self) -> None:
-        self.go(list(self._keys))
+        self.note(list(self._keys), False)
 
     def check(self) -> None:
         with self._lock:
             assert len(self._keys) <= self._max_keys
-            assert all((key in self._keys) == has for key, has in self._changed.items())
+            self._changes.check(self._keys)
 
-    def _come(self, key: bytes) -> None:
-        if key in self._keys:
+    def _note(self, key: bytes, is_there: bool) -> None:
+        if (key in self._keys) == is_there:
             return
-        if len(self._keys) >= self._max_keys:
+        if not is_there:
+            self._keys.remove(key)
+        elif len(self._keys) < self._max_keys:
+            self._keys.add(key)
+        else:
             self.num_unheard += 1
             return
-        self._keys.add(key)
-        self._note(key, True)
-
-    def _note(self, key: bytes, has: bool) -> None:
-        """A key that went and came back, or came and went, has not changed."""
-        if self._changed.get(key, has) == has:
-            self._changed[key] = has
-        else:
-            del self._changed[key]
+        self._changes.note(key, is_there)

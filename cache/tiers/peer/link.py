@@ -1,12 +1,12 @@
 """The thread that talks to one peer: asks for blocks, checks what comes, and notices when nothing does.
 
 Only this thread touches the sockets. Every load that is handed to `ask` ends in `done`, once: read, refused, wrong,
-late, or because the peer is gone. At its end nobody writes to its buffer any more, since the bytes are copied into
+late, or because the peer is gone. At its end nothing writes to its buffer any more, since the bytes are copied into
 it here, after they have been checked.
 
-    down ──connected──▶ greeting ──welcome──▶ open ──3 errors in a row, or silence──▶ bypassed ──pause──▶ greeting
-      ▲                    └── refused ─────────────────────────────────────────────────▲
-      └── connection lost, from anywhere
+    DOWN ──connected──▶ GREETING ──welcome──▶ OPEN ──3 errors in a row, or silence──▶ BYPASSED ──pause──▶ GREETING
+      ▲                    └── refused, silence ─────────────────────────────────────────▲
+      └── connection lost, from anywhere: once it is back, BYPASSED again if the pause is not over
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections import Counter, deque
+from enum import Enum
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,8 +23,9 @@ import zmq
 from xxhash import xxh3_64_intdigest as checksum
 from zmq.utils.monitor import recv_monitor_message
 
-from penstock.cache.tiers.health import Health, HealthLimits
-from penstock.cache.tiers.measures import Histogram
+from penstock.cache.tiers.base import StoreResult
+from penstock.cache.tiers.health import STALLED, HealthLimits, TierHealth
+from penstock.cache.tiers.measures import TimeCounts
 from penstock.cache.tiers.peer.announced import Announced
 from penstock.cache.tiers.peer.wire import (
     KEY_BYTES,
@@ -33,11 +35,11 @@ from penstock.cache.tiers.peer.wire import (
     Block,
     FromPeer,
     Get,
-    Hello,
-    Keys,
+    KeyUpdate,
     Lock,
     Miss,
-    Refused,
+    PeerHello,
+    PeerRefused,
     Welcome,
     lock_of,
     make_socket,
@@ -46,6 +48,7 @@ from penstock.cache.tiers.peer.wire import (
 )
 
 MAX_WINDOW = 256  # blocks
+ASK_AGAIN_S = 1.0  # after a block was not given in time
 TICK_MS = 100  # so often deadlines and health are looked at, where nothing else happens
 _AUTH_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _HEARD = _AUTH_FAILURES | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -61,39 +64,45 @@ class LinkLimits(NamedTuple):
 
 
 class Load(msgspec.Struct, gc=False):
-    """One block's way here. Who asks does not touch it until it is in `done`."""
+    """One block's way here."""
 
     ticket: int
     key: bytes
-    out: Any
+    out: memoryview
     asked_s: float = 0.0
     sent_s: float = 0.0
-    ok: bool = False
 
 
-class Link:
+class LinkState(Enum):
+    DOWN = "no connection"
+    GREETING = "connected, and not welcome yet"
+    OPEN = "welcome: what the peer announces can be asked for"
+    BYPASSED = "connected, and left alone for a while"
+
+
+class PeerLink:
     def __init__(
         self, endpoint: str, chunk_bytes: int, fingerprint: bytes, secret: str, keys: Announced, limits: LinkLimits
     ) -> None:
-        self.done: deque[Load] = deque()
+        self.done: deque[StoreResult] = deque()
         self._keys = keys
         self._chunk_bytes = chunk_bytes
-        self._hello = Hello(VERSION, fingerprint)
+        self._hello = PeerHello(VERSION, fingerprint)
         self._seed = seed_of(fingerprint)
         self._limits = limits
         self._window = min(max(limits.window_bytes // chunk_bytes, 2), MAX_WINDOW)
         self._asked: deque[Load] = deque()  # by the caller, not seen here yet
         self._waiting: deque[Load] = deque()  # for room in the window
         self._sent: dict[int, Load] = {}
-        self._health = Health(limits.health)
-        self._is_connected = self._is_welcome = self._is_probing = False
-        self._greeted_s: float | None = None  # a greeting waits for its answer
+        self._health = TierHealth(limits.health)
+        self._state = LinkState.DOWN
+        self._greeted_s: float | None = None  # when the greeting was sent that waits for its answer
         self._heard_s = 0.0  # the last answer
-        self._ask_again_s: float | None = None  # when to ask what there is, because some was not given in time
+        self._ask_again_s: float | None = None  # when to greet an open peer again: it says what it has
         self._next_lane = 0
         self._counts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()  # loads, by reason
-        self._load_times = Histogram()
+        self._load_times = TimeCounts()
         self._busy_s = 0.0  # while anything was asked for
         self._busy_since_s: float | None = None
         self._encode = msgspec.msgpack.Encoder().encode
@@ -106,6 +115,7 @@ class Link:
         self._is_called = False
         self._is_over = False
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # held while the thread acts, for `check`
         self._thread = threading.Thread(target=self._serve, name="penstock-peer-link", daemon=True)
 
     def start(self) -> None:
@@ -127,19 +137,19 @@ class Link:
 
     @property
     def is_open(self) -> bool:
-        return self._is_welcome
+        return self._state is LinkState.OPEN
 
     def stats(self) -> dict[str, Any]:
         counts = self._counts
         return {
-            "hits": counts["hits"],
-            "loaded_bytes": counts["hits"] * self._chunk_bytes,
+            "hits": self._load_times.num,
+            "loaded_bytes": self._load_times.num * self._chunk_bytes,
             "corrupt_reads": counts["corrupt"],
             "late_reads": counts["after the deadline"],
             "refused": counts["refused"],
             "lost_connections": counts["lost connections"],
             "failed_handshakes": counts["failed handshakes"],
-            "is_open": self._is_welcome,
+            "is_open": self.is_open,
             "bypasses": self._health.num_bypasses,
             "loading": len(self._sent),
             "queue_bytes": (len(self._asked) + len(self._waiting) + len(self._sent)) * self._chunk_bytes,
@@ -147,6 +157,18 @@ class Link:
             "load_times": self._load_times.as_dict(),
             "busy_s": self._busy_s,
         }
+
+    def check(self) -> None:
+        """What holds whenever the thread waits."""
+        with self._lock:
+            state = self._state
+            assert state is not LinkState.OPEN or self._health.is_open
+            assert state is not LinkState.BYPASSED or not self._health.is_open
+            assert state is LinkState.OPEN or not (self._keys or self._sent or self._waiting or self._ask_again_s)
+            assert self._greeted_s is None or state in (LinkState.GREETING, LinkState.OPEN)
+            assert len(self._sent) <= self._window
+            assert all(load.ticket == ticket for ticket, load in self._sent.items())
+        self._keys.check()
 
     def _call(self) -> None:
         """One system call for however many loads are asked for before the thread looks."""
@@ -156,7 +178,7 @@ class Link:
 
     # -- the thread ----------------------------------------------------------------------------------------
 
-    def _lane(self, lock: Lock | None) -> zmq.Socket:
+    def _lane(self, lock: Lock | None) -> zmq.Socket[bytes]:
         lane = make_socket(self._context, zmq.DEALER)
         lane.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is not there
         lane.setsockopt(zmq.MAXMSGSIZE, max(self._chunk_bytes, RUN_KEYS * KEY_BYTES) + 1024)
@@ -190,19 +212,22 @@ class Link:
             if self._event in ready:
                 os.eventfd_read(self._event)
                 self._is_called = False  # in this order: what is asked after the look below calls again
-            while self._asked:
-                self._waiting.append(self._asked.popleft())
-            for lane in self._lanes:
-                if lane in ready:
-                    self._receive(lane)
-            if self._monitor in ready:
-                self._hear_events()
-            self._look_after(time.monotonic())
-            self._send()
-            self._measure()
-        self._fail_all("closed")
+            with self._lock:
+                while self._asked:
+                    self._waiting.append(self._asked.popleft())
+                for lane in self._lanes:
+                    if lane in ready:
+                        self._receive(lane)
+                if self._monitor in ready:
+                    self._hear_events()
+                self._look_after(time.monotonic())
+                self._send()
+                self._measure()
         while self._asked:
-            self._end(self._asked.popleft(), "closed")
+            self._waiting.append(self._asked.popleft())
+        self._fail_all("closed")
+
+    # -- states --------------------------------------------------------------------------------------------
 
     def _hear_events(self) -> None:
         """Of the first lane: the others live and die with it."""
@@ -210,68 +235,82 @@ class Link:
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._is_connected = True
-                    if self._health.is_open:
-                        self._greet(time.monotonic())
+                    self._state = LinkState.GREETING if self._health.is_open else LinkState.BYPASSED
                 elif event == zmq.EVENT_DISCONNECTED:
                     self._disconnected()
                 else:
                     self._counts["failed handshakes"] += 1
 
     def _disconnected(self) -> None:
-        self._counts["lost connections" if self._is_connected else "failed handshakes"] += 1
-        self._is_connected = False
-        if self._is_probing:
-            self._probed(time.monotonic(), ok=False)
-        self._withdraw("disconnected")
-
-    def _greet(self, now_s: float) -> None:
-        with contextlib.suppress(zmq.Again):  # the connection was lost this moment: the monitor will say so
-            self._lanes[0].send(self._encode(self._hello), zmq.NOBLOCK)
-            self._greeted_s = now_s
+        self._counts["failed handshakes" if self._state is LinkState.DOWN else "lost connections"] += 1
+        if self._state is LinkState.GREETING and not self._health.is_open:
+            self._health.probed(time.monotonic(), ok=False)
+        self._leave_for(LinkState.DOWN, "disconnected")
 
     def _look_after(self, now_s: float) -> None:
-        late = [load for load in self._sent.values() if now_s - load.asked_s >= self._limits.deadline_s]
-        for load in late:
-            del self._sent[load.ticket]
-            self._end(load, "late")
-        while self._waiting and now_s - self._waiting[0].asked_s >= self._limits.deadline_s:
-            self._end(self._waiting.popleft(), "late")
-        if late:
-            self._ask_again_s = now_s + 1.0
+        """Whatever only the time says."""
+        self._end_late_loads(now_s)
         oldest_s = min((load.sent_s for load in self._sent.values()), default=None)
         silent_since_s = self._greeted_s if oldest_s is None else max(oldest_s, self._heard_s)
-        was_open = self._health.is_open
-        if self._is_probing:
-            if silent_since_s is not None and now_s - silent_since_s > self._limits.health.stall_s:
-                self._probed(now_s, ok=False)
-        elif was_open:
-            self._health.watch(now_s, silent_since_s)
-            if not self._health.is_open:
-                self._withdraw(self._health.reason)
-        if self._is_connected and self._health.is_open and not self._is_welcome and self._greeted_s is None:
-            self._greet(now_s)  # the connection was made a moment before the socket would take a message
-        if self._is_connected and self._health.wants_probe(now_s):
-            self._is_probing = True
-            self._greet(now_s)
-            if self._greeted_s is None:
-                self._probed(now_s, ok=False)
-        if self._is_welcome and self._ask_again_s is not None and now_s >= self._ask_again_s:
-            self._ask_again_s = None
+        if self._health.is_open:
+            if self._health.watch(now_s, silent_since_s):
+                self._leave_for(LinkState.BYPASSED, STALLED)
+        elif silent_since_s is not None and now_s - silent_since_s > self._limits.health.stall_s:
+            self._refuse(now_s)
+        if self._state is LinkState.BYPASSED and self._health.wants_probe(now_s):
+            self._state = LinkState.GREETING
+        is_due = self._ask_again_s is not None and now_s >= self._ask_again_s
+        if is_due or (self._state is LinkState.GREETING and self._greeted_s is None):
             self._greet(now_s)
 
-    def _probed(self, now_s: float, ok: bool) -> None:
-        self._is_probing = False
+    def _greet(self, now_s: float) -> None:
+        """Once more in the next pass if the socket takes no message this moment."""
+        with contextlib.suppress(zmq.Again):
+            self._lanes[0].send(self._encode(self._hello), zmq.NOBLOCK)
+            self._greeted_s, self._ask_again_s = now_s, None
+
+    def _greeted(self, message: Welcome | PeerRefused) -> None:
+        if self._greeted_s is None:
+            return  # too late: the connection has been given up meanwhile
+        now_s = time.monotonic()
+        if isinstance(message, PeerRefused):
+            self._counts["refused"] += 1
+            if self._health.is_open:
+                self._health.bypass(now_s, message.reason)
+                self._leave_for(LinkState.BYPASSED, "refused")
+            else:
+                self._refuse(now_s)
+            return
         self._greeted_s = None
-        self._health.probed(now_s, ok)
+        self._state = LinkState.OPEN
+        if not self._health.is_open:
+            self._health.probed(now_s, ok=True)
 
-    def _withdraw(self, reason: str) -> None:
+    def _refuse(self, now_s: float) -> None:
+        """A greeting after a pause has not been answered with a welcome."""
+        self._health.probed(now_s, ok=False)
+        self._leave_for(LinkState.BYPASSED, "not connected")
+
+    def _blame(self, reason: str) -> None:
+        if self._health.failed(time.monotonic(), reason):
+            self._leave_for(LinkState.BYPASSED, reason)
+
+    def _leave_for(self, state: LinkState, reason: str) -> None:
         """Nothing can be read until the peer has greeted us again."""
-        self._is_welcome = False
-        self._greeted_s = None
-        self._ask_again_s = None
+        self._state = state
+        self._greeted_s = self._ask_again_s = None
         self._keys.clear()
         self._fail_all(reason)
+
+    def _end_late_loads(self, now_s: float) -> None:
+        """Their peer is asked a little later what it has: perhaps it still has these."""
+        asked_until_s = now_s - self._limits.deadline_s
+        for load in [load for load in self._sent.values() if load.asked_s <= asked_until_s]:
+            del self._sent[load.ticket]
+            self._end(load, "late")
+            self._ask_again_s = now_s + ASK_AGAIN_S
+        while self._waiting and self._waiting[0].asked_s <= asked_until_s:
+            self._end(self._waiting.popleft(), "late")
 
     def _fail_all(self, reason: str) -> None:
         for load in (*self._sent.values(), *self._waiting):
@@ -280,17 +319,15 @@ class Link:
         self._waiting.clear()
 
     def _end(self, load: Load, reason: str = "") -> None:
-        load.ok = not reason
         if reason:
             self._failures[reason] += 1
-            self._keys.go([load.key])  # until the peer says again that it has it
-        load.out = None
-        self.done.append(load)
+            self._keys.note([load.key], False)  # until the peer says again that it has it
+        self.done.append(StoreResult("load", load.ticket, load.key, not reason))
 
     # -- asking --------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        if self._waiting and not self._is_welcome:
+        if self._waiting and not self.is_open:
             self._fail_all("not connected")
         while self._waiting and len(self._sent) < self._window:
             load = self._waiting.popleft()
@@ -309,7 +346,7 @@ class Link:
         return False
 
     def _measure(self) -> None:
-        """For how long anything was under way."""
+        """For how long anything was in flight."""
         now_s = time.monotonic()
         if self._busy_since_s is not None:
             self._busy_s += now_s - self._busy_since_s
@@ -317,7 +354,7 @@ class Link:
 
     # -- hearing -------------------------------------------------------------------------------------------
 
-    def _receive(self, lane: zmq.Socket) -> None:
+    def _receive(self, lane: zmq.Socket[bytes]) -> None:
         with contextlib.suppress(zmq.Again):
             while True:
                 head, *payload = lane.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -328,36 +365,19 @@ class Link:
                     continue
                 if isinstance(message, Block | Miss):
                     self._answer(message, payload)
-                elif isinstance(message, Keys) and self._is_welcome:
+                elif isinstance(message, KeyUpdate) and self.is_open:
                     self._note_keys(message)
-                elif isinstance(message, Welcome | Refused):
+                elif isinstance(message, Welcome | PeerRefused):
                     self._greeted(message)
 
-    def _greeted(self, message: Welcome | Refused) -> None:
-        if self._greeted_s is None:
-            return  # too late: the connection has been given up meanwhile
-        now_s = time.monotonic()
-        self._greeted_s = None
-        if isinstance(message, Refused):
-            self._counts["refused"] += 1
-            if self._is_probing:
-                self._probed(now_s, ok=False)
-            elif self._health.is_open:
-                self._health.bypass(now_s, message.reason)
-                self._withdraw("refused")
-            return
-        self._is_welcome = True
-        if self._is_probing:
-            self._probed(now_s, ok=True)
-
-    def _note_keys(self, keys: Keys) -> None:
+    def _note_keys(self, keys: KeyUpdate) -> None:
         if len(keys.held) % KEY_BYTES or len(keys.gone) % KEY_BYTES:
             self._blame("not understood")
             return
         if keys.is_first:
             self._keys.clear()
-        self._keys.go(split(keys.gone))
-        self._keys.come(split(keys.held))
+        self._keys.note(split(keys.gone), False)
+        self._keys.note(split(keys.held), True)
 
     def _answer(self, message: Block | Miss, payload: list[zmq.Frame]) -> None:
         load = self._sent.pop(message.ticket, None)
@@ -367,19 +387,16 @@ class Link:
             return
         if isinstance(message, Miss):
             if message.reason == "busy":
-                self._ask_again_s = now_s + 1.0
+                self._ask_again_s = now_s + ASK_AGAIN_S
             self._end(load, "busy" if message.reason == "busy" else "gone")
-            return
-        reason = self._take(load, message, payload)
-        if reason:
+        elif reason := self._take(load, message, payload):
             self._counts["corrupt"] += 1
             self._end(load, reason)
             self._blame(reason)
-            return
-        self._health.worked()
-        self._counts["hits"] += 1
-        self._load_times.add(now_s - load.asked_s)
-        self._end(load)
+        else:
+            self._health.worked()
+            self._load_times.add(now_s - load.asked_s)
+            self._end(load)
 
     def _take(self, load: Load, message: Block, payload: list[zmq.Frame]) -> str:
         """Copy a payload that is what was asked for; else what is wrong with it."""
@@ -392,9 +409,3 @@ class Link:
             return "corrupt"
         np.copyto(np.frombuffer(load.out, np.uint8), np.frombuffer(data, np.uint8))  # others run meanwhile
         return ""
-
-    def _blame(self, reason: str) -> None:
-        was_open = self._health.is_open
-        self._health.failed(time.monotonic(), reason)
-        if was_open and not self._health.is_open:
-            self._withdraw(self._health.reason)

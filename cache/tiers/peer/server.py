@@ -1,13 +1,12 @@
-"""The thread that serves one rank's blocks to other engines. It knows keys, buffers and who asks, nothing of tiers.
+"""The thread that serves one rank's blocks to other engines. It knows keys, buffers and clients, nothing of tiers.
 
 A block that is asked for is copied out, or read from the disk, into a buffer of our own, and sent from there: that
-is all the time it is held in its place, however slow who asked is, and no step of the engine waits for it. These
-buffers are the budget: when all are on their way, whoever asks is refused at once.
+is all the time it is held in its place, however slow the reader is, and no step of the engine waits for it. These
+buffers are the budget: when all are in flight, the next to ask is refused at once.
 """
 
 import contextlib
 import os
-import secrets
 import threading
 from collections import Counter
 from typing import Any, Protocol
@@ -23,12 +22,13 @@ from penstock.cache.tiers.peer.wire import (
     RUN_KEYS,
     VERSION,
     Block,
+    CurveGuard,
     FromPeer,
     Get,
-    Hello,
-    Keys,
+    KeyUpdate,
     Miss,
-    Refused,
+    PeerHello,
+    PeerRefused,
     ToPeer,
     Welcome,
     lock_of,
@@ -36,7 +36,7 @@ from penstock.cache.tiers.peer.wire import (
     seed_of,
 )
 
-MAX_CLIENTS = 64  # who are told what there is
+MAX_CLIENTS = 64  # engines that hear what there is
 MAX_ASK_BYTES = 4096
 MAX_BUFFERS = 1024
 QUEUED_MESSAGES = 4096  # to one client that does not take them
@@ -44,7 +44,7 @@ IDLE_MS, READING_MS = 1000, 1
 ASKS_AT_ONCE = 64
 
 
-class Source(Protocol):
+class BlockSource(Protocol):
     """What there is to give. Called by the server's thread; no call blocks for longer than a copy takes."""
 
     def keys(self) -> list[bytes]: ...
@@ -70,14 +70,14 @@ class PeerServer:
     def __init__(
         self,
         endpoint: str,
-        source: Source,
+        source: BlockSource,
         *,
         chunk_bytes: int,
         fingerprint: bytes,
         secret: str = "",
         serve_bytes: int,
     ) -> None:
-        """`serve_bytes`: of blocks on their way at a time, to all who ask together."""
+        """`serve_bytes`: of blocks in flight at a time, to all clients together."""
         self._source = source
         self._chunk_bytes = chunk_bytes
         self._fingerprint = fingerprint
@@ -86,9 +86,11 @@ class PeerServer:
         self._buffers = [memoryview(row) for row in rows]
         self._free = list(range(len(self._buffers)))
         self._sending: list[tuple[zmq.MessageTracker, int]] = []  # and the buffer it is sent from
-        self._reading: dict[int, tuple[bytes, Get, int]] = {}  # the source's ticket → who asked for what, and a buffer
-        self._clients: dict[bytes, bool] = {}  # who is told of keys → it needs all of them
-        self._counts: Counter[str] = Counter()
+        self._reading: dict[
+            int, tuple[bytes, Get, int]
+        ] = {}  # the source's ticket → client, what it asked for, and a buffer
+        self._clients: dict[bytes, bool] = {}  # which hear of keys → it needs all of them
+        self._num_blocks = self._num_refused = 0
         self._misses: Counter[str] = Counter()  # by reason
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(ToPeer).decode
@@ -127,25 +129,25 @@ class PeerServer:
 
     def stats(self) -> dict[str, Any]:
         return {
-            "blocks": self._counts["blocks"],
-            "bytes": self._counts["blocks"] * self._chunk_bytes,
-            "refused_peers": self._counts["refused peers"],
+            "blocks": self._num_blocks,
+            "bytes": self._num_blocks * self._chunk_bytes,
+            "refused_peers": self._num_refused,
             "clients": len(self._clients),
             "misses": dict(self._misses),
         }
 
     # -- the thread ----------------------------------------------------------------------------------------
 
-    def _listen(self, endpoint: str, secret: str) -> zmq.Socket:
+    def _listen(self, endpoint: str, secret: str) -> zmq.Socket[bytes]:
         listening = make_socket(self._context, zmq.ROUTER)
-        listening.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error tells that a client has gone
+        listening.setsockopt(zmq.ROUTER_MANDATORY, 1)  # an error says that a client has gone
         listening.setsockopt(zmq.MAXMSGSIZE, MAX_ASK_BYTES)
         listening.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
         lock = lock_of(secret)
         if lock is not None:
             self._guard = ThreadAuthenticator(self._context)
             self._guard.start()
-            self._guard.configure_curve_callback("*", credentials_provider=_Only(lock.client_public))
+            self._guard.configure_curve_callback("*", credentials_provider=CurveGuard(lock.client_public))
             listening.curve_server = True
             listening.curve_publickey, listening.curve_secretkey = lock.server_public, lock.server_secret
         try:
@@ -180,14 +182,12 @@ class PeerServer:
                     message = self._decode(parts[0]) if len(parts) == 1 else None
                 except msgspec.DecodeError:
                     message = None
-                if isinstance(message, Hello):
+                if isinstance(message, PeerHello):
                     self._greet(client, message)
                 elif isinstance(message, Get):
                     self._give(client, message)
-                else:
-                    self._counts["not understood"] += 1
 
-    def _greet(self, client: bytes, hello: Hello) -> None:
+    def _greet(self, client: bytes, hello: PeerHello) -> None:
         reason = ""
         if hello.version != VERSION:
             reason = f"version {hello.version} of the messages; this engine speaks {VERSION}"
@@ -196,8 +196,8 @@ class PeerServer:
         elif len(self._clients) >= MAX_CLIENTS and client not in self._clients:
             reason = f"{MAX_CLIENTS} engines are connected already"
         if reason:
-            self._counts["refused peers"] += 1
-            self._send(client, Refused(reason))
+            self._num_refused += 1
+            self._send(client, PeerRefused(reason))
         elif self._send(client, Welcome()):
             self._clients[client] = True
             self._announce()
@@ -206,17 +206,17 @@ class PeerServer:
 
     def _announce(self) -> None:
         came, went = self._source.take_changes()
-        news = [Keys(run, b"") for run in _runs(came)] + [Keys(b"", run) for run in _runs(went)]
+        update = [KeyUpdate(run, b"") for run in _runs(came)] + [KeyUpdate(b"", run) for run in _runs(went)]
         for client, is_behind in list(self._clients.items()):
-            sent = [self._send(client, message) for message in (self._all_keys() if is_behind else news)]
-            if client in self._clients:  # who takes them too slowly gets everything once more, later
+            sent = [self._send(client, message) for message in (self._all_keys() if is_behind else update)]
+            if client in self._clients:  # one that takes them too slowly gets everything once more, later
                 self._clients[client] = not all(sent)
 
-    def _all_keys(self) -> list[Keys]:
-        return [Keys(run, b"", number == 0) for number, run in enumerate(_runs(self._source.keys()) or [b""])]
+    def _all_keys(self) -> list[KeyUpdate]:
+        return [KeyUpdate(run, b"", number == 0) for number, run in enumerate(_runs(self._source.keys()) or [b""])]
 
     def _send(self, client: bytes, message: FromPeer, payload: memoryview | None = None) -> zmq.MessageTracker | bool:
-        """What tells when a payload has left; True without one. False where the client is gone or takes nothing."""
+        """A payload's tracker; True without one. False where the client is gone or takes nothing."""
         frames: list[bytes | memoryview] = [client, self._encode(message)]
         if payload is not None:
             frames.append(payload)
@@ -260,7 +260,7 @@ class PeerServer:
         tracker = self._send(client, Block(get.ticket, get.key, checksum(payload, self._seed)), payload)
         if isinstance(tracker, zmq.MessageTracker):
             self._sending.append((tracker, buffer))
-            self._counts["blocks"] += 1
+            self._num_blocks += 1
         else:
             self._free.append(buffer)
             self._misses["not taken"] += 1
@@ -277,16 +277,6 @@ class PeerServer:
             else:
                 self._free.append(buffer)
                 self._miss(client, get, "gone")
-
-
-class _Only:
-    """The authenticator's question: is this the key that follows from the secret?"""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return secrets.compare_digest(key, self._key)
 
 
 def _runs(keys: list[bytes]) -> list[bytes]:

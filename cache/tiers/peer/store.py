@@ -1,34 +1,26 @@
 """The tiers of another engine as one more store: its blocks by key, over the network, one peer to an instance.
 
 The caller's thread owns the index, which is what the peer has announced, and never waits; a thread of its own
-(peer_link.py) talks. Whatever goes wrong is a miss. It takes no stores: blocks are copied from a peer, never to one.
+(link.py) talks. Any failure is a miss. It takes no stores: blocks are copied from a peer, never to one.
 
-    start_load ─▶ asks ─▶ link ─▶ done ─▶ poll: completions
+    start_load ─▶ asks ─▶ link ─▶ done ─▶ poll: results
                           link ─▶ keys ─▶ changes: what the peer has, and has no more
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
+from penstock.cache.tiers.base import StoreResult, chunk_of
 from penstock.cache.tiers.peer.announced import Announced
-from penstock.cache.tiers.peer.link import Link, LinkLimits, Load
+from penstock.cache.tiers.peer.link import LinkLimits, Load, PeerLink
 
 MAX_KEYS = 2**20  # of one peer, 100 MB: what it announces beyond that is not heard
-
-
-class Loaded(NamedTuple):
-    """The end of a load: from here on the tier does not touch its buffer."""
-
-    kind: Literal["load", "store"]
-    ticket: int
-    key: bytes
-    ok: bool
 
 
 class PeerTier:
     """One rank of the engine at `endpoint` (`tcp://…`), seen by the same rank of this one.
 
-    `fingerprint` names whatever gives the bytes their meaning: a peer with another one is refused, and refuses. One
+    `fingerprint` names all that gives the bytes their meaning: a peer with another one is refused, and refuses. One
     thread at a time may call. Raises OSError where no connection can even be tried.
     """
 
@@ -47,15 +39,13 @@ class PeerTier:
         self._num_misses = 0
         self._next_ticket = 1
         self._is_closed = False
-        self._link = Link(endpoint, chunk_bytes, fingerprint, secret, self._keys, limits)
+        self._link = PeerLink(endpoint, chunk_bytes, fingerprint, secret, self._keys, limits)
         self._link.start()
 
     @property
     def is_open(self) -> bool:
         """The peer is there and has said what it has."""
         return self._link.is_open
-
-    # -- what is there -------------------------------------------------------------------------------------
 
     def contains(self, key: bytes) -> bool:
         """Whether the peer has said so. No system call."""
@@ -71,22 +61,16 @@ class PeerTier:
     def touch(self, keys: Iterable[bytes]) -> None:
         """What the peer keeps is its own business."""
 
-    def put(self, key: bytes, buffer: Any) -> bool:
+    def put(self, key: bytes, buffer: Any) -> bool:  # noqa: ARG002  (a peer takes no blocks)
         return False
 
-    # -- loading -------------------------------------------------------------------------------------------
-
     def start_load(self, key: bytes, out: Any) -> int | None:
-        """A ticket, and `out` borrowed until `poll` yields its completion; None if there is nothing to ask for.
+        """A ticket, and `out` borrowed until `poll` yields its result; None if there is nothing to ask for.
 
         Unlike a disk's, a read that takes too long gives `out` back at its deadline: the bytes are copied into it
         only when all of them have come and are right.
         """
-        into = memoryview(out)
-        if into.readonly:
-            raise ValueError("out: a buffer that can be written to is expected")
-        if into.nbytes != self._chunk_bytes or not into.c_contiguous:
-            raise ValueError(f"out: {into.nbytes} bytes given; a chunk has {self._chunk_bytes}, in one piece")
+        into = chunk_of("out", out, self._chunk_bytes, to_write=True)
         if key not in self._keys or self._is_closed:
             self._num_misses += 1
             return None
@@ -95,14 +79,13 @@ class PeerTier:
         self._link.ask(Load(ticket, key, into))
         return ticket
 
-    def poll(self) -> list[Loaded]:
+    def poll(self) -> list[StoreResult]:
         """What has ended since the last call. Never blocks."""
         done = self._link.done
-        ended = [done.popleft() for _ in range(len(done))]
-        return [Loaded("load", load.ticket, load.key, load.ok) for load in ended]
+        return [done.popleft() for _ in range(len(done))]
 
     def close(self) -> None:
-        """End the connection. What was under way can still be polled, as failed."""
+        """End the connection. What was in flight can still be polled, as failed."""
         if not self._is_closed:
             self._is_closed = True
             self._link.close()
@@ -112,8 +95,6 @@ class PeerTier:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # -- telling -------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         """Counters since the tier was opened, and how things stand. Numbers, and dicts of numbers."""
@@ -126,4 +107,4 @@ class PeerTier:
 
     def check(self) -> None:
         """What holds between any two calls."""
-        self._keys.check()
+        self._link.check()

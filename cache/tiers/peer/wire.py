@@ -6,6 +6,7 @@ bytes travel as a frame of their own behind the message that names them. Nothing
 """
 
 import hashlib
+import secrets
 from typing import NamedTuple
 
 import msgspec
@@ -20,8 +21,8 @@ BEAT_MS = 1_000
 SILENCE_MS = 5_000  # without a sign of life for so long, the connection counts as lost
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
-    """Tell me what you have, all of it and then the changes; `fingerprint` is what gives our bytes their meaning."""
+class PeerHello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
+    """A request for all keys and then the changes; `fingerprint` is what gives our bytes their meaning."""
 
     version: int
     fingerprint: bytes
@@ -32,20 +33,20 @@ class Get(msgspec.Struct, frozen=True, array_like=True, tag="get"):
     key: bytes
 
 
-ToPeer = Hello | Get
+ToPeer = PeerHello | Get
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     """The fingerprint is ours too; what we have follows."""
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class PeerRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     """We are not alike; nothing follows."""
 
     reason: str
 
 
-class Keys(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
+class KeyUpdate(msgspec.Struct, frozen=True, array_like=True, tag="keys"):
     """Keys run together; the first message of a snapshot makes those before it void."""
 
     held: bytes
@@ -62,13 +63,13 @@ class Block(msgspec.Struct, frozen=True, array_like=True, tag="block"):
 
 
 class Miss(msgspec.Struct, frozen=True, array_like=True, tag="miss"):
-    """`gone`: it is not here any more; `busy`: as many bytes are on their way as may be."""
+    """`gone`: it is not here any more; `busy`: as many bytes are in flight as may be."""
 
     ticket: int
     reason: str
 
 
-FromPeer = Welcome | Refused | Keys | Block | Miss
+FromPeer = Welcome | PeerRefused | KeyUpdate | Block | Miss
 
 
 class Lock(NamedTuple):
@@ -89,7 +90,17 @@ def lock_of(secret: str) -> Lock | None:
     return Lock(zmq.curve_public(server), server, zmq.curve_public(client), client)
 
 
-def make_socket(context: zmq.Context, kind: int) -> zmq.Socket:
+class CurveGuard:
+    """The authenticator's question: is this the one key that may connect?"""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return secrets.compare_digest(key, self._key)
+
+
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
     made = context.socket(kind)
     made.setsockopt(zmq.LINGER, 0)
     made.setsockopt(zmq.IPV6, 1)
@@ -99,7 +110,7 @@ def make_socket(context: zmq.Context, kind: int) -> zmq.Socket:
 
 
 def seed_of(fingerprint: bytes) -> int:
-    """For the checksums: bytes of another meaning never pass, whoever sends them."""
+    """For the checksums: bytes of another meaning never pass."""
     return int.from_bytes(fingerprint[:8], "little")
 
 

@@ -1,6 +1,6 @@
-"""Errors on purpose, in front of the disk tier's system calls. Off in production, where `Calls` itself is used.
+"""Errors on purpose, in front of the disk tier's system calls.
 
-Points have the names of the methods of `Calls`. A fault is drawn by a seed with some probability, or strikes the
+Points have the names of the methods of `SystemCalls`. A fault is drawn by a seed with some probability, or strikes the
 n-th call of all; the same seed over the same calls gives the same faults.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from penstock.cache.tiers.disk.calls import Calls
+from penstock.cache.tiers.disk.calls import SystemCalls
 
 POINTS = ("open", "writev", "readv", "allocate", "truncate", "sync", "rename", "unlink")
 
@@ -29,8 +29,8 @@ class Fault(NamedTuple):
     at: int | None = None  # only the call with this number, counted from 0 over all points together
 
 
-class FaultyCalls(Calls):
-    """`Calls` with faults. `is_on` can be switched at any time; calls are counted in both states."""
+class FaultyCalls(SystemCalls):
+    """`SystemCalls` with faults. `is_on` can be switched at any time; calls are counted in both states."""
 
     def __init__(self, *faults: Fault, seed: int = 0) -> None:
         self.faults = list(faults)

@@ -1,0 +1,132 @@
+"""Which cell holds which key, in a file that a restart reads: one row for each cell with a record.
+
+A snapshot cannot do harm: a row that is wrong leads to a record that fails its check. So it is written only now and
+then, and synced only so that a crash of the machine does not cost the whole cache. What it has missed is found by
+reading the headers of records (keeper.py).
+
+    index     header, rows of all live cells; written beside and renamed
+    header    magic, version, clean, namespace, cell bytes, cells, zero, next sequence, rows, their checksum,
+              checksum of the header
+"""
+
+import contextlib
+import os
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from xxhash import xxh3_64_intdigest as checksum
+
+from penstock.cache.tiers.disk.calls import SystemCalls, read_all, write_all
+from penstock.cache.tiers.disk.record import Geometry
+
+INDEX, SCRATCH = "index", "index.tmp"
+JOURNAL = "journal"  # of earlier versions, which kept one between snapshots and removed it at an orderly end
+_MAGIC, _VERSION = b"PNSTKIX1", 1
+_ROW = struct.Struct("<32sQQII")  # key, sequence, stamp, cell, live
+ROWS = np.dtype([("key", "V32"), ("sequence", "<u8"), ("stamp", "<u8"), ("cell", "<u4"), ("live", "<u4")])
+_HEADER = struct.Struct("<8sII32sQQQQQQ")
+_CHECKSUM = struct.Struct("<Q")
+_HEADER_BYTES = _HEADER.size + _CHECKSUM.size
+_AROUND_BYTES = 8192  # of a file: its header, and what the file system rounds up
+
+
+class IndexHeader(NamedTuple):
+    magic: bytes
+    version: int
+    clean: int  # closed in order: there is nothing that the rows do not say
+    namespace: bytes
+    cell_bytes: int
+    num_cells: int  # as it was when the snapshot was written
+    zero: int
+    next_sequence: int
+    num_rows: int
+    rows_checksum: int
+
+    def packed(self) -> bytes:
+        fields = _HEADER.pack(*self)
+        return fields + _CHECKSUM.pack(checksum(fields))
+
+
+class Snapshot(NamedTuple):
+    header: IndexHeader
+    rows: np.ndarray  # of live cells in the order of their stamps
+
+
+class Table:
+    """What every cell holds, as rows. The caller's thread writes them while the keeper's takes snapshots."""
+
+    def __init__(self, num_cells: int) -> None:
+        self.rows = np.zeros(num_cells, ROWS)
+        self.num_changes = 0
+        self._bytes = self.rows.view(np.uint8).data
+
+    def set(self, cell: int, key: bytes, sequence: int, stamp: int) -> None:
+        _ROW.pack_into(self._bytes, cell * _ROW.size, key, sequence, stamp, cell, 1)
+        self.num_changes += 1
+
+    def clear(self, cell: int) -> None:
+        _ROW.pack_into(self._bytes, cell * _ROW.size, b"", 0, 0, cell, 0)
+        self.num_changes += 1
+
+    def record_in(self, cell: int) -> tuple[bytes, int]:
+        """Key and sequence of what lies there, or did until its cell was given to another record."""
+        key, sequence, _, _, _ = _ROW.unpack_from(self._bytes, cell * _ROW.size)
+        return key, sequence
+
+
+def room_bytes(num_cells: int) -> int:
+    """What the index and its successor may take on disk together."""
+    return 2 * (_AROUND_BYTES + num_cells * _ROW.size)
+
+
+def read_snapshot(calls: SystemCalls, directory: int, namespace: bytes | None = None) -> Snapshot | None:
+    """None if there is none that can be trusted; one of another namespace cannot."""
+    try:
+        file = calls.open(directory, INDEX, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        data = read_all(calls, file)
+    finally:
+        os.close(file)
+    if len(data) < _HEADER_BYTES:
+        return None
+    header, body = IndexHeader(*_HEADER.unpack_from(data)), memoryview(data)[_HEADER_BYTES:]
+    if header.packed() != data[:_HEADER_BYTES] or (header.magic, header.version) != (_MAGIC, _VERSION):
+        return None
+    if len(body) != header.num_rows * _ROW.size or checksum(body) != header.rows_checksum:
+        return None
+    if namespace is not None and header.namespace != namespace:
+        return None
+    if JOURNAL in os.listdir(directory):
+        header = header._replace(clean=0)
+    rows = np.frombuffer(body, ROWS)
+    return Snapshot(header, rows[np.argsort(rows["stamp"], kind="stable")])
+
+
+def write_snapshot(
+    calls: SystemCalls, directory: int, geometry: Geometry, rows: np.ndarray, next_sequence: int, *, clean: bool
+) -> None:
+    """From here on these rows are what is known. A failed write raises OSError, and the snapshot before still counts."""
+    body = rows.view(np.uint8).data
+    header = IndexHeader(_MAGIC, _VERSION, clean, *geometry, 0, next_sequence, len(rows), checksum(body))
+    file = calls.open(directory, SCRATCH, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        write_all(calls, file, header.packed(), 0)
+        write_all(calls, file, body, _HEADER_BYTES)
+        calls.sync(file)
+    finally:
+        os.close(file)
+    calls.rename(directory, SCRATCH, INDEX)
+    with contextlib.suppress(FileNotFoundError):
+        calls.unlink(directory, JOURNAL)
+
+
+def mark_open(calls: SystemCalls, directory: int, header: IndexHeader) -> None:
+    """Records will come that this snapshot knows nothing of: it no longer counts as closed in order."""
+    file = calls.open(directory, INDEX, os.O_WRONLY)
+    try:
+        write_all(calls, file, header._replace(clean=0).packed(), 0)
+    finally:
+        os.close(file)
