@@ -1,15 +1,16 @@
-"""The ranks that compute one model together, as an object given to whoever needs it.
+"""The ranks that compute one model together, as an object given to what needs it.
 
 A `Group` of one does nothing. Otherwise its ranks make the same calls in the same order. After `sum` every rank
 holds the same bits; `gather_columns` and `broadcast` know one distinguished rank, the first, which samples for all.
 
-On CUDA a collective is launched on the current stream and nobody waits: a graph may hold it (executor/step/graphs.py).
+On CUDA a collective is launched on the current stream and the host goes on: a graph may hold it
+(executor/step/graphs.py).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,16 @@ import torch.nn.functional as F
 
 class CollectiveError(RuntimeError):
     """The ranks could not talk to each other: most often another one is gone, and that one is the cause."""
+
+
+class Connections(Protocol):
+    """As much as is asked of a backend of torch's, whose stubs leave it out."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
+    def gather(self, out: list[list[torch.Tensor]], given: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
+    def broadcast(self, tensors: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
 
 
 def share(units: int, rank: int, world: int) -> tuple[int, int]:
@@ -31,7 +42,7 @@ class Group:
         self,
         rank: int = 0,
         world: int = 1,
-        connect: Callable[[str], dist.Backend] | None = None,
+        connect: Callable[[str], Connections] | None = None,
         device: torch.device | None = None,
     ) -> None:
         """`connect` makes connections between the ranks, to be called by all with the same name."""

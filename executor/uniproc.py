@@ -16,7 +16,7 @@ class UniprocExecutor:
 
     A step with masked rows is computed by `submit` up to its logits, and sampled by `set_masks`."""
 
-    def __init__(self, config: ExecutorConfig, progress: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> None:
         if config.tensor_parallel_size != 1:
             raise ExecutorError(
                 f"tensor_parallel_size: {config.tensor_parallel_size} given; executor 'uniproc' runs one rank"

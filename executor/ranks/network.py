@@ -5,7 +5,6 @@ without the run's client key is refused before anything of it is read. What cros
 never pickle. A rank whose executor falls silent ends itself.
 """
 
-import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
@@ -14,6 +13,7 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from penstock.cache.tiers.peer.wire import CurveGuard
 from penstock.executor.ranks.wire import FromWorker
 
 HIGH_WATER = 0  # never drop: the executor bounds the steps under way itself
@@ -43,7 +43,7 @@ class Hub:
         self._client_key, self._client_secret = zmq.curve_keypair()
         self._guard = ThreadAuthenticator(self._context)
         self._guard.start()
-        self._guard.configure_curve_callback("*", credentials_provider=_Only(self._client_key))
+        self._guard.configure_curve_callback("*", credentials_provider=CurveGuard(self._client_key))
         self._sockets: list[zmq.Socket] = []
         self._steps = self._bind(zmq.ROUTER, host, server_secret)
         self._steps.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -135,16 +135,6 @@ class Spoke:
         self._thread.join()
         self._voices.close(linger=500)
         self._context.term()
-
-
-class _Only:
-    """The authenticator's question: is this client's key the run's?"""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return secrets.compare_digest(key, self._key)
 
 
 def _socket(context: zmq.Context, kind: int) -> zmq.Socket:

@@ -26,7 +26,18 @@ from penstock.executor.process_life import die_with
 from penstock.executor.protocol import ExecutorError, Step, TransferResult
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank, choose_device
-from penstock.executor.ranks.wire import CLOSE, MASKS, STEP, Beat, Channel, Done, Failed, Loaded, Progress, Start
+from penstock.executor.ranks.wire import (
+    CLOSE,
+    MASKS,
+    STEP,
+    Beat,
+    Channel,
+    Done,
+    Failed,
+    LoadProgress,
+    ModelLoaded,
+    Start,
+)
 from penstock.executor.ring.queue import MessageQueue
 from penstock.executor.step.runner import Launched
 
@@ -108,8 +119,8 @@ def compute(start: Start, hear: Callable[[], AbstractContextManager[Message]], v
     voice.doing = "waiting for the other ranks to join"
     group = join(rank, start.world, start.rendezvous, device)
     voice.doing = "loading the model"
-    ours = Rank(config, group, device, lambda line: voice.say(Progress(line)) if rank == 0 else None)
-    voice.say(Loaded(ours.info))
+    ours = Rank(config, group, device, lambda line: voice.say(LoadProgress(line)) if rank == 0 else None)
+    voice.say(ModelLoaded(ours.info))
     finisher = Finisher(ours, group, voice)
     decoder = msgspec.msgpack.Decoder(Step)
     unsampled: Launched | None = None  # a step that waits for its masks; they come next

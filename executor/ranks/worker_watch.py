@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from penstock.executor.protocol import ExecutorError
-from penstock.executor.ranks.wire import Beat, Done, Failed, FromWorker, Loaded, Progress
+from penstock.executor.ranks.wire import Beat, Done, Failed, FromWorker, LoadProgress, ModelLoaded
 
 BEAT_LIMIT_S = 8.0  # silent for so long, a worker is stopped or starved; it says something every second
 START_BEAT_LIMIT_S = 60.0  # while it loads, long calls may hold the interpreter
@@ -60,7 +60,7 @@ class _State:
     def __init__(self) -> None:
         self.heard_s = time.monotonic()
         self.doing = "starting"
-        self.loaded: Loaded | None = None
+        self.loaded: ModelLoaded | None = None
         self.failed: Failed | None = None
         self.is_gone = False
 
@@ -71,10 +71,10 @@ class WorkerWatch:
         self._states = [_State() for _ in workers]
         self._error: ExecutorError | None = None
 
-    def wait_loaded(self, progress: Callable[[str], None]) -> list[Loaded]:
+    def wait_loaded(self, progress: Callable[[str], None]) -> list[ModelLoaded]:
         while not all(state.loaded for state in self._states):
             for message in self.hear(1.0, START_BEAT_LIMIT_S):
-                if isinstance(message, Progress):
+                if isinstance(message, LoadProgress):
                     progress(message.line)
         for state in self._states:
             state.doing = "waiting for a step"
@@ -88,7 +88,7 @@ class WorkerWatch:
         """Readable when a worker has said something, or is gone."""
         return self._post.fileno()
 
-    def hear(self, timeout_s: float, beat_limit_s: float | None = None) -> list[Done | Progress]:
+    def hear(self, timeout_s: float, beat_limit_s: float | None = None) -> list[Done | LoadProgress]:
         """What the workers say within the time, the first news ends the wait; raises when one has failed."""
         if self._error is not None:
             raise self._error
@@ -131,7 +131,7 @@ class WorkerWatch:
         self.close()
         raise self._error
 
-    def _pump(self, timeout_s: float) -> Iterator[Done | Progress]:
+    def _pump(self, timeout_s: float) -> Iterator[Done | LoadProgress]:
         for rank, message in self._post.pump(timeout_s):
             state = self._states[rank]
             state.heard_s = time.monotonic()
@@ -139,7 +139,7 @@ class WorkerWatch:
                 state.is_gone = True
             elif isinstance(message, Beat):
                 state.doing = message.doing
-            elif isinstance(message, Loaded):
+            elif isinstance(message, ModelLoaded):
                 state.loaded = message
             elif isinstance(message, Failed):
                 state.failed = message

@@ -5,10 +5,10 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from penstock.executor.free_memory import available_memory
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.step.profile import GpuUse
@@ -20,14 +20,13 @@ CPU_KV_SHARE = 0.25  # … and no more than this share of the free memory
 @dataclass(frozen=True, slots=True)
 class KvPlan:
     num_blocks: int  # with block 0, which is never handed out
-    block_bytes: int
     max_model_len: int
 
 
 @contextmanager
 def naming_options(what: str, options: str) -> Iterator[None]:
-    """Memory that does not suffice is an error that says for what, and what the user can do. Of several around each other
-    the outermost knows best."""
+    """Memory that does not suffice is an error that names what for, and what the user can do. Of several around each
+    other the outermost knows best."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError, ExecutorError) as error:
@@ -36,7 +35,7 @@ def naming_options(what: str, options: str) -> Iterator[None]:
             raise ExecutorError(
                 f"the memory does not suffice for {what} ({free:.1f} GiB are free): {options}"
             ) from error
-        # While a graph is captured, ending the capture fails in its turn, and that is what is heard of.
+        # While a graph is captured, ending the capture fails in its turn, and that is what is raised.
         cause = error if isinstance(error, torch.OutOfMemoryError) else error.__context__
         if not isinstance(cause, torch.OutOfMemoryError):
             raise
@@ -44,7 +43,7 @@ def naming_options(what: str, options: str) -> Iterator[None]:
 
 
 def _is_out_of_main_memory(error: Exception) -> bool:
-    """Python's, the kernel's and torch's way to say it."""
+    """The forms of Python's, the kernel's and torch's error."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
@@ -68,7 +67,7 @@ def plan_kv(
         num_blocks = config.kv_cache_bytes // block_bytes
         source = f"kv_cache_bytes ({config.kv_cache_bytes})"
     else:
-        budget = _free_share(config, group.world) if use is None else use.left(config.gpu_memory_utilization)
+        budget = _free_share(group.world) if use is None else use.left(config.gpu_memory_utilization)
         num_blocks = min(budget // block_bytes, config.max_num_seqs * per_request + 1)
         source = f"the free memory's share for the KV cache ({budget} bytes)"
     num_blocks = group.minimum(num_blocks)
@@ -80,29 +79,12 @@ def plan_kv(
             f"max_model_len: {config.max_model_len} given; {source} holds one request of {fits} tokens. "
             "Lower max_model_len or raise kv_cache_bytes"
         )
-    return KvPlan(num_blocks, block_bytes, min(longest, fits))
+    return KvPlan(num_blocks, min(longest, fits))
 
 
-def _free_share(config: ExecutorConfig, world: int) -> int:
+def _free_share(world: int) -> int:
     """Of the main memory, which the ranks share."""
     return min(CPU_KV_BYTES, int(CPU_KV_SHARE * available_memory())) // world
-
-
-def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of main memory this process may still take: the machine's or its control group's, whichever is less."""
-    available = _table(Path("/proc/meminfo"))["MemAvailable:"] * 1024
-    limit = group / "memory.max"
-    if limit.is_file() and limit.read_text().strip() != "max":
-        # Files in the page cache count as used, but make way: a model just read from disk must not fill the group.
-        stat = _table(group / "memory.stat")
-        used = int((group / "memory.current").read_text()) - stat["active_file"] - stat["inactive_file"]
-        available = min(available, int(limit.read_text()) - used)
-    return max(0, available)
-
-
-def _table(path: Path) -> dict[str, int]:
-    """The kernel's tables: a name and a number per line."""
-    return {name: int(value) for name, value, *_ in map(str.split, path.read_text().splitlines())}
 
 
 def allocate_kv(

@@ -1,46 +1,28 @@
 """What a model takes of a GPU beside its weights, measured before the KV cache gets the rest.
 
-All figures are this process's own: what its allocator holds, not what the driver says is free, which changes with every
-other process on the device. The driver's word is only the upper bound.
+All figures are this process's own: what its allocator holds, not what the driver reports as free, which changes with
+every other process on the device. The driver's figure is only the upper bound.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 Runner = TypeVar("Runner")
 
 # What no allocator of ours knows of: the driver's context, compiled kernels, the libraries' own buffers. Set aside, and
-# not measured: nobody tells a process apart from its neighbours without the driver's management library.
+# not measured: only the driver's management library knows which process has how much.
 CONTEXT_BYTES = 1 << 30
 # Set aside for graphs and what they keep of every bucket's tensors: they are captured when the cache has its place. A
-# guess that no GPU has seen; the start says what they took.
+# guess that no GPU has confirmed; a line at the start names what they took.
 GRAPHS_BYTES = 1 << 30
 
 
-class Meter(Protocol):
+class CudaMeter:
     """How many bytes this process has allocated on the device."""
 
-    def allocated(self) -> int: ...
-
-    def start_peak(self) -> None: ...
-
-    def peak(self) -> int:
-        """The most that were allocated at once since `start_peak`."""
-        ...
-
-    def reserved(self) -> int:
-        """Bytes that this process has taken from the device for tensors, but for those that it gives back if asked."""
-        ...
-
-    def device(self) -> tuple[int, int]:
-        """Bytes that are free, for whomever, and in all, once this process has given back what it can."""
-        ...
-
-
-class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -53,15 +35,18 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> int:
+        """The most that were allocated at once since `start_peak`."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_allocated(self._device)
 
     def reserved(self) -> int:
+        """Bytes that this process has taken from the device for tensors, but for those that it gives back if asked."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
 
     def device(self) -> tuple[int, int]:
+        """Bytes that are free, and in all, once this process has given back what it can."""
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)
 
@@ -79,7 +64,7 @@ class GpuUse:
     total: int
 
     def left(self, utilization: float) -> int:
-        """For the KV cache, if the process may take that share of the device, and nobody else has it."""
+        """For the KV cache, if the process may take that share of the device, and it is free."""
         still = self.activations + self.requests + self.graphs
         ours = int(utilization * self.total) - self.allocated - self.context - still
         return max(0, min(ours, self.free - still))
@@ -95,7 +80,9 @@ class GpuUse:
         }
 
 
-def measure(open_runner: Callable[[], Runner], warm_up: Callable[[Runner], None], meter: Meter, graphs: int) -> GpuUse:
+def measure(
+    open_runner: Callable[[], Runner], warm_up: Callable[[Runner], None], meter: CudaMeter, graphs: int
+) -> GpuUse:
     """Run the largest steps there may be, among others, on a runner that is as good as the real one but for its cache of
     two blocks. `graphs`: bytes to set aside for them."""
     allocated = meter.allocated()

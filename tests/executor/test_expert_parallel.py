@@ -1,6 +1,7 @@
 """Models with experts over several ranks, sharing out slices of every expert, or whole experts."""
 
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,17 +55,17 @@ def test_moving_experts_at_every_step_changes_no_token() -> None:
     restless = EplbConfig(window=2, interval=1, redundant_experts=2, target=1.0, min_gain_per_gib=0.0)
     config = config_of("deepseek-v3", 2, enable_expert_parallel=True, enable_eplb=True, eplb_config=restless)
     executor = open_multiproc(config)
-    news = ExpertUpdate(balance=0.0)
+    update = ExpertUpdate(balance=0.0)
     try:
         driver = Driver(executor)
         sequences = [driver.admit(prompt) for prompt in given]
         while waiting := [s for s in sequences if len(s.output) < 40]:
-            news = driver.advance(*waiting, chunk=9).experts or news
+            update = driver.advance(*waiting, chunk=9).experts or update
     finally:
         executor.close()
     assert [s.output[:40] for s in sequences] == [greedy("deepseek-v3", prompt, 40)[0] for prompt in given]
-    assert news.num_rebalances >= 2 and news.num_moved > 0 and news.moved_bytes > 0 and news.num_aborted == 0
-    for shares, count in ((news.rank_load, 2), (news.expert_load, 8)):
+    assert update.num_rebalances >= 2 and update.num_moved > 0 and update.moved_bytes > 0 and update.num_aborted == 0
+    for shares, count in ((update.rank_load, 2), (update.expert_load, 8)):
         assert len(array("f", shares)) == count and sum(array("f", shares)) == pytest.approx(1.0)
 
 
@@ -100,7 +101,7 @@ def test_the_offline_engine_says_how_evenly_experts_are_loaded() -> None:
         ("mixtral", {"enable_eplb": True}, "enable_eplb: given; experts move only with enable_expert_parallel"),
     ],
 )
-def test_options_of_experts_that_cannot_be_met_are_refused(case: str, options: dict, said: str) -> None:
+def test_options_of_experts_that_cannot_be_met_are_refused(case: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ExecutorError, match=said):
         UniprocExecutor(replace(config_of(case, 1), **options))
 
@@ -109,7 +110,7 @@ def test_an_expert_with_a_tensor_that_would_stay_behind_is_refused() -> None:
     executor = UniprocExecutor(config_of("mixtral", 1))
     expert = executor._runner._model.experts[0].slots[0]
     refuse_unregistered(expert)
-    expert.scale = torch.ones(1)
+    expert.scale = torch.ones(1)  # type: ignore[attr-defined]
     with pytest.raises(AssertionError, match=r"expert.scale is a tensor of an expert that would not move with it"):
         refuse_unregistered(expert)
 

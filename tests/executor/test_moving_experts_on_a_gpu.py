@@ -3,6 +3,7 @@
 One rank of two, on a made-up device; the other one, and the threads, are made up as well.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,7 +62,7 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
 ) -> None:
     class Thread:
         def __init__(self, target: Any, args: tuple[Any, ...], daemon: bool) -> None:
-            self._run = lambda: target(*args)
+            self._run: Callable[[], object] = lambda: target(*args)
 
         def start(self) -> None:
             with gpu.thread("beside the steps"):
@@ -87,6 +88,6 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
             experts.counts += loads[step // 10 % 2]
             for expert in experts.slots:
                 expert.tensors()[0] * 2
-        news = rebalancer.news()
-        moved = moved if news is None else news.num_moved
+        update = rebalancer.take_update()
+        moved = moved if update is None else update.num_moved
     assert moved >= 2 * LAYERS and gpu.stream not in other.streams

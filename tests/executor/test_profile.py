@@ -1,5 +1,9 @@
 """How much of a GPU the KV cache may take: what this process uses is measured, what others use is only a limit."""
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +13,7 @@ from penstock.executor.ranks import rank
 from penstock.executor.step import profile
 from penstock.executor.step.memory import allocate_kv, naming_options, plan_kv
 from penstock.executor.step.profile import GpuUse
-from penstock.executor.step.runner import ModelRunner
+from penstock.executor.step.runner import Launched, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support.small_models import folder
@@ -21,9 +25,9 @@ CPU = torch.device("cpu")
 class Meter:
     """A device of 80 GiB on which a step takes 2 beside the 16 that are allocated and the requests' 1; 50 are free."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserved: Iterator[int] = itertools.repeat(20 * GIB)) -> None:
         self.said: list[str] = []
-        self._allocated = iter((16 * GIB, 17 * GIB))
+        self._allocated, self._reserved = iter((16 * GIB, 17 * GIB)), reserved
 
     def allocated(self) -> int:
         return next(self._allocated)
@@ -36,7 +40,7 @@ class Meter:
         return 19 * GIB
 
     def reserved(self) -> int:
-        return 20 * GIB
+        return next(self._reserved)
 
     def device(self) -> tuple[int, int]:
         return 50 * GIB, 80 * GIB
@@ -54,7 +58,7 @@ def test_the_cache_gets_what_this_process_leaves_of_its_share() -> None:
 
 
 def test_what_others_take_is_a_limit_and_not_counted_as_ours() -> None:
-    # A neighbour came or went while we measured: the share stays the same as long as there is room.
+    # Another process came or went while we measured: the share stays the same as long as there is room.
     assert use(free=60).left(0.5) == use(free=30).left(0.5)
     assert use(free=20).left(0.9) == 15 * GIB
 
@@ -66,7 +70,7 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
     meter, forward = Meter(), ModelRunner.launch
     seen: list[tuple[int, int]] = []
 
-    def watched(self, step):
+    def watched(self: ModelRunner, step: Step) -> Launched:
         if step.rows:
             meter.said.append("step")
             seen.append((sum(row.count for row in step.rows), max(row.start + row.count for row in step.rows)))
@@ -92,7 +96,12 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
 def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch, Recorder)
     asked: list[int] = []
-    monkeypatch.setattr(rank, "measure", lambda *given: asked.append(given[-1]) or use())
+
+    def measure(*given: Any) -> GpuUse:
+        asked.append(given[-1])
+        return use()
+
+    monkeypatch.setattr(rank, "measure", measure)
     for enforce_eager in (False, True):
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=1, enforce_eager=enforce_eager)
         UniprocExecutor(config)
@@ -102,9 +111,7 @@ def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: py
 def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for taken, is_warned in ((GIB // 4, False), (2 * GIB, True)):
         pretend_a_gpu(monkeypatch, Recorder)
-        reserved = iter((5 * GIB, 5 * GIB + taken))
-        meter = Meter()
-        meter.reserved = lambda reserved=reserved: next(reserved)  # type: ignore[method-assign]
+        meter = Meter(iter((5 * GIB, 5 * GIB + taken)))
         monkeypatch.setattr(rank, "CudaMeter", lambda _, meter=meter: meter)
         lines: list[str] = []
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=2, kv_cache_bytes=2**18, dtype="float32")
@@ -140,7 +147,7 @@ def test_bytes_that_were_given_are_taken_whatever_was_measured() -> None:
 
 
 def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_, **__):
+    def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
     with (

@@ -7,7 +7,6 @@ buffers are the budget: when all are on their way, whoever asks is refused at on
 
 import contextlib
 import os
-import secrets
 import threading
 from collections import Counter
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from penstock.cache.tiers.peer.wire import (
     RUN_KEYS,
     VERSION,
     Block,
+    CurveGuard,
     FromPeer,
     Get,
     Hello,
@@ -145,7 +145,7 @@ class PeerServer:
         if lock is not None:
             self._guard = ThreadAuthenticator(self._context)
             self._guard.start()
-            self._guard.configure_curve_callback("*", credentials_provider=_Only(lock.client_public))
+            self._guard.configure_curve_callback("*", credentials_provider=CurveGuard(lock.client_public))
             listening.curve_server = True
             listening.curve_publickey, listening.curve_secretkey = lock.server_public, lock.server_secret
         try:
@@ -277,16 +277,6 @@ class PeerServer:
             else:
                 self._free.append(buffer)
                 self._miss(client, get, "gone")
-
-
-class _Only:
-    """The authenticator's question: is this the key that follows from the secret?"""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return secrets.compare_digest(key, self._key)
 
 
 def _runs(keys: list[bytes]) -> list[bytes]:

@@ -6,6 +6,7 @@ bytes travel as a frame of their own behind the message that names them. Nothing
 """
 
 import hashlib
+import secrets
 from typing import NamedTuple
 
 import msgspec
@@ -87,6 +88,16 @@ def lock_of(secret: str) -> Lock | None:
     seed = hashlib.scrypt(secret.encode(), salt=b"penstock kv peer 1", n=2**14, r=8, p=1, dklen=64)
     server, client = z85.encode(seed[:32]), z85.encode(seed[32:])
     return Lock(zmq.curve_public(server), server, zmq.curve_public(client), client)
+
+
+class CurveGuard:
+    """What an authenticator of ZMQ's asks: is this the one client key that may connect?"""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        return secrets.compare_digest(key, self._key)
 
 
 def make_socket(context: zmq.Context, kind: int) -> zmq.Socket:
