@@ -27,7 +27,7 @@ from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import Submit
 from penstock.executor.kernels import RowTensors, torch_sampling
 from penstock.executor.kernels.torch_inputs import INPUT_OPS
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, Sampling, Step, StepResult
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.step.inputs import DeviceInputs
@@ -77,7 +77,7 @@ class NoDevice:
         graphs: Any = IdleGraphs(inputs, num_slots)
         model: Any = NoModel()
         pages: Any = None
-        self._runner = ModelRunner(model, pages, sampler, inputs, CPU, Group(), graphs=graphs)
+        self._runner = ModelRunner(model, pages, sampler, inputs, CPU, RankGroup(), graphs=graphs)
         self._in_flight: deque[Launched] = deque()
         self.info = ModelInfo(
             architecture="None",

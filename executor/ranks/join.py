@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from penstock.executor.parallel import Connections, Group, naming
+from penstock.executor.parallel import Connections, RankGroup, naming
 from penstock.executor.ranks.wire import Rendezvous
 
 # What watches the processes sees a dead or stuck rank much earlier; this is for when nothing does.
@@ -15,10 +15,10 @@ COLLECTIVE_TIMEOUT_S = 300.0
 JOIN_TIMEOUT_S = 120.0
 
 
-def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> Group:
+def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> RankGroup:
     """Meet the other ranks and return the group of all: gloo on the CPU, NCCL on CUDA."""
     if world == 1:
-        return Group()
+        return RankGroup()
     with naming("join"):
         store = TCPStore(
             at.host,
@@ -33,7 +33,7 @@ def join(rank: int, world: int, at: Rendezvous, device: torch.device) -> Group:
         def connect(name: str) -> Connections:
             return _backend(PrefixStore(name, store), rank, world, at.address, device)
 
-        return Group(rank, world, connect, device)
+        return RankGroup(rank, world, connect, device)
 
 
 def _backend(store: Store, rank: int, world: int, address: str, device: torch.device) -> Connections:

@@ -12,13 +12,20 @@ import torch
 
 from penstock.executor.kernels import select_input_ops, select_sampling_ops
 from penstock.executor.models.load import load_model
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.step.graphs import CudaGraphs, DecodeGraphs, choose_buckets
-from penstock.executor.step.inputs import DeviceInputs, HostInputs
-from penstock.executor.step.memory import allocate_kv, naming_options, plan_kv
-from penstock.executor.step.profile import GRAPHS_BYTES, CudaMeter, GpuUse, measure
+from penstock.executor.step.inputs import DeviceInputs, HostInputs, Inputs
+from penstock.executor.step.memory import (
+    GRAPHS_BYTES,
+    CudaMeter,
+    GpuUse,
+    allocate_kv,
+    measure,
+    naming_options,
+    plan_kv,
+)
 from penstock.executor.step.rebalance import Rebalancer
 from penstock.executor.step.runner import ModelRunner
 from penstock.executor.step.warmup import KV_BLOCKS, warm_up
@@ -29,7 +36,7 @@ from penstock.executor.tiers.transfers import Copier, NumpyCopier, RankTransfers
 
 class Rank:
     def __init__(
-        self, config: ExecutorConfig, group: Group, device: torch.device, progress: Callable[[str], None]
+        self, config: ExecutorConfig, group: RankGroup, device: torch.device, progress: Callable[[str], None]
     ) -> None:
         self._config, self._group, self._device, self._progress = config, group, device, progress
         started_s = time.monotonic()
@@ -159,7 +166,7 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def open_inputs(config: ExecutorConfig, max_model_len: int, device: torch.device) -> HostInputs | DeviceInputs:
+def open_inputs(config: ExecutorConfig, max_model_len: int, device: torch.device) -> Inputs:
     sizes = config.max_num_seqs, max_model_len, config.block_size
     if device.type == "cpu":
         return HostInputs(*sizes)

@@ -12,7 +12,7 @@ import msgspec
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, StepResult
 
 # The first of the buffers that make up a message to a worker; the rest is that kind's own. A step is msgpack: as a pickle
-# it takes eight times as long to encode, and the ring's pickle around these buffers is 2 µs (docs/ring.md).
+# it takes eight times as long to encode, and the ring's pickle around these buffers costs 1 µs (docs/ring.md).
 STEP, MASKS, CLOSE, STACKS = b"step", b"masks", b"close", b"stacks"
 
 HEADER = struct.Struct("<I")  # the length of the message that follows

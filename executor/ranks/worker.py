@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.executor.parallel import CollectiveError, Group
+from penstock.executor.parallel import CollectiveError, RankGroup
 from penstock.executor.process_life import die_with
 from penstock.executor.protocol import ExecutorError, Step, TransferResult
 from penstock.executor.ranks.join import join
@@ -154,7 +154,7 @@ def compute(start: Start, hear: Callable[[], AbstractContextManager[Message]], v
 class Finisher:
     """Waits for launched steps and says what came out, in a thread of its own: the next step is launched meanwhile."""
 
-    def __init__(self, rank: Rank, group: Group, voice: Voice) -> None:
+    def __init__(self, rank: Rank, group: RankGroup, voice: Voice) -> None:
         self._rank, self._group, self._voice = rank, group, voice
         self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)

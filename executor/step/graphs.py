@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.executor.batch import KvPages
 from penstock.executor.kernels import RowTensors, SamplingOps
 from penstock.executor.models.registry import Model
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.step.layout import Layout
@@ -74,7 +74,7 @@ class DecodeGraphs:
         sampling: SamplingOps,
         buckets: Sequence[int],
         open_pool: Callable[[], CudaGraphs],
-        group: Group,
+        group: RankGroup,
     ) -> None:
         self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
         self._tokens, self._max_context, self._group = inputs.tokens.view(-1), inputs.width - 1, group

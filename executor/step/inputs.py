@@ -9,7 +9,7 @@ only when the host says so; a batch gets a copy of the part it needs.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,27 +38,6 @@ class Ends(NamedTuple):
     options: tuple[Tensor, ...] | None
 
 
-class Inputs(Protocol):
-    num_slots: int
-    block_size: int
-    width: int  # of a slot's tokens
-    tokens: Tensor  # [slots, width] int32, or more rows
-
-    def admit(self, slot: int, tokens: np.ndarray, sampling: Sampling) -> None: ...
-
-    def take(self, rows: list[Row]) -> None:
-        """The blocks and the tokens that rows bring along."""
-        ...
-
-    def flush(self) -> None:
-        """After a step without rows: what it brought of the requests reaches the device."""
-        ...
-
-    def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Ends]:
-        """wanted [W]: the tokens whose hidden state is asked for, ascending."""
-        ...
-
-
 def slot_sizes(max_model_len: int, block_size: int) -> tuple[int, int]:
     """Tokens and blocks of a slot; the token sampled at the very end is stored, never computed."""
     return max_model_len + 1, -(-max_model_len // block_size)
@@ -68,7 +47,7 @@ class HostInputs:
     def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
         self.width, max_blocks = slot_sizes(max_model_len, block_size)
         self.num_slots, self.block_size = num_slots, block_size
-        # calloc'ed: a slot takes memory as far as it was used.
+        # [slots, width]; calloc'ed: a slot takes memory as far as it was used.
         self.tokens = torch.from_numpy(np.zeros((num_slots, self.width), np.int32))
         self._blocks = np.zeros((num_slots, max_blocks), dtype=np.int32)
 
@@ -76,6 +55,7 @@ class HostInputs:
         self.tokens[slot, : len(tokens)] = torch.from_numpy(tokens)
 
     def take(self, rows: list[Row]) -> None:
+        """The blocks and the tokens that rows bring along."""
         for row in rows:
             if row.blocks:
                 self._blocks[row.slot, row.first_block : row.first_block + len(row.blocks)] = row.blocks
@@ -84,9 +64,10 @@ class HostInputs:
                 self.tokens[row.slot, row.first_token : row.first_token + len(given)] = given
 
     def flush(self) -> None:
-        pass
+        """After a step without rows: what it brought of the requests reaches the device."""
 
     def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Ends]:
+        """wanted [W]: the tokens whose hidden state is asked for, ascending."""
         slot_of, size = layout.slots[layout.row_of], self.block_size
         blocks = self._blocks[slot_of, layout.positions // size]
         if layout.write_from.any():  # what must not be written again goes to block 0
@@ -216,6 +197,9 @@ class DeviceInputs:
             self._ops.apply_runs(self._packed, self._state.flat, size, len(runs), max(lengths))
         else:
             block.copy_to(self._packed, size)
+
+
+Inputs = HostInputs | DeviceInputs
 
 
 class _Pinned:

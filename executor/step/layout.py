@@ -28,7 +28,3 @@ class Layout:
         else:
             self.row_of = np.repeat(np.arange(len(rows)), self.counts)  # [T]
             self.positions = np.arange(self.num_tokens) - (self.query_starts[:-1] - self.starts)[self.row_of]
-
-    def prompt_targets(self, row: int, num_prompt: int) -> int:
-        """How many of the row's tokens are followed by a token of the prompt."""
-        return int(max(0, min(self.context_lens[row], num_prompt - 1) - self.starts[row]))

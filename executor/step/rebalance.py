@@ -23,7 +23,7 @@ from penstock.eplb import LoadTracker, Plan, balance, replan, transfers
 from penstock.eplb.measure import rank_loads
 from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import Experts
-from penstock.executor.parallel import CollectiveError, Group
+from penstock.executor.parallel import CollectiveError, RankGroup
 from penstock.executor.protocol import EplbConfig, ExpertUpdate
 
 ASK_EVERY = 8  # steps, while the first rank plans
@@ -42,7 +42,9 @@ class Move:
 
 
 class Rebalancer:
-    def __init__(self, config: EplbConfig, plan: Plan, layers: list[Experts], group: Group, links: Group) -> None:
+    def __init__(
+        self, config: EplbConfig, plan: Plan, layers: list[Experts], group: RankGroup, links: RankGroup
+    ) -> None:
         """`links` has the same ranks as `group`, over connections of its own: transfers run beside steps."""
         for experts in layers:
             for expert in experts.slots:

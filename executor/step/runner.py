@@ -15,7 +15,7 @@ import torch
 from penstock.executor.batch import KvPages
 from penstock.executor.models.registry import Model
 from penstock.executor.outbox import Outbox
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import Admission, Row, Step, StepResult
 from penstock.executor.sampling.edits import RowMasks, is_plain
 from penstock.executor.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
@@ -52,7 +52,7 @@ class ModelRunner:
         sampler: Sampler | None,  # the group's first rank samples for all
         inputs: Inputs,
         device: torch.device,
-        group: Group,
+        group: RankGroup,
         transfers: RankTransfers | None = None,
         rebalancer: Rebalancer | None = None,
         graphs: DecodeGraphs | None = None,
@@ -63,7 +63,8 @@ class ModelRunner:
         self._graphs = graphs
         self._pooler, self._outbox = Pooler(), Outbox(device)
         self._admissions: dict[int, Admission] = {}  # by slot
-        self._asks_more = np.zeros(inputs.num_slots, dtype=bool)  # prompt log-probabilities or an embedding
+        self._asks_more = np.zeros(inputs.num_slots, dtype=bool)  # prompt log-probabilities or an embedding …
+        self._asks_all = np.zeros(inputs.num_slots, dtype=bool)  # … for which every token's hidden state is read
         self._is_plain = np.ones(inputs.num_slots, dtype=bool)  # no more than a draw; every rank must know, one samples
 
     def capture_graphs(self, progress: Callable[[str], None]) -> bool:
@@ -129,7 +130,8 @@ class ModelRunner:
         tokens = np.frombuffer(admission.tokens, dtype="<i4").astype(np.int32)
         assert 0 < admission.num_prompt <= len(tokens) < self._inputs.width
         self._admissions[slot] = admission
-        self._asks_more[slot] = admission.pooling is not None or sampling.prompt_logprobs is not None
+        self._asks_all[slot] = admission.pooling == "mean" or sampling.prompt_logprobs is not None
+        self._asks_more[slot] = self._asks_all[slot] or admission.pooling is not None
         self._is_plain[slot] = is_plain(sampling)
         self._inputs.admit(slot, tokens, sampling)
         self._pooler.admit(admission)
@@ -141,14 +143,15 @@ class ModelRunner:
         if self._graphs is not None and not asks and self._graphs.takes(layout):
             self._replay(self._graphs, layout, launched)
             return
-        wanted = self._wanted(layout) if asks else layout.query_starts[1:][layout.samples] - 1
+        last = layout.query_starts[1:] - 1
+        wanted = self._wanted(layout) if asks else last[layout.samples]
         batch, ends = self._inputs.prepare(layout, wanted)
         hidden = self._model.forward(batch, self._pages)  # [W, hidden]
         if asks:
             for row in np.flatnonzero(self._asks_more[layout.slots]).tolist():
-                self._answer_more(layout, row, wanted, hidden, launched)
-            last = np.searchsorted(wanted, layout.query_starts[1:][layout.samples] - 1)
-            hidden = hidden[send(last, self._device)]
+                first, end = np.searchsorted(wanted, layout.query_starts[row : row + 2]).tolist()
+                self._answer_more(layout, row, hidden[first:end], launched)
+            hidden = hidden[send(np.searchsorted(wanted, last[layout.samples]), self._device)]
         if layout.samples.any():
             self._sample(layout, ends, hidden, launched)
 
@@ -169,50 +172,36 @@ class ModelRunner:
         launched.sampled_rows = layout.order.tolist()
 
     def _wanted(self, layout: Layout) -> np.ndarray:
-        """Indices of the tokens whose hidden state is read, ascending, where not only samplers read some."""
-        need = np.zeros(layout.num_tokens, dtype=bool)
-        need[layout.query_starts[1:][layout.samples] - 1] = True
-        for row in np.flatnonzero(self._asks_more[layout.slots]).tolist():
-            admission = self._admissions[int(layout.slots[row])]
-            first, end = layout.query_starts[row : row + 2]
-            if admission.sampling.prompt_logprobs is not None:
-                need[first : first + layout.prompt_targets(row, admission.num_prompt)] = True
-            if admission.pooling == "mean":
-                need[first:end] = True
-            elif admission.pooling == "last":
-                need[end - 1] = True
+        """Indices of the tokens whose hidden state is read, ascending, where some rows ask for more than a sample."""
+        need: np.ndarray = self._asks_all[layout.slots][layout.row_of]
+        need[layout.query_starts[1:][layout.samples | self._asks_more[layout.slots]] - 1] = True
         return np.flatnonzero(need)
 
-    def _answer_more(
-        self, layout: Layout, row: int, wanted: np.ndarray, hidden: torch.Tensor, launched: Launched
-    ) -> None:
-        """What one row asks for beside a sample: prompt log-probabilities, an embedding."""
+    def _answer_more(self, layout: Layout, row: int, hidden: torch.Tensor, launched: Launched) -> None:
+        """What one row asks for beside a sample: prompt log-probabilities, an embedding. hidden [n, hidden]: what it
+        wanted."""
         admission = self._admissions[int(layout.slots[row])]
-        index, end = int(layout.order[row]), int(layout.context_lens[row])
-        first = int(np.searchsorted(wanted, layout.query_starts[row]))
-        count = int(layout.counts[row])
-        if admission.sampling.prompt_logprobs is not None:
-            targets = layout.prompt_targets(row, admission.num_prompt)
-            part = hidden[first : first + targets]
-            self._find_prompt_logprobs(index, admission, int(layout.starts[row]), part, launched)
+        index, start, end = int(layout.order[row]), int(layout.starts[row]), int(layout.context_lens[row])
+        num, num_prompt = admission.sampling.prompt_logprobs, admission.num_prompt
+        if num is not None:
+            followed = hidden[: max(0, min(end, num_prompt - 1) - start)]  # by a token of the prompt
+            self._find_prompt_logprobs(index, admission.slot, start, followed, num, launched)
         try:
+            embedding = None
             if admission.pooling == "mean":
-                embedding = self._pooler.mean(admission, hidden[first : first + count], end)
-                if embedding is not None:
-                    launched.result.embeddings[index] = embedding
-            elif admission.pooling == "last" and end == admission.num_prompt:
-                last = int(np.searchsorted(wanted, layout.query_starts[row + 1] - 1))
-                launched.result.embeddings[index] = self._pooler.last(hidden[last : last + 1])
+                embedding = self._pooler.mean(admission, hidden, end)
+            elif admission.pooling == "last" and end == num_prompt:
+                embedding = self._pooler.last(hidden[-1:])
+            if embedding is not None:
+                launched.result.embeddings[index] = embedding
         except ValueError as error:
             launched.result.errors[index] = str(error)
 
     def _find_prompt_logprobs(
-        self, index: int, admission: Admission, start: int, hidden: torch.Tensor, launched: Launched
+        self, index: int, slot: int, start: int, hidden: torch.Tensor, num: int, launched: Launched
     ) -> None:
         """hidden [n, hidden] of positions start … start + n - 1, which predict the prompt's next tokens."""
-        num = admission.sampling.prompt_logprobs
-        assert num is not None
-        chosen = self._inputs.tokens[admission.slot, start + 1 : start + 1 + len(hidden)].long()
+        chosen = self._inputs.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
         found = launched.result.prompt_logprobs[index] = []
         for first in range(0, len(hidden), PROMPT_LOGPROB_ROWS):
             part = slice(first, first + PROMPT_LOGPROB_ROWS)

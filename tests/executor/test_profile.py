@@ -1,18 +1,15 @@
 """How much of a GPU the KV cache may take: what this process uses is measured, what others use is only a limit."""
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step
 from penstock.executor.ranks import rank
-from penstock.executor.step import profile
-from penstock.executor.step.memory import allocate_kv, naming_options, plan_kv
-from penstock.executor.step.profile import GpuUse
+from penstock.executor.step.memory import GRAPHS_BYTES, GpuUse, allocate_kv, naming_options, plan_kv
 from penstock.executor.step.runner import Launched, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
@@ -25,9 +22,9 @@ CPU = torch.device("cpu")
 class Meter:
     """A device of 80 GiB on which a step takes 2 beside the 16 that are allocated and the requests' 1; 50 are free."""
 
-    def __init__(self, reserved: Iterator[int] = itertools.repeat(20 * GIB)) -> None:
+    def __init__(self, *reserved: int) -> None:
         self.said: list[str] = []
-        self._allocated, self._reserved = iter((16 * GIB, 17 * GIB)), reserved
+        self._allocated, self._reserved = iter((16 * GIB, 17 * GIB)), itertools.cycle(reserved or (20 * GIB,))
 
     def allocated(self) -> int:
         return next(self._allocated)
@@ -105,13 +102,13 @@ def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: py
     for enforce_eager in (False, True):
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=1, enforce_eager=enforce_eager)
         UniprocExecutor(config)
-    assert asked == [profile.GRAPHS_BYTES, 0]
+    assert asked == [GRAPHS_BYTES, 0]
 
 
 def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for taken, is_warned in ((GIB // 4, False), (2 * GIB, True)):
         pretend_a_gpu(monkeypatch, Recorder)
-        meter = Meter(iter((5 * GIB, 5 * GIB + taken)))
+        meter = Meter(5 * GIB, 5 * GIB + taken)
         monkeypatch.setattr(rank, "CudaMeter", lambda _, meter=meter: meter)
         lines: list[str] = []
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=2, kv_cache_bytes=2**18, dtype="float32")
@@ -123,7 +120,7 @@ def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monke
 
 def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ExecutorConfig(model=str(folder("qwen3")), gpu_memory_utilization=0.9)
-    assert plan_kv(config, GIB, 10**9, Group(), use()).num_blocks == 50
+    assert plan_kv(config, GIB, 10**9, RankGroup(), use()).num_blocks == 50
     assert use().table(15 * GIB, 7) == {
         "tables": GIB,
         "requests": GIB,
@@ -132,7 +129,7 @@ def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatc
         "context (set aside)": GIB,
     }
     with pytest.raises(ExecutorError, match=r"share for the KV cache \(0 bytes\) holds 0 blocks"):
-        plan_kv(config, GIB, 1000, Group(), use(allocated=71))
+        plan_kv(config, GIB, 1000, RankGroup(), use(allocated=71))
     small = GpuUse(allocated=0, activations=0, requests=7, graphs=0, context=0, free=2**20, total=2**20)
     pretend_a_gpu(monkeypatch, Recorder)
     monkeypatch.setattr(rank, "measure", lambda *_: small)
@@ -143,7 +140,7 @@ def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatc
 
 def test_bytes_that_were_given_are_taken_whatever_was_measured() -> None:
     given = ExecutorConfig(kv_cache_bytes=2 * GIB)
-    assert plan_kv(given, GIB, 1000, Group(), use(allocated=71)).num_blocks == 2
+    assert plan_kv(given, GIB, 1000, RankGroup(), use(allocated=71)).num_blocks == 2
 
 
 def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import EplbConfig, ExecutorConfig, Sampling, Step, StepResult
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank
@@ -189,7 +189,7 @@ def test_collectives_are_asked_for_in_the_order_of_the_stream() -> None:
             for part in parts[0]:
                 part.copy_(tensors[0])
 
-    group = Group(0, WORLD, lambda _: InOrder())  # type: ignore[arg-type, return-value]
+    group = RankGroup(0, WORLD, lambda _: InOrder())  # type: ignore[arg-type, return-value]
     given = torch.ones(2, 3)
     assert group.sum(given) is given and group.broadcast(given) is given
     gathered = group.gather_columns(given, 5)

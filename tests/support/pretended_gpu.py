@@ -65,14 +65,14 @@ class Tracked(torch.Tensor):
     def data(self) -> torch.Tensor:
         return self
 
-    @data.setter
-    def data(self, other: "Tracked") -> None:  # type: ignore[override]
+    @data.setter  # type: ignore[override]
+    def data(self, other: "Tracked") -> None:
         self.inner, self.block = other.inner, other.block
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"on {self.device}: {self.inner}"
 
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with torch.inference_mode():  # where it is seen as a whole
             return super().to(*args, **kwargs)
 
