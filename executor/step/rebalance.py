@@ -12,7 +12,6 @@ Every collective here is made at a boundary, where all ranks are at the same ste
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,7 +20,6 @@ import torch
 
 from penstock.eplb import LoadTracker, Plan, balance, replan, transfers
 from penstock.eplb.measure import rank_loads
-from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import Experts
 from penstock.executor.parallel import CollectiveError, RankGroup
 from penstock.executor.protocol import EplbConfig, ExpertUpdate
@@ -46,9 +44,6 @@ class Rebalancer:
         self, config: EplbConfig, plan: Plan, layers: list[Experts], group: RankGroup, links: RankGroup
     ) -> None:
         """`links` has the same ranks as `group`, over connections of its own: transfers run beside steps."""
-        for experts in layers:
-            for expert in experts.slots:
-                refuse_unregistered(expert)
         self._config, self._plan, self._layers = config, plan, layers
         self._group, self._links = group, links
         self._counts = torch.zeros(len(layers), layers[0].num_experts, dtype=torch.int64, device=group.device)
@@ -280,21 +275,3 @@ def put_in_place(tensor: torch.Tensor, new: torch.Tensor) -> None:
         tensor.set_(new)  # type: ignore[call-overload]  # missing in the stubs
     else:
         tensor.copy_(new)
-
-
-def refuse_unregistered(expert: Mlp) -> None:
-    """Every tensor of an expert moves with it, so every tensor must be among those it names."""
-    named = {id(tensor) for tensor in expert.tensors()}
-    for where, tensor in _tensors_of(expert, "expert", set()):
-        assert id(tensor) in named, f"{where} is a tensor of an expert that would not move with it"
-
-
-def _tensors_of(thing: object, where: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(thing, torch.Tensor):
-        yield where, thing
-        return
-    if id(thing) in seen or not type(thing).__module__.startswith("penstock."):
-        return
-    seen.add(id(thing))
-    for name, value in vars(thing).items():
-        yield from _tensors_of(value, f"{where}.{name}", seen)
