@@ -28,7 +28,7 @@ from penstock.executor.kernels import linear
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import Model, find_architecture
 from penstock.executor.models.weights import Weights
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 
 CPU, DTYPE = torch.device("cpu"), torch.float32
 # Small enough for the products to take no longer than a call does.
@@ -44,7 +44,7 @@ def build() -> tuple[Model, KvPages]:
     fields = Fields(MODELS["qwen3-0.6b"] | TINY)
     architecture = find_architecture(fields)[1]
     spec = architecture.read_spec(fields)
-    weights = Weights(lambda _, shape: torch.zeros(shape), DTYPE, CPU, Group(), lambda _: None)
+    weights = Weights(lambda _, shape: torch.zeros(shape), DTYPE, CPU, RankGroup(), lambda _: None)
     with (
         mock.patch.object(linear, "is_repacked", return_value=False),
         mock.patch("penstock.executor.models.weights.is_repacked", return_value=False),

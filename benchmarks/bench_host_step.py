@@ -26,15 +26,13 @@ from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import Submit
 from penstock.executor.kernels import RowTensors, torch_sampling
-from penstock.executor.kernels.state import DeviceState
 from penstock.executor.kernels.torch_inputs import INPUT_OPS
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, Sampling, Step, StepResult
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.runner import Launched, ModelRunner
-from penstock.executor.step.slots import Slots, slot_sizes
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, BLOCK_SIZE, PROMPT, LENGTH = 1000, 16, 128, 4096
@@ -74,14 +72,12 @@ class NoModel:
 
 class NoDevice:
     def __init__(self, num_slots: int) -> None:
-        state = DeviceState(num_slots, *slot_sizes(LENGTH, BLOCK_SIZE), BLOCK_SIZE, CPU)
-        slots = Slots(num_slots, LENGTH, BLOCK_SIZE, state)
-        inputs = DeviceInputs(state, INPUT_OPS, num_slots, 4096)
+        inputs = DeviceInputs(num_slots, LENGTH, BLOCK_SIZE, 4096, INPUT_OPS, CPU)
         sampler = Sampler(VOCAB_SIZE, num_slots, CPU, torch_sampling.SAMPLING_OPS)
         graphs: Any = IdleGraphs(inputs, num_slots)
         model: Any = NoModel()
         pages: Any = None
-        self._runner = ModelRunner(model, pages, sampler, slots, inputs, CPU, Group(), graphs=graphs)
+        self._runner = ModelRunner(model, pages, sampler, inputs, CPU, RankGroup(), graphs=graphs)
         self._in_flight: deque[Launched] = deque()
         self.info = ModelInfo(
             architecture="None",

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import Sampling
 from penstock.executor.sampling.sampler import Sampler
 
@@ -47,7 +48,14 @@ def sampler_step(logits: torch.Tensor, sampling: Sampling) -> Callable[[], objec
     sampler = Sampler(vocab, num_rows, torch.device("cpu"))
     for slot in range(num_rows):
         sampler.admit(slot, sampling, np.arange(20, dtype=np.int32), 10)
-    return functools.partial(sampler.sample, logits, list(range(num_rows)), [20] * num_rows)
+
+    def step() -> None:
+        sampled = sampler.start(logits, list(range(num_rows)), [20] * num_rows)
+        sampled.post(outbox)
+        sampled.wait()
+
+    outbox = Outbox(logits.device)
+    return step
 
 
 def measure(seconds: float, *calls: Callable[[], object]) -> list[float]:

@@ -24,7 +24,7 @@ from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.messages import Submit
 from penstock.executor.protocol import ExecutorConfig, Sampling, open_executor
-from penstock.executor.tiers.transfers import ALIGNMENT
+from penstock.executor.tiers.open_tiers import ALIGNMENT
 
 BLOCK_SIZE = 4
 VOCAB_SIZE = 1000

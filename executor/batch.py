@@ -1,4 +1,4 @@
-"""One forward pass as tensors: what a model and its kernels are told about the tokens they compute.
+"""One forward pass as tensors: what a model and its kernels get to know about the tokens they compute.
 
 The runner makes it from a `Step`; it is immutable and passed down `forward`, so no layer looks anything up in
 a global. A batch is flat: T tokens of R rows, one row per request, prefill and decode mixed. Rows with a

@@ -26,17 +26,8 @@ from penstock.executor.protocol import (
     StepResult,
     TokenLogprobs,
 )
-from penstock.executor.tiers.transfers import (
-    NumpyCopier,
-    RankTransfers,
-    block_of,
-    host_arena,
-    host_slots,
-    open_rank,
-    open_stores,
-    store_names,
-    tier_memory,
-)
+from penstock.executor.tiers.open_tiers import open_tiers
+from penstock.executor.tiers.transfers import NumpyCopier
 
 VOCAB_SIZE = 1000
 MAX_MODEL_LEN = 2048
@@ -55,8 +46,13 @@ class OracleExecutor:
         block_bytes = 8 * config.block_size
         num_blocks = (config.kv_cache_bytes or 2**23) // block_bytes
         vocab_size = int(config.hf_overrides.get("vocab_size", VOCAB_SIZE))
-        slots = host_slots(config, block_bytes)
         model = xxhash.xxh3_64_intdigest(f"oracle {vocab_size} {config.seed}".encode())
+        fingerprint = model.to_bytes(8, "little")
+        self._kv = np.zeros((num_blocks, config.block_size), dtype=np.uint64)
+        blocks = self._kv.view(np.uint8)
+        self._tiers = open_tiers(
+            config, block_bytes, fingerprint, lambda arena: NumpyCopier(blocks, arena), stores=stores
+        )
         self.info = ModelInfo(
             architecture="Oracle",
             dtype="uint64",
@@ -67,23 +63,17 @@ class OracleExecutor:
             block_size=config.block_size,
             num_blocks=num_blocks,
             block_bytes=block_bytes,
-            fingerprint=model.to_bytes(8, "little"),
+            fingerprint=fingerprint,
             max_in_flight=max_in_flight,
-            memory={"KV cache": num_blocks * block_bytes, **tier_memory(config, slots, block_bytes)},
-            host_slots=slots,
-            stores=(*stores, *store_names(config)),
-            serves_peers=bool(config.kv_peer_listen),
+            memory={"KV cache": num_blocks * block_bytes, **self._tiers.memory},
+            host_slots=self._tiers.host_slots,
+            stores=self._tiers.stores,
+            serves_peers=self._tiers.serves_peers,
         )
         self._model = model
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
-        self._kv = np.zeros((num_blocks, config.block_size), dtype=np.uint64)
-        self._transfers: RankTransfers | None = None
-        if slots:
-            arena = host_arena(slots, block_bytes)
-            copier = NumpyCopier(self._kv.view(np.uint8), arena)
-            block = block_of(config, block_bytes, self.info.fingerprint)
-            self._transfers = open_rank(config, arena, block, copier, {**stores, **open_stores(config, block)})
+        self._transfers = self._tiers.transfers
         self._slots: dict[int, _Slot] = {}
         self._queue: deque[Step] = deque()
         self._masks: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by step; read late, as a real executor may
@@ -126,7 +116,7 @@ class OracleExecutor:
         result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {})
         rows, masks = self._masks.pop(step.step_id, ((), ()))
         allowed = {int(row): _allowed_ids(mask, self.info.vocab_size) for row, mask in zip(rows, masks, strict=True)}
-        # Copies run beside the rows: whoever relies on either order must be found out.
+        # Copies run beside the rows: code that relies on either order must be found out.
         copies_first = step.step_id % 2 == 0
         if self._transfers is not None and copies_first:
             self._transfers.begin(step.transfers)
@@ -149,8 +139,7 @@ class OracleExecutor:
 
     def close(self) -> None:
         self._queue.clear()
-        if self._transfers is not None:
-            self._transfers.close()
+        self._tiers.close()
 
     def _run(self, slot: "_Slot", row: Row, index: int, result: StepResult, allowed: list[int] | None = None) -> None:
         end = row.start + row.count

@@ -1,4 +1,4 @@
-"""What a step found, on its way to the host while the next step computes.
+"""What a step found, copied to the host while the next step computes.
 
     computing stream   ── step N ──┬── step N+1 ──
     outbox's stream                └─ copy N ─┘
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Mail:
-    """Tensors under way. It holds on to their originals: their memory is not another's before the copy is done."""
+    """Tensors in flight. It holds on to their originals: their memory is not another's before the copy is done."""
 
     def __init__(self, originals: Sequence[Tensor], copies: Sequence[Tensor], event: "torch.cuda.Event | None") -> None:
         self._originals, self._copies, self._event = originals, copies, event
@@ -29,7 +29,7 @@ class Mail:
 class Outbox:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._last: torch.cuda.Event | None = None
 
     def send(self, tensors: Sequence[Tensor]) -> Mail:
@@ -39,7 +39,7 @@ class Outbox:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # into pinned memory
-            self._last = torch.cuda.Event()
+            self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._last.record()
         return Mail(tensors, copies, self._last)
 

@@ -1,15 +1,16 @@
-"""The ranks that compute one model together, as an object given to whoever needs it.
+"""The ranks that compute one model together, as an object given to what needs it.
 
-A `Group` of one does nothing. Otherwise its ranks make the same calls in the same order. After `sum` every rank
+A `RankGroup` of one does nothing. Otherwise its ranks make the same calls in the same order. After `sum` every rank
 holds the same bits; `gather_columns` and `broadcast` know one distinguished rank, the first, which samples for all.
 
-On CUDA a collective is launched on the current stream and nobody waits: a graph may hold it (executor/step/graphs.py).
+On CUDA a collective is launched on the current stream and the host goes on: a graph may hold it
+(executor/step/graphs.py).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,18 +21,28 @@ class CollectiveError(RuntimeError):
     """The ranks could not talk to each other: most often another one is gone, and that one is the cause."""
 
 
+class Connections(Protocol):
+    """As much as is asked of a backend of torch's, whose stubs leave it out."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
+    def gather(self, out: list[list[torch.Tensor]], given: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
+    def broadcast(self, tensors: list[torch.Tensor], options: Any, /) -> dist.Work | None: ...
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> dist.Work: ...
+
+
 def share(units: int, rank: int, world: int) -> tuple[int, int]:
     """Rank's part [first, end) of `units` things, as even as can be; if there are too few, several ranks hold one."""
     first = rank * units // world
     return first, max(first + 1, (rank + 1) * units // world)
 
 
-class Group:
+class RankGroup:
     def __init__(
         self,
         rank: int = 0,
         world: int = 1,
-        connect: Callable[[str], dist.Backend] | None = None,
+        connect: Callable[[str], Connections] | None = None,
         device: torch.device | None = None,
     ) -> None:
         """`connect` makes connections between the ranks, to be called by all with the same name."""
@@ -40,11 +51,11 @@ class Group:
         self._connect = connect
         self._backend = None if connect is None else connect("first")
 
-    def twin(self, name: str) -> "Group":
+    def twin(self, name: str) -> "RankGroup":
         """The same ranks over connections of their own, for a thread beside this group's. Made by all ranks."""
         connect = self._connect
         assert connect is not None
-        return Group(self.rank, self.world, lambda inner: connect(f"{name}/{inner}"), self.device)
+        return RankGroup(self.rank, self.world, lambda inner: connect(f"{name}/{inner}"), self.device)
 
     @property
     def is_first(self) -> bool:
@@ -58,8 +69,7 @@ class Group:
         if self._backend is None:
             return part
         part = part.contiguous()
-        with naming("sum"):
-            _finish(self._backend.allreduce([part], _in_order(dist.AllreduceOptions())))
+        self._run("sum", self._backend.allreduce, [part], dist.AllreduceOptions())
         return part
 
     def minimum(self, value: int) -> int:
@@ -67,10 +77,9 @@ class Group:
         if self._backend is None:
             return value
         held = torch.tensor([value], device=self.device)
-        options = _in_order(dist.AllreduceOptions())
+        options: Any = dist.AllreduceOptions()  # the stubs have another type for the operation
         options.reduceOp = dist.ReduceOp.MIN
-        with naming("minimum"):
-            _finish(self._backend.allreduce([held], options))
+        self._run("minimum", self._backend.allreduce, [held], options)
         return int(held)
 
     def gather_columns(self, part: torch.Tensor, num_columns: int) -> torch.Tensor | None:
@@ -81,10 +90,9 @@ class Group:
         widest = max(end - first for first, end in shares)
         part = F.pad(part, (0, widest - part.shape[1]))  # all ranks send as much
         parts = [torch.empty_like(part) for _ in shares] if self.is_first else []
-        options = _in_order(dist.GatherOptions())
+        options = dist.GatherOptions()
         options.rootRank = 0
-        with naming("gather"):
-            _finish(self._backend.gather([parts] if self.is_first else [], [part], options))
+        self._run("gather", self._backend.gather, [parts] if self.is_first else [], [part], options)
         if not self.is_first:
             return None
         return torch.cat([part[:, : end - first] for part, (first, end) in zip(parts, shares, strict=True)], dim=1)
@@ -92,11 +100,19 @@ class Group:
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """The first rank's tensor, on all ranks; the others' are overwritten."""
         if self._backend is not None:
-            options = _in_order(dist.BroadcastOptions())
+            options = dist.BroadcastOptions()
             options.rootRank = 0
-            with naming("broadcast"):
-                _finish(self._backend.broadcast([tensor], options))
+            self._run("broadcast", self._backend.broadcast, [tensor], options)
         return tensor
+
+    def _run(self, name: str, collective: Callable[..., dist.Work | None], *given: Any) -> None:
+        """The options come last. NCCL: on the current stream, not on one of the communicator's own that has to be waited
+        for; such collectives are in order by themselves, and there is nothing to wait for."""
+        given[-1].asyncOp = False
+        with naming(name):
+            work = collective(*given)
+            if work is not None:
+                work.wait()
 
     def send(self, tensor: torch.Tensor, rank: int, timeout_s: float) -> None:
         assert self._backend is not None
@@ -111,18 +127,6 @@ class Group:
 
     def close(self) -> None:
         self._backend = self._connect = None
-
-
-def _in_order(options: Any) -> Any:
-    """NCCL: on the current stream, not on one of the communicator's own that has to be waited for."""
-    options.asyncOp = False
-    return options
-
-
-def _finish(work: dist.Work | None) -> None:
-    """None from NCCL, whose collectives are in order by themselves."""
-    if work is not None:
-        work.wait()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The executor seam: plain data that the engine hands to whatever computes, and what comes back.
+"""The executor seam: plain data that the engine hands to what computes, and what comes back.
 
 The engine decides *which positions of which requests* a step computes; an executor turns that into
 tensors. Nothing here knows torch. Executors run steps strictly in the order of `submit`, so a block
@@ -82,28 +82,28 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaults=
     blocks: tuple[int, ...] = ()
     write_from: int = 0
     masked: bool = False  # it samples, and only what `set_masks` allows
-    # Tokens that nobody sampled, as a grammar leaves no choice or as drafts: they continue the slot's history from
+    # Tokens that were not sampled, as a grammar leaves no choice or as drafts: they continue the slot's history from
     # `first_token` on.
     first_token: int = 0
     tokens: tuple[int, ...] = ()
 
 
 class Transfers(msgspec.Struct, frozen=True, array_like=True):
-    """KV blocks that a step moves between the tiers: the device's blocks, the host's slots, and stores beneath.
+    """KV blocks that a step moves between the tiers: the device's blocks, the host's, and stores beneath.
 
     Saves and restores run beside the rows of their step, before or after them as the executor likes: they see
     what earlier steps wrote, and the rows of later steps see what they wrote. None of their blocks is written by
-    a row of the same step, and no slot is both read and written in it. They are over when the step's result is
+    a row of the same step, and no host block is both read and written in it. They are over when the step's result is
     there, and they cannot fail.
 
     Reads and writes only begin with their step. Each ends in exactly one completion with its ticket, in the
-    result of this step or of any later one; until then its host slot belongs to the store.
+    result of this step or of any later one; until then its host block belongs to the store.
     """
 
-    saves: list[tuple[int, int]] = []  # device block → host slot
-    restores: list[tuple[int, int]] = []  # host slot → device block
-    reads: list[tuple[int, str, bytes, int]] = []  # ticket, store ("disk", "peer 10.0.0.5:9100"), key → host slot
-    writes: list[tuple[int, bytes, int]] = []  # ticket, block key, host slot → disk
+    saves: list[tuple[int, int]] = []  # device block → host block
+    restores: list[tuple[int, int]] = []  # host block → device block
+    reads: list[tuple[int, str, bytes, int]] = []  # ticket, store ("disk", "peer 10.0.0.5:9100"), key → host block
+    writes: list[tuple[int, bytes, int]] = []  # ticket, block key, host block → disk
     touches: list[bytes] = []  # keys on the disk that were used, in a nearer tier perhaps; starts of chains first
     saved_keys: list[bytes] = []  # of the saves, where peers may ask for them
     forget: bool = False  # nothing computed before may be given to peers any more
@@ -141,7 +141,7 @@ class TransferResult(msgspec.Struct, frozen=True, array_like=True):
     complete when every rank has completed it, and ok when it is on all; a key is in a store while all have it.
     """
 
-    completions: list[tuple[int, bool]] = []  # ticket, ok: a failed read has left no usable byte in its slot
+    completions: list[tuple[int, bool]] = []  # ticket, ok: a failed read has left no usable byte in its host block
     found: dict[str, list[bytes]] = {}  # store → keys that can be read from it from now on
     lost: dict[str, list[bytes]] = {}  # store → keys that it has given up
     num_copied: int = 0  # blocks saved and restored …
@@ -182,7 +182,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     errors: dict[int, str] = {}  # a failure that is one row's own; its request ends, the others go on
     elapsed_s: float = 0.0
     transfers: TransferResult | None = None
-    experts: ExpertUpdate | None = None  # when there is news
+    experts: ExpertUpdate | None = None  # when it has changed
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,7 +246,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     enable_expert_parallel: bool = False  # ranks share out whole experts, not slices of each
     enable_eplb: bool = False  # and move them after the load
     eplb_config: EplbConfig = EplbConfig()
-    ray_allow_open_dashboard: bool = False  # run also where anybody on the network can give the cluster jobs
+    ray_allow_open_dashboard: bool = False  # run also where any machine on the network can give the cluster jobs
     enforce_eager: bool = False
     seed: int = 0
     hf_overrides: dict[str, Any] = {}
@@ -264,11 +264,11 @@ class Executor(Protocol):
         `submit` and before the next one and its `collect`. The forward pass may run before it, sampling waits for it.
 
         rows [n] int32: indices into the step's rows, all of them masked. A masked row that is not among them samples
-        freely: its request has ended, and nobody reads the token. masks [n, words] int32, contiguous, words × 32 not
+        freely: its request has ended, and the token is not read. masks [n, words] int32, contiguous, words × 32 not
         less than the vocabulary: token t may be sampled in row rows[i] if bit t % 32 of masks[i, t // 32] is set.
 
         The arrays are the caller's, who leaves them as they are until the step after this one is collected (two
-        buffers take turns). Who sends them elsewhere may read them in place and needs no copy.
+        buffers take turns). An executor that sends them elsewhere may read them in place and needs no copy.
         """
         ...
 
@@ -277,11 +277,11 @@ class Executor(Protocol):
         ...
 
     def fileno(self) -> int | None:
-        """Readable when there is news that no `collect` waits for: call `check` then. None: never."""
+        """Readable when something has happened that no `collect` waits for: call `check` then. None: never."""
         ...
 
     def check(self) -> None:
-        """Raise ExecutorError if the executor cannot go on; cheap, for whoever has nothing to collect."""
+        """Raise ExecutorError if the executor cannot go on; cheap, for a caller that has nothing to collect."""
         ...
 
     def close(self) -> None: ...
@@ -301,7 +301,7 @@ class ExecutorError(Exception):
     """The executor cannot start or cannot go on; the message says why and what to do."""
 
 
-def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lambda line: None) -> Executor:
+def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> Executor:
     """Load the model and allocate its memory. `progress` gets a line for every stage that may take a while."""
     kind = config.kind
     if kind == "auto":
@@ -322,4 +322,4 @@ def open_executor(config: ExecutorConfig, progress: Callable[[str], None] = lamb
         from penstock.executor.ranks.ray_executor import open_ray
 
         return open_ray(config, progress)
-    raise AssertionError(f"an executor that nobody wrote: {kind!r}")
+    raise AssertionError(f"an executor that does not exist: {kind!r}")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, StepResult
 from penstock.executor.ranks.rank import Rank, choose_device
 from penstock.executor.step.runner import Launched
@@ -16,12 +16,12 @@ class UniprocExecutor:
 
     A step with masked rows is computed by `submit` up to its logits, and sampled by `set_masks`."""
 
-    def __init__(self, config: ExecutorConfig, progress: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, config: ExecutorConfig, progress: Callable[[str], None] = lambda _line: None) -> None:
         if config.tensor_parallel_size != 1:
             raise ExecutorError(
                 f"tensor_parallel_size: {config.tensor_parallel_size} given; executor 'uniproc' runs one rank"
             )
-        rank = Rank(config, Group(), choose_device(config.device), progress)
+        rank = Rank(config, RankGroup(), choose_device(config.device), progress)
         self.info = rank.info
         self._rank, self._runner = rank, rank.runner
         self._in_flight: deque[Launched] = deque()

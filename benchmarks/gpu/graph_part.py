@@ -162,7 +162,7 @@ def play(executor: Executor, steps: Iterable[Planned], traffic: Traffic, in_flig
 
 
 def look(executor: Executor, answers: Answers, traffic: Traffic) -> list[Any]:
-    table = executor._runner._slots.tokens.cpu()  # type: ignore[attr-defined]
+    table = executor._runner._inputs.tokens.cpu()  # type: ignore[attr-defined]
     wrong = []
     for request_id, told in sorted(answers.items()):
         slot, first = traffic.slots[request_id]

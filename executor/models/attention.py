@@ -8,7 +8,7 @@ from penstock.executor.kernels.linear import Narrow, multiply, take_narrow
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorError
 
 Pages = tuple[torch.Tensor, torch.Tensor]  # of one layer: keys and values
@@ -63,7 +63,7 @@ class GroupedAttention:
         return self._ops.paged_attention(q, *pages, batch, self._spec.attention_scale, self._window).flatten(1)
 
 
-def heads_of(spec: DecoderSpec, group: Group) -> tuple[int, int]:
+def heads_of(spec: DecoderSpec, group: RankGroup) -> tuple[int, int]:
     """The rank's query heads and key-value heads; a key-value head may be on several ranks, each with its queries."""
     heads, kv_heads, world = spec.num_heads, spec.num_kv_heads, group.world
     if heads % world:

@@ -16,7 +16,7 @@ from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import Model, Spec, find_architecture
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import CheckpointReader, Weights
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,7 +36,7 @@ class LoadedModel:
 
 
 def load_model(
-    config: ExecutorConfig, device: torch.device, group: Group, progress: Callable[[str], None]
+    config: ExecutorConfig, device: torch.device, group: RankGroup, progress: Callable[[str], None]
 ) -> LoadedModel:
     path = Path(config.model)
     checkpoint = open_checkpoint(path, config)

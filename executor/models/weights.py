@@ -19,7 +19,7 @@ from penstock.executor.kernels import BlockOps
 from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
 
@@ -76,7 +76,7 @@ class Weights:
         read: Callable[[str, tuple[int, ...]], torch.Tensor],
         dtype: torch.dtype,
         device: torch.device,
-        group: Group,
+        group: RankGroup,
         progress: Callable[[str], None],
         placement: Plan | None = None,
         block_ops: BlockOps | None = None,

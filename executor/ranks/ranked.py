@@ -1,7 +1,7 @@
 """Steps over several ranks: every rank gets the same ones and computes its share, the first samples and answers.
 
-Steps are sent ahead, so a rank starts the next one without waiting for anybody. They say only what changed: each
-worker holds the requests' state (executor/step/slots.py). A rank that dies, fails or hangs ends the executor.
+Steps are sent ahead, so a rank starts the next one without waiting. They hold only what changed: each
+worker holds the requests' state (executor/step/inputs.py). A rank that dies, fails or hangs ends the executor.
 """
 
 import time
@@ -25,7 +25,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class Broadcast(Protocol):
-    """Tells all workers the same, in order. Buffers may be reused as soon as `send` returns."""
+    """Sends all workers the same, in order. Buffers may be reused as soon as `send` returns."""
 
     def send(self, message: tuple[Any, ...], timeout_s: float | None = None) -> None: ...
 
@@ -44,7 +44,7 @@ class RankedExecutor:
         self._encoder = msgspec.msgpack.Encoder()
         self._due: deque[tuple[Step, float]] = deque()  # submitted, and when each must be done
         self._results: deque[StepResult] = deque()
-        self._transfers: list[TransferResult] = []  # heard since the last result
+        self._transfers: list[TransferResult] = []  # received since the last result
         self._merge = Merge(len(worker_watch.workers))
         try:
             self.info = _agreed([loaded.info for loaded in worker_watch.wait_loaded(progress)])
@@ -55,14 +55,14 @@ class RankedExecutor:
     def submit(self, step: Step) -> None:
         assert len(self._due) < self.info.max_in_flight, "too many steps in flight"
         allowed_s = self._deadline_s(sum(row.count for row in step.rows))
-        self._tell((STEP, self._encoder.encode(step)), allowed_s)
+        self._send((STEP, self._encoder.encode(step)), allowed_s)
         before_s = self._due[-1][1] if self._due else time.monotonic()
         self._due.append((step, before_s + allowed_s))
 
     def set_masks(self, step_id: int, rows: np.ndarray, masks: np.ndarray) -> None:
         step, due_s = self._due[-1]
         assert step.step_id == step_id, "masks come before the next step is submitted"
-        self._tell((MASKS, rows, masks), due_s - time.monotonic())
+        self._send((MASKS, rows, masks), due_s - time.monotonic())
 
     def collect(self) -> StepResult:
         step, due_s = self._due[0]
@@ -71,7 +71,7 @@ class RankedExecutor:
             if left_s <= 0:
                 what = f"step {step.step_id} of {len(step.rows)} rows is not done within its deadline"
                 self.worker_watch.give_up(f"{what}: {self.worker_watch.whereabouts()}")
-            self._hear(min(left_s, 1.0))
+            self._receive(min(left_s, 1.0))
         self._due.popleft()
         result = self._results.popleft()
         assert result.step_id == step.step_id, "results out of order"
@@ -81,28 +81,28 @@ class RankedExecutor:
         return self.worker_watch.fileno()
 
     def check(self) -> None:
-        self._hear(0.0)
+        self._receive(0.0)
 
     def close(self) -> None:
-        """End the workers, in peace if they can be told to; nothing is left of them afterwards."""
+        """End the workers, in peace if they can be asked to; nothing is left of them afterwards."""
         try:
             if not self.worker_watch.has_failed:
                 self._broadcast.send((CLOSE,), timeout_s=CLOSE_TIMEOUT_S)
                 self.worker_watch.stop()
         except (ConnectionError, TimeoutError):
-            pass  # they are not told, they are killed
+            pass  # they cannot be asked, they are killed
         finally:
             self.worker_watch.close()
             self._broadcast.close()
 
-    def _tell(self, message: tuple[Any, ...], timeout_s: float) -> None:
+    def _send(self, message: tuple[Any, ...], timeout_s: float) -> None:
         try:
             self._broadcast.send(message, timeout_s=max(0.0, timeout_s))
         except (ConnectionError, TimeoutError) as error:
-            self._hear(1.0)  # raises if it has come to the worker_watch's ears, and says more
+            self._receive(1.0)  # raises if the worker watch knows of it, with more to say
             self.worker_watch.give_up(f"a step could not be handed out: {error}; {self.worker_watch.whereabouts()}")
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive(self, timeout_s: float) -> None:
         for message in self.worker_watch.hear(timeout_s):
             if not isinstance(message, Done):
                 continue
@@ -112,11 +112,11 @@ class RankedExecutor:
                 self._results.append(self._with_transfers(message.result))
 
     def _with_transfers(self, result: StepResult) -> StepResult:
-        """The first rank's result, with what all ranks have said of transfers up to now."""
+        """The first rank's result, with what all ranks have reported of transfers up to now."""
         if result.transfers is None:
             return result
-        heard, self._transfers = self._transfers, []
-        return msgspec.structs.replace(result, transfers=self._merge.merge(heard))
+        received, self._transfers = self._transfers, []
+        return msgspec.structs.replace(result, transfers=self._merge.merge(received))
 
 
 def _agreed(infos: list[ModelInfo]) -> ModelInfo:

@@ -1,4 +1,4 @@
-"""What a worker process and its executor say to each other beside the ring, and the socket they say it through.
+"""The messages of a worker process and its executor beside the ring, and the socket between them.
 
 Steps go to the workers through the ring. This is the rest: how a worker is started, and everything it answers.
 msgspec encodes it, so nothing here can carry code, and a closed socket is how one side learns that the other is gone.
@@ -8,7 +8,8 @@ import msgspec
 
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, StepResult
 
-# What a worker is told, by the first of the buffers that make up a message. The rest is that kind's own.
+# The first of the buffers that make up a message to a worker; the rest is that kind's own. A step is msgpack: as a pickle
+# it takes eight times as long to encode, and the ring's pickle around these buffers costs 1 µs (docs/ring.md).
 STEP, MASKS, CLOSE, STACKS = b"step", b"masks", b"close", b"stacks"
 
 
@@ -22,7 +23,7 @@ class Rendezvous(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
-    """The first thing a worker hears."""
+    """The first message to a worker."""
 
     config: ExecutorConfig
     rank: int
@@ -34,11 +35,11 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     reader: int = 0
 
 
-class Progress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
     line: str
 
 
-class Loaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
+class ModelLoaded(msgspec.Struct, frozen=True, tag="loaded", array_like=True):
     info: ModelInfo
 
 
@@ -49,7 +50,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done", array_like=True):
-    """From the first rank for every step; from the others when there is news of transfers."""
+    """From the first rank for every step; from the others when there is something to report of transfers."""
 
     rank: int
     result: StepResult
@@ -63,4 +64,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     is_consequence: bool  # the ranks lost each other: another one's failure, or death, is the cause
 
 
-FromWorker = Progress | Loaded | Beat | Done | Failed
+FromWorker = LoadProgress | ModelLoaded | Beat | Done | Failed

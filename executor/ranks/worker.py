@@ -17,12 +17,12 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.executor.parallel import CollectiveError, Group
+from penstock.executor.parallel import CollectiveError, RankGroup
 from penstock.executor.process_life import Reporter, begin, leave, leave_with, send
 from penstock.executor.protocol import ExecutorError, Step, TransferResult
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank, choose_device
-from penstock.executor.ranks.wire import CLOSE, MASKS, STEP, Beat, Done, Failed, Loaded, Progress, Start
+from penstock.executor.ranks.wire import CLOSE, MASKS, STEP, Beat, Done, Failed, LoadProgress, ModelLoaded, Start
 from penstock.executor.ring.queue import MessageQueue
 from penstock.executor.step.runner import Launched
 
@@ -69,8 +69,8 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     reporter.doing = "waiting for the other ranks to join"
     group = join(rank, start.world, start.rendezvous, device)
     reporter.doing = "loading the model"
-    ours = Rank(config, group, device, lambda line: reporter.report(Progress(line)) if rank == 0 else None)
-    reporter.report(Loaded(ours.info))
+    ours = Rank(config, group, device, lambda line: reporter.report(LoadProgress(line)) if rank == 0 else None)
+    reporter.report(ModelLoaded(ours.info))
     finisher = Finisher(ours, group, reporter)
     decoder = msgspec.msgpack.Decoder(Step)
     unsampled: Launched | None = None  # a step that waits for its masks; they come next
@@ -104,7 +104,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
 class Finisher:
     """Waits for launched steps and says what came out, in a thread of its own: the next step is launched meanwhile."""
 
-    def __init__(self, rank: Rank, group: Group, reporter: Reporter) -> None:
+    def __init__(self, rank: Rank, group: RankGroup, reporter: Reporter) -> None:
         self._rank, self._group, self._reporter = rank, group, reporter
         self._launched: queue.SimpleQueue[Launched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, daemon=True)

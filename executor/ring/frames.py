@@ -1,14 +1,14 @@
 """How an object becomes bytes for the ring: a pickle, and beside it every larger buffer as it lies in memory.
 
 PEP 574: numpy arrays and CPU tensors are named in the pickle and carried out of band, so that they are copied once,
-into the ring. Large `bytes` stay within the pickle, but the pickler hands them over as they are, not copied either.
-Nothing here reads a pickle; executor/ring/queue.py alone does. torch is used only where somebody else has imported it.
+into the ring; `bytes` stay within the pickle. Nothing here reads a pickle; executor/ring/queue.py alone does. torch is
+used only where the process has imported it.
 """
 
 import ctypes
+import io
 import pickle
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,35 +17,25 @@ import numpy as np
 # beside it (1.6 to 1.8 times). See docs/ring.md.
 OUT_OF_BAND_BYTES = 64 << 10
 
-Buffer = bytes | bytearray | memoryview
 
+def encode(obj: Any, out_of_band_bytes: int) -> tuple[bytes, list[memoryview]]:
+    """The pickle, and the buffers that it refers to, in order."""
+    buffers: list[memoryview] = []
 
-class Encoded:
-    """The pieces of one pickle, in order, and the buffers that it refers to."""
-
-    def __init__(self, obj: Any, out_of_band_bytes: int) -> None:
-        self.pieces: list[Buffer] = []
-        self.buffers: list[memoryview] = []
-        self._limit = out_of_band_bytes
-        _Pickler(self, self._carry).dump(obj)
-
-    def write(self, piece: Buffer) -> None:
-        """The pickler's file."""
-        self.pieces.append(piece)
-
-    def _carry(self, buffer: pickle.PickleBuffer) -> bool:
-        """False is how a pickler is told that the buffer travels out of band."""
+    def carry(buffer: pickle.PickleBuffer) -> bool:
+        """False is how a pickler learns that the buffer travels out of band."""
         view = buffer.raw()
-        if view.nbytes < self._limit:
+        if view.nbytes < out_of_band_bytes:
             return True
-        self.buffers.append(view)
+        buffers.append(view)
         return False
+
+    file = io.BytesIO()
+    _Pickler(file, 5, buffer_callback=carry).dump(obj)
+    return file.getvalue(), buffers
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: Encoded, carry: Callable[[pickle.PickleBuffer], bool]) -> None:
-        super().__init__(file, 5, buffer_callback=carry)
-
     def reducer_override(self, obj: Any) -> Any:
         """Tensors as buffers; torch's own way writes a whole file for each."""
         torch = sys.modules.get("torch")

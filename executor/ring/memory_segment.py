@@ -18,23 +18,24 @@ from typing import NamedTuple
 import msgspec
 
 from penstock._csrc import ffi, lib
+from penstock.executor.free_memory import available_memory
 
 LINE = 64  # a cache line, and the grain of everything in the segment
 PAGE = mmap.PAGESIZE
 # The largest mask: 4,096 rows × 262,144 tokens / 8 = 128 MiB, and up to eight positions a row when guesses are checked.
 MAX_MESSAGE_BYTES = 1 << 30
-MAX_READERS = 256  # one per GPU of the largest node that there is, and room
+MAX_READERS = 256  # several per GPU of the largest node that there is
 MAX_SLOTS = 4096
 NUM_SPILLS = 2  # so that one large message can be written while the one before is still read
 SPILL_KEEP_BYTES = 64 << 20  # of each spill; the mask of 1,024 rows of 152k tokens takes 19.4 MB
 
 ABSENT, CLAIMED, ATTACHED, LEFT = range(4)  # a line's state
-WRITER, ROOM, FIRST_READER = 0, 1, 2  # which line is whose
+WRITER, FREED, FIRST_READER = 0, 1, 2  # which line is whose
 _PREFACE = 64  # bytes before the lines: the secret that shows it is the right segment
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise of Linux 5.14; Python has no names for them
 
 
-class Handle(msgspec.Struct, frozen=True):
+class RingHandle(msgspec.Struct, frozen=True):
     """What a reader needs, for processes of the same user on the same machine: picklable, and packs into bytes."""
 
     pid: int
@@ -48,12 +49,14 @@ class Handle(msgspec.Struct, frozen=True):
         return msgspec.msgpack.encode(self)
 
 
-class Peer(NamedTuple):
+class Owner(NamedTuple):
+    """A process."""
+
     pid: int
     start: int  # in clock ticks after boot; a process id may be given out again
 
     @classmethod
-    def of_this_process(cls) -> "Peer":
+    def of_this_process(cls) -> "Owner":
         return cls(os.getpid(), _start_of(os.getpid()) or 0)
 
     @property
@@ -64,7 +67,7 @@ class Peer(NamedTuple):
 class Segment:
     """The mapped memory of one process: lines that all may write, and message bytes that only the writer may."""
 
-    def __init__(self, fd: int, handle: Handle, is_writer: bool) -> None:
+    def __init__(self, fd: int, handle: RingHandle, is_writer: bool) -> None:
         self.handle, self._fd, self._is_writer = handle, fd, is_writer
         self.stride = LINE + padded(handle.slot_bytes)
         self._slots_bytes = padded(handle.slots * self.stride, PAGE)
@@ -85,7 +88,7 @@ class Segment:
             raise OSError("the shared-memory ring needs Linux; use executor 'uniproc'")
         fd = os.memfd_create("penstock-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            handle = Handle(os.getpid(), fd, secrets.token_bytes(16), num_readers, slots, slot_bytes)
+            handle = RingHandle(os.getpid(), fd, secrets.token_bytes(16), num_readers, slots, slot_bytes)
             committed = _control_bytes(handle) + padded(slots * (LINE + padded(slot_bytes)), PAGE)
             os.ftruncate(fd, _control_bytes(handle) + _data_bytes(handle))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -99,7 +102,7 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, handle: Handle) -> "Segment":
+    def attach(cls, handle: RingHandle) -> "Segment":
         path = f"/proc/{handle.pid}/fd/{handle.fd}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -120,7 +123,7 @@ class Segment:
         """Make this process the owner of a line; False if it has or had one."""
         if lib.penstock_ring_change(self.lines, line, ABSENT, CLAIMED) != ABSENT:
             return False
-        self._line[line].pid, self._line[line].start = Peer.of_this_process()
+        self._line[line].pid, self._line[line].start = Owner.of_this_process()
         return bool(lib.penstock_ring_change(self.lines, line, CLAIMED, ATTACHED) == CLAIMED)
 
     def leave(self, line: int) -> None:
@@ -129,8 +132,8 @@ class Segment:
     def state(self, line: int) -> int:
         return int(self._line[line].state)
 
-    def owner(self, line: int) -> Peer:
-        return Peer(int(self._line[line].pid), int(self._line[line].start))
+    def owner(self, line: int) -> Owner:
+        return Owner(int(self._line[line].pid), int(self._line[line].start))
 
     def count(self, line: int) -> int:
         return int(lib.penstock_ring_count(self.lines, line))
@@ -179,35 +182,24 @@ def padded(size: int, grain: int = LINE) -> int:
     return -(-size // grain) * grain
 
 
-def _control_bytes(handle: Handle) -> int:
+def _control_bytes(handle: RingHandle) -> int:
     return padded(_PREFACE + (FIRST_READER + handle.num_readers) * LINE, PAGE)
 
 
-def _data_bytes(handle: Handle) -> int:
+def _data_bytes(handle: RingHandle) -> int:
     """The spills take addresses, not memory, until a message needs them."""
     return padded(handle.slots * (LINE + padded(handle.slot_bytes)), PAGE) + NUM_SPILLS * MAX_MESSAGE_BYTES
 
 
 def _commit(fd: int, offset: int, size: int, what: str) -> None:
     """Have the kernel set memory aside now; it would rather end a process later than refuse."""
-    free = _free_bytes()
+    free = available_memory()
     if size > free:
         raise MemoryError(f"{what}: the ring needs {size >> 20} MiB of shared memory, {free >> 20} MiB are free")
     try:
         os.posix_fallocate(fd, offset, size)
     except OSError as error:
         raise MemoryError(f"{what}: the ring gets no {size >> 20} MiB of shared memory: {error}") from error
-
-
-def _free_bytes() -> int:
-    """What this process may still take: of the machine, and of its control group if that one has a limit."""
-    meminfo = Path("/proc/meminfo").read_text()
-    free = int(meminfo.partition("MemAvailable:")[2].split(maxsplit=1)[0]) * 1024
-    group = Path("/sys/fs/cgroup") / Path("/proc/self/cgroup").read_text().rpartition("0::/")[2].strip()
-    with contextlib.suppress(OSError, ValueError):  # no limit reads "max"; the group's root has no such file
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        free = min(free, limit - used)
-    return free
 
 
 def _start_of(pid: int) -> int | None:

@@ -1,11 +1,11 @@
-"""One writer tells N readers on the same machine everything in the same order, through shared memory.
+"""One writer sends N readers on the same machine everything in the same order, through shared memory.
 
-The engine core tells its workers their steps with it. An object is pickled with its arrays beside it (ring_frames.py)
-and lies in memory that all have mapped (ring_memory.py); an array is copied once on the way in, and once on the way
-out or, borrowed, not at all.
+The engine core sends its workers their steps with it. An object is pickled with its arrays beside it (frames.py) and
+lies in memory that all have mapped (memory_segment.py); an array is copied once on the way in, and once on the way out
+or, borrowed, not at all.
 
     line WRITER    count: messages published · pid, start · bell: where readers sleep
-    line ROOM      bell: where the writer sleeps until readers have finished
+    line FREED     bell: where the writer sleeps until readers have finished
     line reader r  count: messages finished · busy: the one it is at · pid, start
     ───────────────────────────────────────────────────────────────────────────────────── only the writer writes below
     slot 0         header 64 bytes: number · area · sizes · sums of head, of buffers and of all this
@@ -16,8 +16,8 @@ out or, borrowed, not at all.
                    Addresses for 1 GiB each, memory only as messages have needed it
 
 Message n lies in slot (n - 1) mod slots. It is written when every reader has finished message n - slots, then the
-writer's count becomes n, one store: whoever dies before it has sent nothing, whoever dies after it has sent all. A
-reader's count likewise. Counts only grow and each has one owner, so no crash leaves a lock held or a slot half owned;
+writer's count becomes n, one store: a writer that dies before it has sent nothing, one that dies after it has sent all.
+A reader's count likewise. Counts only grow and each has one owner, so no crash leaves a lock held or a slot half owned;
 csrc/ring.c says what orders the stores. `send` returns when the last byte is copied, on every path: what was sent may
 be overwritten at once.
 
@@ -27,6 +27,7 @@ changed, before the unpickler sees it; they are no defence against an enemy with
 """
 
 import contextlib
+import math
 import pickle
 import threading
 import time
@@ -37,29 +38,27 @@ import msgspec
 import numpy as np
 
 from penstock._csrc import ffi, lib
-from penstock.executor.ring.frames import OUT_OF_BAND_BYTES, Buffer, Encoded
+from penstock.executor.ring.frames import OUT_OF_BAND_BYTES, encode
 from penstock.executor.ring.memory_segment import (
     ATTACHED,
     FIRST_READER,
+    FREED,
     LEFT,
     LINE,
     MAX_MESSAGE_BYTES,
     MAX_READERS,
     MAX_SLOTS,
     NUM_SPILLS,
-    ROOM,
     WRITER,
-    Handle,
+    RingHandle,
     Segment,
     padded,
 )  # fmt: skip
 
-CHECK_S = 0.25  # how often whoever waits looks whether the others live
+CHECK_S = 0.25  # how often a waiting end looks whether the others live
 LONGEST_SPIN_NS = 1_000_000  # while messages come close together
 SHORTEST_SPIN_NS = 20_000  # once they do not: about what falling asleep and waking up costs
 CLOSE_WAIT_S = 1.0  # for the thread that close() has interrupted
-
-SMALL_BYTES = 1 << 16  # a pickle up to here comes in few pieces and is joined; larger ones are copied piece by piece
 
 
 class RingClosed(ConnectionError):
@@ -67,7 +66,7 @@ class RingClosed(ConnectionError):
 
 
 class RingDamaged(ConnectionError):
-    """A message was changed on its way; it is skipped."""
+    """A message was changed in the ring; it is skipped."""
 
 
 class PeerDied(ConnectionError):
@@ -107,7 +106,7 @@ class MessageQueue:
         return cls(Segment.create(num_readers, slots, slot_bytes), None, out_of_band_bytes)
 
     @classmethod
-    def attach(cls, handle: Handle, reader: int) -> "MessageQueue":
+    def attach(cls, handle: RingHandle, reader: int) -> "MessageQueue":
         """Messages that were sent before are there; each reader's number can be taken once."""
         if not 0 <= reader < handle.num_readers:
             raise ValueError(f"reader: {reader} given, the ring has readers 0 to {handle.num_readers - 1}")
@@ -118,24 +117,24 @@ class MessageQueue:
             raise ValueError(f"reader: {reader} is or was process {owner.pid} already")
         return cls(segment, reader)
 
-    def handle(self) -> Handle:
+    def handle(self) -> RingHandle:
         return self._segment.handle
 
     @staticmethod
-    def unpack_handle(packed: bytes) -> Handle:
-        return msgspec.msgpack.decode(packed, type=Handle)
+    def unpack_handle(packed: bytes) -> RingHandle:
+        return msgspec.msgpack.decode(packed, type=RingHandle)
 
     def send(self, obj: Any, timeout_s: float | None = None) -> None:
         """Waits for a slot if all are still being read. Everything is copied when it returns."""
         assert self._reader is None, "readers do not send"
-        deadline_s = _deadline(timeout_s)
-        message = Encoded(obj, self._out_of_band_bytes)
-        self._take_turn(deadline_s, timeout_s)
+        deadline = Deadline(timeout_s)
+        body, buffers = encode(obj, self._out_of_band_bytes)
+        self._take_turn(deadline)
         try:
             number = self._count + 1
             if time.monotonic() - self._checked_s > CHECK_S:
                 self._check_readers()
-            self._write(message, number, deadline_s, timeout_s)
+            self._write(body, buffers, number, deadline)
             self._count = number
             lib.penstock_ring_post(self._segment.lines, WRITER, WRITER, number)
         finally:
@@ -175,7 +174,7 @@ class MessageQueue:
             return
         self._closed[0] = 1
         self._segment.leave(self._line)
-        for bell in (WRITER, ROOM):
+        for bell in (WRITER, FREED):
             lib.penstock_ring_wake(self._segment.lines, bell)
         if self._lock.acquire(timeout=CLOSE_WAIT_S):
             self._lock.release()
@@ -199,19 +198,18 @@ class MessageQueue:
         else:
             assert done[self._reader] == self._count, (done, self._count)
 
-    def _write(self, message: Encoded, number: int, deadline_s: float | None, timeout_s: float | None) -> None:
+    def _write(self, body: bytes, buffers: list[memoryview], number: int, deadline: "Deadline") -> None:
         segment = self._segment
-        num_buffers = len(message.buffers)
-        body_bytes = sum(map(_nbytes, message.pieces))
-        buffers_bytes = sum(padded(buffer.nbytes) for buffer in message.buffers)
-        size = padded(8 * num_buffers + body_bytes) + buffers_bytes
+        head = np.array([buffer.nbytes for buffer in buffers], "<u8").tobytes() + body if buffers else body
+        buffers_bytes = sum(padded(buffer.nbytes) for buffer in buffers)
+        size = padded(len(head)) + buffers_bytes
         if size > MAX_MESSAGE_BYTES:
             raise ValueError(f"message: {size} bytes given, at most {MAX_MESSAGE_BYTES} can be sent")
-        room, spill = number - segment.handle.slots, None
+        needed, spill = number - segment.handle.slots, None
         if size > segment.stride - LINE:
             spill = self._free_spill()
-            room = max(room, self._spilled[spill])
-        self._wait(ROOM, FIRST_READER, segment.handle.num_readers, room, deadline_s, timeout_s)
+            needed = max(needed, self._spilled[spill])
+        self._wait(FREED, FIRST_READER, segment.handle.num_readers, needed, deadline)
         self._shrink_spills(spill)
         slot = segment.base + segment.slot(number)
         area, start = 0, slot + LINE
@@ -219,15 +217,13 @@ class MessageQueue:
             segment.commit_spill(spill, size)
             self._spilled[spill] = number
             area, start = 1 + spill, segment.base + segment.spill(spill)
-        if not num_buffers and body_bytes <= SMALL_BYTES:
-            body = message.pieces[0] if len(message.pieces) == 1 else b"".join(message.pieces)
-            lib.penstock_ring_write(segment.lines, WRITER, slot, start, number, area, bytes(body), body_bytes)
+        if not buffers:
+            lib.penstock_ring_write(segment.lines, WRITER, slot, start, number, area, body, len(body))
             return
         segment.set_busy(WRITER, number)
-        table = np.array([buffer.nbytes for buffer in message.buffers], "<u8").tobytes()
-        at, head_sum = _put(start, [table, *message.pieces])
-        buffers_sum = _put_apart(at, message.buffers)
-        fields = (number, area, body_bytes, num_buffers, buffers_bytes, head_sum, buffers_sum, 0)
+        at, head_sum = _put(start, [memoryview(head)])
+        _, buffers_sum = _put(at, buffers)
+        fields = (number, area, len(body), len(buffers), buffers_bytes, head_sum, buffers_sum, 0)
         lib.penstock_ring_seal(slot, ffi.new("struct penstock_ring_header *", fields))
 
     def _free_spill(self) -> int:
@@ -249,11 +245,11 @@ class MessageQueue:
     def _begin(self, timeout_s: float | None) -> None:
         """Wait for the next message; from here to `_finish` this thread has this end for itself."""
         assert self._reader is not None, "the writer does not receive"
-        deadline_s = _deadline(timeout_s)
-        self._take_turn(deadline_s, timeout_s)
+        deadline = Deadline(timeout_s)
+        self._take_turn(deadline)
         try:
             assert not self._is_borrowed, "the message before is still borrowed"
-            self._wait(WRITER, WRITER, 1, self._count + 1, deadline_s, timeout_s)
+            self._wait(WRITER, WRITER, 1, self._count + 1, deadline)
             self._is_borrowed = True
         except BaseException:
             self._lock.release()
@@ -263,7 +259,7 @@ class MessageQueue:
         """Also when the message was damaged or could not be unpickled: its slot must come free."""
         self._is_borrowed = False
         self._count += 1
-        lib.penstock_ring_post(self._segment.lines, self._line, ROOM, self._count)
+        lib.penstock_ring_post(self._segment.lines, self._line, FREED, self._count)
         self._lock.release()
 
     def _read(self) -> tuple[memoryview, list[int], int]:
@@ -289,17 +285,14 @@ class MessageQueue:
         return segment.data[body:end], sizes, start + padded(end - start)
 
     def _damaged(self, what: str) -> RingDamaged:
-        return RingDamaged(f"reader {self._reader}: message {self._count + 1} was changed on its way: {what}")
+        return RingDamaged(f"reader {self._reader}: message {self._count + 1} was changed in the ring: {what}")
 
-    def _take_turn(self, deadline_s: float | None, timeout_s: float | None) -> None:
+    def _take_turn(self, deadline: "Deadline") -> None:
         """One thread at a time, and none once the ring is closed."""
-        while not self._lock.acquire(blocking=False):
-            left_s = CHECK_S if deadline_s is None else min(CHECK_S, _left(deadline_s))
-            if left_s > 0 and self._lock.acquire(timeout=left_s):
-                break
+        while not self._lock.acquire(timeout=deadline.left_s()):
             self._refuse_closed()
-            if left_s <= 0:
-                raise TimeoutError(f"another thread kept this end of the ring for {timeout_s} s")
+            if deadline.is_over():
+                raise TimeoutError(f"another thread kept this end of the ring for {deadline.timeout_s} s")
         try:
             self._refuse_closed()
         except RingClosed:
@@ -310,15 +303,13 @@ class MessageQueue:
         if self._closed[0]:
             raise RingClosed("the ring was closed at this end")
 
-    def _wait(
-        self, bell: int, first: int, number: int, target: int, deadline_s: float | None, timeout_s: float | None
-    ) -> None:
+    def _wait(self, bell: int, first: int, number: int, target: int, deadline: "Deadline") -> None:
         """Until `number` lines from `first` on count `target`."""
         if target <= 0:
             return
         began_ns = time.monotonic_ns()
         while True:
-            left_s = CHECK_S if deadline_s is None else min(CHECK_S, max(0.0, _left(deadline_s)))
+            left_s = deadline.left_s()
             spin_ns = min(self._spin_ns, int(left_s * 1e9))
             found = lib.penstock_ring_wait(
                 self._segment.lines, bell, first, number, target, spin_ns, int(left_s * 1e9) - spin_ns,
@@ -332,8 +323,8 @@ class MessageQueue:
                 self._check_readers()
             else:
                 self._check_writer(target)
-            if deadline_s is not None and _left(deadline_s) <= 0:
-                raise TimeoutError(self._slowness(target, timeout_s))
+            if deadline.is_over():
+                raise TimeoutError(self._slowness(target, deadline.timeout_s))
 
     def _tune(self, waited_ns: int) -> None:
         """Spin where spinning would have been enough: a worker that computes for 10 ms a step soon hardly spins."""
@@ -371,7 +362,7 @@ class MessageQueue:
         readers = range(self._segment.handle.num_readers)
         late = [reader for reader in readers if self._segment.count(FIRST_READER + reader) < target]
         whose = "; ".join(f"{self._named(reader)} {self._doings(reader)}" for reader in late)
-        return f"message {self._count + 1} waited {timeout_s} s for room: {whose}"
+        return f"message {self._count + 1} waited {timeout_s} s for a free slot: {whose}"
 
     def _named(self, reader: int) -> str:
         return f"rank {reader} (process {self._segment.owner(FIRST_READER + reader).pid})"
@@ -385,34 +376,26 @@ class MessageQueue:
         return f"it was reading message {at} {of}" if at > done else f"it had finished message {done} {of}"
 
 
-def _put(at: int, pieces: list[Buffer]) -> tuple[int, int]:
-    """Copy pieces one behind the other. The sum takes multiples of 64 bytes, so what is over waits for the next."""
-    total, over = ffi.new("uint64_t[16]"), b""
-    if sum(map(_nbytes, pieces)) <= SMALL_BYTES:
-        pieces, over = [], b"".join(pieces)
-    for piece in pieces:
-        view = memoryview(piece).cast("B")
-        if over:
-            lacking = LINE - len(over)
-            over, view = over + bytes(view[:lacking]), view[lacking:]
-            if len(over) < LINE:
-                continue
-            lib.penstock_ring_put(at, over, LINE, total)
-            at += LINE
-        whole = view.nbytes // LINE * LINE
-        lib.penstock_ring_put(at, ffi.from_buffer("uint8_t[]", view), whole, total)
-        at, over = at + whole, bytes(view[whole:])
-    lib.penstock_ring_put(at, over, len(over), total)
-    return at + padded(len(over)), lib.penstock_ring_digest(total)
+class Deadline:
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._at_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+
+    def left_s(self) -> float:
+        """To wait until the next look at the others."""
+        return min(CHECK_S, max(0.0, self._at_s - time.monotonic()))
+
+    def is_over(self) -> bool:
+        return self._at_s <= time.monotonic()
 
 
-def _put_apart(at: int, buffers: list[memoryview]) -> int:
-    """Copy buffers, each to the beginning of a line."""
+def _put(at: int, buffers: list[memoryview]) -> tuple[int, int]:
+    """Copy buffers, each to the beginning of a line; where the last line ends, and their sum."""
     total = ffi.new("uint64_t[16]")
     for buffer in buffers:
         lib.penstock_ring_put(at, ffi.from_buffer("uint8_t[]", buffer), buffer.nbytes, total)
         at += padded(buffer.nbytes)
-    return int(lib.penstock_ring_digest(total))
+    return at, int(lib.penstock_ring_digest(total))
 
 
 def _cut(memory: memoryview, start: int, sizes: list[int]) -> list[memoryview]:
@@ -421,18 +404,6 @@ def _cut(memory: memoryview, start: int, sizes: list[int]) -> list[memoryview]:
         views.append(memory[start : start + size])
         start += padded(size)
     return views
-
-
-def _nbytes(piece: Buffer) -> int:
-    return len(piece) if isinstance(piece, bytes) else memoryview(piece).nbytes
-
-
-def _deadline(timeout_s: float | None) -> float | None:
-    return None if timeout_s is None else time.monotonic() + timeout_s
-
-
-def _left(deadline_s: float) -> float:
-    return deadline_s - time.monotonic()
 
 
 def _limit(name: str, value: int, most: int) -> None:

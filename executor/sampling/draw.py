@@ -24,13 +24,15 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     steps = positions.astype(np.uint64) + np.uint64(1)
     mixed = _mix(_mix(seeds + _GOLDEN) + steps * _GOLDEN)
     # 52 bits: times any total it stays below that total after rounding.
-    return (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    numbers: np.ndarray = (mixed >> np.uint64(12)).astype(np.float64) * 2.0**-52
+    return numbers
 
 
 def _mix(z: np.ndarray) -> np.ndarray:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    mixed: np.ndarray = z ^ (z >> np.uint64(31))
+    return mixed
 
 
 def cumulative(weights: Tensor) -> Tensor:

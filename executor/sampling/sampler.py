@@ -1,7 +1,7 @@
 """Chooses one token per row of logits, as each request asked.
 
 `start` only launches work and never waits for a device; what needs the host (log-probabilities, failures) is
-fetched by `Sampled.post` and `wait`. The draw depends on a request's seed and the token's position, never on the batch.
+fetched by `SampledTokens.post` and `wait`. The draw depends on a request's seed and the token's position, never on the batch.
 
 Order, as in vLLM: raw log-probabilities; a grammar's mask; allowed, banned and (before min_tokens) stop tokens; logit bias;
 repetition, frequency and presence penalties; then the largest logit, or temperature, min-p, top-k, top-p
@@ -19,26 +19,23 @@ from penstock.executor.kernels import SamplingOps
 from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs, is_penalized
 from penstock.executor.sampling.draw import BLOCK, draw, filter_weights, uniforms
-from penstock.executor.sampling.edits import Edits, is_edited, is_plain
-from penstock.executor.sampling.logprobs import PendingLogprobs, prompt_logprobs, token_logprobs
-from penstock.executor.sampling.masking import RowMasks
-from penstock.executor.sampling.penalties import Seen
+from penstock.executor.sampling.edits import Edits, RowMasks, Seen, is_edited
 from penstock.executor.staging import send, send_list
-
-__all__ = ["Sampled", "Sampler", "prompt_logprobs"]
 
 # Weights of so many bytes are worked on at once: on a CPU they stay in the cache.
 WORK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 
+LogprobTensors = tuple[Tensor, Tensor, Tensor]  # ids and values [n, 1 + num], the chosen token first; ranks [n]
+
 
 @dataclass
-class Sampled:
-    """One step's tokens. Rows that failed hold token 0."""
+class SampledTokens:
+    """One step's. Rows that failed hold token 0."""
 
     tokens: Tensor  # [S] int64, on the device
     _largest: Tensor  # [2, S] float32, each row's largest logit before and after edits; not finite: failed
-    _logprobs: list[tuple[list[int], PendingLogprobs]]
+    _logprobs: list[tuple[list[int], LogprobTensors]]
     _mail: Mail | None = None
 
     def post(self, outbox: Outbox) -> None:
@@ -58,7 +55,7 @@ class Sampled:
                 errors[row] = NOTHING_LEFT if empty else NOT_FINITE
         logprobs: dict[int, TokenLogprobs] = {}
         for index, (rows, _) in enumerate(self._logprobs):
-            values = PendingLogprobs(*pending[3 * index : 3 * index + 3]).read()
+            values = read_logprobs(*pending[3 * index : 3 * index + 3])
             logprobs |= {r: value for r, value in zip(rows, values, strict=True) if r not in errors}
         return tokens.tolist(), logprobs, errors
 
@@ -70,10 +67,9 @@ class Sampler:
         self, vocab_size: int, max_num_seqs: int, device: torch.device, ops: SamplingOps | None = None
     ) -> None:
         """With `ops`, rows are drawn by a kernel, which knows every filter, instead of filter by filter."""
-        self._vocab_size, self._device, self._ops = vocab_size, device, ops
+        self.ops, self._vocab_size, self._device = ops, vocab_size, device
         self._samplings: list[Sampling] = [Sampling()] * max_num_seqs
         self._num_prompt = [0] * max_num_seqs
-        self._is_plain = np.ones(max_num_seqs, dtype=bool)
         self._seen = Seen(max_num_seqs, vocab_size, device)
         self._stride = -(-vocab_size // BLOCK) * BLOCK
         self._part_rows = max(1, min(max_num_seqs, WORK_BYTES[device.type] // (4 * self._stride)))
@@ -85,34 +81,14 @@ class Sampler:
     def admit(self, slot: int, sampling: Sampling, tokens: np.ndarray, num_prompt: int) -> None:
         """A request takes the slot. tokens [n] int32: its prompt and what it had sampled before a preemption."""
         self._samplings[slot], self._num_prompt[slot] = sampling, num_prompt
-        self._is_plain[slot] = is_plain(sampling)
         if is_penalized(sampling):
             self._seen.admit(slot, tokens, num_prompt)
         self._plan = None
-
-    def are_plain(self, slots: np.ndarray) -> bool:
-        """Whether all these requests want no more than `SamplingOps.choose` does, which is there."""
-        return self._ops is not None and bool(self._is_plain[slots].all())
-
-    def start_plain(self, logits: Tensor, options: tuple[Tensor, ...]) -> Sampled:
-        """As `start`, for requests that want no more than a draw: nothing is asked of the host. options [S] each, as
-        `SamplingOps.choose` takes them."""
-        assert self._ops is not None
-        tokens, largest = self._ops.choose(logits, *options)
-        return Sampled(tokens, largest.expand(2, -1), [])
 
     def extend(self, slot: int, position: int, tokens: tuple[int, ...]) -> None:
         """Tokens that were not sampled join the request's history from `position` on."""
         if is_penalized(self._samplings[slot]):
             self._seen.extend(slot, position, tokens)
-
-    def sample(
-        self, logits: Tensor, slots: list[int], positions: list[int]
-    ) -> tuple[Tensor, dict[int, TokenLogprobs], dict[int, str]]:
-        """`start`, and wait: tokens [S], log-probabilities and failures by row."""
-        sampled = self.start(logits, slots, positions)
-        sampled.post(Outbox(self._device))
-        return sampled.tokens, *sampled.wait()[1:]
 
     def start(
         self,
@@ -121,7 +97,7 @@ class Sampler:
         positions: list[int],
         masks: RowMasks | None = None,
         on_device: Tensor | None = None,
-    ) -> Sampled:
+    ) -> SampledTokens:
         """logits [S, V], unchanged afterwards but for what `masks` takes away; positions[i] is where in its request
         the token of row i will be. `on_device`: the positions once more, [S] int64, if the device has them already."""
         key = tuple(slots)
@@ -132,11 +108,11 @@ class Sampler:
         raw, where = logits, np.asarray(positions)
         if masks is not None:
             raw = logits.clone() if plan.logprobs else logits
-            masks.apply(logits, self._ops)
+            masks.apply(logits, self.ops)
         if plan.draw is not None:
             if on_device is None:
                 on_device = send(where.astype(np.int64), self._device)
-            tokens, largest = plan.draw.choose(logits, on_device)
+            tokens, largest = self._choose(logits, plan.draw, on_device)
         elif plan.has_plain:
             largest, tokens = logits.max(-1)
         else:  # several times faster without the index
@@ -152,7 +128,7 @@ class Sampler:
             if part.edits is not None:
                 part.edits.count(tokens[part.index], where[part.rows], self._seen)
         logprobs = [(rows, token_logprobs(raw[index], tokens[index], num)) for num, rows, index in plan.logprobs]
-        return Sampled(tokens, bounds, logprobs)
+        return SampledTokens(tokens, bounds, logprobs)
 
     def _sample_part(
         self,
@@ -171,10 +147,10 @@ class Sampler:
             top = largest[part.index]
         else:
             values.copy_(rows)
-            part.edits.apply(weights, positions, self._seen, self._ops)
+            part.edits.apply(weights, positions, self._seen, self.ops)
             if part.draw is not None:
                 assert on_device is not None
-                tokens, top = part.draw.choose(values, on_device.index_select(0, part.index))
+                tokens, top = self._choose(values, part.draw, on_device.index_select(0, part.index))
                 edited.index_copy_(0, part.index, top)
                 return tokens
             if part.is_greedy:
@@ -198,7 +174,7 @@ class Sampler:
         greedy = [row for row in edited if samplings[row].temperature == 0]
         parts = [
             self._make_part(np.array(rows[first : first + self._part_rows]), slots)
-            for rows in ((drawn, greedy) if self._ops is None else (edited,))
+            for rows in ((drawn, greedy) if self.ops is None else (edited,))
             for first in range(0, len(rows), self._part_rows)
         ]
         logprobs = []
@@ -209,7 +185,7 @@ class Sampler:
                 logprobs.append((num, part, self._tensor(part, torch.int64)))
         # Rows that are drawn in a part are asked only for their largest logit here.
         unedited = [Sampling(temperature=0.0) if is_edited(sampling) else sampling for sampling in samplings]
-        return _Plan(slots, parts, len(drawn) + len(greedy) < len(slots), logprobs, self._drawing(unedited))
+        return _Plan(slots, parts, len(drawn) + len(greedy) < len(slots), logprobs, self._options(unedited))
 
     def _make_part(self, rows: np.ndarray, slots: tuple[int, ...]) -> "_Part":
         part_slots = [slots[row] for row in rows]
@@ -233,11 +209,16 @@ class Sampler:
             top_p=column([s.top_p for s in samplings], 1.0, torch.float64),
             max_top_k=max((k for k in top_ks if k < self._stride), default=0),
             edits=Edits(edited, self._stride, self._device) if any(map(is_edited, samplings)) else None,
-            draw=self._drawing(samplings),
+            draw=self._options(samplings),
         )
 
-    def _drawing(self, samplings: list[Sampling]) -> "_Drawing | None":
-        if self._ops is None:
+    def _choose(self, logits: Tensor, options: tuple[Tensor, ...], positions: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.ops is not None
+        return self.ops.choose(logits, *options, positions)
+
+    def _options(self, samplings: list[Sampling]) -> tuple[Tensor, ...] | None:
+        """[R] each, as `SamplingOps.choose` takes them before the positions; None without a kernel."""
+        if self.ops is None:
             return None
         temperature, min_p, top_p = (
             self._tensor([getattr(s, name) for s in samplings], torch.float32)
@@ -245,21 +226,10 @@ class Sampler:
         )
         top_k = self._tensor([s.top_k for s in samplings], torch.int32)
         seeds = send(np.array([s.seed for s in samplings], dtype=np.uint64).view(np.int64), self._device)
-        return _Drawing(self._ops, (temperature, min_p, top_k, top_p, seeds))
+        return temperature, min_p, top_k, top_p, seeds
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return send_list(values, dtype, self._device)
-
-
-@dataclass(frozen=True)
-class _Drawing:
-    """What a drawing kernel, if there is one, is told of some rows."""
-
-    ops: SamplingOps
-    options: tuple[Tensor, ...]  # [R] each, as `SamplingOps.choose` takes them
-
-    def choose(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.ops.choose(logits, *self.options, positions)
 
 
 @dataclass(frozen=True)
@@ -277,7 +247,7 @@ class _Part:
     top_p: Tensor | None
     max_top_k: int
     edits: Edits | None
-    draw: _Drawing | None
+    draw: tuple[Tensor, ...] | None  # as `_options` makes them
 
 
 @dataclass(frozen=True)
@@ -288,4 +258,34 @@ class _Plan:
     parts: list[_Part]
     has_plain: bool  # rows that are in no part: the largest logit is their token
     logprobs: list[tuple[int, list[int], Tensor]]  # how many, and for which rows
-    draw: _Drawing | None  # with a kernel, which takes all rows that no part edits
+    draw: tuple[Tensor, ...] | None  # with a kernel, which takes all rows that no part edits
+
+
+def token_logprobs(logits: Tensor, chosen: Tensor, num: int) -> LogprobTensors:
+    """logits [n, V], chosen [n] int64 → those of the chosen token and of the `num` most likely (-1: of all).
+
+    The rank counts the tokens that are strictly more likely, plus one: where several tie for the first place, as
+    bfloat16 logits often do, each of them has rank 1.
+    """
+    logits, chosen = logits.float(), chosen[:, None]
+    values = logits.log_softmax(-1)
+    ranks = (logits > logits.gather(1, chosen)).sum(-1) + 1
+    if num < 0:
+        ids = torch.argsort(logits, dim=-1, descending=True, stable=True)
+    else:
+        ids = logits.topk(min(num, logits.shape[1]), -1).indices
+    ids = torch.cat([chosen, ids], 1)
+    return ids, values.gather(1, ids), ranks
+
+
+def read_logprobs(ids: Tensor, values: Tensor, ranks: Tensor) -> list[TokenLogprobs]:
+    """Once they are on the host."""
+    rows = zip(ids.tolist(), values.tolist(), ranks.tolist(), strict=True)
+    return [TokenLogprobs(tuple(ids), tuple(values), rank) for ids, values, rank in rows]
+
+
+def prompt_logprobs(logits: Tensor, chosen: Tensor, num: int) -> list[TokenLogprobs]:
+    """logits [n, V] that predicted the prompt tokens `chosen` [n]. Raises ValueError if one is NaN or infinite."""
+    if not torch.isfinite(logits.amax(-1)).all():
+        raise ValueError("prompt_logprobs: the model's logits are not finite")
+    return read_logprobs(*token_logprobs(logits, chosen.long(), num))

@@ -2,11 +2,11 @@
 
 Launching a step's few hundred kernels one by one takes the host longer than small models take to compute it. A graph
 has fixed shapes, so the rows are filled up to one of a few *buckets* with rows that see nothing and write to places
-that nobody reads. What changes from step to step the graph reads from memory that `DeviceInputs` fills before it.
+that are never read. What changes from step to step the graph reads from memory that `DeviceInputs` fills before it.
 
 All are captured before the first step, the largest bucket first: what a smaller one needs finds room in the memory that
 it took. Only one graph runs at a time, so those of a kind share a pool of memory: what one gives back while it is
-captured, the next one takes. Forward passes and draws have a pool each, because a draw's results are still on their way
+captured, the next one takes. Forward passes and draws have a pool each, because a draw's results are still being copied
 to the host while the next forward pass runs.
 
 Several ranks capture and replay theirs together. What is captured follows from the configuration, what is replayed from
@@ -16,7 +16,7 @@ made its connections.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,11 +25,13 @@ from torch import Tensor
 from penstock.executor.batch import KvPages
 from penstock.executor.kernels import RowTensors, SamplingOps
 from penstock.executor.models.registry import Model
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
+
+Made = TypeVar("Made")
 
 # Up to 32 rows a step is bound by reading weights, and padding costs little; beyond it every row is paid for.
 SMALL_BUCKETS, BUCKET_STEP, LARGEST_BUCKET = (1, 2, 4, 8, 16, 24, 32), 16, 512
@@ -42,26 +44,15 @@ def choose_buckets(max_num_seqs: int) -> tuple[int, ...]:
     return *(bucket for bucket in buckets if bucket < largest), largest
 
 
-class Graph(Protocol):
-    def replay(self) -> None: ...
-
-
-class GraphApi(Protocol):
-    """As much as is asked of CUDA; tests have another."""
-
-    def capture(self, call: Callable[[], Any]) -> tuple[Graph, Any]:
-        """Record what `call` launches, without running it. What it returns has its place for as long as the graph: every
-        replay writes there."""
-        ...
-
-
 class CudaGraphs:
     """Those of one pool: any of them may overwrite what another one made."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def capture(self, call: Callable[[], Any]) -> tuple[Graph, Any]:
+    def capture(self, call: Callable[[], Made]) -> tuple[torch.cuda.CUDAGraph, Made]:
+        """Record what `call` launches, without running it. What it returns has its place for as long as the graph: every
+        replay writes there."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -81,15 +72,12 @@ class DecodeGraphs:
         model: Model,
         pages: KvPages,
         sampling: SamplingOps,
-        tokens: Tensor,
-        max_context: int,
         buckets: Sequence[int],
-        open_pool: Callable[[], GraphApi],
-        group: Group,
+        open_pool: Callable[[], CudaGraphs],
+        group: RankGroup,
     ) -> None:
-        """tokens: the table, flat, where sampled ones go. `max_context`: the longest context there may be."""
         self._inputs, self._model, self._pages, self._choose = inputs, model, pages, sampling.choose
-        self._tokens, self._max_context, self._group = tokens, max_context, group
+        self._tokens, self._max_context, self._group = inputs.tokens.view(-1), inputs.width - 1, group
         self._forward_pool, self._draw_pool = open_pool(), open_pool()
         self._buckets = np.array(buckets)
         self._captured: dict[int, _Captured] = {}
@@ -131,7 +119,7 @@ class DecodeGraphs:
         return tokens[:rows], largest[:rows]
 
     def _capture(self, bucket: int) -> "_Captured":
-        """Every row is padding, which reads nothing and writes where nobody reads."""
+        """Every row is padding, which reads nothing and writes to places that are never read."""
         self._inputs.send_singles(Layout([]), bucket)
         self._draw(*self._compute(bucket))  # what happens only at a first call is no part of a graph
         forward, made = self._forward_pool.capture(lambda: self._compute(bucket))
@@ -161,7 +149,7 @@ class DecodeGraphs:
 class _Captured(NamedTuple):
     """Of one bucket."""
 
-    forward: Graph
+    forward: torch.cuda.CUDAGraph
     made: tuple[Tensor, RowTensors]  # by `forward`, for `draw`
-    draw: Graph
+    draw: torch.cuda.CUDAGraph
     drawn: tuple[Tensor, Tensor]

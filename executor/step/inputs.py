@@ -1,11 +1,15 @@
-"""From a step's layout to the tensors that a model is told of it: made by the host, or by a GPU from one copy.
+"""What requests have in their slots, tokens and block tables, and from a step's layout the tensors that a model is given.
 
-`HostInputs` computes everything in numpy: on a CPU nothing has to go anywhere. `DeviceInputs` packs what the device
-cannot know into a single block of pinned memory, a few numbers per row and what changed of the requests, sends it with
-one copy, and lets kernels do the rest. Nothing in it waits for the device.
+`HostInputs` keeps and computes everything in numpy: on a CPU nothing has to go anywhere. `DeviceInputs` packs what the
+device cannot know into a single block of pinned memory, a few numbers per row and what changed of the requests, sends it
+with one copy, and lets kernels do the rest. Nothing in it waits for the device.
+
+Tokens lie where the sampler writes them and the next step reads them without the host in between. Block tables change
+only when the host says so; a batch gets a copy of the part it needs.
 """
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,112 +18,124 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import InputOps, RowTensors
 from penstock.executor.kernels.state import MAX_RUN, DeviceState
-from penstock.executor.protocol import Row
-from penstock.executor.staging import send
+from penstock.executor.protocol import Row, Sampling
 from penstock.executor.step.layout import Layout
-from penstock.executor.step.slots import Slots
 
 HEADER = 4  # numbers before the rows' own; the first says how many rows there are
 PAYLOAD = 4 * MAX_RUN  # numbers of runs in one copy; more of them take several
 NUM_BLOCKS = 2  # of pinned memory: one is filled while the device may still read the other
+
+# The first fields of `ForwardBatch`, up to the block tables.
+BatchTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+Run = tuple[int, np.ndarray]  # where it goes in the state, and what it holds
 
 
 class Ends(NamedTuple):
     """Of the S rows that sample."""
 
     targets: Tensor  # [S] int64 into the flattened table of tokens: where the sampled ones go
-    options: (
-        tuple[Tensor, ...] | None
-    )  # as `SamplingOps.choose` takes them, if the device has them anyway; positions last
+    # As `SamplingOps.choose` takes them, positions last, if the device has them anyway.
+    options: tuple[Tensor, ...] | None
 
 
-class Prepared(NamedTuple):
-    batch: ForwardBatch
-    ends: Ends
-
-
-class Inputs(Protocol):
-    def edit_blocks(self, rows: list[Row]) -> None: ...
-
-    def flush(self) -> None:
-        """After a step without rows: what was said of the requests reaches the device."""
-        ...
-
-    def prepare(self, layout: Layout, wanted: np.ndarray) -> Prepared:
-        """wanted [W]: the tokens whose hidden state is asked for, ascending."""
-        ...
+def slot_sizes(max_model_len: int, block_size: int) -> tuple[int, int]:
+    """Tokens and blocks of a slot; the token sampled at the very end is stored, never computed."""
+    return max_model_len + 1, -(-max_model_len // block_size)
 
 
 class HostInputs:
-    def __init__(self, slots: Slots, device: torch.device) -> None:
-        self._slots, self._device = slots, device
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+        self.width, max_blocks = slot_sizes(max_model_len, block_size)
+        self.num_slots, self.block_size = num_slots, block_size
+        # [slots, width]; calloc'ed: a slot takes memory as far as it was used.
+        self.tokens = torch.from_numpy(np.zeros((num_slots, self.width), np.int32))
+        self._blocks = np.zeros((num_slots, max_blocks), dtype=np.int32)
 
-    def edit_blocks(self, rows: list[Row]) -> None:
-        self._slots.edit_blocks(rows)
+    def admit(self, slot: int, tokens: np.ndarray, _sampling: Sampling) -> None:
+        self.tokens[slot, : len(tokens)] = torch.from_numpy(tokens)
+
+    def take(self, rows: list[Row]) -> None:
+        """The blocks and the tokens that rows bring along."""
+        for row in rows:
+            if row.blocks:
+                self._blocks[row.slot, row.first_block : row.first_block + len(row.blocks)] = row.blocks
+            if row.tokens:
+                given = torch.tensor(row.tokens, dtype=torch.int32)
+                self.tokens[row.slot, row.first_token : row.first_token + len(given)] = given
 
     def flush(self) -> None:
-        pass
+        """After a step without rows: what it brought of the requests reaches the device."""
 
-    def prepare(self, layout: Layout, wanted: np.ndarray) -> Prepared:
-        slots = self._slots
-        tables = self._tensor(layout.block_tables(slots), np.int32)
-        batch = make_batch(
-            layout,
-            tokens=slots.tokens.view(-1)[self._tensor(layout.token_index(slots))],
-            positions=self._tensor(layout.positions, np.int32),
-            kv_slots=self._tensor(layout.kv_slots(slots)),
-            query_starts=self._tensor(layout.query_starts, np.int32),
-            context_lens=self._tensor(layout.context_lens, np.int32),
-            block_tables=tables,
-            wanted=None if len(wanted) == layout.num_tokens else self._tensor(wanted),
+    def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Ends]:
+        """wanted [W]: the tokens whose hidden state is asked for, ascending."""
+        slot_of, size = layout.slots[layout.row_of], self.block_size
+        blocks = self._blocks[slot_of, layout.positions // size]
+        if layout.write_from.any():  # what must not be written again goes to block 0
+            blocks = np.where(layout.positions < layout.write_from[layout.row_of], 0, blocks)
+        table = self._blocks[layout.slots, : -(-int(layout.context_lens.max()) // size)]
+        tokens = self.tokens.view(-1)[torch.from_numpy(slot_of * self.width + layout.positions)]
+        positions, starts, contexts, tables = (
+            _tensor(array, np.int32) for array in (layout.positions, layout.query_starts, layout.context_lens, table)
         )
-        targets = layout.slots[layout.samples] * slots.width + layout.context_lens[layout.samples]
-        return Prepared(batch, Ends(self._tensor(targets), None))
-
-    def _tensor(self, array: np.ndarray, dtype: type = np.int64) -> Tensor:
-        return send(np.ascontiguousarray(array, dtype), self._device)
+        kv_slots = _tensor(blocks.astype(np.int64) * size + layout.positions % size)
+        asked = None if len(wanted) == layout.num_tokens else _tensor(wanted)
+        batch = _make_batch(layout, (tokens, positions, kv_slots, starts, contexts, tables), asked)
+        targets = layout.slots[layout.samples] * self.width + layout.context_lens[layout.samples]
+        return batch, Ends(_tensor(targets), None)
 
 
 class DeviceInputs:
     """`compute` is what a graph may hold; everything before it, `send`, differs from step to step."""
 
     def __init__(
-        self, state: DeviceState, ops: InputOps, max_rows: int, max_tokens: int, payload: int = PAYLOAD
+        self,
+        num_slots: int,
+        max_model_len: int,
+        block_size: int,
+        max_tokens: int,
+        ops: InputOps,
+        device: torch.device,
+        payload: int = PAYLOAD,
     ) -> None:
-        self._state, self._ops, self._payload = state, ops, payload
-        device = state.flat.device
+        self.width, max_blocks = slot_sizes(max_model_len, block_size)
+        self.num_slots, self.block_size = num_slots, block_size
+        self._state = DeviceState(num_slots, self.width, max_blocks, block_size, device)
+        self.tokens = self._state.tokens
+        self._ops, self._payload = ops, payload
         # Each row has five numbers if it samples, each token one if it is wanted, each run three beside what it holds.
-        size = HEADER + 1 + 5 * max_rows + max(max_tokens, MAX_RUN) + 4 * payload
+        size = HEADER + 1 + 5 * num_slots + max(max_tokens, MAX_RUN) + 4 * payload
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
         self._blocks = [_Pinned(size, device) for _ in range(NUM_BLOCKS)]
 
-    def edit_blocks(self, rows: list[Row]) -> None:
+    def admit(self, slot: int, tokens: np.ndarray, sampling: Sampling) -> None:
+        self._state.write_tokens(slot, 0, tokens)
+        self._state.write_options(slot, sampling)
+
+    def take(self, rows: list[Row]) -> None:
         for row in rows:
             if row.blocks:
                 self._state.write_blocks(row.slot, row.first_block, row.blocks)
+            if row.tokens:
+                self._state.write_tokens(row.slot, row.first_token, np.array(row.tokens, dtype=np.int32))
 
     def flush(self) -> None:
         self._send([])
 
-    def prepare(self, layout: Layout, wanted: np.ndarray) -> Prepared:
-        rows, block_size = len(layout.slots), self._state.places.block_size
-        samples = np.flatnonzero(layout.samples)
+    def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Ends]:
+        rows, samples = len(layout.slots), np.flatnonzero(layout.samples)
         has_all = len(wanted) == layout.num_tokens
         extra = [samples] if has_all else [samples, wanted]
         self._send([[rows, 0, 0, 0], layout.query_starts, layout.slots, layout.starts, layout.write_from, *extra])
         end = HEADER + 1 + 4 * rows
         sampled = self._packed[end : end + len(samples)].long()
-        longest, width = int(layout.counts.max()), -(-int(layout.context_lens.max()) // block_size)
+        asked = None if has_all else self._packed[end + len(samples) :][: len(wanted)].long()
+        longest, width = int(layout.counts.max()), -(-int(layout.context_lens.max()) // self.block_size)
         made = self._ops.prepare(
             self._packed, self._state.flat, self._state.places, rows, layout.num_tokens, longest, width
         )
-        batch = make_batch(
-            layout,
-            **self._tensors(made),
-            wanted=None if has_all else self._packed[end + len(samples) :][: len(wanted)].long(),
-        )
-        drawn = [tensor.index_select(0, sampled) for tensor in made.draw()]
-        return Prepared(batch, Ends(made.targets.index_select(0, sampled), tuple(drawn)))
+        drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())
+        batch = _make_batch(layout, self._tensors(made), asked)
+        return batch, Ends(made.targets.index_select(0, sampled), drawn)
 
     def send_singles(self, layout: Layout, bucket: int) -> None:
         """Rows of one token each, filled up to `bucket` with rows that the header excludes."""
@@ -132,7 +148,7 @@ class DeviceInputs:
         places = self._state.places
         made = self._ops.prepare(self._packed, self._state.flat, places, bucket, bucket, 1, places.max_blocks)
         batch = ForwardBatch(
-            **self._tensors(made),
+            *self._tensors(made),
             wanted=None,
             num_single_rows=bucket,
             query_lens=(),
@@ -142,34 +158,27 @@ class DeviceInputs:
         )
         return batch, made
 
-    def _tensors(self, made: RowTensors) -> dict[str, Tensor]:
-        """By their names in `ForwardBatch`."""
-        return {
-            "tokens": made.tokens,
-            "positions": made.positions,
-            "kv_slots": made.kv_slots,
-            "query_starts": self._packed[HEADER : HEADER + len(made.context_lens) + 1],
-            "context_lens": made.context_lens,
-            "block_tables": made.block_tables,
-        }
+    def _tensors(self, made: RowTensors) -> BatchTensors:
+        starts = self._packed[HEADER : HEADER + len(made.context_lens) + 1]
+        return made.tokens, made.positions, made.kv_slots, starts, made.context_lens, made.block_tables
 
-    def _send(self, head: list) -> None:
+    def _send(self, head: Sequence[np.ndarray | list[int]]) -> None:
         """One copy, but for what does not fit, which goes before it: a step that admits very long prompts."""
         runs = self._state.take()
-        parts: list[list[tuple[int, np.ndarray]]] = [[]]
-        room = self._payload
+        parts: list[list[Run]] = [[]]
+        left = self._payload
         for run in runs:
-            if len(run[1]) > room:
+            if len(run[1]) > left:
                 parts.append([])
-                room = self._payload
+                left = self._payload
             parts[-1].append(run)
-            room -= len(run[1])
+            left -= len(run[1])
         for part in parts[:-1]:
             self._upload([], part)
         if head or parts[-1]:
             self._upload(head, parts[-1])
 
-    def _upload(self, head: list, runs: list[tuple[int, np.ndarray]]) -> None:
+    def _upload(self, head: Sequence[np.ndarray | list[int]], runs: list[Run]) -> None:
         self._blocks.append(block := self._blocks.pop(0))
         numbers = block.wait()
         size = sum(len(part) for part in head)
@@ -190,13 +199,16 @@ class DeviceInputs:
             block.copy_to(self._packed, size)
 
 
+Inputs = HostInputs | DeviceInputs
+
+
 class _Pinned:
     """Memory of the host that a GPU reads by itself; not to be written before it has."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._tensor = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)
-        self._event = torch.cuda.Event() if is_cuda else None
+        self._event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def wait(self) -> np.ndarray:
         if self._event is not None:
@@ -209,10 +221,15 @@ class _Pinned:
             self._event.record()
 
 
-def make_batch(layout: Layout, **tensors: Any) -> ForwardBatch:
+def _tensor(array: np.ndarray, dtype: type = np.int64) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype))
+
+
+def _make_batch(layout: Layout, tensors: BatchTensors, wanted: Tensor | None) -> ForwardBatch:
     singles, contexts = layout.num_single_rows, layout.context_lens.tolist()
     return ForwardBatch(
-        **tensors,
+        *tensors,
+        wanted=wanted,
         num_single_rows=singles,
         query_lens=tuple(layout.counts[singles:].tolist()),
         query_contexts=tuple(contexts[singles:]),

@@ -7,16 +7,14 @@ whole arrays: a step of 256 rows must cost the host much less than the device.
 import numpy as np
 
 from penstock.executor.protocol import Row
-from penstock.executor.step.slots import Slots
 
 
 class Layout:
     """R rows of T tokens. Arrays go by the layout's order; `order[r]` is the row's index in the step."""
 
     def __init__(self, rows: list[Row]) -> None:
-        columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64).reshape(
-            -1, 5
-        )
+        columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64)
+        columns = columns.reshape(-1, 5)
         self.order = np.argsort(columns[:, 2], kind="stable")
         self.slots, self.starts, self.counts, self.write_from, samples = columns[self.order].T
         self.samples = samples.astype(bool)
@@ -30,22 +28,3 @@ class Layout:
         else:
             self.row_of = np.repeat(np.arange(len(rows)), self.counts)  # [T]
             self.positions = np.arange(self.num_tokens) - (self.query_starts[:-1] - self.starts)[self.row_of]
-
-    def token_index(self, slots: Slots) -> np.ndarray:
-        """[T] into the flattened table of tokens."""
-        return self.slots[self.row_of] * slots.width + self.positions
-
-    def kv_slots(self, slots: Slots) -> np.ndarray:
-        """[T] where each token's key and value go; what must not be written again goes to block 0."""
-        blocks = slots.blocks[self.slots[self.row_of], self.positions // slots.block_size]
-        if self.write_from.any():
-            blocks = np.where(self.positions < self.write_from[self.row_of], 0, blocks)
-        return blocks.astype(np.int64) * slots.block_size + self.positions % slots.block_size
-
-    def block_tables(self, slots: Slots) -> np.ndarray:
-        """[R, blocks of the longest context]"""
-        return slots.blocks[self.slots, : -(-int(self.context_lens.max()) // slots.block_size)]
-
-    def prompt_targets(self, row: int, num_prompt: int) -> int:
-        """How many of the row's tokens are followed by a token of the prompt."""
-        return int(max(0, min(self.context_lens[row], num_prompt - 1) - self.starts[row]))

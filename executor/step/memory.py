@@ -1,33 +1,38 @@
-"""Where the memory goes: how many KV blocks fit, how long a request may be, and the allocation itself."""
+"""Where the memory goes: what a model takes of a GPU beside its weights, how many KV blocks fit, how long a request may be.
+
+All figures of a GPU are this process's own: what its allocator holds, not what the driver reports as free, which changes
+with every other process on the device. The driver's figure is only the upper bound.
+"""
 
 import errno
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from penstock.executor.parallel import Group
+from penstock.executor.free_memory import available_memory
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
-from penstock.executor.step.profile import GpuUse
+
+Runner = TypeVar("Runner")
 
 CPU_KV_BYTES = 4 * 2**30  # without being asked, no more than this …
 CPU_KV_SHARE = 0.25  # … and no more than this share of the free memory
-
-
-@dataclass(frozen=True, slots=True)
-class KvPlan:
-    num_blocks: int  # with block 0, which is never handed out
-    block_bytes: int
-    max_model_len: int
+# What no allocator of ours knows of: the driver's context, compiled kernels, the libraries' own buffers. Set aside, and
+# not measured: only the driver's management library knows which process has how much.
+CONTEXT_BYTES = 1 << 30
+# Set aside for graphs and what they keep of every bucket's tensors: they are captured when the cache has its place. A
+# guess that no GPU has confirmed; a line at the start names what they took.
+GRAPHS_BYTES = 1 << 30
 
 
 @contextmanager
 def naming_options(what: str, options: str) -> Iterator[None]:
-    """Memory that does not suffice is an error that says for what, and what the user can do. Of several around each other
-    the outermost knows best."""
+    """Memory that does not suffice is an error that names what for, and what the user can do. Of several around each
+    other the outermost knows best."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError, ExecutorError) as error:
@@ -36,7 +41,7 @@ def naming_options(what: str, options: str) -> Iterator[None]:
             raise ExecutorError(
                 f"the memory does not suffice for {what} ({free:.1f} GiB are free): {options}"
             ) from error
-        # While a graph is captured, ending the capture fails in its turn, and that is what is heard of.
+        # While a graph is captured, ending the capture fails in its turn, and that is what is raised.
         cause = error if isinstance(error, torch.OutOfMemoryError) else error.__context__
         if not isinstance(cause, torch.OutOfMemoryError):
             raise
@@ -44,17 +49,99 @@ def naming_options(what: str, options: str) -> Iterator[None]:
 
 
 def _is_out_of_main_memory(error: Exception) -> bool:
-    """Python's, the kernel's and torch's way to say it."""
+    """The forms of Python's, the kernel's and torch's error."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+class CudaMeter:
+    """How many bytes this process has allocated on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def start_peak(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what loading left behind is free for the cache
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        """The most that were allocated at once since `start_peak`."""
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reserved(self) -> int:
+        """Bytes that this process has taken from the device for tensors, but for those that it gives back if asked."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)
+
+    def device(self) -> tuple[int, int]:
+        """Bytes that are free, and in all, once this process has given back what it can."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuUse:
+    """In bytes."""
+
+    allocated: int  # for good: weights and tables
+    activations: int  # the most that a step takes beside all the rest
+    requests: int  # the state of all slots, the sampler's too, which is allocated after the cache
+    graphs: int  # set aside for them
+    context: int
+    free: int
+    total: int
+
+    def left(self, utilization: float) -> int:
+        """For the KV cache, if the process may take that share of the device, and it is free."""
+        still = self.activations + self.requests + self.graphs
+        ours = int(utilization * self.total) - self.allocated - self.context - still
+        return max(0, min(ours, self.free - still))
+
+    def table(self, weight_bytes: int, graph_bytes: int) -> dict[str, int]:
+        """As `ModelInfo.memory`."""
+        return {
+            "tables": max(0, self.allocated - weight_bytes),
+            "requests": self.requests,
+            "activations": self.activations,
+            "graphs": graph_bytes,
+            "context (set aside)": self.context,
+        }
+
+
+def measure(
+    open_runner: Callable[[], Runner], warm_up: Callable[[Runner], None], meter: CudaMeter, graphs: int
+) -> GpuUse:
+    """Run the largest steps there may be, among others, on a runner that is as good as the real one but for its cache of
+    two blocks. `graphs`: bytes to set aside for them."""
+    allocated = meter.allocated()
+    runner = open_runner()
+    requests = meter.allocated() - allocated
+    meter.start_peak()
+    warm_up(runner)
+    activations = max(0, meter.peak() - allocated - requests)
+    del runner
+    free, total = meter.device()
+    return GpuUse(allocated, activations, requests, graphs, CONTEXT_BYTES, free, total)
+
+
+@dataclass(frozen=True, slots=True)
+class KvPlan:
+    num_blocks: int  # with block 0, which is never handed out
+    max_model_len: int
 
 
 def plan_kv(
     config: ExecutorConfig,
     block_bytes: int,
     max_positions: int,
-    group: Group,
+    group: RankGroup,
     use: GpuUse | None = None,
 ) -> KvPlan:
     """The pool's size and the longest request it can hold; what was asked for is kept to the letter or refused.
@@ -68,7 +155,7 @@ def plan_kv(
         num_blocks = config.kv_cache_bytes // block_bytes
         source = f"kv_cache_bytes ({config.kv_cache_bytes})"
     else:
-        budget = _free_share(config, group.world) if use is None else use.left(config.gpu_memory_utilization)
+        budget = _free_share(group.world) if use is None else use.left(config.gpu_memory_utilization)
         num_blocks = min(budget // block_bytes, config.max_num_seqs * per_request + 1)
         source = f"the free memory's share for the KV cache ({budget} bytes)"
     num_blocks = group.minimum(num_blocks)
@@ -80,29 +167,12 @@ def plan_kv(
             f"max_model_len: {config.max_model_len} given; {source} holds one request of {fits} tokens. "
             "Lower max_model_len or raise kv_cache_bytes"
         )
-    return KvPlan(num_blocks, block_bytes, min(longest, fits))
+    return KvPlan(num_blocks, min(longest, fits))
 
 
-def _free_share(config: ExecutorConfig, world: int) -> int:
+def _free_share(world: int) -> int:
     """Of the main memory, which the ranks share."""
     return min(CPU_KV_BYTES, int(CPU_KV_SHARE * available_memory())) // world
-
-
-def available_memory(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes of main memory this process may still take: the machine's or its control group's, whichever is less."""
-    available = _table(Path("/proc/meminfo"))["MemAvailable:"] * 1024
-    limit = group / "memory.max"
-    if limit.is_file() and limit.read_text().strip() != "max":
-        # Files in the page cache count as used, but make way: a model just read from disk must not fill the group.
-        stat = _table(group / "memory.stat")
-        used = int((group / "memory.current").read_text()) - stat["active_file"] - stat["inactive_file"]
-        available = min(available, int(limit.read_text()) - used)
-    return max(0, available)
-
-
-def _table(path: Path) -> dict[str, int]:
-    """The kernel's tables: a name and a number per line."""
-    return {name: int(value) for name, value, *_ in map(str.split, path.read_text().splitlines())}
 
 
 def allocate_kv(

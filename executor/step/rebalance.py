@@ -1,7 +1,7 @@
 """Moves experts between the ranks as their load changes, while steps go on.
 
 All ranks count the same tokens. At every `interval`-th step the first rank makes a plan, in a thread of its own, and
-when it has one broadcasts it at a step's boundary. From then on a thread of each rank brings the experts of one
+when it has one sends it to the others at a step's boundary. From then on a thread of each rank brings the experts of one
 layer into spare memory, over connections of its own; at the first boundary at which all have them, all put them in
 place and go by the new plan for that layer. Until then the old one holds, as it does for every layer that is left
 when a transfer fails: a plan is always whole, layer by layer.
@@ -12,7 +12,6 @@ Every collective here is made at a boundary, where all ranks are at the same ste
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,9 +20,8 @@ import torch
 
 from penstock.eplb import LoadTracker, Plan, balance, replan, transfers
 from penstock.eplb.maps import rank_loads
-from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import Experts
-from penstock.executor.parallel import CollectiveError, Group
+from penstock.executor.parallel import CollectiveError, RankGroup
 from penstock.executor.protocol import EplbConfig, ExpertUpdate
 
 ASK_EVERY = 8  # steps, while the first rank plans
@@ -32,32 +30,20 @@ NOTHING, SKIPPED, PLANNED, BROKEN = 0, 1, 2, 3
 
 
 @dataclass
-class Proposal:
-    """What the planning thread comes back with."""
-
-    plan: Plan | None  # None: not worth it
-    balance: float
-    rank_load: bytes
-    expert_load: bytes
-    seconds: float
-
-
-@dataclass
 class Move:
-    """One layer's experts, being brought into this rank's spare memory."""
+    """One layer's experts while they are brought into this rank's spare memory."""
 
     layer: int
-    errands: list[tuple[int, int, list[int]]]  # expert, slot that has it, slots of one rank that want it
+    errands: list[tuple[int, list[int]]]  # slot that has an expert, slots of one rank that want it
     arrivals: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # own slot → what it will hold
     state: int = RUNNING
 
 
 class Rebalancer:
-    def __init__(self, config: EplbConfig, plan: Plan, layers: list[Experts], group: Group, links: Group) -> None:
+    def __init__(
+        self, config: EplbConfig, plan: Plan, layers: list[Experts], group: RankGroup, links: RankGroup
+    ) -> None:
         """`links` has the same ranks as `group`, over connections of its own: transfers run beside steps."""
-        for experts in layers:
-            for expert in experts.slots:
-                refuse_unregistered(expert)
         self._config, self._plan, self._layers = config, plan, layers
         self._group, self._links = group, links
         self._counts = torch.zeros(len(layers), layers[0].num_experts, dtype=torch.int64, device=group.device)
@@ -68,19 +54,18 @@ class Rebalancer:
         self._first = group.rank * plan.slots_per_rank
         # Beside the steps on a GPU, too. On the steps' own stream two ranks could wait for each other for ever: one's transfer
         # behind a sum that the other, whose transfer is not over, has not begun.
-        is_cuda = group.device.type == "cuda"
-        self._stream = torch.cuda.Stream(group.device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._num_steps = self._looked_at = 0
         self._planning: threading.Thread | None = None
         self._is_planning = False  # on all ranks: the first one is at it
-        self._proposal: Proposal | None = None
+        # What the planning thread comes back with: a plan, if one is worth it, and what it has found out.
+        self._proposal: tuple[Plan | None, dict[str, float | bytes]] | None = None
         self._target: Plan | None = None
         self._rows = np.empty((0, 4), np.int64)  # the transfers from what held when the target came
         self._pending: list[int] = []  # layers that are still to be moved, in order
         self._move: Move | None = None
         self._is_over = False  # transfers cannot be trusted any more
-        self._update = ExpertUpdate(balance=1.0)
-        self._taken = self._update
+        self._update = self._reported = ExpertUpdate(balance=1.0)
 
     def boundary(self) -> None:
         """Before every step, on all ranks."""
@@ -92,7 +77,7 @@ class Rebalancer:
             self._advance(self._move)
         elif self._is_planning:
             if self._num_steps % ASK_EVERY == 0:
-                self._hear_plan()
+                self._receive_plan()
         elif self._num_steps % self._config.interval == 0:
             self._look()
         else:
@@ -100,10 +85,10 @@ class Rebalancer:
         self._note(stall_s=self._update.stall_s + time.perf_counter() - started_s)
 
     def take_update(self) -> ExpertUpdate | None:
-        """What has changed since the last call."""
-        if self._update is self._taken:
+        """What has changed since the last time."""
+        if self._update is self._reported:
             return None
-        self._taken = self._update
+        self._reported = self._update
         return self._update
 
     @property
@@ -133,17 +118,23 @@ class Rebalancer:
         if gain <= 0 or gain < self._config.min_gain_per_gib * remote * self._expert_bytes / 2**30:
             plan = None
         by_rank = rank_loads(load, self._plan.phy2log, self._plan.weight, self._plan.ranks)
-        self._proposal = Proposal(
-            plan, float(now.mean()), _shares(by_rank), _shares(load), time.perf_counter() - started_s
+        self._proposal = (
+            plan,
+            {
+                "balance": float(now.mean()),
+                "rank_load": _shares(by_rank),
+                "expert_load": _shares(load),
+                "plan_s": self._update.plan_s + time.perf_counter() - started_s,
+            },
         )
 
-    def _hear_plan(self) -> None:
-        """The first rank says whether it has a plan, and if so which."""
-        plan_sent = torch.zeros(1 + 2 * self._plan.phy2log.size, dtype=torch.int32, device=self._group.device)
+    def _receive_plan(self) -> None:
+        """From the first rank: whether it has a plan, and if so which."""
+        message = torch.zeros(1 + 2 * self._plan.phy2log.size, dtype=torch.int32, device=self._group.device)
         if self._planning is not None and not self._planning.is_alive():
             self._planning = None
-            self._fill(plan_sent)
-        status = int(self._group.broadcast(plan_sent)[0])
+            self._fill(message)
+        status = int(self._group.broadcast(message)[0])
         if status == NOTHING:
             return
         self._is_planning = False
@@ -153,7 +144,7 @@ class Rebalancer:
         if status == SKIPPED:
             self._note(num_skipped=self._update.num_skipped + 1)
             return
-        phy2log, weight = plan_sent[1:].cpu().numpy().reshape(2, *self._plan.phy2log.shape)
+        phy2log, weight = message[1:].cpu().numpy().reshape(2, *self._plan.phy2log.shape)
         self._target = self._plan.with_(phy2log, weight)
         self._agree_on(self._target)
         self._rows = transfers(self._plan, self._target, self._plan.ranks)
@@ -161,26 +152,22 @@ class Rebalancer:
         self._pending = np.flatnonzero(changed.any(1)).tolist()
         self._start_next()
 
-    def _fill(self, plan_sent: torch.Tensor) -> None:
-        """What the planning thread came back with, as the others receive it."""
+    def _fill(self, message: torch.Tensor) -> None:
+        """What the planning thread came back with, for the others."""
         proposal, self._proposal = self._proposal, None
         if proposal is None:  # its traceback is on standard error
-            plan_sent[0] = BROKEN
+            message[0] = BROKEN
             return
-        plan_sent[0] = SKIPPED
-        if proposal.plan is not None:
-            plan_sent[0] = PLANNED
-            placed = np.concatenate([proposal.plan.phy2log.ravel(), proposal.plan.weight.ravel()])
-            plan_sent[1:] = torch.from_numpy(placed.astype(np.int32))
-        self._note(
-            balance=proposal.balance,
-            rank_load=proposal.rank_load,
-            expert_load=proposal.expert_load,
-            plan_s=self._update.plan_s + proposal.seconds,
-        )
+        plan, found = proposal
+        message[0] = SKIPPED
+        if plan is not None:
+            message[0] = PLANNED
+            placed = np.concatenate([plan.phy2log.ravel(), plan.weight.ravel()])
+            message[1:] = torch.from_numpy(placed.astype(np.int32))
+        self._note(**found)
 
     def _abort(self) -> None:
-        """Whatever holds now holds from here on."""
+        """The plan that holds now holds from here on."""
         self._is_over = True
         self._move = self._target = None
         self._note(num_aborted=self._update.num_aborted + 1)
@@ -188,7 +175,7 @@ class Rebalancer:
     def _agree_on(self, plan: Plan) -> None:
         digest = int.from_bytes(plan.digest()[:7], "little")
         least, most = self._group.minimum(digest), -self._group.minimum(-digest)
-        assert least == most, "the ranks have heard different plans"
+        assert least == most, "the ranks have received different plans"
 
     def _start_next(self) -> None:
         if not self._pending:
@@ -206,13 +193,13 @@ class Rebalancer:
         """In a thread: fill the spare memory with what this rank's slots of the layer will hold."""
         try:
             with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                for _, source, slots in move.errands:
+                for source, slots in move.errands:
                     self._run(move, source, slots)
             move.state = ARRIVED
         except CollectiveError:
             move.state = FAILED
 
-    def _errands(self, layer: int) -> list[tuple[int, int, list[int]]]:
+    def _errands(self, layer: int) -> list[tuple[int, list[int]]]:
         """What has to be done for a layer, in an order that all ranks share: two ranks that exchange experts meet at
         the same one first."""
         first, end = np.searchsorted(self._rows[:, 0], (layer, layer + 1))
@@ -220,7 +207,7 @@ class Rebalancer:
         wanted: dict[tuple[int, int], tuple[int, list[int]]] = {}
         for _, expert, source, slot in self._rows[first:end].tolist():
             wanted.setdefault((slot // depth, expert), (source, []))[1].append(slot)
-        return [(expert, source, slots) for (_, expert), (source, slots) in sorted(wanted.items())]
+        return [errand for _, errand in sorted(wanted.items())]
 
     def _run(self, move: Move, source: int, slots: list[int]) -> None:
         depth = self._plan.slots_per_rank
@@ -265,9 +252,9 @@ class Rebalancer:
 
     def _count_moved(self, move: Move) -> None:
         depth = self._plan.slots_per_rank
-        remote = sum(source // depth != slots[0] // depth for _, source, slots in move.errands)
+        remote = sum(source // depth != slots[0] // depth for source, slots in move.errands)
         self._note(
-            num_moved=self._update.num_moved + sum(len(slots) for _, _, slots in move.errands),
+            num_moved=self._update.num_moved + sum(len(slots) for _, slots in move.errands),
             moved_bytes=self._update.moved_bytes + remote * self._expert_bytes,
         )
 
@@ -285,24 +272,6 @@ def put_in_place(tensor: torch.Tensor, new: torch.Tensor) -> None:
     """On the CPU the tensor takes the memory of the new one, and no step waits for a copy. On a GPU copying is quick,
     and captured graphs know addresses."""
     if tensor.device.type == "cpu":
-        tensor.set_(new)  # type: ignore[call-overload]
+        tensor.set_(new)  # type: ignore[call-overload]  # missing in the stubs
     else:
         tensor.copy_(new)
-
-
-def refuse_unregistered(expert: Mlp) -> None:
-    """Every tensor of an expert moves with it, so every tensor must be among those it names."""
-    named = {id(tensor) for tensor in expert.tensors()}
-    for where, tensor in _tensors_of(expert, "expert", set()):
-        assert id(tensor) in named, f"{where} is a tensor of an expert that would not move with it"
-
-
-def _tensors_of(thing: object, where: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(thing, torch.Tensor):
-        yield where, thing
-        return
-    if id(thing) in seen or not type(thing).__module__.startswith("penstock."):
-        return
-    seen.add(id(thing))
-    for name, value in vars(thing).items():
-        yield from _tensors_of(value, f"{where}.{name}", seen)

@@ -8,16 +8,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 
 from penstock.executor.batch import KvPages
 from penstock.executor.models.registry import Model
 from penstock.executor.outbox import Outbox
-from penstock.executor.parallel import Group
-from penstock.executor.protocol import Row, Step, StepResult, TokenLogprobs
-from penstock.executor.sampling.masking import RowMasks
-from penstock.executor.sampling.sampler import Sampled, Sampler, prompt_logprobs
+from penstock.executor.parallel import RankGroup
+from penstock.executor.protocol import Admission, Row, Step, StepResult
+from penstock.executor.sampling.edits import RowMasks, is_plain
+from penstock.executor.sampling.sampler import SampledTokens, Sampler, prompt_logprobs
 from penstock.executor.staging import send
 from penstock.executor.step.graphs import DecodeGraphs
 from penstock.executor.step.inputs import Ends, Inputs
@@ -25,7 +26,6 @@ from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
 from penstock.executor.step.pooling import Pooler
 from penstock.executor.step.rebalance import Rebalancer
-from penstock.executor.step.slots import Slots
 from penstock.executor.tiers.transfers import RankTransfers
 
 STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
@@ -34,15 +34,13 @@ PROMPT_LOGPROB_ROWS = 128  # logits of so many prompt positions at a time: a who
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way. Row indices are the step's own."""
+    """A step in flight. Row indices are the step's own."""
 
     step: Step
     started_s: float
-    sampled: Sampled | None = None
+    result: StepResult  # as far as it is known
+    sampled: SampledTokens | None = None
     sampled_rows: list[int] = field(default_factory=list)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    embeddings: dict[int, bytes] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)
     unsampled: tuple[Layout, Ends, torch.Tensor] | None = None  # its logits [S, vocabulary] wait for masks
 
 
@@ -52,19 +50,22 @@ class ModelRunner:
         model: Model,
         pages: KvPages,
         sampler: Sampler | None,  # the group's first rank samples for all
-        slots: Slots,
         inputs: Inputs,
         device: torch.device,
-        group: Group,
+        group: RankGroup,
         transfers: RankTransfers | None = None,
         rebalancer: Rebalancer | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
-        self._slots, self._inputs = slots, inputs
+        self._inputs = inputs
         self._group, self._transfers, self._rebalancer = group, transfers, rebalancer
         self._graphs = graphs
         self._pooler, self._outbox = Pooler(), Outbox(device)
+        self._admissions: dict[int, Admission] = {}  # by slot
+        self._asks_more = np.zeros(inputs.num_slots, dtype=bool)  # prompt log-probabilities or an embedding …
+        self._asks_all = np.zeros(inputs.num_slots, dtype=bool)  # … for which every token's hidden state is read
+        self._is_plain = np.ones(inputs.num_slots, dtype=bool)  # no more than a draw; every rank must know, one samples
 
     def capture_graphs(self, progress: Callable[[str], None]) -> bool:
         """Before the first step. False if there are none to capture."""
@@ -75,23 +76,19 @@ class ModelRunner:
     @naming_options("a step", STEP_OPTIONS)
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        launched = Launched(step, time.monotonic())
+        result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {}, {})
+        launched = Launched(step, time.monotonic(), result)
         if self._transfers is not None:
-            self._transfers.begin(step.transfers, written_blocks(step.rows, self._slots.block_size))
+            self._transfers.begin(step.transfers, written_blocks(step.rows, self._inputs.block_size))
         for admission in step.admissions:
-            assert admission.adapter is None, "adapters are refused before they come here"
-            tokens = self._slots.admit(admission)
-            self._pooler.admit(admission)
-            if self._sampler is not None:
-                self._sampler.admit(admission.slot, admission.sampling, tokens, admission.num_prompt)
+            self._admit(admission)
         if step.rows:
             if self._rebalancer is not None:
                 self._rebalancer.boundary()
-            self._inputs.edit_blocks(step.rows)
-            for row in step.rows:
-                if row.tokens:
-                    self._slots.extend(row)
-                    if self._sampler is not None:
+            self._inputs.take(step.rows)
+            if self._sampler is not None:
+                for row in step.rows:
+                    if row.tokens:
                         self._sampler.extend(row.slot, row.first_token, row.tokens)
             self._compute(Layout(step.rows), launched)
         else:
@@ -111,117 +108,109 @@ class ModelRunner:
 
     def finish(self, launched: Launched) -> StepResult:
         assert launched.unsampled is None, "a step is collected before its masks came"
-        tokens, logprobs, errors = [-1] * len(launched.step.rows), {}, launched.errors
+        result, rows = launched.result, launched.sampled_rows
         if launched.sampled is not None:
-            rows = launched.sampled_rows
             sampled, found, failed = launched.sampled.wait()
             for row, token in zip(rows, sampled, strict=True):
-                tokens[row] = token
-            logprobs = {rows[index]: value for index, value in found.items()}
-            errors |= {rows[index]: text for index, text in failed.items()}
-        for row in errors:
-            tokens[row] = -1
-        return StepResult(
-            launched.step.step_id,
-            tokens,
-            logprobs,
-            launched.prompt_logprobs,
-            launched.embeddings,
-            errors,
-            time.monotonic() - launched.started_s,
-            None if self._transfers is None else self._transfers.end(),
-            None if self._rebalancer is None else self._rebalancer.take_update(),
+                result.tokens[row] = token
+            result.logprobs.update({rows[index]: value for index, value in found.items()})
+            result.errors.update({rows[index]: text for index, text in failed.items()})
+        for row in result.errors:
+            result.tokens[row] = -1
+        return msgspec.structs.replace(
+            result,
+            elapsed_s=time.monotonic() - launched.started_s,
+            transfers=None if self._transfers is None else self._transfers.end(),
+            experts=None if self._rebalancer is None else self._rebalancer.take_update(),
         )
 
+    def _admit(self, admission: Admission) -> None:
+        assert admission.adapter is None, "adapters are refused before they come here"
+        slot, sampling = admission.slot, admission.sampling
+        tokens = np.frombuffer(admission.tokens, dtype="<i4").astype(np.int32)
+        assert 0 < admission.num_prompt <= len(tokens) < self._inputs.width
+        self._admissions[slot] = admission
+        self._asks_all[slot] = admission.pooling == "mean" or sampling.prompt_logprobs is not None
+        self._asks_more[slot] = self._asks_all[slot] or admission.pooling is not None
+        self._is_plain[slot] = is_plain(sampling)
+        self._inputs.admit(slot, tokens, sampling)
+        self._pooler.admit(admission)
+        if self._sampler is not None:
+            self._sampler.admit(slot, sampling, tokens, admission.num_prompt)
+
     def _compute(self, layout: Layout, launched: Launched) -> None:
-        asks = self._slots.asks_more[layout.slots].any()
+        asks = self._asks_more[layout.slots].any()
         if self._graphs is not None and not asks and self._graphs.takes(layout):
             self._replay(self._graphs, layout, launched)
             return
-        wanted = self._wanted(layout) if asks else layout.query_starts[1:][layout.samples] - 1
-        prepared = self._inputs.prepare(layout, wanted)
-        hidden = self._model.forward(prepared.batch, self._pages)  # [W, hidden]
+        last = layout.query_starts[1:] - 1
+        wanted = self._wanted(layout) if asks else last[layout.samples]
+        batch, ends = self._inputs.prepare(layout, wanted)
+        hidden = self._model.forward(batch, self._pages)  # [W, hidden]
         if asks:
-            for row in np.flatnonzero(self._slots.asks_more[layout.slots]).tolist():
-                self._answer_more(layout, row, wanted, hidden, launched)
-            last = np.searchsorted(wanted, layout.query_starts[1:][layout.samples] - 1)
-            hidden = hidden[send(last, self._device)]
+            for row in np.flatnonzero(self._asks_more[layout.slots]).tolist():
+                first, end = np.searchsorted(wanted, layout.query_starts[row : row + 2]).tolist()
+                self._answer_more(layout, row, hidden[first:end], launched)
+            hidden = hidden[send(np.searchsorted(wanted, last[layout.samples]), self._device)]
         if layout.samples.any():
-            self._sample(layout, prepared.ends, hidden, launched)
+            self._sample(layout, ends, hidden, launched)
 
     def _replay(self, graphs: DecodeGraphs, layout: Layout, launched: Launched) -> None:
-        """A step of single tokens: all of it by graphs, or up to the hidden states if somebody wants more than a draw."""
+        """A step of single tokens: all of it by graphs, or up to the hidden states if a row wants more than a draw."""
         num_rows = len(layout.slots)
         hidden, made = graphs.forward(layout)
-        if any(row.masked for row in launched.step.rows) or not self._slots.is_plain[layout.slots].all():
+        if any(row.masked for row in launched.step.rows) or not self._is_plain[layout.slots].all():
             ends = Ends(made.targets[:num_rows], tuple(tensor[:num_rows] for tensor in made.draw()))
             self._sample(layout, ends, hidden, launched)
             return
         self._outbox.hold()  # the last step's tokens lie where this one's will
         tokens, largest = graphs.sample(num_rows)
-        if self._sampler is None:  # the first rank says what came out
+        if self._sampler is None:  # the first rank reports what came out
             return
-        launched.sampled = Sampled(tokens, largest.expand(2, -1), [])
+        launched.sampled = SampledTokens(tokens, largest.expand(2, -1), [])
         launched.sampled.post(self._outbox)
         launched.sampled_rows = layout.order.tolist()
 
     def _wanted(self, layout: Layout) -> np.ndarray:
-        """Indices of the tokens whose hidden state somebody reads, ascending, where not only samplers do."""
-        need = np.zeros(layout.num_tokens, dtype=bool)
-        need[layout.query_starts[1:][layout.samples] - 1] = True
-        for row in np.flatnonzero(self._slots.asks_more[layout.slots]).tolist():
-            admission = self._slots.admission(int(layout.slots[row]))
-            first, end = layout.query_starts[row : row + 2]
-            if admission.sampling.prompt_logprobs is not None:
-                need[first : first + layout.prompt_targets(row, admission.num_prompt)] = True
-            if admission.pooling == "mean":
-                need[first:end] = True
-            elif admission.pooling == "last":
-                need[end - 1] = True
+        """Indices of the tokens whose hidden state is read, ascending, where some rows ask for more than a sample."""
+        need: np.ndarray = self._asks_all[layout.slots][layout.row_of]
+        need[layout.query_starts[1:][layout.samples | self._asks_more[layout.slots]] - 1] = True
         return np.flatnonzero(need)
 
-    def _answer_more(
-        self, layout: Layout, row: int, wanted: np.ndarray, hidden: torch.Tensor, launched: Launched
-    ) -> None:
-        """What one row asks for beside a sample: prompt log-probabilities, an embedding."""
-        admission = self._slots.admission(int(layout.slots[row]))
-        index, end = int(layout.order[row]), int(layout.context_lens[row])
-        first = int(np.searchsorted(wanted, layout.query_starts[row]))
-        count = int(layout.counts[row])
-        if admission.sampling.prompt_logprobs is not None:
-            targets = layout.prompt_targets(row, admission.num_prompt)
-            launched.prompt_logprobs[index] = self._prompt_logprobs(
-                admission.slot,
-                int(layout.starts[row]),
-                hidden[first : first + targets],
-                admission.sampling.prompt_logprobs,
-                lambda why: launched.errors.setdefault(index, why),
-            )
+    def _answer_more(self, layout: Layout, row: int, hidden: torch.Tensor, launched: Launched) -> None:
+        """What one row asks for beside a sample: prompt log-probabilities, an embedding. hidden [n, hidden]: what it
+        wanted."""
+        admission = self._admissions[int(layout.slots[row])]
+        index, start, end = int(layout.order[row]), int(layout.starts[row]), int(layout.context_lens[row])
+        num, num_prompt = admission.sampling.prompt_logprobs, admission.num_prompt
+        if num is not None:
+            followed = hidden[: max(0, min(end, num_prompt - 1) - start)]  # by a token of the prompt
+            self._find_prompt_logprobs(index, admission.slot, start, followed, num, launched)
         try:
+            embedding = None
             if admission.pooling == "mean":
-                embedding = self._pooler.mean(admission, hidden[first : first + count], end)
-                if embedding is not None:
-                    launched.embeddings[index] = embedding
-            elif admission.pooling == "last" and end == admission.num_prompt:
-                last = int(np.searchsorted(wanted, layout.query_starts[row + 1] - 1))
-                launched.embeddings[index] = self._pooler.last(hidden[last : last + 1])
+                embedding = self._pooler.mean(admission, hidden, end)
+            elif admission.pooling == "last" and end == num_prompt:
+                embedding = self._pooler.last(hidden[-1:])
+            if embedding is not None:
+                launched.result.embeddings[index] = embedding
         except ValueError as error:
-            launched.errors[index] = str(error)
+            launched.result.errors[index] = str(error)
 
-    def _prompt_logprobs(
-        self, slot: int, start: int, hidden: torch.Tensor, num: int, fail: Callable[[str], object]
-    ) -> list[TokenLogprobs]:
+    def _find_prompt_logprobs(
+        self, index: int, slot: int, start: int, hidden: torch.Tensor, num: int, launched: Launched
+    ) -> None:
         """hidden [n, hidden] of positions start … start + n - 1, which predict the prompt's next tokens."""
-        chosen = self._slots.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
-        found: list[TokenLogprobs] = []
-        for part, ids in zip(hidden.split(PROMPT_LOGPROB_ROWS), chosen.split(PROMPT_LOGPROB_ROWS), strict=True):
-            logits = self._model.logits(part)
+        chosen = self._inputs.tokens[slot, start + 1 : start + 1 + len(hidden)].long()
+        found = launched.result.prompt_logprobs[index] = []
+        for first in range(0, len(hidden), PROMPT_LOGPROB_ROWS):
+            part = slice(first, first + PROMPT_LOGPROB_ROWS)
+            logits = self._model.logits(hidden[part])
             if logits is not None:
                 try:
-                    found += prompt_logprobs(logits, ids, num)
+                    found += prompt_logprobs(logits, chosen[part], num)
                 except ValueError as error:  # the other ranks go on with the next part, and so does this one
-                    fail(str(error))
-        return found
+                    launched.result.errors.setdefault(index, str(error))
 
     def _sample(self, layout: Layout, ends: Ends, hidden: torch.Tensor, launched: Launched) -> None:
         """hidden [S, hidden] of the rows that sample."""
@@ -239,20 +228,22 @@ class ModelRunner:
         launched: Launched,
         masks: RowMasks | None = None,
     ) -> None:
-        """The tokens go to the table for the next step, and on their way to the host. logits [S, vocabulary]."""
+        """The tokens go to the table for the next step, and are sent to the host. logits [S, vocabulary]."""
         slots, positions = layout.slots[layout.samples], layout.context_lens[layout.samples]
         if logits is None or self._sampler is None:
             tokens = torch.empty(len(slots), dtype=torch.int64, device=self._device)
         else:
-            if masks is None and ends.options is not None and self._sampler.are_plain(slots):
-                launched.sampled = self._sampler.start_plain(logits, ends.options)
+            ops = self._sampler.ops
+            if masks is None and ends.options is not None and ops is not None and self._is_plain[slots].all():
+                drawn, largest = ops.choose(logits, *ends.options)
+                launched.sampled = SampledTokens(drawn, largest.expand(2, -1), [])
             else:
                 on_device = None if ends.options is None else ends.options[-1]
                 launched.sampled = self._sampler.start(logits, slots.tolist(), positions.tolist(), masks, on_device)
             launched.sampled.post(self._outbox)
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens
-        self._slots.tokens.view(-1)[ends.targets] = self._group.broadcast(tokens).to(torch.int32)
+        self._inputs.tokens.view(-1)[ends.targets] = self._group.broadcast(tokens).to(torch.int32)
 
 
 def written_blocks(rows: list[Row], block_size: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 What there is to compile follows from dtypes, from the model and from sizes: how many rows, tokens and positions a step
 has. Of sizes `tiles.sizes` says which suffice, and there is a request here for everything that one may ask for. The
-steps go through a runner like any other, but one whose slots, sampler and two KV blocks nobody else ever sees.
+steps go through a runner like any other, but one whose slots, sampler and two KV blocks are its own.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ SAMPLINGS = (
 )
 
 
-class Part(NamedTuple):
+class Share(NamedTuple):
     """A request's share of a made-up step: its last `num_tokens` positions."""
 
     num_tokens: int
@@ -54,25 +54,25 @@ def warm_up(
         runner.finish(launched)
 
 
-def plan_steps(max_rows: int, max_tokens: int, longest: int) -> list[list[Part]]:
+def plan_steps(max_rows: int, max_tokens: int, longest: int) -> list[list[Share]]:
     """The largest first: memory that does not suffice is found out before anything else takes time."""
     max_tokens = min(max_tokens, max_rows * longest)
     max_rows = min(max_rows, max_tokens)
     end, few = min(longest, max_tokens), min(longest, max_tokens, 2)
     everything = Sampling(temperature=0.0, prompt_logprobs=1)
-    single = Part(1, 1)
+    single = Share(1, 1)
     return [
         *(
-            [Part(count, count, everything, "mean") for count in _split(tokens, longest)]
+            [Share(count, count, everything, "mean") for count in _split(tokens, longest)]
             for tokens in sizes(max_tokens)
         ),
-        [Part(end, longest)],
-        [Part(count, count) for count in _split(max_tokens, -(-max_tokens // max_rows))],
+        [Share(end, longest)],
+        [Share(count, count) for count in _split(max_tokens, -(-max_tokens // max_rows))],
         *([single] * rows for rows in sizes(max_rows)),
-        *([Part(1, context)] for context in sizes(longest)),
-        [Part(few, few, samples=False)],
-        [Part(few, few, pooling="last")],
-        [Part(few, few, pooling="mean")],
+        *([Share(1, context)] for context in sizes(longest)),
+        [Share(few, few, samples=False)],
+        [Share(few, few, pooling="last")],
+        [Share(few, few, pooling="mean")],
         *([single._replace(sampling=sampling)] for sampling in (*SAMPLINGS, Sampling(logprobs=-1))),
         [single._replace(sampling=SAMPLINGS[row % len(SAMPLINGS)]) for row in range(max_rows)],
         [single._replace(is_masked=True)],
@@ -85,7 +85,7 @@ def _split(total: int, most: int) -> list[int]:
     return [min(most, total - first) for first in range(0, total, most)]
 
 
-def _make_step(parts: list[Part], longest: int) -> Step:
+def _make_step(parts: list[Share], longest: int) -> Step:
     admissions, rows = [], []
     for slot, part in enumerate(parts):
         # Every position that is computed has a next token of the prompt, as far as a request may be that long.

@@ -1,30 +1,43 @@
-"""The tiers of one rank, over a KV cache of torch: slots, stores and the right way to copy. Executors open one each."""
+"""The tiers of one rank, as its configuration asks for them: host blocks, the stores beneath, the port for peers.
 
+Every executor opens them with `open_tiers` and says how its blocks are copied. It imports no torch, and what talks to
+disks and peers only where there are any.
+"""
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+import numpy as np
 
-from penstock.executor.protocol import ExecutorConfig
-from penstock.executor.tiers.transfers import (
-    Copier,
-    NumpyCopier,
-    RankTransfers,
-    block_of,
-    host_arena,
-    host_slots,
-    open_rank,
-    open_stores,
-    tier_memory,
-)
+from penstock.cache.tiers.base import DISK, Store, peer_name
+from penstock.cache.tiers.memory import huge_array
+from penstock.cache.tiers.peer.address import read_address, read_secret
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.tiers.served import Served
+from penstock.executor.tiers.transfers import Copier, RankTransfers
+
+if TYPE_CHECKING:
+    from penstock.cache.tiers.peer.server import PeerServer
+
+ALIGNMENT = 4096  # a host block starts on a page, so that a store may read straight into it
+STAGING_BYTES = 2**30  # of the host, where a disk or a peer is given and no host tier: bytes pass through it
+SERVE_BYTES = 128 * 2**20  # of one rank's blocks on their way to peers at a time
 
 
 @dataclass(frozen=True, slots=True)
 class RankTiers:
-    """`transfers` is None without tiers; `host_slots`, `stores` and `memory` are for `ModelInfo`."""
+    """`transfers` is None without tiers; the rest is for `ModelInfo`."""
 
     transfers: RankTransfers | None = None
     host_slots: int = 0
     stores: tuple[str, ...] = ()
+    serves_peers: bool = False
     memory: dict[str, int] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -32,22 +45,116 @@ class RankTiers:
             self.transfers.close()
 
 
-def open_transfers(config: ExecutorConfig, kv: torch.Tensor, fingerprint: bytes, rank: int = 0) -> RankTiers:
-    """`kv` [blocks, …], contiguous: whatever belongs to one block lies together."""
-    block_bytes = kv[0].numel() * kv.element_size()
-    slots = host_slots(config, block_bytes)
-    if slots == 0:
-        return RankTiers()
-    block = block_of(config, block_bytes, fingerprint, rank)
-    stores = open_stores(config, block)
-    arena = host_arena(slots, block_bytes)
-    blocks = kv.view(kv.shape[0], -1).view(torch.uint8)  # [blocks, bytes of a block]
-    copier: Copier
-    if kv.is_cuda:
-        from penstock.executor.tiers.cuda_copies import CudaCopier
+class RankBlock(NamedTuple):
+    """What one rank's part of a block is: how long, and what gives it its meaning."""
 
-        copier = CudaCopier(blocks, arena)
-    else:
-        copier = NumpyCopier(blocks.numpy(), arena)
-    transfers = open_rank(config, arena, block, copier, stores)
-    return RankTiers(transfers, slots, tuple(stores), tier_memory(config, slots, block_bytes))
+    size: int
+    fingerprint: bytes
+    rank: int
+
+
+def open_tiers(
+    config: ExecutorConfig,
+    block_bytes: int,
+    fingerprint: bytes,
+    make_copier: Callable[[np.ndarray], Copier],
+    rank: int = 0,
+    stores: Mapping[str, Store] = MappingProxyType({}),
+) -> RankTiers:
+    """`make_copier` is given the host's memory, uint8 [host blocks + 1, their bytes and padding]; the first is never
+    used. `stores` come before those of the config."""
+    if not (config.kv_disk_path or config.kv_host_bytes or config.kv_peers or config.kv_peer_listen):
+        return RankTiers()
+    ranks, stride = config.tensor_parallel_size, -(-block_bytes // ALIGNMENT) * ALIGNMENT
+    num_blocks = _num_host_blocks(config, stride)
+    block = RankBlock(block_bytes, rank_fingerprint(fingerprint, config.block_size, block_bytes, ranks, rank), rank)
+    memory = {"host tier": (num_blocks + 1) * stride}
+    opened = dict(stores)
+    if config.kv_disk_path:
+        memory["disk tier"] = config.kv_disk_bytes // ranks
+        opened[DISK] = _open_disk(config, block)
+    opened |= {peer_name(peer): _open_peer(config, block, peer) for peer in config.kv_peers}
+    if config.kv_peer_listen:
+        memory["for peers"] = SERVE_BYTES
+    arena = huge_array(num_blocks + 1, stride)  # memory is taken as host blocks are first written
+    serve = partial(_serve, config, block) if config.kv_peer_listen else None
+    transfers = RankTransfers(arena[:, :block_bytes], make_copier(arena), opened, serve)
+    return RankTiers(transfers, num_blocks, tuple(opened), serve is not None, memory)
+
+
+def _num_host_blocks(config: ExecutorConfig, stride: int) -> int:
+    """Of one rank; what was asked for and cannot be is an error."""
+    asked = config.kv_host_bytes or min(config.kv_disk_bytes or STAGING_BYTES, STAGING_BYTES)
+    num_blocks = asked // config.tensor_parallel_size // stride
+    if num_blocks < 2:
+        name = "kv_disk_bytes" if config.kv_disk_path and not config.kv_host_bytes else "kv_host_bytes"
+        raise ExecutorError(
+            f"{name}: {asked} given; a block takes {stride} bytes on each of "
+            f"{config.tensor_parallel_size} ranks, and at least two are needed"
+        )
+    return num_blocks
+
+
+def rank_fingerprint(model: bytes, block_size: int, block_bytes: int, num_ranks: int, rank: int) -> bytes:
+    """Names all that gives a rank's bytes their meaning. `model` covers the weights, the dtypes and the numbers; the
+    first figure is the version of the keys and of the layout of a block."""
+    return hashlib.sha256(struct.pack("<5Q", 1, block_size, block_bytes, num_ranks, rank) + model).digest()
+
+
+def _open_disk(config: ExecutorConfig, block: RankBlock) -> Store:
+    from penstock.cache.tiers.disk.tier import DiskTier
+
+    capacity_bytes = config.kv_disk_bytes // config.tensor_parallel_size
+    try:
+        return DiskTier(
+            config.kv_disk_path,
+            capacity_bytes=capacity_bytes,
+            chunk_bytes=block.size,
+            fingerprint=block.fingerprint,
+        )
+    except OSError as error:
+        raise ExecutorError(f"kv_disk_path: {config.kv_disk_path!r}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ExecutorError(f"kv_disk_bytes: {error}") from None
+
+
+def _open_peer(config: ExecutorConfig, block: RankBlock, peer: str) -> Store:
+    """Connected or not."""
+    from penstock.cache.tiers.peer.store import PeerTier
+
+    endpoint = read_address("kv_peers", peer, config.tensor_parallel_size).of_rank(block.rank)
+    secret = _secret(config)
+    try:
+        return PeerTier(endpoint, chunk_bytes=block.size, fingerprint=block.fingerprint, secret=secret)
+    except OSError as error:
+        raise ExecutorError(f"kv_peers: {peer!r}: {error.strerror}") from None
+
+
+def _serve(config: ExecutorConfig, block: RankBlock, served: Served) -> "PeerServer":
+    """Listening at `kv_peer_listen` from here on."""
+    from penstock.cache.tiers.peer.server import PeerServer
+
+    address = read_address("kv_peer_listen", config.kv_peer_listen, config.tensor_parallel_size)
+    try:
+        server = PeerServer(
+            address.of_rank(block.rank),
+            served,
+            chunk_bytes=block.size,
+            fingerprint=block.fingerprint,
+            secret=_secret(config),
+            serve_bytes=SERVE_BYTES,
+        )
+    except OSError as error:
+        raise ExecutorError(
+            f"kv_peer_listen: {config.kv_peer_listen!r}, port {address.port + block.rank} for rank {block.rank}: "
+            f"{error.strerror}"
+        ) from None
+    server.start()
+    return server
+
+
+def _secret(config: ExecutorConfig) -> str:
+    try:
+        return read_secret(config.kv_peer_secret_file, os.environ)
+    except ValueError as error:
+        raise ExecutorError(str(error)) from None

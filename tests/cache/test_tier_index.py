@@ -3,7 +3,8 @@
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.index import TierIndex
 from penstock.executor.protocol import TransferResult
-from penstock.executor.tiers.transfers import Merge, rank_fingerprint
+from penstock.executor.tiers.open_tiers import rank_fingerprint
+from penstock.executor.tiers.transfers import Merge
 from tests.support.tier_counts import match
 
 

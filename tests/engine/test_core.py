@@ -12,7 +12,7 @@ from penstock.engine.front.client import AsyncEngine
 from penstock.engine.messages import Heartbeat
 from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import ExecutorConfig, Step, step_deadline_s
-from penstock.executor.tiers.transfers import ALIGNMENT
+from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
 from tests.support.simulation import submit
 

@@ -105,7 +105,7 @@ def test_what_a_peer_has_lost_meanwhile_is_computed() -> None:
         heard(b, 5)
         served = transfers_of(a)._served
         third = list(a.scheduler.pool._index)[2]
-        assert served is not None and served._slot_of.pop(third) and cached(b, "warm") == 8
+        assert served is not None and served._host_of.pop(third) and cached(b, "warm") == 8
         assert b.scheduler.stats().tiers["peer"]["failed_loads"] >= 1
 
 

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from penstock.executor.protocol import ExecutorConfig, Sampling
+from penstock.executor.protocol import DType, ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver, Sequence
 from tests.support.small_models import folder
@@ -24,11 +24,12 @@ Trace = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
-def dtype(request: pytest.FixtureRequest) -> str:
-    return request.param
+def dtype(request: pytest.FixtureRequest) -> DType:
+    name: DType = request.param
+    return name
 
 
-def driver_of(case: str, dtype: str) -> Driver:
+def driver_of(case: str, dtype: DType) -> Driver:
     config = ExecutorConfig(
         model=str(folder(case)), dtype=dtype, device="cpu", kv_cache_bytes=2**24, block_size=BLOCK, max_num_seqs=70
     )
@@ -46,13 +47,13 @@ def trace(driver: Driver, watched: Sequence, *others: Sequence, chunk: int | Non
     return seen
 
 
-def alone(case: str, dtype: str) -> Trace:
+def alone(case: str, dtype: DType) -> Trace:
     driver = driver_of(case, dtype)
     return trace(driver, driver.admit(PROMPT, FULL))
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_a_batch_of_64(case: str, dtype: str) -> None:
+def test_in_a_batch_of_64(case: str, dtype: DType) -> None:
     driver = driver_of(case, dtype)
     others = [driver.admit(prompt) for prompt in OTHERS]
     assert trace(driver, driver.admit(PROMPT, FULL), *others) == alone(case, dtype)
@@ -60,7 +61,7 @@ def test_in_a_batch_of_64(case: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("chunk", [1, 7, 32])
-def test_with_the_prompt_in_chunks_beside_others(case: str, dtype: str, chunk: int) -> None:
+def test_with_the_prompt_in_chunks_beside_others(case: str, dtype: DType, chunk: int) -> None:
     driver = driver_of(case, dtype)
     others = [driver.admit(prompt) for prompt in OTHERS[:5]]
     assert trace(driver, driver.admit(PROMPT, FULL), *others, chunk=chunk) == alone(case, dtype)
@@ -68,7 +69,7 @@ def test_with_the_prompt_in_chunks_beside_others(case: str, dtype: str, chunk: i
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("cached", [8, 56])
-def test_after_a_prefix_hit(case: str, dtype: str, cached: int) -> None:
+def test_after_a_prefix_hit(case: str, dtype: DType, cached: int) -> None:
     driver = driver_of(case, dtype)
     owner = driver.admit([*PROMPT[:cached], 1, 2, 3])
     driver.generate(owner, count=5, chunk=13)
@@ -79,7 +80,7 @@ def test_after_a_prefix_hit(case: str, dtype: str, cached: int) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("after", [1, 9])
-def test_after_a_preemption(case: str, dtype: str, after: int) -> None:
+def test_after_a_preemption(case: str, dtype: DType, after: int) -> None:
     driver = driver_of(case, dtype)
     victim, other = driver.admit(PROMPT, FULL), driver.admit(OTHERS[0])
     driver.generate(victim, count=after)

@@ -1,6 +1,7 @@
-"""Copies between a GPU's blocks and the host's slots: who waits for whom, and for whom nobody does."""
+"""Copies between a GPU's blocks and the host's: what waits for what, and for what nothing waits."""
 
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from penstock.executor.protocol import Row
 from penstock.executor.step.runner import written_blocks
 from penstock.executor.tiers.cuda_copies import CudaCopier
-from tests.support.pretended_gpu import PretendedGpu
+from tests.support.pretended_gpu import PretendedGpu, Stream
 from tests.support.pretended_memory import GPU
 from tests.support.races import Race
 
@@ -31,16 +32,20 @@ class Rig:
         restores: tuple[tuple[int, int], ...] = (),
         writes: tuple[int, ...] = (),
         reads: tuple[int, ...] = (),
-        told: tuple[int, ...] | None = None,
+        reported: tuple[int, ...] | None = None,
     ) -> None:
-        """The copies and the rows of a step. told: what the copier hears of the writes, if it does not hear all."""
-        self.copier.begin_step(writes if told is None else told)
+        """The copies and the rows of a step. reported: the writes that the copier learns of, if not all."""
+        self.copier.begin_step(writes if reported is None else reported)
         if saves or restores:
             self.copier.start(saves, restores)
         for block in writes:
             self.blocks[block] = 100 + block
         for block in reads:
             self.blocks[block].sum()
+
+    def has_waited(self, stream: torch.cuda.Stream) -> bool:
+        """Whether the computing stream has waited for all of this one, which is in truth a made-up one."""
+        return self.gpu.has_waited(self.gpu.stream, cast(Stream, stream))
 
 
 @pytest.fixture
@@ -52,7 +57,7 @@ def test_rows_do_not_wait_for_saves(gpu: PretendedGpu, rig: Rig) -> None:
     rig.step(saves=((1, 1), (2, 2)))
     for _ in range(2):
         rig.step(writes=(3,), reads=(1, 2, 4))
-        assert not gpu.has_waited(gpu.stream, rig.copier._saving)
+        assert not rig.has_waited(rig.copier._saving)
     rig.copier.finish()
     assert rig.arena[1, 0] == 1 and rig.arena[2, BYTES - 1] == 2
 
@@ -60,8 +65,8 @@ def test_rows_do_not_wait_for_saves(gpu: PretendedGpu, rig: Rig) -> None:
 def test_a_restore_behind_saves_does_not_wait_for_them(gpu: PretendedGpu, rig: Rig) -> None:
     rig.step(saves=((1, 1),), restores=((2, 3),))
     rig.step(reads=(3,))
-    assert gpu.has_waited(gpu.stream, rig.copier._restoring)
-    assert not gpu.has_waited(gpu.stream, rig.copier._saving)
+    assert rig.has_waited(rig.copier._restoring)
+    assert not rig.has_waited(rig.copier._saving)
 
 
 def test_rows_wait_for_the_restores_of_steps_before_theirs(rig: Rig) -> None:
@@ -77,10 +82,10 @@ def test_rows_wait_for_the_restores_of_steps_before_theirs(rig: Rig) -> None:
 def test_a_block_that_is_being_saved_is_written_by_rows_when_it_is_over(gpu: PretendedGpu, rig: Rig) -> None:
     rig.step(saves=((1, 1),))
     rig.step(writes=(1,))
-    assert gpu.has_waited(gpu.stream, rig.copier._saving)
+    assert rig.has_waited(rig.copier._saving)
     rig.step(saves=((1, 2),))
     with pytest.raises(Race, match=r"(?s)computing stream writes.*cuda_copies"):
-        rig.step(writes=(1,), told=())
+        rig.step(writes=(1,), reported=())
 
 
 OVERWRITES: dict[str, list[Callable[[Rig], None]]] = {

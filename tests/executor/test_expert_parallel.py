@@ -10,14 +10,16 @@ from msgspec.structs import replace
 
 from penstock import LLM, SamplingParams
 from penstock.eplb import choose, plan
+from penstock.executor.models.mlp import Mlp
 from penstock.executor.models.moe import SlotTable
-from penstock.executor.protocol import EplbConfig, ExecutorError, ExpertUpdate
+from penstock.executor.protocol import DType, EplbConfig, ExecutorError, ExpertUpdate
 from penstock.executor.ranks.multiproc import open_multiproc
-from penstock.executor.step.rebalance import refuse_unregistered
 from penstock.executor.uniproc import UniprocExecutor
+from tests.executor import test_eight_bits
 from tests.executor.test_models import prompts
 from tests.executor.test_multiproc import config_of
 from tests.support.driver import Driver
+from tests.support.eight_bits import folders
 from tests.support.small_models import folder, greedy
 
 
@@ -106,13 +108,42 @@ def test_options_of_experts_that_cannot_be_met_are_refused(case: str, options: d
         UniprocExecutor(replace(config_of(case, 1), **options))
 
 
-def test_an_expert_with_a_tensor_that_would_stay_behind_is_refused() -> None:
-    executor = UniprocExecutor(config_of("mixtral", 1))
-    expert = executor._runner._model.experts[0].slots[0]
-    refuse_unregistered(expert)
-    setattr(expert, "scale", torch.ones(1))  # noqa: B010  (no tensor that an expert has)
-    with pytest.raises(AssertionError, match=r"expert.scale is a tensor of an expert that would not move with it"):
-        refuse_unregistered(expert)
+def left_behind(thing: object, moved: set[int], where: str, seen: set[int]) -> list[str]:
+    """Tensors of an expert that are not among those it names, and so would not move with it."""
+    if isinstance(thing, torch.Tensor):
+        return [] if id(thing) in moved else [where]
+    if id(thing) in seen or not type(thing).__module__.startswith("penstock."):
+        return []
+    seen.add(id(thing))
+    return [
+        found for name, value in vars(thing).items() for found in left_behind(value, moved, f"{where}.{name}", seen)
+    ]
+
+
+def not_moved(expert: Mlp) -> list[str]:
+    return left_behind(expert, {id(tensor) for tensor in expert.tensors()}, "expert", set())
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"), [("mixtral", "float32"), ("qwen3-moe", "bfloat16"), ("in eight bits", "bfloat16")]
+)
+def test_every_tensor_of_an_expert_moves_with_it(case: str, dtype: DType, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case == "in eight bits":
+        test_eight_bits.in_eight_bits(monkeypatch)
+        config = test_eight_bits.config_of(folders("deepseek-v3")[0], dtype=dtype)
+    else:
+        config = replace(config_of(case, 1), dtype=dtype)
+    layers = UniprocExecutor(config)._runner._model.experts
+    assert layers
+    for experts in layers:
+        for expert in experts.slots:
+            assert not_moved(expert) == []
+
+
+def test_a_tensor_that_would_stay_behind_is_seen() -> None:
+    expert = UniprocExecutor(config_of("mixtral", 1))._runner._model.experts[0].slots[0]
+    expert.scale = torch.ones(1)  # type: ignore[attr-defined]
+    assert not_moved(expert) == ["expert.scale"]
 
 
 def test_slots_on_the_device_are_those_of_the_numpy_rule() -> None:

@@ -74,7 +74,7 @@ def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], Recor
     """Whatever a rank opens from now on goes the ways that it would there."""
     monkeypatch.setattr(rank, "_is_gpu", lambda _: True)
     monkeypatch.setattr(rank, "CudaMeter", Meter)
-    monkeypatch.setattr(rank, "_slots_and_inputs", on_device)
+    monkeypatch.setattr(rank, "open_inputs", on_device)
     monkeypatch.setattr(rank, "select_sampling_ops", lambda _: torch_sampling.SAMPLING_OPS)
     monkeypatch.setattr(rank, "CudaGraphs", open_pool)
     monkeypatch.setattr(Outbox, "send", lambda _, tensors: Mail((), [tensor.clone() for tensor in tensors], None))
@@ -84,8 +84,8 @@ def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], Recor
 def open_small(
     monkeypatch: pytest.MonkeyPatch, case: str = "qwen3", recorder: Recorder | None = None
 ) -> UniprocExecutor:
-    """A model with its inputs made "on the device", and with graphs if there is somebody to record them."""
-    pretend_a_gpu(monkeypatch, lambda: recorder or pytest.fail("a graph that nobody asked for"))
+    """A model with its inputs made "on the device", and with graphs if there is something to record them."""
+    pretend_a_gpu(monkeypatch, lambda: recorder or pytest.fail("a graph that was not asked for"))
     config = ExecutorConfig(
         model=str(folder(case)),
         dtype="float32",

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels.state import OPTIONS, DeviceState
+from penstock.executor.kernels.state import OPTIONS
 from penstock.executor.kernels.torch_inputs import INPUT_OPS
 from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling
 from penstock.executor.ranks import rank
 from penstock.executor.step.inputs import DeviceInputs, HostInputs
 from penstock.executor.step.layout import Layout
-from penstock.executor.step.slots import Slots, slot_sizes
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
 from tests.support.small_models import folder, greedy
@@ -21,9 +20,12 @@ CPU = torch.device("cpu")
 NUM_SLOTS, LENGTH, BLOCK, NUM_BLOCKS = 6, 50, 4, 90
 
 
-def device_side(payload: int) -> tuple[Slots, DeviceState, DeviceInputs]:
-    state = DeviceState(NUM_SLOTS, *slot_sizes(LENGTH, BLOCK), BLOCK, CPU)
-    return Slots(NUM_SLOTS, LENGTH, BLOCK, state), state, DeviceInputs(state, INPUT_OPS, 3 * NUM_SLOTS, 64, payload)
+def device_side(payload: int) -> DeviceInputs:
+    return DeviceInputs(NUM_SLOTS, LENGTH, BLOCK, 64, INPUT_OPS, CPU, payload)
+
+
+def admit(inputs: HostInputs | DeviceInputs, admission: Admission) -> None:
+    inputs.admit(admission.slot, np.frombuffer(admission.tokens, np.int32).copy(), admission.sampling)
 
 
 def admission(slot: int, rng: np.random.Generator) -> Admission:
@@ -35,11 +37,13 @@ def admission(slot: int, rng: np.random.Generator) -> Admission:
 
 
 def steps(rng: np.random.Generator) -> Iterator[tuple[list[Admission], list[Row]]]:
-    """Chunks of any size, skipped writes, new blocks, tokens that nobody sampled, drafts in rows of their own; a slot
+    """Chunks of any size, skipped writes, new blocks, tokens that were not sampled, drafts in rows of their own; a slot
     changes hands now and then."""
     lengths, computed = [0] * NUM_SLOTS, [0] * NUM_SLOTS
     for _ in range(40):
-        admissions, rows, drafts = [], [], []
+        admissions: list[Admission] = []
+        rows: list[Row] = []
+        drafts: list[Row] = []
         for slot in rng.permutation(NUM_SLOTS)[: rng.integers(1, NUM_SLOTS + 1)].tolist():
             tokens, blocks = (), tuple(rng.integers(1, NUM_BLOCKS, rng.integers(0, 3)).tolist())
             if computed[slot] == lengths[slot]:
@@ -79,51 +83,47 @@ def test_a_device_makes_of_any_step_what_the_host_makes(
     """With little room in a copy, too: then what changed goes over in several."""
     monkeypatch.setattr("penstock.executor.kernels.state.MAX_RUN", min(payload, 1 << 16))
     rng = np.random.default_rng(seed)
-    host = Slots(NUM_SLOTS, LENGTH, BLOCK)
-    device, state, there = device_side(payload)
-    here = HostInputs(host, CPU)
+    here, there = HostInputs(NUM_SLOTS, LENGTH, BLOCK), device_side(payload)
     for admissions, rows in steps(rng):
-        for slots, inputs in ((host, here), (device, there)):
+        for inputs in (here, there):
             for one in admissions:
-                slots.admit(one)
-            inputs.edit_blocks(rows)
-            for row in rows:
-                if row.tokens:
-                    slots.extend(row)
+                admit(inputs, one)
+            inputs.take(rows)
         layout = Layout(rows)
         wanted = np.flatnonzero(rng.random(layout.num_tokens) < 0.6)
-        expected, got = here.prepare(layout, wanted), there.prepare(layout, wanted)
-        for name in expected.batch.__slots__:
-            ours, theirs = getattr(got.batch, name), getattr(expected.batch, name)
+        (expected, expected_ends), (got, ends) = here.prepare(layout, wanted), there.prepare(layout, wanted)
+        for name in expected.__slots__:
+            ours, theirs = getattr(got, name), getattr(expected, name)
             if name == "block_tables":  # beyond a row's context anything valid will do
-                used = torch.arange(theirs.shape[1]) < -(-expected.batch.context_lens[:, None] // BLOCK)
+                used = torch.arange(theirs.shape[1]) < -(-expected.context_lens[:, None] // BLOCK)
                 assert ours.shape == theirs.shape and torch.equal(ours * used, theirs * used)
                 assert int(ours.min()) >= 0 and int(ours.max()) < NUM_BLOCKS
             elif isinstance(theirs, torch.Tensor):
                 assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
             else:
                 assert ours == theirs, name
-        assert torch.equal(got.ends.targets, expected.ends.targets)
-        assert got.ends.options is not None
-        *_, top_k, _, _, positions = got.ends.options
+        assert torch.equal(ends.targets, expected_ends.targets)
+        assert ends.options is not None
+        *_, top_k, _, _, positions = ends.options
         assert positions.tolist() == layout.context_lens[layout.samples].tolist()
         assert top_k.tolist() == layout.slots[layout.samples].tolist()
-        sampled = torch.from_numpy(rng.integers(0, 1000, len(got.ends.targets)).astype(np.int32))
-        for slots, prepared in ((host, expected), (device, got)):
-            slots.tokens.view(-1)[prepared.ends.targets] = sampled
+        sampled = torch.from_numpy(rng.integers(0, 1000, len(ends.targets)).astype(np.int32))
+        for inputs in (here, there):
+            inputs.tokens.view(-1)[ends.targets] = sampled
 
 
 def test_a_bucket_larger_than_the_step_is_filled_with_rows_that_do_nothing() -> None:
     rng = np.random.default_rng(9)
-    slots, state, inputs = device_side(1 << 10)
-    for slot in (2, 5):
-        slots.admit(admission(slot, rng))
+    inputs = device_side(1 << 10)
+    admissions = {slot: admission(slot, rng) for slot in (2, 5)}
+    for each in admissions.values():
+        admit(inputs, each)
     rows = [Row(5, 0, 1, True, blocks=(7,)), Row(2, 1, 1, True, blocks=(9, 3))]
-    inputs.edit_blocks(rows)
+    inputs.take(rows)
     inputs.send_singles(Layout(rows), 4)
     batch, made = inputs.compute_singles(4, LENGTH)
     assert batch.num_single_rows == 4 and batch.max_single_context == LENGTH
-    assert batch.tokens.tolist() == [int(slots.tokens[5, 0]), int(slots.tokens[2, 1]), 0, 0]
+    assert batch.tokens.tolist() == [int(inputs.tokens[5, 0]), int(inputs.tokens[2, 1]), 0, 0]
     assert batch.positions.tolist() == [0, 1, 0, 0] and batch.context_lens.tolist() == [1, 2, 0, 0]
     assert batch.kv_slots.tolist() == [7 * BLOCK, 9 * BLOCK + 1, 0, 0]
     assert batch.block_tables[:, 0].tolist() == [7, 9, 0, 0] and not batch.block_tables[:, 1:].any()
@@ -132,21 +132,20 @@ def test_a_bucket_larger_than_the_step_is_filled_with_rows_that_do_nothing() -> 
     assert made.targets.tolist() == [5 * (LENGTH + 1) + 1, 2 * (LENGTH + 1) + 2, spare, spare]
     assert made.temperature.tolist() == [0.5, 0.5, 0, 0] and made.top_k.tolist() == [5, 2, 0, 0]
     assert made.min_p.tolist() == [0.25, 0.25, 0, 0] and made.top_p.tolist() == [0.75, 0.75, 0, 0]
-    seeds = [slots.admission(slot).sampling.seed for slot in (5, 2)]
+    seeds = [admissions[slot].sampling.seed for slot in (5, 2)]
     assert made.seeds.numpy().view(np.uint64).tolist() == [*seeds, 0, 0]
-    assert state.flat.numel() == spare + LENGTH + 1 + NUM_SLOTS * 13 + NUM_SLOTS * OPTIONS
+    assert inputs._state.flat.numel() == spare + LENGTH + 1 + NUM_SLOTS * 13 + NUM_SLOTS * OPTIONS
 
 
-def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device) -> tuple[Slots, DeviceInputs]:
+def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device) -> DeviceInputs:
     """As `rank` makes them on a GPU."""
-    state = DeviceState(config.max_num_seqs, *slot_sizes(max_model_len, config.block_size), config.block_size, device)
-    slots = Slots(config.max_num_seqs, max_model_len, config.block_size, state)
-    return slots, DeviceInputs(state, INPUT_OPS, config.max_num_seqs, config.max_num_batched_tokens)
+    sizes = config.max_num_seqs, max_model_len, config.block_size, config.max_num_batched_tokens
+    return DeviceInputs(*sizes, INPUT_OPS, device)
 
 
 @pytest.mark.parametrize("case", ["qwen3", "deepseek-v2-lite", "opt"])
 def test_a_whole_model_gives_the_tokens_of_transformers(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    monkeypatch.setattr(rank, "_slots_and_inputs", on_device)
+    monkeypatch.setattr(rank, "open_inputs", on_device)
     config = ExecutorConfig(
         model=str(folder(case)), dtype="float32", kv_cache_bytes=2**20, block_size=4, max_num_seqs=3
     )

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from penstock.executor.outbox import Outbox
-from penstock.executor.protocol import NOTHING_LEFT, ExecutorConfig, Sampling, Step
-from penstock.executor.sampling.masking import RowMasks
+from penstock.executor.protocol import NOTHING_LEFT, ExecutorConfig, Sampling, Step, TokenLogprobs
+from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
@@ -17,7 +17,7 @@ PROMPT = [(5 * i * i + 3 * i) % 160 for i in range(30)]
 
 
 def bits(*allowed: set[int], vocab_size: int) -> np.ndarray:
-    """One mask for each set of tokens, with ones beyond the vocabulary, which nobody may mind."""
+    """One mask for each set of tokens, with ones beyond the vocabulary, which must not matter."""
     flags = np.ones((len(allowed), -(-vocab_size // 32) * 32), dtype=bool)
     flags[:, :vocab_size] = False
     for row, tokens in enumerate(allowed):
@@ -27,7 +27,9 @@ def bits(*allowed: set[int], vocab_size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [31, 32, 33, 1000])
-def test_what_a_mask_forbids_becomes_minus_infinity_and_nothing_else_changes(vocab_size: int, dtype) -> None:
+def test_what_a_mask_forbids_becomes_minus_infinity_and_nothing_else_changes(
+    vocab_size: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, vocab_size).to(dtype)
     before = logits.clone()
@@ -40,7 +42,9 @@ def test_what_a_mask_forbids_becomes_minus_infinity_and_nothing_else_changes(voc
     assert torch.equal(logits[[1, 3]], before[[1, 3]])
 
 
-def sample(samplings: list[Sampling], masks: RowMasks | None, logits: torch.Tensor):
+def sample(
+    samplings: list[Sampling], masks: RowMasks | None, logits: torch.Tensor
+) -> tuple[list[int], dict[int, TokenLogprobs], dict[int, str]]:
     sampler = Sampler(logits.shape[1], 8, torch.device("cpu"))
     for slot, sampling in enumerate(samplings):
         sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 3)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.executor.step.memory import allocate_kv, available_memory
+from penstock.executor.free_memory import available_memory
+from penstock.executor.step.memory import allocate_kv
 
 
 def group(path: Path, limit: str) -> Path:

@@ -14,12 +14,12 @@ import random
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -168,7 +168,7 @@ class World:
     def answer(self, name: str) -> Update | None:
         return joined(self._updates[name]) if self._updates[name] else None
 
-    def _keep(self, outputs: list[Output | None]) -> None:
+    def _keep(self, outputs: Sequence[Output | None]) -> None:
         for output in filter(None, outputs):
             name = output.request_id
             asked, choice = self._asked[name], self._choices[name]
@@ -226,7 +226,7 @@ def random_request(rng: random.Random, number: int, world: World) -> list[Asked]
     if rng.random() < 0.3:  # a text that repeats itself
         prompt = (prompt[: rng.randint(1, 5)] * length)[:length]
     params = random_params(rng, world.tokenizer)
-    pooling = rng.choice([None] * 8 + ["last", "mean"])
+    pooling: Literal["last", "mean"] | None = rng.choice([None] * 8 + ["last", "mean"])
     if pooling is not None:
         params = SamplingParams()
     grammar = None if params.structured_outputs is None else grammar_source(params.structured_outputs)
@@ -289,7 +289,7 @@ def compare(asked: Asked, alone: Asked, answer: Update | None, expected: Update 
     if last.finish_reason == "abort":
         if alone.outputs[-1].finish_reason != "abort":
             assert got == whole[: len(got)], where
-        elif min(len(got), len(whole)):  # a stop string: how far the core came meanwhile is nobody's business
+        elif min(len(got), len(whole)):  # a stop string: how far the core came meanwhile does not matter
             assert all(a == b for a, b in zip(got, whole, strict=False)), where
     else:
         assert got == whole or alone.outputs[-1].finish_reason == "abort", where

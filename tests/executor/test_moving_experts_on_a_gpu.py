@@ -61,8 +61,8 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
     gpu: PretendedGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Thread:
-        def __init__(self, target: Callable[..., None], args: tuple[Any, ...], daemon: bool) -> None:  # noqa: ARG002  (threading.Thread's)
-            self._target, self._args = target, args
+        def __init__(self, target: Any, args: tuple[Any, ...], daemon: bool) -> None:
+            self._run: Callable[[], object] = lambda: target(*args)
 
         def start(self) -> None:
             with gpu.thread("beside the steps"):

@@ -14,7 +14,7 @@ from benchmarks.gpu.shapes import MODELS, config_of
 
 from penstock.executor.kernels import Ops, torch_ops
 from penstock.executor.loading import dummy
-from penstock.executor.protocol import ExecutorConfig, Sampling
+from penstock.executor.protocol import Device, DType, ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver, Sequence
 from tests.support.small_models import folder
@@ -35,7 +35,7 @@ def write(folder: Path, config: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(config | LAYERS))
 
 
-def check_beside_a_cpu(monkeypatch: pytest.MonkeyPatch, path: Path, device: str) -> None:
+def check_beside_a_cpu(monkeypatch: pytest.MonkeyPatch, path: Path, device: Device) -> None:
     exact, near = beside_a_cpu(monkeypatch, path)
     assert error(answers(path, device, "bfloat16"), exact) < NEARNESS * error(near, exact)
 
@@ -64,7 +64,7 @@ def error(got: Answers, exact: Answers) -> float:
     )
 
 
-def answers(path: Path, device: str, dtype: str) -> Answers:
+def answers(path: Path, device: Device, dtype: DType) -> Answers:
     """Log-probabilities [299] of a prompt's own tokens, which comes in chunks, and [5, vocabulary] of what may follow.
 
     Only one token may be sampled, so that the same text is continued everywhere."""
@@ -90,7 +90,7 @@ def answers(path: Path, device: str, dtype: str) -> Answers:
 
 @pytest.mark.parametrize("device", [GPU])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_in_float32_at_real_sizes_are_a_cpus(name: str, device: str, tmp_path: Path) -> None:
+def test_logits_in_float32_at_real_sizes_are_a_cpus(name: str, device: Device, tmp_path: Path) -> None:
     """Two layers with made-up weights, to the rounding of their sums."""
     write(tmp_path, config_of(name, is_tiny=False))
     exact = answers(tmp_path, "cpu", "float32")
@@ -100,7 +100,7 @@ def test_logits_in_float32_at_real_sizes_are_a_cpus(name: str, device: str, tmp_
 @pytest.mark.parametrize("device", [GPU])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_in_bfloat16_at_real_sizes_are_as_near_as_a_cpus(
-    monkeypatch: pytest.MonkeyPatch, name: str, device: str, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, name: str, device: Device, tmp_path: Path
 ) -> None:
     """How far rounding leads away depends on the model, up to a sixth where experts are chosen, so that no figure does for
     all. A CPU's bfloat16 says how far it may be."""
@@ -150,7 +150,7 @@ def test_a_gpu_that_computes_something_else_does_not_pass(
 
 
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
-def test_ten_thousand_steps_leave_nothing_behind(device: str) -> None:
+def test_ten_thousand_steps_leave_nothing_behind(device: Device) -> None:
     """Requests of any length come and go, prompts in chunks beside answers, some with more than a draw."""
     config = ExecutorConfig(
         model=str(folder("qwen3")), device=device, dtype="float32", kv_cache_bytes=2**20, block_size=4, max_num_seqs=6

@@ -1,15 +1,16 @@
 """How much of a GPU the KV cache may take: what this process uses is measured, what others use is only a limit."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step
 from penstock.executor.ranks import rank
-from penstock.executor.step import profile
-from penstock.executor.step.memory import allocate_kv, naming_options, plan_kv
-from penstock.executor.step.profile import GpuUse
-from penstock.executor.step.runner import ModelRunner
+from penstock.executor.step.memory import GRAPHS_BYTES, GpuUse, allocate_kv, naming_options, plan_kv
+from penstock.executor.step.runner import Launched, ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support.small_models import folder
@@ -21,9 +22,9 @@ CPU = torch.device("cpu")
 class Meter:
     """A device of 80 GiB on which a step takes 2 beside the 16 that are allocated and the requests' 1; 50 are free."""
 
-    def __init__(self) -> None:
+    def __init__(self, *reserved: int) -> None:
         self.said: list[str] = []
-        self._allocated = iter((16 * GIB, 17 * GIB))
+        self._allocated, self._reserved = iter((16 * GIB, 17 * GIB)), itertools.cycle(reserved or (20 * GIB,))
 
     def allocated(self) -> int:
         return next(self._allocated)
@@ -36,7 +37,7 @@ class Meter:
         return 19 * GIB
 
     def reserved(self) -> int:
-        return 20 * GIB
+        return next(self._reserved)
 
     def device(self) -> tuple[int, int]:
         return 50 * GIB, 80 * GIB
@@ -54,7 +55,7 @@ def test_the_cache_gets_what_this_process_leaves_of_its_share() -> None:
 
 
 def test_what_others_take_is_a_limit_and_not_counted_as_ours() -> None:
-    # A neighbour came or went while we measured: the share stays the same as long as there is room.
+    # Another process came or went while we measured: the share stays the same as long as there is room.
     assert use(free=60).left(0.5) == use(free=30).left(0.5)
     assert use(free=20).left(0.9) == 15 * GIB
 
@@ -66,7 +67,7 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
     meter, forward = Meter(), ModelRunner.launch
     seen: list[tuple[int, int]] = []
 
-    def watched(self, step):
+    def watched(self: ModelRunner, step: Step) -> Launched:
         if step.rows:
             meter.said.append("step")
             seen.append((sum(row.count for row in step.rows), max(row.start + row.count for row in step.rows)))
@@ -92,19 +93,22 @@ def test_the_largest_steps_are_run_and_measured(case: str, num_tokens: int, monk
 def test_memory_is_set_aside_for_graphs_where_there_will_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_a_gpu(monkeypatch, Recorder)
     asked: list[int] = []
-    monkeypatch.setattr(rank, "measure", lambda *given: asked.append(given[-1]) or use())
+
+    def measure(*given: Any) -> GpuUse:
+        asked.append(given[-1])
+        return use()
+
+    monkeypatch.setattr(rank, "measure", measure)
     for enforce_eager in (False, True):
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=1, enforce_eager=enforce_eager)
         UniprocExecutor(config)
-    assert asked == [profile.GRAPHS_BYTES, 0]
+    assert asked == [GRAPHS_BYTES, 0]
 
 
 def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for taken, is_warned in ((GIB // 4, False), (2 * GIB, True)):
         pretend_a_gpu(monkeypatch, Recorder)
-        reserved = iter((5 * GIB, 5 * GIB + taken))
-        meter = Meter()
-        meter.reserved = lambda reserved=reserved: next(reserved)  # type: ignore[method-assign]
+        meter = Meter(5 * GIB, 5 * GIB + taken)
         monkeypatch.setattr(rank, "CudaMeter", lambda _, meter=meter: meter)
         lines: list[str] = []
         config = ExecutorConfig(model=str(folder("qwen3")), max_num_seqs=2, kv_cache_bytes=2**18, dtype="float32")
@@ -116,7 +120,7 @@ def test_what_graphs_take_is_said_and_more_than_was_set_aside_is_warned_of(monke
 
 def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ExecutorConfig(model=str(folder("qwen3")), gpu_memory_utilization=0.9)
-    assert plan_kv(config, GIB, 10**9, Group(), use()).num_blocks == 50
+    assert plan_kv(config, GIB, 10**9, RankGroup(), use()).num_blocks == 50
     assert use().table(15 * GIB, 7) == {
         "tables": GIB,
         "requests": GIB,
@@ -125,7 +129,7 @@ def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatc
         "context (set aside)": GIB,
     }
     with pytest.raises(ExecutorError, match=r"share for the KV cache \(0 bytes\) holds 0 blocks"):
-        plan_kv(config, GIB, 1000, Group(), use(allocated=71))
+        plan_kv(config, GIB, 1000, RankGroup(), use(allocated=71))
     small = GpuUse(allocated=0, activations=0, requests=7, graphs=0, context=0, free=2**20, total=2**20)
     pretend_a_gpu(monkeypatch, Recorder)
     monkeypatch.setattr(rank, "measure", lambda *_: small)
@@ -136,11 +140,11 @@ def test_the_plan_and_the_table_say_where_it_went(monkeypatch: pytest.MonkeyPatc
 
 def test_bytes_that_were_given_are_taken_whatever_was_measured() -> None:
     given = ExecutorConfig(kv_cache_bytes=2 * GIB)
-    assert plan_kv(given, GIB, 1000, Group(), use(allocated=71)).num_blocks == 2
+    assert plan_kv(given, GIB, 1000, RankGroup(), use(allocated=71)).num_blocks == 2
 
 
 def test_memory_that_does_not_suffice_names_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_, **__):
+    def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB")
 
     with (

@@ -4,6 +4,8 @@ it sees what it is there for.
 The same worlds run on a real one, where only wrong tokens would show.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from penstock.executor.models.weights import Weights
 from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks import rank
-from penstock.executor.sampling.sampler import Sampled
+from penstock.executor.sampling.sampler import SampledTokens
 from penstock.executor.step import inputs
 from penstock.executor.step.graphs import CudaGraphs
 from penstock.executor.tiers.cuda_copies import CudaCopier
@@ -29,7 +31,7 @@ CASE = "qwen3"
 REAL = pytest.param("cuda", marks=pytest.mark.gpu)
 
 
-def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: object) -> UniprocExecutor:
+def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any) -> UniprocExecutor:
     """On a GPU; the made-up one, if there is something to patch."""
     if monkeypatch is not None:
         monkeypatch.setattr(rank, "select_sampling_ops", lambda _: torch_sampling.SAMPLING_OPS)
@@ -43,7 +45,7 @@ def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: obje
         block_size=4,
         max_num_seqs=6,
         max_model_len=80,
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     return UniprocExecutor(config)
 
@@ -56,7 +58,7 @@ def check_greedy(world: World) -> None:
             assert output == greedy(CASE, prompt, len(output))[0]
 
 
-KINDS = {
+KINDS: dict[str, tuple[bool, dict[str, Any]]] = {
     "plain": (False, {}),  # nothing but graphs and prompts, while the number of rows drifts
     "tiers": (False, {"kv_host_bytes": 2**16}),
     "mixed": (True, {"kv_host_bytes": 2**16}),  # masks, penalties, log-probabilities, embeddings
@@ -64,6 +66,7 @@ KINDS = {
 }
 
 
+@pytest.mark.timeout(600)  # half a minute of watched work, on a machine that others may use as well
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_steps_in_flight_touch_nothing_at_the_same_time(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are finished by another thread, which may lag behind: this one waits for nothing that it does."""
@@ -132,10 +135,10 @@ def _forget_the_saves(monkeypatch: pytest.MonkeyPatch) -> None:
 def _forget_the_originals(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent may be another's at once."""
     monkeypatch.setattr(outbox, "Mail", lambda _, copies, event: Mail((), copies, event))
-    monkeypatch.setattr(Sampled, "post", lambda sampled, to: _post_copies(sampled, to))
+    monkeypatch.setattr(SampledTokens, "post", lambda sampled, to: _post_copies(sampled, to))
 
 
-def _post_copies(sampled: Sampled, to: Outbox) -> None:
+def _post_copies(sampled: SampledTokens, to: Outbox) -> None:
     sampled._mail = to.send([sampled.tokens.clone(), sampled._largest.clone()])
 
 
@@ -164,7 +167,7 @@ def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.Monk
 
 
 def test_streams_that_do_not_wait_for_each_other_race(gpu: PretendedGpu) -> None:
-    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)
+    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(GPU))
     with torch.cuda.stream(side):
         numbers[:4].add_(1)
@@ -174,8 +177,8 @@ def test_streams_that_do_not_wait_for_each_other_race(gpu: PretendedGpu) -> None
 
 
 def test_an_event_orders_what_was_launched_before_it(gpu: PretendedGpu) -> None:
-    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)
-    event = torch.cuda.Event()
+    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     with torch.cuda.stream(side):
         side.wait_event(event)
@@ -191,7 +194,7 @@ def test_an_event_orders_what_was_launched_before_it(gpu: PretendedGpu) -> None:
 
 
 def test_memory_that_another_stream_still_reads_must_not_be_given_back(gpu: PretendedGpu) -> None:
-    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)
+    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(GPU))
     with torch.cuda.stream(side):
         numbers.to("cpu", non_blocking=True)
@@ -210,7 +213,7 @@ def test_the_host_must_wait_before_it_reads_or_writes_pinned_memory(gpu: Pretend
     back = there.to("cpu", non_blocking=True)
     with pytest.raises(Race, match="the host reads"):
         back.tolist()
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     event.synchronize()
     assert back.tolist() == [0] * 8
@@ -223,7 +226,7 @@ def test_pinned_memory_comes_back_only_when_its_copy_is_over(gpu: PretendedGpu) 
 
 
 def test_rows_picked_by_index_are_all_that_is_touched(gpu: PretendedGpu) -> None:
-    table, side = torch.zeros(8, 3, device=GPU), torch.cuda.Stream(GPU)
+    table, side = torch.zeros(8, 3, device=GPU), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
     rows = torch.tensor([1, 4], device=GPU)
     side.wait_stream(torch.cuda.current_stream(GPU))
     with torch.cuda.stream(side):

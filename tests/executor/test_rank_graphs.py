@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import EplbConfig, ExecutorConfig, Sampling, Step, StepResult
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank
@@ -35,8 +35,8 @@ class Threads:
 
     def __init__(self, config: ExecutorConfig, recorders: list[Recorder]) -> None:
         self.ranks: list[Rank] = [None] * WORLD  # type: ignore[list-item]
-        self._jobs: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(WORLD)]
-        self._done: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in range(WORLD)]
+        self._jobs: list[queue.SimpleQueue[Callable[[int], None] | None]] = [queue.SimpleQueue() for _ in range(WORLD)]
+        self._done: list[queue.SimpleQueue[BaseException | None]] = [queue.SimpleQueue() for _ in range(WORLD)]
         self._launched: list[Launched] = [None] * WORLD  # type: ignore[list-item]
         listener = socket.create_server(("127.0.0.1", 0), backlog=WORLD)
         self._where = (*listener.getsockname(), listener.detach())  # the first rank's store closes it
@@ -65,6 +65,10 @@ class Threads:
 
     def collect(self) -> StepResult:
         return next(self.ranks[r].runner.finish(self._launched[r]) for r in range(WORLD))
+
+    def fileno(self) -> None: ...
+
+    def check(self) -> None: ...
 
     def close(self) -> None:
         for jobs in self._jobs:
@@ -152,7 +156,7 @@ def test_what_only_the_first_rank_does_leaves_the_others_in_step(
         driver.advance(*sequences[:1], masks={0: {17, 18}})
         driver.advance(*sequences[:1])
         found.append([sequence.output for sequence in sequences])
-        tables = [r.runner._slots.tokens for r in executor.ranks]
+        tables = [r.runner._inputs.tokens for r in executor.ranks]
         assert all(torch.equal(tables[0][s.slot], tables[1][s.slot]) for s in sequences)
     assert found[0] == found[1]
     replays = [[graph.num_replays for graph in recorder.graphs] for recorder in recorders]
@@ -185,7 +189,7 @@ def test_collectives_are_asked_for_in_the_order_of_the_stream() -> None:
             for part in parts[0]:
                 part.copy_(tensors[0])
 
-    group = Group(0, WORLD, lambda _: InOrder())  # type: ignore[arg-type, return-value]
+    group = RankGroup(0, WORLD, lambda _: InOrder())  # type: ignore[arg-type, return-value]
     given = torch.ones(2, 3)
     assert group.sum(given) is given and group.broadcast(given) is given
     gathered = group.gather_columns(given, 5)

@@ -1,4 +1,4 @@
-"""The shared-memory ring: what goes in comes out, whoever waits can be stopped, and the dead are named."""
+"""The shared-memory ring: what goes in comes out, a wait can be stopped, and the dead are named."""
 
 import multiprocessing
 import os
@@ -67,7 +67,7 @@ def in_thread(job: Callable[[], Any]) -> tuple[threading.Thread, list[BaseExcept
 
 
 def in_sleep(queue: MessageQueue, bell: int) -> None:
-    """Returns once somebody sleeps on the bell."""
+    """Returns once a process sleeps on the bell."""
     until_s = time.monotonic() + PATIENCE_S
     while not queue._segment._line[bell].sleepers:
         assert time.monotonic() < until_s
@@ -276,7 +276,7 @@ def test_both_sides_give_up_when_their_time_is_over(timeout_s: float) -> None:
         second.recv()
         writer.send(2)
         with pytest.raises(
-            TimeoutError, match=rf"message 4 waited {timeout_s} s for room: rank 1 .* finished message 1"
+            TimeoutError, match=rf"message 4 waited {timeout_s} s for a free slot: rank 1 .* finished message 1"
         ):
             writer.send(3, timeout_s)
         assert second.recv(0) == 1  # and nothing is lost by it
@@ -349,15 +349,15 @@ def test_a_flipped_bit_anywhere_is_rejected_and_the_next_message_arrives(size: i
             spilled = size > SLOT and bit >= 8 * 64
             at = (writer._segment.spill(0) - 64 if spilled else slot) + bit // 8
             writer._segment.data[at] ^= 1 << bit % 8
-            with pytest.raises(RingDamaged, match=f"reader 0: message {number} was changed on its way"):
+            with pytest.raises(RingDamaged, match=f"reader 0: message {number} was changed in the ring"):
                 reader.recv(PATIENCE_S)
         writer.send((content, b""))
         assert (reader.recv(PATIENCE_S)[0] == content).all()
 
 
-def _write_for_ever(told: int) -> None:
+def _write_for_ever(write_end: int) -> None:
     writer = MessageQueue.create(1, slots=3, slot_bytes=SLOT, out_of_band_bytes=OUT_OF_BAND)
-    os.write(told, writer.handle().pack())
+    os.write(write_end, writer.handle().pack())
     content = np.empty(20_000, np.uint8)
     for number in range(1 << 40):
         size = (number * 977) % 20_000
@@ -367,9 +367,9 @@ def _write_for_ever(told: int) -> None:
 
 def read_until_the_writer_is_killed(delay_s: float) -> int:
     """Checks every message that arrives; returns how many did."""
-    hear, told = os.pipe()
-    child = fork(_write_for_ever, told)
-    with MessageQueue.attach(MessageQueue.unpack_handle(os.read(hear, 1000)), 0) as reader:
+    read_end, write_end = os.pipe()
+    child = fork(_write_for_ever, write_end)
+    with MessageQueue.attach(MessageQueue.unpack_handle(os.read(read_end, 1000)), 0) as reader:
         killer = threading.Timer(delay_s, os.kill, (child, signal.SIGKILL))
         killer.start()
         number = 0
@@ -381,8 +381,8 @@ def read_until_the_writer_is_killed(delay_s: float) -> int:
                 number += 1
     killer.join()
     assert ended(child) == -signal.SIGKILL
-    os.close(hear)
-    os.close(told)
+    os.close(read_end)
+    os.close(write_end)
     return number
 
 
@@ -423,22 +423,22 @@ def test_ten_million_messages_keep_their_order_and_content() -> None:
     pass_on(10_000_000)
 
 
-def _read_and_stall(handle: Any, told: int) -> None:
+def _read_and_stall(handle: Any, write_end: int) -> None:
     reader = MessageQueue.attach(handle, 1)
     reader.recv(PATIENCE_S)
     with reader.borrow(PATIENCE_S):
-        os.write(told, b"!")
+        os.write(write_end, b"!")
         signal.pause()
 
 
 def test_a_killed_reader_is_named_with_what_it_did() -> None:
-    hear, told = os.pipe()
+    read_end, write_end = os.pipe()
     with MessageQueue.create(2, slots=2, slot_bytes=SLOT) as writer, MessageQueue.attach(writer.handle(), 0) as first:
-        child = fork(_read_and_stall, writer.handle(), told)
+        child = fork(_read_and_stall, writer.handle(), write_end)
         for number in range(2):
             writer.send(number)
             first.recv()
-        os.read(hear, 1)
+        os.read(read_end, 1)
         os.kill(child, signal.SIGKILL)
         with pytest.raises(
             PeerDied, match=rf"rank 1 \(process {child}\) has died; it was reading message 2 of"
@@ -448,25 +448,25 @@ def test_a_killed_reader_is_named_with_what_it_did() -> None:
                 first.recv()
         assert died.value.rank == 1
         assert ended(child) == -signal.SIGKILL
-    os.close(hear)
-    os.close(told)
+    os.close(read_end)
+    os.close(write_end)
 
 
-def _write_and_stall(told: int) -> None:
+def _write_and_stall(write_end: int) -> None:
     writer = MessageQueue.create(1, slots=3, slot_bytes=SLOT)
     writer.send("last words")
-    os.write(told, writer.handle().pack())
+    os.write(write_end, writer.handle().pack())
     signal.pause()
 
 
 def test_a_killed_writer_is_noticed_after_its_last_message() -> None:
-    hear, told = os.pipe()
-    child = fork(_write_and_stall, told)
-    with MessageQueue.attach(MessageQueue.unpack_handle(os.read(hear, 1000)), 0) as reader:
+    read_end, write_end = os.pipe()
+    child = fork(_write_and_stall, write_end)
+    with MessageQueue.attach(MessageQueue.unpack_handle(os.read(read_end, 1000)), 0) as reader:
         os.kill(child, signal.SIGKILL)
         assert reader.recv(PATIENCE_S) == "last words"
         with pytest.raises(PeerDied, match=rf"the writer \(process {child}\) has died after message 1"):
             reader.recv(PATIENCE_S)
         assert ended(child) == -signal.SIGKILL
-    os.close(hear)
-    os.close(told)
+    os.close(read_end)
+    os.close(write_end)

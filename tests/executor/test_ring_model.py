@@ -21,7 +21,7 @@ class State(NamedTuple):
     words: tuple[int, ...]  # two per slot: the number of the message that each belongs to
     sent: int  # the writer's count
     done: tuple[int, ...]  # the readers' counts
-    sleepers: tuple[int, int]  # by bell: the readers', the writer's
+    sleepers: tuple[int, ...]  # by bell: the readers', the writer's
     rung: tuple[int, ...]  # whether the bell has been rung since this process looked at it
     asleep: tuple[int, ...]
 
@@ -134,7 +134,7 @@ def put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 
 class Found(NamedTuple):
     states: int
-    stuck: list[State]  # nobody can take a step
+    stuck: list[State]  # no process can take a step
 
 
 def explore(ring: Ring, may_crash: bool) -> Found:
@@ -184,9 +184,7 @@ def test_a_crash_at_any_store_tears_nothing_and_keeps_nobody_from_what_was_sent(
                 assert state.done[reader] == state.sent, state
         if state.at[WRITER] != GONE and GONE not in state.at[:READERS]:
             assert is_finished(state), state
-        if (
-            state.at[WRITER] != GONE and state.sent < MESSAGES
-        ):  # it waits for the dead, which its looks every 250 ms tell
+        if state.at[WRITER] != GONE and state.sent < MESSAGES:  # it waits for the dead, as its looks every 250 ms show
             dead = state.at.index(GONE)
             assert state.done[dead] == state.sent - SLOTS, state
 

@@ -1,6 +1,7 @@
 """The executor seam, kept to the letter: shared blocks, skipped writes, table edits, preemption, steps in flight."""
 
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,7 +30,8 @@ def driver() -> Driver:
 
 
 def kv_of(driver: Driver) -> torch.Tensor:
-    return driver.executor._rank.kv  # type: ignore[attr-defined]
+    assert isinstance(driver.executor, UniprocExecutor)
+    return driver.executor._rank.kv
 
 
 def test_what_stale_blocks_hold_does_not_matter(driver: Driver) -> None:
@@ -83,18 +85,20 @@ def test_a_partly_skipped_row_writes_the_rest(driver: Driver) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2}]
 )
-def test_tokens_that_a_row_brings_along_count_as_if_they_had_been_sampled(driver: Driver, options: dict) -> None:
+def test_tokens_that_a_row_brings_along_count_as_if_they_had_been_sampled(
+    driver: Driver, options: dict[str, Any]
+) -> None:
     sampling, forced = Sampling(temperature=0.0, **options), (5, 9, 5, 77)
     known = driver.admit(PROMPT[:20], sampling)
-    told = driver.admit(PROMPT[:20], sampling)
-    driver.generate(known, told, count=3)
+    given = driver.admit(PROMPT[:20], sampling)
+    driver.generate(known, given, count=3)
     known.tokens += forced
     driver.readmit(known, slot=9)
-    first = len(told.tokens)
-    told.tokens += forced
-    row = msgspec.structs.replace(driver.row(told), first_token=first, tokens=forced)
-    driver.step((told, row))
-    assert driver.generate(known, count=12) == driver.generate(told, count=12)
+    first = len(given.tokens)
+    given.tokens += forced
+    row = msgspec.structs.replace(driver.row(given), first_token=first, tokens=forced)
+    driver.step((given, row))
+    assert driver.generate(known, count=12) == driver.generate(given, count=12)
 
 
 def drafts_of(expected: list[int], first: int, rng: random.Random) -> list[int]:
@@ -110,7 +114,7 @@ def test_rows_with_drafts_sample_what_rows_without_them_do(
 ) -> None:
     """Right and wrong drafts, beside a request without any; stale blocks hold nothing that a sum would survive."""
     if is_device:
-        monkeypatch.setattr(rank, "_slots_and_inputs", on_device)
+        monkeypatch.setattr(rank, "open_inputs", on_device)
     driver = open_driver()
     kv_of(driver).fill_(float("nan"))
     prompts = [PROMPT[:5], PROMPT[:17], PROMPT]
@@ -195,16 +199,16 @@ def test_a_request_whose_numbers_break_fails_alone(driver: Driver) -> None:
 
 
 def test_prompt_log_probabilities_and_embeddings_that_break_fail_alone(driver: Driver) -> None:
-    sound, mean, last, told = (
+    sound, mean, last, asked = (
         driver.admit(PROMPT, Sampling(temperature=0.0, prompt_logprobs=1)),
         driver.admit(PROMPT, pooling="mean"),
         driver.admit(PROMPT, pooling="last"),
         driver.admit(PROMPT, Sampling(temperature=0.0, prompt_logprobs=1)),
     )
-    driver.advance(sound, mean, last, told, chunk=20)
-    for broken in (mean, last, told):
+    driver.advance(sound, mean, last, asked, chunk=20)
+    for broken in (mean, last, asked):
         kv_of(driver)[broken.blocks[2]] = float("nan")
-    parts = [(each, driver.row(each)) for each in (sound, mean, last, told)]
+    parts = [(each, driver.row(each)) for each in (sound, mean, last, asked)]
     result = driver.step_unchecked(*parts)
     assert sorted(result.errors) == [1, 2, 3] and result.embeddings == {}
     assert all("not finite" in error for error in result.errors.values())
@@ -215,7 +219,8 @@ def test_prompt_log_probabilities_and_embeddings_that_break_fail_alone(driver: D
 def test_a_mean_is_the_same_bits_wherever_chunks_end(driver: Driver) -> None:
     whole = driver.advance(driver.admit(PROMPT, pooling="mean")).embeddings[0]
     for chunk in (1, 7, 16, 47):
-        sequence, found = driver.admit(PROMPT, pooling="mean"), {}
+        sequence = driver.admit(PROMPT, pooling="mean")
+        found: dict[int, bytes] = {}
         while not found:
             count = min(chunk, len(PROMPT) - sequence.computed)
             found = driver.step((sequence, driver.row(sequence, count))).embeddings

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock.executor.kernels import SamplingOps, torch_sampling
+from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs
 from penstock.executor.sampling import draw
 from penstock.executor.sampling.sampler import NOT_FINITE, WORK_BYTES, Sampler, prompt_logprobs
@@ -26,6 +27,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def sample(
+    sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]
+) -> tuple[torch.Tensor, dict[int, TokenLogprobs], dict[int, str]]:
+    """Start, and wait: tokens [S], log-probabilities and failures by row."""
+    sampled = sampler.start(logits, slots, positions)
+    sampled.post(Outbox(logits.device))
+    return sampled.tokens, *sampled.wait()[1:]
 
 
 def reference_logits(logits: np.ndarray, s: Sampling, prompt: list[int], output: list[int]) -> np.ndarray:
@@ -54,7 +64,8 @@ def reference_probabilities(x: np.ndarray, s: Sampling) -> np.ndarray:
     if s.top_p < 1:
         down = np.sort(p)[::-1]
         p[p < down[np.argmax(np.cumsum(down) >= s.top_p * p.sum())]] = 0
-    return p / p.sum()
+    chances: np.ndarray = p / p.sum()
+    return chances
 
 
 def assert_is_drawn(token: int, p: np.ndarray, seed: int, position: int) -> None:
@@ -69,7 +80,7 @@ class Requests:
     """A sampler and what the requests in its slots look like from outside."""
 
     def __init__(self, vocab: int = VOCAB, slots: int = SLOTS, ops: SamplingOps | None = None) -> None:
-        """With `ops`, the tokens need only be among those kept: where in the distribution they lie is not told."""
+        """With `ops`, the tokens need only be among those kept: where in the distribution they lie is not known."""
         self.sampler, self.has_ops = Sampler(vocab, slots, CPU, ops), ops is not None
         self.state: dict[int, tuple[Sampling, list[int], list[int]]] = {}
 
@@ -82,7 +93,7 @@ class Requests:
         """Sample one token per row, hold it against the reference, and append it to its request."""
         positions = [len(self.state[slot][1]) + len(self.state[slot][2]) for slot in slots]
         before = logits.clone()
-        tokens, _, errors = self.sampler.sample(logits, slots, positions)
+        tokens, _, errors = sample(self.sampler, logits, slots, positions)
         assert not errors
         assert torch.equal(logits, before)
         for row, (slot, token) in enumerate(zip(slots, tokens.tolist(), strict=True)):
@@ -192,10 +203,10 @@ def test_a_request_gets_the_same_tokens_alone_and_in_a_thousand_different_batche
         positions = [len(history) for history in tokens]
         for slot, sampling, history in zip(slots, chosen, tokens, strict=True):
             together.admit(slot, sampling, history, 3)
-        expected = together.sample(logits, slots, positions)[0].tolist()
+        expected = sample(together, logits, slots, positions)[0].tolist()
         row = int(rng.integers(len(slots)))
         alone.admit(0, chosen[row], tokens[row], 3)
-        got, _, _ = alone.sample(logits[row : row + 1].clone(), [0], [positions[row]])
+        got, _, _ = sample(alone, logits[row : row + 1].clone(), [0], [positions[row]])
         assert got.tolist() == [expected[row]]
 
 
@@ -274,7 +285,7 @@ def test_draws_have_the_distribution_of_the_reference(options: dict[str, Any]) -
     expected = reference_probabilities(logits[0].double().numpy(), Sampling(**options))
     counts = np.zeros(vocab)
     for position in range(1, 101):
-        tokens, _, _ = requests.sampler.sample(logits.expand(rows, -1), list(range(rows)), [position] * rows)
+        tokens, _, _ = sample(requests.sampler, logits.expand(rows, -1), list(range(rows)), [position] * rows)
         counts += np.bincount(tokens.numpy(), minlength=vocab)
     kept = expected > 0
     assert counts[~kept].sum() == 0
@@ -329,11 +340,11 @@ def test_a_short_request_with_a_penalty_is_sampled_beside_a_long_one_without() -
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(4))
     penalized = Sampling(temperature=0.8, seed=2, frequency_penalty=1.0)
     sampler.admit(1, penalized, np.arange(10, dtype=np.int32), 10)
-    alone = sampler.sample(logits[1:], [1], [10])[0].tolist()
+    alone = sample(sampler, logits[1:], [1], [10])[0].tolist()
     sampler = Sampler(VOCAB, SLOTS, CPU)
     sampler.admit(0, Sampling(temperature=0.8, seed=1), np.zeros(5000, np.int32), 5000)
     sampler.admit(1, penalized, np.arange(10, dtype=np.int32), 10)
-    assert sampler.sample(logits, [0, 1], [5000, 10])[0].tolist()[1:] == alone
+    assert sample(sampler, logits, [0, 1], [5000, 10])[0].tolist()[1:] == alone
 
 
 def test_a_preempted_request_goes_on_as_if_it_had_not_been() -> None:
@@ -345,7 +356,7 @@ def test_a_preempted_request_goes_on_as_if_it_had_not_been() -> None:
     expected = [whole.step(logits, [3])[0] for logits in steps]
     resumed.admit(0, sampling, [4, 5])
     got = [resumed.step(logits, [0])[0] for logits in steps[:5]]
-    resumed.admit(0, Sampling(frequency_penalty=2.0), [7])  # somebody else in the slot meanwhile
+    resumed.admit(0, Sampling(frequency_penalty=2.0), [7])  # another request in the slot meanwhile
     resumed.step(steps[0], [0])
     resumed.admit(5, sampling, [4, 5], got)
     got += [resumed.step(logits, [5])[0] for logits in steps[5:]]
@@ -359,9 +370,9 @@ def test_a_row_that_is_not_finite_fails_alone(temperature: float, value: float) 
     for slot in range(4):
         requests.admit(slot, Sampling(temperature=temperature, seed=slot, top_p=0.9, logprobs=1), [0])
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0))
-    expected, _, _ = requests.sampler.sample(logits, [0, 1, 2, 3], [1] * 4)
+    expected, _, _ = sample(requests.sampler, logits, [0, 1, 2, 3], [1] * 4)
     logits[2, 345] = value
-    tokens, logprobs, errors = requests.sampler.sample(logits, [0, 1, 2, 3], [1] * 4)
+    tokens, logprobs, errors = sample(requests.sampler, logits, [0, 1, 2, 3], [1] * 4)
     assert errors == {2: NOT_FINITE}
     assert tokens.tolist() == [*expected[:2].tolist(), 0, int(expected[3])]
     assert set(logprobs) == {0, 1, 3}
@@ -374,10 +385,10 @@ def test_a_row_with_every_token_banned_fails_alone(temperature: float) -> None:
     requests.admit(0, Sampling(temperature=temperature, banned_ids=everything), [0])
     requests.admit(1, Sampling(temperature=temperature, allowed_ids=(5,)), [0])
     requests.admit(2, Sampling(temperature=temperature, allowed_ids=(5, 6), stop_ids=(5, 6), min_tokens=1), [0])
-    tokens, _, errors = requests.sampler.sample(torch.zeros(3, VOCAB), [0, 1, 2], [1, 1, 1])
+    tokens, _, errors = sample(requests.sampler, torch.zeros(3, VOCAB), [0, 1, 2], [1, 1, 1])
     assert errors == {0: NOTHING_LEFT, 2: NOTHING_LEFT}
     assert tokens.tolist() == [0, 5, 0]
-    tokens, _, errors = requests.sampler.sample(torch.zeros(3, VOCAB), [0, 1, 2], [1, 2, 2])
+    tokens, _, errors = sample(requests.sampler, torch.zeros(3, VOCAB), [0, 1, 2], [1, 2, 2])
     assert errors == {0: NOTHING_LEFT}
 
 
@@ -390,7 +401,7 @@ def test_bfloat16_logits_are_sampled_as_their_float32_values() -> None:
         for slot in range(SLOTS):
             sampling = Sampling(temperature=slot % 2, top_p=0.9, frequency_penalty=slot % 3, seed=slot, logprobs=3)
             sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 1)
-        results.append(sampler.sample(values, list(range(SLOTS)), [3] * SLOTS))
+        results.append(sample(sampler, values, list(range(SLOTS)), [3] * SLOTS))
     assert torch.equal(results[0][0], results[1][0])
     assert results[0][1] == results[1][1]
 
@@ -414,7 +425,7 @@ def test_logprobs_are_those_of_the_raw_distribution_whatever_was_done_to_it() ->
         requests.admit(slot, Sampling(**options, seed=slot, logprobs=num), [slot, 2])
     logits = torch.randn(SLOTS, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     slots = [5, 0, 3, 4, 1, 2, 7, 6]
-    tokens, logprobs, _ = requests.sampler.sample(logits, slots, [2] * SLOTS)
+    tokens, logprobs, _ = sample(requests.sampler, logits, slots, [2] * SLOTS)
     assert set(logprobs) == {row for row, slot in enumerate(slots) if wanted[slot] is not None}
     for row, found in logprobs.items():
         num = wanted[slots[row]]
@@ -450,7 +461,7 @@ def test_more_rows_than_fit_the_working_memory_are_sampled_in_parts(monkeypatch:
         for slot in range(SLOTS):
             sampling = msgspec.structs.replace(random_sampling(np.random.default_rng(slot)), logprobs=slot)
             sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 1)
-        results.append(sampler.sample(logits, list(range(SLOTS)), [3] * SLOTS))
+        results.append(sample(sampler, logits, list(range(SLOTS)), [3] * SLOTS))
     for tokens, logprobs, errors in results[1:]:
         assert torch.equal(tokens, results[0][0]) and logprobs == results[0][1] and errors == results[0][2]
 

@@ -1,4 +1,4 @@
-"""What the sampler tells a GPU goes over from pinned memory, and nothing it launches waits for the device.
+"""What the sampler sends a GPU goes over from pinned memory, and nothing it launches waits for the device.
 
 The GPU is torch's device without content: its tensors have shapes only, and asking for a number of them is an error.
 """
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.executor.kernels import SamplingOps
 from penstock.executor.protocol import Sampling
-from penstock.executor.sampling.masking import RowMasks
+from penstock.executor.sampling.edits import RowMasks
 from penstock.executor.sampling.sampler import WORK_BYTES, Sampler
 from penstock.executor.staging import send, send_list
 
@@ -21,11 +21,11 @@ VOCAB = 512
 GPU = torch.device("meta")
 
 
-class Copies(TorchDispatchMode):
+class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every copy to the GPU: whether it came from memory that was pinned for it, and whether the host went on."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.made: list[tuple[bool, bool]] = []
         self._pinned: list[torch.Tensor] = []
 
@@ -38,7 +38,7 @@ class Copies(TorchDispatchMode):
         source = args[1] if func is torch.ops.aten.copy_.default else args[0] if args else None
         copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
         out = func(*args, **kwargs)
-        if copies and source.device.type == "cpu" and out.device == GPU and source.dim() > 0:
+        if copies and source is not None and source.device.type == "cpu" and out.device == GPU and source.dim() > 0:
             non_blocking = kwargs.get("non_blocking", args[2] if len(args) > 2 else False)
             self.made.append((any(source is pinned for pinned in self._pinned), non_blocking))
         return out
@@ -49,8 +49,8 @@ def choose(logits: torch.Tensor, *options: torch.Tensor) -> tuple[torch.Tensor, 
     return logits.new_empty(len(logits), dtype=torch.int64), logits.new_empty(len(logits), dtype=torch.float32)
 
 
-def in_place(logits: torch.Tensor, *told: Any) -> None:
-    assert all(tensor.device == logits.device for tensor in told if isinstance(tensor, torch.Tensor))
+def in_place(logits: torch.Tensor, *given: Any) -> None:
+    assert all(tensor.device == logits.device for tensor in given if isinstance(tensor, torch.Tensor))
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ import torch
 from penstock.executor.kernels.cuda import tiles
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling
 from penstock.executor.ranks import rank
+from penstock.executor.step.inputs import DeviceInputs
+from penstock.executor.step.runner import ModelRunner
 from penstock.executor.step.warmup import plan_steps
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import PROMPTS, Recorder, pretend_a_gpu
@@ -26,7 +28,7 @@ SAMPLINGS = [
 
 
 def open_warm(lines: list[str] | None = None, **options: Any) -> UniprocExecutor:
-    given = {"dtype": "float32", "kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 3}
+    given: dict[str, Any] = {"dtype": "float32", "kv_cache_bytes": 2**20, "block_size": 4, "max_num_seqs": 3}
     config = ExecutorConfig(model=str(folder("qwen3")), **(given | options))
     return UniprocExecutor(config, (lines if lines is not None else []).append)
 
@@ -91,20 +93,26 @@ def test_the_first_answers_are_those_of_a_run_that_was_not_warmed_up(monkeypatch
 def test_nothing_that_requests_will_use_was_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are captured with rows that are padding: these write to the spare place and to block 0."""
     pretend_a_gpu(monkeypatch, Recorder)
-    opened, random = [], torch.get_rng_state()
-    open_runner = rank._open_runner
-    monkeypatch.setattr(rank, "_open_runner", lambda *given: opened.append(open_runner(*given)) or opened[-1])
+    opened: list[ModelRunner] = []
+    random, open_runner = torch.get_rng_state(), rank.Rank._open_runner
+
+    def note(*given: Any) -> ModelRunner:
+        opened.append(open_runner(*given))
+        return opened[-1]
+
+    monkeypatch.setattr(rank.Rank, "_open_runner", note)
     executor = open_warm()
     real, used = executor._runner, weakref.ref(opened[0])
     assert opened == [used(), real]
     assert torch.equal(torch.get_rng_state(), random)
+    assert isinstance(real._inputs, DeviceInputs) and real._sampler is not None
     state = real._inputs._state
     spare = state.places.spare
     assert not state.flat[:spare].any() and not state.flat[spare + 1 :].any() and not state.take()
     assert not executor._rank.kv[1:].any()
     sampler = real._sampler
     assert not sampler._seen.counts.any() and sampler._seen.history.numel() == 0 and sampler._plan is None
-    assert real._slots.admissions == [None] * 3 and not real._pooler._sums
+    assert not real._admissions and not real._pooler._sums
     opened.clear()
     gc.collect()
     assert used() is None  # and its memory is the cache's
@@ -124,7 +132,7 @@ def test_the_start_says_what_it_is_at_and_how_long_it_took(monkeypatch: pytest.M
 
 
 def test_without_graphs_kernels_are_warmed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_a_gpu(monkeypatch, lambda: pytest.fail("a graph that nobody asked for"))
+    pretend_a_gpu(monkeypatch, lambda: pytest.fail("a graph that was not asked for"))
     lines: list[str] = []
     open_warm(lines, enforce_eager=True)
     assert any(line.startswith("Kernels compiled") for line in lines)

@@ -6,6 +6,7 @@ size, share blocks, preempt, and mix.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -23,7 +24,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0  # positions whose keys and values are in the blocks
     sampling: Sampling = GREEDY
-    pooling: str | None = None
+    pooling: Literal["last", "mean"] | None = None
     unsent_blocks: int = 0  # the executor knows the first so many blocks
 
     @property
@@ -40,7 +41,9 @@ class Driver:
         self._next_slot = 0
         self._admissions: list[Admission] = []
 
-    def admit(self, prompt: list[int], sampling: Sampling = GREEDY, pooling: str | None = None) -> Sequence:
+    def admit(
+        self, prompt: list[int], sampling: Sampling = GREEDY, pooling: Literal["last", "mean"] | None = None
+    ) -> Sequence:
         sequence = Sequence(self._next_slot, list(prompt), len(prompt), sampling=sampling, pooling=pooling)
         self._next_slot += 1
         self._announce(sequence)

@@ -22,7 +22,7 @@ class Cache:
         self.k_pages, self.v_pages = kv[:, 1, 0], kv[:, 1, 1]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
         self.tables = torch.zeros(len(contexts), max(counts, default=0), dtype=torch.int32)
-        for row, (context, blocks) in enumerate(zip(contexts, order.split(counts), strict=True)):
+        for row, (context, blocks) in enumerate(zip(contexts, torch.split(order, counts), strict=True)):
             self.tables[row, : len(blocks)] = blocks
             position = torch.arange(context)
             where = blocks[position // page], position % page
@@ -58,7 +58,9 @@ class Cache:
         )
 
 
-def attend(ops: Ops, cache: Cache, q: torch.Tensor, rows: list[tuple[int, int, int]], window: int | None = None):
+def attend(
+    ops: Ops, cache: Cache, q: torch.Tensor, rows: list[tuple[int, int, int]], window: int | None = None
+) -> torch.Tensor:
     """What the queries of `rows` get; q [rows of the cache, positions, Hq, D] holds a query for every position."""
     picked = torch.cat([q[row, context - count : context] for row, count, context in rows])
     batch = cache.batch(rows)
@@ -71,7 +73,7 @@ def latent_step(
     """The queries from the first token on, and the pages, after `latent_rope_and_store`; the rest of both is as it was."""
     tokens, heads, nope, rope, rank, page = 7, 18, 24, 16, 40, 4
     merged = random(tokens, heads * (nope + rope) + rank + rope, dtype=dtype).to(device)
-    q, down = merged.split((heads * (nope + rope), rank + rope), dim=1)
+    q, down = torch.split(merged, [heads * (nope + rope), rank + rope], dim=1)
     goal = random(tokens - first, heads, rope + (nope if is_whole else rank), dtype=dtype, seed=1).to(device)
     kv = random(5, 3, page, rope + rank, dtype=dtype, seed=2).to(device)
     weight, angles = random(rank, seed=3).to(device), 6 * random(30, rope // 2, seed=4).to(device)
@@ -79,6 +81,6 @@ def latent_step(
     slots = torch.randperm(5 * page, generator=torch.Generator().manual_seed(6))[:tokens].to(device)
     tables = angles.cos(), angles.sin()
     ops.latent_rope_and_store(
-        goal, q.unflatten(1, (heads, -1)), down, weight, 1e-6, *tables, positions, kv[:, 1], slots, first, is_whole
+        goal, q.view(tokens, heads, -1), down, weight, 1e-6, *tables, positions, kv[:, 1], slots, first, is_whole
     )
     return goal, kv

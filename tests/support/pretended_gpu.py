@@ -32,9 +32,9 @@ aten = torch.ops.aten
 class Tracked(torch.Tensor):
     """A tensor in memory that is watched: the device's, or the host's where it is pinned. `inner` is plain."""
 
-    inner: torch.Tensor
+    inner: torch.Tensor  # type: ignore[assignment]
     block: Block
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, block: Block) -> "Tracked":
@@ -46,7 +46,9 @@ class Tracked(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Where the mode is not active any more."""
         tracked = next(each for each in leaves((args, kwargs)) if isinstance(each, Tracked))
         return tracked.block.pool.gpu.run(func, args, kwargs or {})
@@ -60,17 +62,17 @@ class Tracked(torch.Tensor):
         return self.device.type == "cuda"
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         return self
 
-    @data.setter
+    @data.setter  # type: ignore[override]
     def data(self, other: "Tracked") -> None:
         self.inner, self.block = other.inner, other.block
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"on {self.device}: {self.inner}"
 
-    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with torch.inference_mode():  # where it is seen as a whole
             return super().to(*args, **kwargs)
 
@@ -182,11 +184,11 @@ class Graph:
                 op.repeat()
 
 
-class PretendedGpu(TorchDispatchMode):
+class PretendedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """`with` it active, torch's device "cuda" is this one. It knows one thread, which may say to be another."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.races = Races()
         self.streams: list[int] = []  # their actors
         self.host = self.races.actor("the host")  # the thread that is being run
@@ -204,16 +206,17 @@ class PretendedGpu(TorchDispatchMode):
         self._num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         self._patch()
-        return super().__enter__()  # type: ignore[no-any-return]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.undo()
         torch.set_num_threads(self._num_threads)
 
     @contextlib.contextmanager
     def thread(self, name: str) -> Iterator[None]:
-        """Do something as another thread of the host would that has been told to just now, and that nobody waits for."""
+        """Do something as another thread of the host would that was woken just now, and that nothing waits for."""
         before = self.host
         if name not in self._threads:
             self._threads[name] = self.races.actor(name)
@@ -496,7 +499,8 @@ def _pick_rows(offsets: torch.Tensor, dim: int, index: torch.Tensor, *_: Any) ->
 
 
 def _pick_each(offsets: torch.Tensor, indices: list[torch.Tensor | None], *_: Any) -> torch.Tensor:
-    return aten.index.Tensor(offsets, indices)
+    picked: torch.Tensor = aten.index.Tensor(offsets, indices)
+    return picked
 
 
 # What these read or write of their first argument.

@@ -1,6 +1,6 @@
 """Where torch's allocators put tensors: the device's by stream, those of graphs in the pools that they share, pinned memory.
 
-A block goes back when its last tensor does, and the next one that fits gets it, whoever may still be at work on it. The
+A block goes back when its last tensor does, and the next one that fits gets it, even if a stream still uses it. The
 bytes are real: a graph's results may well lie on another's temporaries.
 """
 

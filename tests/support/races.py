@@ -1,6 +1,6 @@
 """Finds accesses to memory that nothing puts into order: threads of the host and streams of a device, by vector clocks.
 
-Whoever pretends to be a device (tests/support/pretended_gpu.py) says who read or wrote which bytes, and who has waited
+What pretends to be a device (tests/support/pretended_gpu.py) reports who read or wrote which bytes, and who has waited
 for whom. Of two accesses to the same bytes, one of them a write, one must have happened before the other: by program
 order, or along waits. It does not matter which came first in this run; a race is found even where it did no harm.
 """
@@ -8,7 +8,7 @@ order, or along waits. It does not matter which came first in this run; a race i
 import bisect
 import sys
 from collections.abc import Sequence
-from types import CodeType
+from types import CodeType, FrameType
 
 import numpy as np
 
@@ -116,7 +116,7 @@ class Races:
             )
 
     def _who(self, access: int) -> str:
-        return self._names[self._actors[access]]
+        return str(self._names[self._actors[access]])
 
     def _where(self, access: int) -> str:
         lines = [f"{code.co_filename.rpartition('/')[2]}:{line} {code.co_name}" for code, line in self._places[access]]
@@ -125,12 +125,13 @@ class Races:
 
 def here() -> Place:
     """The innermost lines of ours that are being run."""
-    frame, found = sys._getframe(1), []
+    found: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(found) < 4:
         name = frame.f_code.co_filename
         if ("/penstock/" in name or "/tests/" in name) and not name.endswith(("/races.py", "/pretended_gpu.py")):
             found.append((frame.f_code, frame.f_lineno))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(found)
 
 

@@ -18,7 +18,7 @@ from penstock.engine.core.tiering import Tiering
 from penstock.engine.messages import Output, Submit
 from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling, Step, TokenLogprobs
-from penstock.executor.tiers.transfers import ALIGNMENT
+from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
 
 BLOCK_SIZE = 4

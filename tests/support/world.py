@@ -1,7 +1,7 @@
 """Requests of every kind that come, go and are aborted, as the engine would send them: two steps in flight, blocks that
 are handed out again at once, and that are saved to the host and restored from it.
 
-Whatever happens, a request's tokens on the host are those of the device's table, and who is greedy gets what he would
+Whatever happens, a request's tokens on the host are those of the device's table, and a greedy one gets what it would
 get alone.
 """
 
@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -34,11 +35,11 @@ class Request:
     num_prompt: int
     num_wanted: int
     sampling: Sampling
-    pooling: str | None = None
+    pooling: Literal["last", "mean"] | None = None
     is_masked: bool = False
     is_forced: bool = False  # some of its tokens were given to it
     computed: int = 0  # positions handed to the executor
-    num_pending: int = 0  # tokens under way
+    num_pending: int = 0  # tokens in flight
     blocks: list[int] = field(default_factory=list)
     num_sent: int = 0  # blocks that the executor knows
     is_over: bool = False
@@ -68,12 +69,12 @@ class World:
         info = executor.info
         self._size, self._num_host_slots = info.block_size, info.host_slots
         self._free = list(range(1, info.num_blocks))
-        self._free_slots = list(range(executor._runner._slots.blocks.shape[0]))
+        self._free_slots = list(range(executor._runner._inputs.num_slots))
         self._running: list[Request] = []
         self._in_flight: deque[tuple[Step, list[Request]]] = deque()
         self._admissions: list[Admission] = []
         self._prompts = [[self._rng.randrange(160) for _ in range(40)] for _ in range(3)]
-        self._host: dict[tuple[int, ...], int] = {}  # tokens up to a block's end → host slot
+        self._host: dict[tuple[int, ...], int] = {}  # tokens up to a block's end → host block
         self._held: dict[int, int] = {}  # blocks that are being saved → the step
         self._let_go: set[int] = set()  # of these, whose request is over
         self._saving: dict[int, tuple[int, ...]] = {}  # host slots on their way to have this content
@@ -218,7 +219,7 @@ class World:
         return rows, requests
 
     def _force(self, request: Request) -> tuple[int, ...]:
-        """Tokens that nobody samples, as where a grammar leaves no choice."""
+        """Tokens that are not sampled, as where a grammar leaves no choice."""
         is_open = request.pooling is None and not request.num_pending and request.computed >= request.num_prompt
         if not is_open or not self._is_mixed or self._rng.random() > 0.1:
             return ()
@@ -264,7 +265,7 @@ class World:
 
     def _check(self, request: Request) -> None:
         """Call it before the slot is another's."""
-        table = self._executor._runner._slots.tokens[request.slot, : len(request.tokens)]
+        table = self._executor._runner._inputs.tokens[request.slot, : len(request.tokens)]
         assert table.cpu().tolist() == request.tokens, f"request {request.number} has other tokens on the device"
 
     def _end(self, request: Request) -> None:

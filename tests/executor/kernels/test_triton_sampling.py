@@ -10,10 +10,9 @@ from penstock.executor.kernels.cuda import logit_edits
 from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
 from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import Sampling
-from penstock.executor.sampling.masking import RowMasks
-from penstock.executor.sampling.penalties import Penalties, Seen
+from penstock.executor.sampling.edits import Edits, RowMasks, Seen
 from penstock.executor.sampling.sampler import Sampler
-from tests.executor.test_sampler import SLOTS, random_sampling
+from tests.executor.test_sampler import SLOTS, random_sampling, sample
 from tests.executor.test_sampler import VOCAB as OPTION_VOCAB
 from tests.support.kernel_cases import TOLERANCE, every_dtype
 from tests.support.paged import random
@@ -225,10 +224,9 @@ def test_every_penalized_row_gets_its_own_penalties(device: torch.device) -> Non
         seen, slots = Seen(len(samplings), vocab, where), [3, 0, 2, 1]
         for slot in slots:
             seen.admit(slot, np.array([slot, 5, 5, 7], np.int32), 2)
-        penalties = Penalties.of(slots, samplings, where)
-        assert penalties is not None
+        edits = Edits([(slot, sampling, 2) for slot, sampling in zip(slots, samplings, strict=True)], vocab, where)
         logits = random(len(samplings), vocab).to(where)
-        penalties.apply(logits, np.array([4] * len(samplings)), seen, ops)
+        edits.apply(logits, np.array([4] * len(samplings)), seen, ops)
         edited.append(logits.cpu())
     for others in edited[1:]:
         torch.testing.assert_close(edited[0], others, **TOLERANCE[torch.float32])
@@ -252,8 +250,8 @@ def test_any_batch_of_any_options_samples_what_the_twins_sample(device: torch.de
         slots = rng.permutation(SLOTS)[: rng.integers(1, SLOTS + 1)].tolist()
         logits = 3 * random(len(slots), OPTION_VOCAB, seed=100 * seed + step)
         positions = [lengths[slot] for slot in slots]
-        expected, _, errors = here.sample(logits, slots, positions)
-        got, _, told = there.sample(logits.to(device), slots, positions)
+        expected, _, errors = sample(here, logits, slots, positions)
+        got, _, told = sample(there, logits.to(device), slots, positions)
         assert told == errors and got.tolist() == expected.tolist()
         for slot in slots:
             lengths[slot] += 1

@@ -20,13 +20,11 @@ from penstock.executor.kernels import torch_fp8, torch_ops, torch_sampling
 from penstock.executor.kernels.cuda.launch import variants
 from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
-from penstock.executor.kernels.state import DeviceState
 from penstock.executor.kernels.torch_inputs import INPUT_OPS as TWIN_INPUTS
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling
 from penstock.executor.ranks import rank
 from penstock.executor.step.inputs import DeviceInputs
-from penstock.executor.step.slots import Slots, slot_sizes
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support import eight_bits, small_models
@@ -85,13 +83,12 @@ def open_on_kernels(
 ) -> Driver:
     ops, sampling, inputs = given
 
-    def slots_and_inputs(config: ExecutorConfig, longest: int, device: torch.device) -> tuple[Slots, DeviceInputs]:
-        state = DeviceState(config.max_num_seqs, *slot_sizes(longest, config.block_size), config.block_size, device)
-        slots = Slots(config.max_num_seqs, longest, config.block_size, state)
-        return slots, DeviceInputs(state, inputs, config.max_num_seqs, config.max_num_batched_tokens)
+    def open_inputs(config: ExecutorConfig, longest: int, device: torch.device) -> DeviceInputs:
+        sizes = config.max_num_seqs, longest, config.block_size, config.max_num_batched_tokens
+        return DeviceInputs(*sizes, inputs, device)
 
     pretend_a_gpu(monkeypatch, lambda: recorder)
-    monkeypatch.setattr(rank, "_slots_and_inputs", slots_and_inputs)
+    monkeypatch.setattr(rank, "open_inputs", open_inputs)
     monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling)
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
