@@ -52,7 +52,7 @@ def row_cases(ours: Ops, twin: Ops, dtype: torch.dtype) -> Iterator[Case]:
         calls: dict[str, Callable[[Ops], object]] = {
             "rms_norm": lambda ops, x=x, w=weight: ops.rms_norm(x, w, EPS),
             "add_rms_norm": lambda ops, x=x, r=residual, w=weight: ops.add_rms_norm(x, r, w, EPS),
-            "silu_mul": lambda ops, x=gate_up: ops.silu_mul(x),
+            "silu_mul": lambda ops, x=gate_up: ops.gate(x, "silu"),
             "rope_and_store": lambda ops, a=(q, k, v, angles, angles, positions, kv[:, 0], kv[:, 1], slots): (
                 ops.rope_and_store(*a)
             ),
@@ -185,8 +185,8 @@ def main() -> None:
     dtype = getattr(torch, arguments.dtype)
     ours = cpu_ops.make_ops(dtype, DIM, arguments.threads)
     cases = itertools.chain(
-        row_cases(ours, torch_ops.OPS, dtype),
-        attention_cases(ours, torch_ops.OPS, dtype),
+        row_cases(ours, torch_ops, dtype),
+        attention_cases(ours, torch_ops, dtype),
         linear_cases(dtype, arguments.threads),
         expert_cases(dtype, arguments.threads),
     )

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from pairs import record
+from tests.support.twins import sampling as sampling_twin
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import Submit
-from penstock.executor.kernels import RowTensors, torch_sampling
+from penstock.executor.kernels import RowTensors, torch_inputs
 from penstock.executor.kernels.state import DeviceState
-from penstock.executor.kernels.torch_inputs import INPUT_OPS
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, Sampling, Step, StepResult
 from penstock.executor.sampling.sampler import Sampler
@@ -76,8 +76,8 @@ class NoDevice:
     def __init__(self, num_slots: int) -> None:
         state = DeviceState(num_slots, *slot_sizes(LENGTH, BLOCK_SIZE), BLOCK_SIZE, CPU)
         slots = Slots(num_slots, LENGTH, BLOCK_SIZE, state)
-        inputs = DeviceInputs(state, INPUT_OPS, num_slots, 4096)
-        sampler = Sampler(VOCAB_SIZE, num_slots, CPU, torch_sampling.SAMPLING_OPS)
+        inputs = DeviceInputs(state, torch_inputs, num_slots, 4096)
+        sampler = Sampler(VOCAB_SIZE, num_slots, CPU, sampling_twin)
         graphs: Any = IdleGraphs(inputs, num_slots)
         model: Any = NoModel()
         pages: Any = None

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.executor.protocol import Sampling
 
@@ -38,7 +39,7 @@ class DeviceState:
         self._runs: list[tuple[int, np.ndarray]] = []
 
     @property
-    def tokens(self) -> torch.Tensor:
+    def tokens(self) -> Tensor:
         """[slots + 1, width]"""
         return self.flat[: self.places.blocks_at].view(-1, self.places.width)
 

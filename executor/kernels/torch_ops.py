@@ -1,52 +1,51 @@
-"""Every kernel in plain torch: the oracle that the C and Triton versions are tested against, and their fallback.
+"""`Ops` in plain torch, as this module is one: the oracle that the C and Triton versions are tested against, and their
+fallback. Twins that nothing falls back on are in tests/support/twins.
 
 Arithmetic is float32 inside each operation and rounded once at its end, whatever the tensors' dtype.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Ops
+from penstock.executor.kernels import Activation, BlockOps, FusedExperts
+from penstock.executor.moe_spec import MoeSpec
 
-if TYPE_CHECKING:
-    from penstock.executor.moe_spec import MoeSpec
+fused_experts: FusedExperts | None = None
+blocks: BlockOps | None = None
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def rope_and_store(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    kv_slots: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    kv_slots: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
     eps: float = 0.0,
-) -> torch.Tensor:
-    """Normalize q and k per head if weights are given, rotate them, write k and v into their pages; returns q."""
+) -> Tensor:
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
     if k_weight is not None:
@@ -62,20 +61,19 @@ def rope_and_store(
 
 
 def latent_rope_and_store(
-    goal: torch.Tensor,
-    q: torch.Tensor,
-    down: torch.Tensor,
-    weight: torch.Tensor,
+    goal: Tensor,
+    q: Tensor,
+    down: Tensor,
+    weight: Tensor,
     eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    latents: torch.Tensor,
-    kv_slots: torch.Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    latents: Tensor,
+    kv_slots: Tensor,
     first: int,
     is_whole: bool,
 ) -> None:
-    """Normalize the latents, rotate keys and queries, write keys into their pages and queries to goal [t, H, rope + …]."""
     tokens, rope_dim = slice(first, first + len(goal)), 2 * cos.shape[1]
     positions, kv_slots = positions[tokens], kv_slots[tokens]
     rotating, key = latent_parts(rms_norm, q[tokens], down[tokens], weight, eps, rope_dim)
@@ -85,13 +83,8 @@ def latent_rope_and_store(
 
 
 def latent_parts(
-    norm: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    down: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rope_dim: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    norm: Callable[..., Tensor], q: Tensor, down: Tensor, weight: Tensor, eps: float, rope_dim: int
+) -> tuple[Tensor, Tensor]:
     """What of the queries rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
 
     The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike.
@@ -101,11 +94,12 @@ def latent_parts(
     return _pairs_apart(q[..., -rope_dim:]), key[:, None]
 
 
-def _pairs_apart(x: torch.Tensor) -> torch.Tensor:
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+def _pairs_apart(x: Tensor) -> Tensor:
+    apart: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return apart
 
 
-def _narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Eight-bit pages take what they can hold, never infinity or NaN for it."""
     if dtype == x.dtype:
         return x
@@ -113,7 +107,7 @@ def _narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.float().clamp(-limit, limit).to(dtype)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + rot / 2) of the first rot dimensions; the rest passes through."""
     half = cos.shape[-1]
     if half == 0:
@@ -125,14 +119,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: ForwardBatch,
-    scale: float,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Causal attention of every token over its row's pages; with a window, over the last `window` positions."""
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None = None
+) -> Tensor:
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _attend_single(q, k_pages, v_pages, batch, scale, window, out)
     first = batch.num_single_rows  # of tokens and of rows alike: each of these rows has one token
@@ -143,23 +131,14 @@ def paged_attention(
     return out
 
 
-def latent_attention(
-    q: torch.Tensor, latents: torch.Tensor, batch: ForwardBatch, scale: float, rope_dim: int
-) -> torch.Tensor:
+def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
     return paged_attention(q, latents, latents, batch, scale)[..., rope_dim:]
 
 
 def expanded_attention(
-    q: torch.Tensor,
-    latents: torch.Tensor,
-    expand: torch.Tensor,
-    batch: ForwardBatch,
-    first_row: int,
-    scale: float,
-    rope_dim: int,
-) -> torch.Tensor:
-    """Causal attention of the rows from `first_row` on, some heads of a row at a time, so that what their latents expand
-    to stays bounded: q [T, H, rope + nope] -> [T, H, value]. expand [H, nope + value, rank]."""
+    q: Tensor, latents: Tensor, expand: Tensor, batch: ForwardBatch, first_row: int, scale: float, rope_dim: int
+) -> Tensor:
+    """Some heads of a row at a time, so that what their latents expand to stays bounded."""
     nope_dim = q.shape[2] - rope_dim
     out = torch.empty((*q.shape[:2], expand.shape[1] - nope_dim), dtype=q.dtype, device=q.device)
     passed, first = first_row - batch.num_single_rows, 0
@@ -184,13 +163,7 @@ def expanded_attention(
 
 
 def _attend_single(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: ForwardBatch,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None, out: Tensor
 ) -> None:
     """The rows with one token, a rectangle at a time, padded to the longest context."""
     page, width = k_pages.shape[1:]
@@ -214,14 +187,14 @@ def _attend_single(
 
 
 def _attend_row(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    table: torch.Tensor,
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
     context: int,
     scale: float,
     window: int | None,
-    out: torch.Tensor,
+    out: Tensor,
 ) -> None:
     """A row of several tokens, the last of `context` positions; its queries are folded with the head group."""
     count, num_heads, dim = q.shape
@@ -239,31 +212,24 @@ def _attend_row(
     out[:count] = attended.view(-1, group, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
 
 
-def _gather(pages: torch.Tensor, tables: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _gather(pages: Tensor, tables: Tensor, q: Tensor) -> Tensor:
     """Pages of the rows' tables in the queries' dtype, [rows, Hkv, positions, D]; the copy is the caller's."""
     rows, num_blocks = tables.shape
     gathered = pages.index_select(0, tables.flatten()).to(q.dtype)
     return gathered.view(rows, num_blocks * pages.shape[1], -1, q.shape[-1]).transpose(1, 2)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    opened = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (opened * up).to(gate_up.dtype)
 
 
-def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    return gate(F.linear(x, weight), activation)
 
 
-def choose_experts(
-    logits: torch.Tensor, bias: torch.Tensor | None, moe: "MoeSpec", num_shared: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [T, experts] float32 -> the experts of each token [T, k] int32, and their shares [T, k] float32.
-
-    Where shared experts have a gate, its logit stands behind the others. `num_shared`: behind a token's choice come so
-    many more numbers, from `num_experts` on, which have the gate's share, or all of it.
-    """
+def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0) -> tuple[Tensor, Tensor]:
     scores = logits[:, : moe.num_experts]
     scores = scores.softmax(-1) if moe.scoring == "softmax" else scores.sigmoid()
     wanted = scores if bias is None else scores + bias  # the bias steers the choice, never the share
@@ -285,47 +251,3 @@ def choose_experts(
         ids = torch.cat((ids, always.expand(len(ids), -1)), dim=1)
         shares = torch.cat((shares, share.expand(len(ids), num_shared)), dim=1)
     return ids.int(), shares
-
-
-ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
-
-
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    return ACTIVATIONS[activation](F.linear(x, weight))
-
-
-def fused_experts(
-    hidden: torch.Tensor,
-    slots: torch.Tensor,
-    shares: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    first: int,
-    activation: str,
-    added: torch.Tensor | None = None,
-    through: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
-) -> torch.Tensor:
-    """What the experts in slots first … first + S - 1 add up to, each by its share, and `added` [T, H]; as `Experts`
-    with all in one. `through`: what rows go through on their way into a product."""
-    activate = ACTIVATIONS[activation]
-    out = torch.zeros((*slots.shape, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
-    for index in range(len(down)):
-        token, choice = (slots == first + index).nonzero(as_tuple=True)
-        inside = activate(F.linear(through(hidden[token]), gate_up[index]))
-        out[token, choice] = F.linear(through(inside), down[index])
-    total = (out * shares[..., None]).sum(1)
-    return (total if added is None else total + added).to(hidden.dtype)
-
-
-OPS = Ops(
-    rms_norm,
-    add_rms_norm,
-    rope_and_store,
-    latent_rope_and_store,
-    paged_attention,
-    latent_attention,
-    silu_mul,
-    gelu_tanh_mul,
-    choose_experts,
-    expanded_attention=expanded_attention,
-)

@@ -7,8 +7,9 @@ tensors are stored so, the file says; config.json says that there are any, and e
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from penstock.executor.kernels.torch_fp8 import BLOCK, pad_scales
+from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
 from penstock.executor.loading.fields import Fields
 
 SUFFIX = "_scale_inv"
@@ -51,8 +52,8 @@ class Part(NamedTuple):
     """A tensor or a rank's part of one. Values of eight bits come with the scales of the whole tensor, in which the
     part begins at `row` and `column`: it may be cut anywhere, and each value still meets its own scale."""
 
-    values: torch.Tensor
-    scales: torch.Tensor | None = None
+    values: Tensor
+    scales: Tensor | None = None
     row: int = 0
     column: int = 0
 
@@ -60,7 +61,7 @@ class Part(NamedTuple):
         row, column = (self.row + start, self.column) if dim == 0 else (self.row, self.column + start)
         return Part(self.values.narrow(dim, start, size), self.scales, row, column)
 
-    def numbers(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> torch.Tensor:
+    def numbers(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
         """Value times scale in float32, rounded to `dtype`; a few rows at a time, so that no float32 copy is made."""
         if self.scales is None:
             return self.values.to(device=device, dtype=dtype, copy=copy)
@@ -81,10 +82,10 @@ class Part(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A weight [N, K] that keeps its eight bits, and its scales as `torch_fp8.pad_scales` leaves them."""
+    """A weight [N, K] that keeps its eight bits, and its scales as `eight_bits.pad_scales` leaves them."""
 
-    values: torch.Tensor
-    scales: torch.Tensor
+    values: Tensor
+    scales: Tensor
 
 
 def whole_blocks(parts: list[Part], device: torch.device) -> Blocks | None:

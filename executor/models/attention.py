@@ -1,6 +1,7 @@
 """Attention with grouped query heads: rotated, perhaps normalized per head, over the pages of keys and values."""
 
 import torch
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops
@@ -11,7 +12,7 @@ from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import ExecutorError
 
-Pages = tuple[torch.Tensor, torch.Tensor]  # of one layer: keys and values
+Pages = tuple[Tensor, Tensor]  # of one layer: keys and values
 
 
 class GroupedAttention:
@@ -43,7 +44,7 @@ class GroupedAttention:
     def takes_narrow(self) -> bool:
         return take_narrow(self._qkv)
 
-    def attend(self, hidden: torch.Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> torch.Tensor:
+    def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
         heads = multiply(self._qkv, hidden).unflatten(1, (-1, self._spec.head_dim))
         q, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)

@@ -5,6 +5,7 @@ weights and tables; keys and values live in the pages that `forward` is given.
 """
 
 import torch
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
@@ -41,20 +42,21 @@ class Decoder:
         """Those of every layer that has any."""
         return [layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, MoeMlp)]
 
-    def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
         residual = self._vocabulary.embed(batch.tokens)
         if self._spec.embedding_scale != 1.0:
             # The factor is rounded to the model's dtype first, as in training.
             residual *= torch.tensor(self._spec.embedding_scale, dtype=residual.dtype)
-        update: torch.Tensor | None = None  # what the previous layer adds to the residual stream
+        update: Tensor | None = None  # what the previous layer adds to the residual stream
         last = self.num_layers - 1
         for index, layer in enumerate(self._layers):
             wanted = batch.wanted if index == last else None
             update, residual = layer.forward(update, residual, batch, pages[index], wanted)
+        assert update is not None
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
         return self._vocabulary.logits(hidden)
 
@@ -64,7 +66,7 @@ class _Layer:
         prefix = f"model.layers.{index}."
         self._spec, self._ops, self._group = spec, ops, weights.group
 
-        def norm(name: str) -> torch.Tensor:
+        def norm(name: str) -> Tensor:
             return weights.norm(f"{prefix}{name}.weight", spec.hidden_size, spec.norm_offset)
 
         self._input_norm = norm("input_layernorm")
@@ -81,20 +83,15 @@ class _Layer:
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
 
     def forward(
-        self,
-        update: torch.Tensor | None,
-        residual: torch.Tensor,
-        batch: ForwardBatch,
-        pages: Pages,
-        wanted: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, update: Tensor | None, residual: Tensor, batch: ForwardBatch, pages: Pages, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """One layer over the residual stream [T, hidden], to which `update` is still to be added.
 
         Returns this layer's own update and the stream, both cut to the `wanted` tokens if given: what the
         last layer's MLP computes for other tokens nobody reads.
         """
         ops, eps = self._ops, self._spec.norm_eps
-        hidden: torch.Tensor | Narrow
+        hidden: Tensor | Narrow
         if update is None:
             hidden = ops.rms_norm(residual, self._input_norm, eps)
         else:
@@ -112,15 +109,12 @@ class _Layer:
         return update, residual
 
     def _norm_before(
-        self,
-        part: GroupedAttention | LatentAttention | Mlp | MoeMlp,
-        update: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-    ) -> tuple[torch.Tensor | Narrow, torch.Tensor]:
+        self, part: GroupedAttention | LatentAttention | Mlp | MoeMlp, update: Tensor, residual: Tensor, weight: Tensor
+    ) -> tuple[Tensor | Narrow, Tensor]:
         """What `part` reads, in eight bits if that is all it reads, and the sum of update and stream."""
         blocks, eps = self._ops.blocks, self._spec.norm_eps
         if blocks is None or not part.takes_narrow:
-            return self._ops.add_rms_norm(update, residual, weight, eps)
+            assert update is not None
+        return self._ops.add_rms_norm(update, residual, weight, eps)
         rows, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
         return Narrow(rows, residual.dtype), residual

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape
 from penstock.executor.loading.checkpoint import Checkpoint
@@ -29,7 +30,7 @@ def export(
     dtype: DType = "auto",
     *,
     shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Write `checkpoint` into `out_dir` (made if absent; it must not hold a model). "auto" is the config's dtype."""
     folder = Path(out_dir)
@@ -64,7 +65,7 @@ def _write_weights(
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
     values, scales = checkpoint.read(name), None
     if values.dtype is EIGHT_BITS:
         read = CheckpointReader(checkpoint, "the model to export")

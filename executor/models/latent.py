@@ -11,6 +11,7 @@ third as wide. Where the device has a kernel for it, `LatentSpec.is_expanded` de
 from bisect import bisect_left
 
 import torch
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import Ops
@@ -60,7 +61,7 @@ class LatentAttention:
     def takes_narrow(self) -> bool:
         return take_narrow(self._down)
 
-    def attend(self, hidden: torch.Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> torch.Tensor:
+    def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * value]; the new latents are in their pages before any is read."""
         sizes, heads = self._sizes, self._num_heads
         rope_dim, width = sizes.rope_dim, sizes.kv_rank + sizes.rope_dim
@@ -100,14 +101,7 @@ class LatentAttention:
         return batch.num_single_rows + several, batch.num_single_rows + sum(batch.query_lens[:several])
 
     def _rotate_and_store(
-        self,
-        goal: torch.Tensor,
-        q: torch.Tensor,
-        down: torch.Tensor,
-        batch: ForwardBatch,
-        pages: Pages,
-        first: int,
-        is_whole: bool,
+        self, goal: Tensor, q: Tensor, down: Tensor, batch: ForwardBatch, pages: Pages, first: int, is_whole: bool
     ) -> None:
         """Queries of the tokens from the first on go into `goal`, their keys into the pages."""
         self._ops.latent_rope_and_store(

@@ -9,7 +9,7 @@ import torch
 
 from penstock.eplb import Plan, plan
 from penstock.executor.kernels import Ops, select_ops
-from penstock.executor.kernels.linear import is_repacked
+from penstock.executor.kernels.cpu_linear import is_repacked
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields

@@ -93,7 +93,7 @@ def _deepseek(fields: Fields, moe: MoeSpec) -> DecoderSpec:
 
 def _latent_scale(fields: Fields, latent: LatentSpec) -> float:
     """With YaRN the scores grow with the factor; `mscale_all_dim` says how much of that is meant."""
-    scale = (latent.nope_dim + latent.rope_dim) ** -0.5
+    scale: float = (latent.nope_dim + latent.rope_dim) ** -0.5
     section = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({})
     grows = section.number_or_zero("mscale_all_dim")
     if section.text("rope_type", section.text("type", "default")) != "default" and grows:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
@@ -92,7 +93,7 @@ class Opt:
         )
         self._norm = _LayerNorm(weights, f"{prefix}final_layer_norm", spec.hidden_size) if spec.final_norm else None
 
-    def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Hidden states of the tokens `batch.wanted`, as the head takes them: [W, embedding_size]."""
         hidden = self._vocabulary.embed(batch.tokens)
         if self._project_in is not None:
@@ -106,7 +107,7 @@ class Opt:
             hidden = self._norm(hidden)
         return hidden if self._project_out is None else self._project_out(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, hidden: Tensor) -> Tensor | None:
         return self._vocabulary.logits(hidden)
 
 
@@ -116,12 +117,12 @@ class _LayerNorm:
         self._weight = weights.tensor(f"{name}.weight", (size,))
         self._bias = weights.tensor(f"{name}.bias", (size,))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self._size,), self._weight, self._bias, NORM_EPS)
 
 
 class _Layer:
-    def __init__(self, spec: OptSpec, prefix: str, weights: Weights, ops: Ops, no_rotation: torch.Tensor) -> None:
+    def __init__(self, spec: OptSpec, prefix: str, weights: Weights, ops: Ops, no_rotation: Tensor) -> None:
         self._ops, self._no_rotation, self._norm_first = ops, no_rotation, spec.norm_first
         self._head_dim, self._group = spec.head_dim, weights.group
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.bias
@@ -134,9 +135,7 @@ class _Layer:
         self._up = weights.linear((f"{prefix}fc1",), (inner,), hidden, bias, split="rows")
         self._down = weights.linear((f"{prefix}fc2",), (hidden,), inner, bias, split="columns")
 
-    def forward(
-        self, hidden: torch.Tensor, batch: ForwardBatch, k_pages: torch.Tensor, v_pages: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
         if self._norm_first:
             hidden = hidden + self._attend(self._attention_norm(hidden), batch, k_pages, v_pages)
@@ -144,12 +143,10 @@ class _Layer:
         hidden = self._attention_norm(hidden + self._attend(hidden, batch, k_pages, v_pages))
         return self._mlp_norm(hidden + self._feed(hidden))
 
-    def _feed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _feed(self, hidden: Tensor) -> Tensor:
         return self._group.sum(self._down(self._up(hidden).relu_()))
 
-    def _attend(
-        self, hidden: torch.Tensor, batch: ForwardBatch, k_pages: torch.Tensor, v_pages: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, hidden: Tensor, batch: ForwardBatch, k_pages: Tensor, v_pages: Tensor) -> Tensor:
         q, k, v = self._qkv(hidden).unflatten(-1, (-1, self._head_dim)).chunk(3, dim=1)
         none = self._no_rotation
         q = self._ops.rope_and_store(q, k, v, none, none, batch.positions, k_pages, v_pages, batch.kv_slots)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
@@ -34,11 +35,11 @@ class Model(Protocol):
     @property
     def experts(self) -> list[Experts]: ...
 
-    def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Final hidden states of the tokens `batch.wanted`: [W, hidden]."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank of the group, None on the others."""
         ...
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from penstock.executor.loading.fields import Fields
 
-Tables = dict["Rope", tuple[torch.Tensor, torch.Tensor]]  # cos and sin of each kind of rotation in a model
+Tables = dict["Rope", tuple[Tensor, Tensor]]  # cos and sin of each kind of rotation in a model
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 
@@ -83,13 +84,13 @@ def _yarn_amplitude(section: Fields, factor: float) -> float:
     return growth(1.0)
 
 
-def rope_tables(rope: Rope, num_positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(rope: Rope, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, each [num_positions, dim / 2] float32."""
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * _frequencies(rope)
     return (angles.cos() * rope.amplitude).to(device), (angles.sin() * rope.amplitude).to(device)
 
 
-def _frequencies(rope: Rope) -> torch.Tensor:
+def _frequencies(rope: Rope) -> Tensor:
     """Radians per position, [dim / 2], computed on the CPU so that every device gets the same."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     plain = 1.0 / (rope.theta**exponents)

@@ -256,7 +256,7 @@ class _Drawing:
     """What a drawing kernel, if there is one, is told of some rows."""
 
     ops: SamplingOps
-    options: tuple[Tensor, ...]  # [R] each, as `SamplingOps.choose` takes them
+    options: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # [R] each, as `SamplingOps.choose` takes them
 
     def choose(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return self.ops.choose(logits, *self.options, positions)

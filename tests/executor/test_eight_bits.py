@@ -1,6 +1,5 @@
 """Checkpoints in eight bits with scales per block: as numbers on a CPU, in eight bits where the kernels' seam is there."""
 
-import dataclasses
 import json
 import shutil
 from collections import Counter
@@ -11,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.executor.kernels import torch_fp8, torch_ops
-from penstock.executor.kernels.linear import BlockLinear
+from penstock.executor.kernels import BlockOps, FusedExperts, Ops, torch_ops
+from penstock.executor.kernels.eight_bits import pad_scales
+from penstock.executor.kernels.linear import BlockLinear, multiply_each
 from penstock.executor.loading.block_scales import Part, whole_blocks
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
@@ -23,6 +23,9 @@ from tests.executor.test_models import prompts, recorded  # noqa: F401 - a fixtu
 from tests.support.driver import Driver
 from tests.support.eight_bits import CASES, QUANTIZATION, WEIGHTS, dequantize, folders, greedy, quantize
 from tests.support.paged import random
+from tests.support.twins import changed
+from tests.support.twins import eight_bits as eight_bits_twin
+from tests.support.twins.experts import fused_experts
 
 CPU = torch.device("cpu")
 COUNT = 12
@@ -33,10 +36,10 @@ def config_of(path: Path, **options: Any) -> ExecutorConfig:
     return ExecutorConfig(model=str(path), **given)
 
 
-def in_eight_bits(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+def in_eight_bits(monkeypatch: pytest.MonkeyPatch, fused: FusedExperts | None = None, **changes: Any) -> None:
     """As on a GPU, with the twins for kernels."""
-    blocks = dataclasses.replace(torch_fp8.OPS, **changes)
-    ops = dataclasses.replace(torch_ops.OPS, blocks=blocks)
+    blocks = changed(BlockOps, eight_bits_twin, **changes)
+    ops = changed(Ops, torch_ops, blocks=blocks, fused_experts=fused)
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
 
@@ -82,7 +85,7 @@ def logits_of(path: Path, recorded: list[torch.Tensor], **options: Any) -> torch
     return recorded[-1]
 
 
-@pytest.mark.parametrize("fused", [None, torch_fp8.fused_block_experts])
+@pytest.mark.parametrize("fused", [None, fused_experts])
 @pytest.mark.parametrize("case", CASES)
 def test_in_eight_bits_logits_are_near_those_of_the_numbers(
     case: str,
@@ -92,7 +95,7 @@ def test_in_eight_bits_logits_are_near_those_of_the_numbers(
 ) -> None:
     """Rounding to eight bits is an error of up to 1/16 in each number, about 1/40 in the mean, at every product."""
     exact = logits_of(folders(case)[1], recorded)
-    in_eight_bits(monkeypatch, fused_experts=fused)
+    in_eight_bits(monkeypatch, fused)
     near = logits_of(folders(case)[0], recorded)
     assert 0 < (near - exact).norm() < 0.1 * exact.norm()
 
@@ -101,7 +104,7 @@ def test_norm_and_activation_quantize_as_they_write(monkeypatch: pytest.MonkeyPa
     calls: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
-        return lambda *given: (calls.update([name]), getattr(torch_fp8, name)(*given))[1]
+        return lambda *given: (calls.update([name]), getattr(eight_bits_twin, name)(*given))[1]
 
     names = ("quantize", "silu_mul_quantize", "add_rms_norm_quantize", "block_linear")
     in_eight_bits(monkeypatch, **{name: counted(name) for name in names})
@@ -124,12 +127,12 @@ def test_in_eight_bits_weights_stay_as_they_were_stored(monkeypatch: pytest.Monk
 def test_a_linear_layer_errs_by_no_more_than_its_input_is_rounded() -> None:
     weight, x = random(200, 384, seed=1), random(20, 384, seed=2)
     values, scales = quantize(weight)
-    linear = BlockLinear(values, torch_fp8.pad_scales(scales), random(200, seed=3), torch_fp8.OPS)
+    linear = BlockLinear(values, pad_scales(scales), random(200, seed=3), eight_bits_twin)
     exact = torch.nn.functional.linear(x, dequantize(values, scales), random(200, seed=3))
-    step = torch_fp8.quantize(x)[1].repeat_interleave(128, 1)
+    step = eight_bits_twin.quantize(x)[1].repeat_interleave(128, 1)
     rounded = x.abs() / 16 + step * 2**-10  # half a last place: of three bits, and below the least normal number
     assert ((linear(x) - exact).abs() <= rounded @ dequantize(values, scales).abs().t() + 1e-4).all()
-    two = BlockLinear.each([linear, linear], [3, 17], x)
+    two = multiply_each([linear, linear], [3, 17], x)
     assert torch.allclose(two, linear(x), rtol=1e-4, atol=1e-4)
 
 

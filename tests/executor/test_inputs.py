@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.executor.kernels import torch_inputs
 from penstock.executor.kernels.state import OPTIONS, DeviceState
-from penstock.executor.kernels.torch_inputs import INPUT_OPS
 from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling
 from penstock.executor.ranks import rank
 from penstock.executor.step.inputs import DeviceInputs, HostInputs
@@ -23,7 +23,7 @@ NUM_SLOTS, LENGTH, BLOCK, NUM_BLOCKS = 6, 50, 4, 90
 
 def device_side(payload: int) -> tuple[Slots, DeviceState, DeviceInputs]:
     state = DeviceState(NUM_SLOTS, *slot_sizes(LENGTH, BLOCK), BLOCK, CPU)
-    return Slots(NUM_SLOTS, LENGTH, BLOCK, state), state, DeviceInputs(state, INPUT_OPS, 3 * NUM_SLOTS, 64, payload)
+    return Slots(NUM_SLOTS, LENGTH, BLOCK, state), state, DeviceInputs(state, torch_inputs, 3 * NUM_SLOTS, 64, payload)
 
 
 def admission(slot: int, rng: np.random.Generator) -> Admission:
@@ -141,7 +141,7 @@ def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device) 
     """As `rank` makes them on a GPU."""
     state = DeviceState(config.max_num_seqs, *slot_sizes(max_model_len, config.block_size), config.block_size, device)
     slots = Slots(config.max_num_seqs, max_model_len, config.block_size, state)
-    return slots, DeviceInputs(state, INPUT_OPS, config.max_num_seqs, config.max_num_batched_tokens)
+    return slots, DeviceInputs(state, torch_inputs, config.max_num_seqs, config.max_num_batched_tokens)
 
 
 @pytest.mark.parametrize("case", ["qwen3", "deepseek-v2-lite", "opt"])

@@ -72,7 +72,7 @@ def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
 @pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-sliding", "gemma3", "opt", *LATENT])
 def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other devices run, and what the kernels are tested against; stale blocks are NaN."""
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops.OPS)
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 4)
     given = prompts(5, seed=6)

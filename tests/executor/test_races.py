@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from penstock.executor import outbox
-from penstock.executor.kernels import torch_sampling
 from penstock.executor.models.weights import Weights
 from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.protocol import ExecutorConfig
@@ -23,6 +22,7 @@ from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import GPU
 from tests.support.races import Race
 from tests.support.small_models import folder, greedy
+from tests.support.twins import sampling as sampling_twin
 from tests.support.world import SAMPLINGS, World
 
 CASE = "qwen3"
@@ -32,7 +32,7 @@ REAL = pytest.param("cuda", marks=pytest.mark.gpu)
 def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: object) -> UniprocExecutor:
     """On a GPU; the made-up one, if there is something to patch."""
     if monkeypatch is not None:
-        monkeypatch.setattr(rank, "select_sampling_ops", lambda _: torch_sampling.SAMPLING_OPS)
+        monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling_twin)
         monkeypatch.setattr(rank, "warm_up", lambda *_: None)  # takes as long as a test, and nothing is in flight yet
         monkeypatch.setattr(Weights, "layers", lambda _, num_layers, build: [build(i) for i in range(num_layers)])
     config = ExecutorConfig(

@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.torch_sampling import LANES, OUTPUTS
 
-PART = LANES * OUTPUTS
+LANES = 1024  # the noise of tokens 4096 b + 1024 j + i is output j of the generator's call number 1024 b + i
+PART = 4 * LANES
 LISTED = 256  # at most so many logits of a part, and more than half as many unless they tie
 TILE = 2048  # that the second kernel reads at once
 OPTION_DTYPES = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int64, torch.int64)
@@ -26,7 +26,6 @@ OPTION_DTYPES = (torch.float32, torch.float32, torch.int32, torch.float32, torch
 def choose(
     logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the twin in `torch_sampling`, where the options are described."""
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     options = (temperature, min_p, top_k, top_p, seeds, positions)

@@ -7,67 +7,36 @@ An entry's numbers do not depend on the tile that it lies in.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from penstock.executor.kernels import Activation, Scaled
 from penstock.executor.kernels.cuda import fp8
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.fp8 import quantize_groups
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
-from penstock.executor.kernels.cuda.rows import GELU_TANH, SILU, activate
+from penstock.executor.kernels.cuda.rows import activate
 from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
-from penstock.executor.kernels.torch_fp8 import BLOCK, are_quantized, make_quantized
+from penstock.executor.kernels.eight_bits import BLOCK, are_quantized, make_quantized
 
-ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
-# [R, K] or [S, N, K], and where it has eight bits its scales
-Scaled = tuple[torch.Tensor, torch.Tensor | None]
 GROUP = tl.constexpr(BLOCK)
 SUM_BLOCK = 512
 
 
 def fused_experts(
-    hidden: torch.Tensor,
-    slots: torch.Tensor,
-    shares: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    first: int,
-    activation: str,
-    added: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the twin in `torch_ops`. An entry of another rank's slot adds nothing."""
-    return _experts(hidden, slots, shares, (gate_up, None), (down, None), first, activation, added)
-
-
-def fused_block_experts(
-    hidden: torch.Tensor,
-    slots: torch.Tensor,
-    shares: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    down: torch.Tensor,
-    down_scales: torch.Tensor,
-    first: int,
-    activation: str,
-    added: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the twin in `torch_fp8`. For few entries weights widen as they arrive: half the bytes are read, and tokens stay
-    exact. For many the products are of eight bits."""
-    weights = (gate_up, gate_up_scales), (down, down_scales)
-    return _experts(hidden, slots, shares, *weights, first, activation, added)
-
-
-def _experts(
-    hidden: torch.Tensor,
-    slots: torch.Tensor,
-    shares: torch.Tensor,
+    hidden: Tensor,
+    slots: Tensor,
+    shares: Tensor,
     gate_up: Scaled,
     down: Scaled,
     first: int,
-    activation: str,
-    added: torch.Tensor | None,
-) -> torch.Tensor:
+    activation: Activation,
+    added: Tensor | None = None,
+) -> Tensor:
+    """With eight bits and few entries weights widen as they arrive: half the bytes are read, and tokens stay exact. For
+    many the products are of eight bits."""
     num_slots, width, inner = down[0].shape
-    entries, given = slots.numel(), {"ACTIVATION": ACTIVATIONS[activation]}
+    entries = slots.numel()
     x: Scaled = hidden, None
     if down[1] is not None and are_quantized(entries, num_slots):
         x = fp8.quantize(hidden)
@@ -78,13 +47,13 @@ def _experts(
     up_tile, down_tile = (expert_tile(entries, num_slots, columns, *sizes) for columns in (inner, width))
     order = sort_entries(slots, num_slots, first, up_tile.rows)
     parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
-    _launch(order, up_tile, x, gate_up, inside, slots.shape[1], hidden, GATED=True, **given)
-    _launch(order, down_tile, inside, down, (parts, None), 1, hidden, GATED=False, **given)
+    _launch(order, up_tile, x, gate_up, inside, slots.shape[1], hidden, GATED=True, ACTIVATION=activation)
+    _launch(order, down_tile, inside, down, (parts, None), 1, hidden, GATED=False, ACTIVATION=activation)
     return _sum(parts, slots, shares, num_slots, first, added)
 
 
 def _launch(
-    order: Sorted, tile: Tile, x: Scaled, weight: Scaled, y: Scaled, shared_by: int, like: torch.Tensor, **given: int
+    order: Sorted, tile: Tile, x: Scaled, weight: Scaled, y: Scaled, shared_by: int, like: Tensor, **given: bool | str
 ) -> None:
     """`shared_by`: how many entries share a row of x; `like`: of the dtype that is computed in."""
     (rows, x_scales), (values, scales), (out, y_scales) = x, weight, y
@@ -110,27 +79,16 @@ def _launch(
         DEPTH=depth,
         SCALES_STRIDE=0 if scales is None else scales.stride(1),
         SHARED_BY=shared_by,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
         STEP=expert_step(rows.element_size()),
         SCALED=scales is not None,
         QUANTIZED=x_scales is not None,
         QUANTIZES=y_scales is not None,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.constants(),
         **given,
-        **launching(),
     )
 
 
-def _sum(
-    parts: torch.Tensor,
-    slots: torch.Tensor,
-    shares: torch.Tensor,
-    num_slots: int,
-    first: int,
-    added: torch.Tensor | None,
-) -> torch.Tensor:
+def _sum(parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: int, added: Tensor | None) -> Tensor:
     (tokens, top_k), width = slots.shape, parts.shape[1]
     assert shares.shape == slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
     assert added is None or (added.is_contiguous() and added.shape == (tokens, width))
@@ -149,7 +107,6 @@ def _sum(
         ADDS=added is not None,
         BLOCK=SUM_BLOCK,
         num_warps=4,
-        **launching(),
     )
     return out
 

@@ -7,34 +7,34 @@ Checkpoints rotate neighbours (2 i, 2 i + 1); here they are taken apart, (i, i +
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.pages import layout_of, slot_place
 from penstock.executor.kernels.cuda.rope_and_store import check_places, copy, load_shared, narrow
 from penstock.executor.kernels.cuda.rows import normalize
 from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
 
 
 def latent_rope_and_store(
-    goal: torch.Tensor,
-    q: torch.Tensor,
-    down: torch.Tensor,
-    weight: torch.Tensor,
+    goal: Tensor,
+    q: Tensor,
+    down: Tensor,
+    weight: Tensor,
     eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    latents: torch.Tensor,
-    kv_slots: torch.Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    latents: Tensor,
+    kv_slots: Tensor,
     first: int,
     is_whole: bool,
 ) -> None:
-    """As the twin in `torch_ops`."""
     tokens, num_heads, width = goal.shape
     rank, half = len(weight), cos.shape[1]
-    page_stride, slot_stride, _ = latents.stride()
     assert q.stride()[1:] == (q.shape[2], 1) and down.stride(1) == 1 and down.shape[1] == rank + 2 * half
-    assert goal.is_contiguous() and latents.stride(2) == 1 and goal.dtype is q.dtype is down.dtype
+    assert goal.is_contiguous() and goal.dtype is q.dtype is down.dtype
     assert weight.dtype is torch.float32 and weight.is_contiguous()
     check_places(cos, sin, positions, kv_slots)
     if not tokens:
@@ -58,8 +58,7 @@ def latent_rope_and_store(
         Q_STRIDE=q.stride(0),
         Q_DIM=q.shape[2],
         DOWN_STRIDE=down.stride(0),
-        PAGE_STRIDE=page_stride,
-        SLOT_STRIDE=slot_stride,
+        PAGES=layout_of(latents),
         NUM_HEADS=num_heads,
         Q_PROGRAMS=q_programs,
         HALF=half,
@@ -69,10 +68,8 @@ def latent_rope_and_store(
         BLOCK_HALF=power_of_2(half),
         BLOCK_REST=power_of_2(q.shape[2] - 2 * half),
         BLOCK_RANK=power_of_2(rank),
-        PAGE=latents.shape[1],
         IS_WHOLE=is_whole,
         num_warps=tile.num_warps,
-        **launching(),
     )
 
 
@@ -94,8 +91,7 @@ def _latent_rope(
     Q_STRIDE: tl.constexpr,
     Q_DIM: tl.constexpr,
     DOWN_STRIDE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
+    PAGES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     Q_PROGRAMS: tl.constexpr,
     HALF: tl.constexpr,
@@ -105,7 +101,6 @@ def _latent_rope(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
-    PAGE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -129,7 +124,7 @@ def _latent_rope(
             copy(query + rest, goal + 2 * HALF + rest, is_head & (rest < Q_DIM - 2 * HALF))
     else:
         slot = tl.load(slots_ptr + token, mask=is_row, other=0)
-        cell = latents_ptr + slot // PAGE * PAGE_STRIDE + slot % PAGE * SLOT_STRIDE
+        cell = latents_ptr + slot_place(slot, PAGES)
         key = down_ptr + token * DOWN_STRIDE
         _rotate_neighbours(key + RANK, cell, is_row, cos_ptr, sin_ptr, HALF, BLOCK_HALF)
         rank = tl.arange(0, BLOCK_RANK)[None, None, :]

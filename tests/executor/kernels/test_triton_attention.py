@@ -34,7 +34,7 @@ def twins_answer(dtype: torch.dtype, shape: tuple[int, int, int, int], window: i
     cache, q = case(dtype, shape)
     wide = copy.copy(cache)
     wide.k_pages, wide.v_pages = cache.k_pages.double(), cache.v_pages.double()
-    return attend(torch_ops.OPS, wide, q.double(), ROWS, window)
+    return attend(torch_ops, wide, q.double(), ROWS, window)
 
 
 @every_dtype
@@ -169,7 +169,7 @@ def test_eight_bit_pages_are_written_and_read(device: torch.device) -> None:
     given = [random(tokens, heads, dim, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
     given[1][0, 0, 0] = 1000.0  # beyond what eight bits hold
     pages, answers = [], []
-    for kernels, where in ((OPS, device), (torch_ops.OPS, torch.device("cpu"))):
+    for kernels, where in ((OPS, device), (torch_ops, torch.device("cpu"))):
         cache = Cache([tokens], heads, dim, page, torch.bfloat16).to(where)
         kv = torch.zeros(4, 2, page, heads * dim, device=where).to(torch.float8_e4m3fn)
         cache.k_pages, cache.v_pages = kv[:, 0], kv[:, 1]

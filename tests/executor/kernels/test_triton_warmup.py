@@ -4,7 +4,6 @@ Whole small models with the launchers of the kernels. Nothing is interpreted: a 
 give the numbers, so that there is time for steps of every size. What is noted is what chooses a variant.
 """
 
-import dataclasses
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,12 +15,12 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock.executor.kernels import torch_fp8, torch_ops, torch_sampling
+from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps, torch_inputs, torch_ops
+from penstock.executor.kernels.cuda import step_inputs
 from penstock.executor.kernels.cuda.launch import variants
-from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
+from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
 from penstock.executor.kernels.state import DeviceState
-from penstock.executor.kernels.torch_inputs import INPUT_OPS as TWIN_INPUTS
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling
 from penstock.executor.ranks import rank
@@ -31,11 +30,15 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support import eight_bits, small_models
 from tests.support.driver import Driver, Sequence
+from tests.support.twins import changed, operations
+from tests.support.twins import eight_bits as eight_bits_twin
+from tests.support.twins import sampling as sampling_twin
+from tests.support.twins.experts import fused_experts
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can"
 )
-TWINS = dataclasses.replace(torch_ops.OPS, blocks=torch_fp8.OPS, fused_experts=torch_ops.fused_experts)
+TWINS = changed(Ops, torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts)
 ROWS, TOKENS, LONGEST = 20, 256, 256
 Noted = set[tuple[Any, ...]]
 
@@ -61,15 +64,13 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     return seen
 
 
-def beside(ours: Any, twins: Any) -> Any:
+def beside(kind: Any, ours: Any, twins: Any) -> Any:
     """Operations that call ours, and answer with what the twins say."""
 
     def both(name: str) -> Any:
         launcher, twin = getattr(ours, name), getattr(twins, name)
-        if dataclasses.is_dataclass(launcher):
-            return beside(launcher, twin)
-        if launcher is None or twin is None:
-            return None
+        if name == "blocks":
+            return beside(BlockOps, launcher, twin)
 
         def call(*arguments: Any, **given: Any) -> Any:
             launcher(*arguments, **given)
@@ -77,7 +78,7 @@ def beside(ours: Any, twins: Any) -> Any:
 
         return call
 
-    return type(ours)(*(both(field.name) for field in dataclasses.fields(ours)))
+    return changed(kind, ours, **{name: both(name) for name in operations(kind)})
 
 
 def open_on_kernels(
@@ -168,7 +169,11 @@ def check_nothing_is_new(
     folder, name, options = CASES[case]
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 20)
     recorder = Recorder()
-    noting = (beside(OPS, TWINS), beside(SAMPLING_OPS, torch_sampling.SAMPLING_OPS), beside(INPUT_OPS, TWIN_INPUTS))
+    noting = (
+        beside(Ops, OPS, TWINS),
+        beside(SamplingOps, SAMPLING_OPS, sampling_twin),
+        beside(InputOps, step_inputs, torch_inputs),
+    )
     limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
     options = limits | options | {"enforce_eager": enforce_eager}
     driver = open_on_kernels(monkeypatch, folder(name), recorder, noting, **options)
@@ -210,7 +215,7 @@ def test_interpreted_a_model_warms_up_and_then_gives_the_tokens_of_transformers(
     prompts = [[5, 17, 3, 99], [7, 7, 21]]
     limits = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 4, "max_model_len": 8}
     driver = open_on_kernels(
-        monkeypatch, small_models.folder(case), Recorder(), (OPS, SAMPLING_OPS, INPUT_OPS), **limits
+        monkeypatch, small_models.folder(case), Recorder(), (OPS, SAMPLING_OPS, step_inputs), **limits
     )
     num_warm = len(variants())
     got = driver.generate(*[driver.admit(prompt) for prompt in prompts], count=3, chunk=2)
