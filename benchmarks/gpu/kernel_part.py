@@ -18,7 +18,7 @@ from tests.support.twins import sampling as sampling_twin
 from tests.support.twins.experts import fused_experts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.executor.kernels import Ops, select_ops, select_sampling_ops
+from penstock.executor.kernels import Ops, Rotation, select_ops, select_sampling_ops
 
 Case = tuple[str, Callable[[], object], float, float]  # name, call, bytes, operations
 
@@ -132,7 +132,7 @@ def row_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool)
     kv_slots, norm = positions.long() + PAGE, torch.ones(dim, device=device)
     yield (
         "rotate and store",
-        lambda: ops.rope_and_store(q, k, v, cos, sin, positions, *pages, kv_slots, norm, norm, 1e-6),
+        lambda: ops.rope_and_store(q, k, v, Rotation(cos, sin, positions), pages, kv_slots, (norm, norm, 1e-6)),
         2 * merged.nbytes + 2 * cos.nbytes,
         0,
     )

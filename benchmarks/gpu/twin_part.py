@@ -19,7 +19,7 @@ from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import sampling as sampling_twin
 from tests.support.twins.experts import fused_experts
 
-from penstock.executor.kernels import InputOps, Ops, SamplingOps, eight_bits, torch_inputs, torch_ops
+from penstock.executor.kernels import InputOps, Ops, Rotation, SamplingOps, eight_bits, torch_inputs, torch_ops
 from penstock.executor.kernels.state import OPTIONS, Places
 
 ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # norm of the difference / norm, where nothing else is said
@@ -194,8 +194,8 @@ def rope_cases(kit: Kit) -> Iterator[Case]:
         def call(ops: Ops, kv: torch.Tensor = kv, weights: Any = weights) -> Tensors:
             mine = kv.clone()
             q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
-            tables = angles.cos(), angles.sin(), batch.positions
-            return ops.rope_and_store(q, k, v, *tables, *pages_of(mine, 1), batch.kv_slots, *weights), mine.float()
+            rotation = Rotation(angles.cos(), angles.sin(), batch.positions)
+            return ops.rope_and_store(q, k, v, rotation, pages_of(mine, 1), batch.kv_slots, weights), mine.float()
 
         yield Case(name, lambda call=call: call(kit.ops), lambda call=call: call(torch_ops), error)
 

@@ -18,6 +18,17 @@ Activation = Literal["silu", "gelu_tanh"]
 Quantized = tuple[Tensor, Tensor]
 # A weight, and its scales if it has eight bits.
 Scaled = tuple[Tensor, Tensor | None]
+Pages = tuple[Tensor, Tensor]  # of one layer: keys and values, each [pages, PAGE, Hkv * D]
+HeadNorms = tuple[Tensor | None, Tensor | None, float]  # weights [D] for query heads and for key heads, and eps
+NO_NORMS: HeadNorms = (None, None, 0.0)
+
+
+class Rotation(NamedTuple):
+    """rot numbers of each head are rotated; 0: none."""
+
+    cos: Tensor  # [P, rot / 2] float32
+    sin: Tensor
+    positions: Tensor  # [T] int32: each token's row in the tables
 
 
 class Ops(Protocol):
@@ -40,37 +51,28 @@ class Ops(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
+        rotation: Rotation,
+        pages: Pages,
         kv_slots: Tensor,
-        q_weight: Tensor | None = None,
-        k_weight: Tensor | None = None,
-        eps: float = 0.0,
+        norms: HeadNorms,
     ) -> Tensor:
         """Normalize q [T, Hq, D] and k [T, Hkv, D] per head if weights are given, rotate them, write k and v into their
-        pages; returns q. cos and sin are [P, rot / 2] float32; rot = 0: no rotation. v = None: k is all there is to
-        store."""
+        pages; returns q. v = None: k is all there is to store."""
 
     def latent_rope_and_store(
         self,
         goal: Tensor,
         q: Tensor,
         down: Tensor,
-        weight: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
+        norm: tuple[Tensor, float],
+        rotation: Rotation,
         latents: Tensor,
         kv_slots: Tensor,
         first: int,
         is_whole: bool,
     ) -> None:
         """For tokens first … first + t - 1 of q [T, H, nope + rope] and down [T, rank + rope], as a checkpoint's
-        projections make them: normalize the latents by weight [rank], rotate keys and queries. Keys go into the pages,
+        projections make them: normalize the latents by a weight [rank] and eps, rotate keys and queries. Keys go into the pages,
         queries to the beginnings of goal [t, H, rope + …], whole ones with nope behind them."""
 
     def paged_attention(

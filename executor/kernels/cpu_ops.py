@@ -13,7 +13,18 @@ from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Activation, BlockOps, ExpandedAttention, FusedExperts, Ops, torch_ops
+from penstock.executor.kernels import (
+    NO_NORMS,
+    Activation,
+    BlockOps,
+    ExpandedAttention,
+    FusedExperts,
+    HeadNorms,
+    Ops,
+    Pages,
+    Rotation,
+    torch_ops,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 _ACTIVATIONS = ("silu", "gelu_tanh")  # as the C side counts them
@@ -97,17 +108,13 @@ class CpuOps:
         q: Tensor,
         k: Tensor,
         v: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        k_pages: Tensor,
-        v_pages: Tensor,
+        rotation: Rotation,
+        pages: Pages,
         kv_slots: Tensor,
-        q_weight: Tensor | None = None,
-        k_weight: Tensor | None = None,
-        eps: float = 0.0,
+        norms: HeadNorms,
     ) -> Tensor:
         tokens, q_heads, head_dim = q.shape
+        (cos, sin, positions), (k_pages, v_pages), (q_weight, k_weight, eps) = rotation, pages, norms
         page_stride, slot_stride, _ = k_pages.stride()
         assert q.dtype is k_pages.dtype is self._dtype and v_pages.stride() == (page_stride, slot_stride, 1)
         assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64 and cos.dtype is torch.float32
@@ -137,21 +144,18 @@ class CpuOps:
         goal: Tensor,
         q: Tensor,
         down: Tensor,
-        weight: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
+        norm: tuple[Tensor, float],
+        rotation: Rotation,
         latents: Tensor,
         kv_slots: Tensor,
         first: int,
         is_whole: bool,
     ) -> None:
         """There is no attention here that asks for whole queries."""
-        rope_dim = 2 * cos.shape[1]
+        rope_dim = 2 * rotation.cos.shape[1]
         assert len(goal) == len(q) and first == 0 and not is_whole
-        rotating, key = torch_ops.latent_parts(self.rms_norm, q, down, weight, eps, rope_dim)
-        given = None, cos, sin, positions, latents, latents, kv_slots
+        rotating, key = torch_ops.latent_parts(self.rms_norm, q, down, norm, rope_dim)
+        given = None, rotation, (latents, latents), kv_slots, NO_NORMS
         self.rope_and_store(key[:, :0], key, *given)
         goal[..., :rope_dim] = self.rope_and_store(rotating, rotating[:, :0], *given)
 

@@ -29,7 +29,7 @@ def make_quantized(rows: int, width: int, device: torch.device) -> Quantized:
 
 
 def pad_rows(x: Quantized) -> Quantized:
-    """With the room behind the rows: what stands there nobody wrote, and of the products nobody reads its rows."""
+    """With the room behind the rows: what stands there was never written, and its rows of the products are never read."""
     (values, scales), rows = x, _padded(len(x[0]))
     assert values.is_contiguous() and scales.stride() == (1, rows), "rows that `make_quantized` has not made"
     return values.as_strided((rows, values.shape[1]), values.stride()), scales.as_strided(

@@ -18,13 +18,13 @@ MAX_RUN = 1 << 16  # longer runs are cut, so that each fits into a copy
 
 
 class Places(NamedTuple):
-    """Where things lie in the flat tensor; kernels are told."""
+    """Where things lie in the flat tensor; kernels are given it."""
 
     width: int  # of a slot's tokens, the first of which is at slot * width
     blocks_at: int
     max_blocks: int  # of a slot
     options_at: int
-    spare: int  # a number that nobody reads: padding writes its tokens there
+    spare: int  # a number that is never read: padding writes its tokens there
     block_size: int
 
 

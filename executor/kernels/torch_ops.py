@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Activation, BlockOps, FusedExperts
+from penstock.executor.kernels import NO_NORMS, Activation, BlockOps, FusedExperts, HeadNorms, Pages, Rotation
 from penstock.executor.moe_spec import MoeSpec
 
 fused_experts: FusedExperts | None = None
@@ -33,25 +33,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def rope_and_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    kv_slots: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor | None, rotation: Rotation, pages: Pages, kv_slots: Tensor, norms: HeadNorms
 ) -> Tensor:
+    k_pages, v_pages = pages
+    q_weight, k_weight, eps = norms
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
     if k_weight is not None:
         k = rms_norm(k, k_weight, eps)
-    cos = cos.index_select(0, positions).unsqueeze(1)  # [T, 1, rot / 2]
-    sin = sin.index_select(0, positions).unsqueeze(1)
+    cos = rotation.cos.index_select(0, rotation.positions).unsqueeze(1)  # [T, 1, rot / 2]
+    sin = rotation.sin.index_select(0, rotation.positions).unsqueeze(1)
     page = k_pages.shape[1]
     blocks, offsets = kv_slots // page, kv_slots % page
     k_pages[blocks, offsets] = _narrow(_rotate(k, cos, sin), k_pages.dtype).flatten(1)
@@ -64,33 +55,34 @@ def latent_rope_and_store(
     goal: Tensor,
     q: Tensor,
     down: Tensor,
-    weight: Tensor,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
+    norm: tuple[Tensor, float],
+    rotation: Rotation,
     latents: Tensor,
     kv_slots: Tensor,
     first: int,
     is_whole: bool,
 ) -> None:
-    tokens, rope_dim = slice(first, first + len(goal)), 2 * cos.shape[1]
-    positions, kv_slots = positions[tokens], kv_slots[tokens]
-    rotating, key = latent_parts(rms_norm, q[tokens], down[tokens], weight, eps, rope_dim)
-    goal[..., :rope_dim] = rope_and_store(rotating, key, None, cos, sin, positions, latents, latents, kv_slots)
+    tokens, rope_dim = slice(first, first + len(goal)), 2 * rotation.cos.shape[1]
+    rotation, kv_slots = rotation._replace(positions=rotation.positions[tokens]), kv_slots[tokens]
+    rotating, key = latent_parts(rms_norm, q[tokens], down[tokens], norm, rope_dim)
+    goal[..., :rope_dim] = rope_and_store(rotating, key, None, rotation, (latents, latents), kv_slots, NO_NORMS)
     if is_whole:
         goal[..., rope_dim:] = q[tokens, :, :-rope_dim]
 
 
 def latent_parts(
-    norm: Callable[..., Tensor], q: Tensor, down: Tensor, weight: Tensor, eps: float, rope_dim: int
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor],
+    q: Tensor,
+    down: Tensor,
+    norm: tuple[Tensor, float],
+    rope_dim: int,
 ) -> tuple[Tensor, Tensor]:
     """What of the queries rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
 
     The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike.
     """
-    latent, rotating = down.split((len(weight), rope_dim), dim=-1)
-    key = torch.cat((_pairs_apart(rotating), norm(latent, weight, eps)), dim=-1)
+    latent, rotating = down.split((len(norm[0]), rope_dim), dim=-1)
+    key = torch.cat((_pairs_apart(rotating), rms_norm(latent, *norm)), dim=-1)
     return _pairs_apart(q[..., -rope_dim:]), key[:, None]
 
 
@@ -121,12 +113,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def paged_attention(
     q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None = None
 ) -> Tensor:
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _attend_single(q, k_pages, v_pages, batch, scale, window, out)
+    out, pages = torch.empty(q.shape, dtype=q.dtype, device=q.device), (k_pages, v_pages)
+    _attend_single(q, pages, batch, scale, window, out)
     first = batch.num_single_rows  # of tokens and of rows alike: each of these rows has one token
     for index, (count, context) in enumerate(zip(batch.query_lens, batch.query_contexts, strict=True)):
         table = batch.block_tables[batch.num_single_rows + index]
-        _attend_row(q[first : first + count], k_pages, v_pages, table, context, scale, window, out[first:])
+        _attend_row(q[first : first + count], pages, table, context, scale, window, out[first:])
         first += count
     return out
 
@@ -162,11 +154,9 @@ def expanded_attention(
     return out
 
 
-def _attend_single(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None, out: Tensor
-) -> None:
+def _attend_single(q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, window: int | None, out: Tensor) -> None:
     """The rows with one token, a rectangle at a time, padded to the longest context."""
-    page, width = k_pages.shape[1:]
+    page, width = pages[0].shape[1:]
     num_blocks = -(-batch.max_single_context // page)
     group = max(1, GATHER_ELEMENTS // max(1, num_blocks * page * width))
     for start in range(0, batch.num_single_rows, group):
@@ -179,28 +169,19 @@ def _attend_single(
             mask &= seen >= contexts - window
         # What lies past the context may be anything, even NaN, which no mask and no weight of zero would hide.
         unseen = ~mask[:, None, :, None]
-        keys = _gather(k_pages, tables, q).masked_fill_(unseen, 0)
-        values = _gather(v_pages, tables, q).masked_fill_(unseen, 0)
+        keys, values = (_gather(part, tables, q).masked_fill_(unseen, 0) for part in pages)
         grouped = q[rows].unflatten(1, (keys.shape[1], -1))  # [rows, Hkv, Hq / Hkv, D]: no key is read twice
         attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None], scale=scale)
         out[rows] = attended.flatten(1, 2)
 
 
 def _attend_row(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    table: Tensor,
-    context: int,
-    scale: float,
-    window: int | None,
-    out: Tensor,
+    q: Tensor, pages: Pages, table: Tensor, context: int, scale: float, window: int | None, out: Tensor
 ) -> None:
     """A row of several tokens, the last of `context` positions; its queries are folded with the head group."""
     count, num_heads, dim = q.shape
-    blocks = table[None, : -(-context // k_pages.shape[1])]
-    keys = _gather(k_pages, blocks, q)[:, :, :context]
-    values = _gather(v_pages, blocks, q)[:, :, :context]
+    blocks = table[None, : -(-context // pages[0].shape[1])]
+    keys, values = (_gather(part, blocks, q)[:, :, :context] for part in pages)
     seen = torch.arange(context, device=q.device)
     position = torch.arange(context - count, context, device=q.device)[:, None]
     mask = seen <= position

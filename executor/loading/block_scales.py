@@ -30,25 +30,14 @@ def check_quantization(config: dict[str, Any], where: str) -> None:
     fields.only("dequantize", False, default=False)
     for name in ("modules_to_not_convert", "modules_to_convert", "ignored_layers"):
         fields.texts(name)
-    fields.no_others(
-        "quant_method",
-        "fmt",
-        "weight_block_size",
-        "activation_scheme",
-        "scale_fmt",
-        "expert_dtype",
-        "dequantize",
-        "modules_to_not_convert",
-        "modules_to_convert",
-        "ignored_layers",
-    )
+    fields.no_others()
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """A tensor or a rank's part of one. Values of eight bits come with the scales of the whole tensor, in which the
     part begins at `row` and `column`: it may be cut anywhere, and each value still meets its own scale."""
 
@@ -57,9 +46,9 @@ class Part(NamedTuple):
     row: int = 0
     column: int = 0
 
-    def narrow(self, dim: int, start: int, size: int) -> "Part":
+    def narrow(self, dim: int, start: int, size: int) -> "WeightPart":
         row, column = (self.row + start, self.column) if dim == 0 else (self.row, self.column + start)
-        return Part(self.values.narrow(dim, start, size), self.scales, row, column)
+        return WeightPart(self.values.narrow(dim, start, size), self.scales, row, column)
 
     def numbers(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
         """Value times scale in float32, rounded to `dtype`; a few rows at a time, so that no float32 copy is made."""
@@ -88,7 +77,7 @@ class Blocks(NamedTuple):
     scales: Tensor
 
 
-def whole_blocks(parts: list[Part], device: torch.device) -> Blocks | None:
+def whole_blocks(parts: list[WeightPart], device: torch.device) -> Blocks | None:
     """The parts on top of each other, if the blocks of each are blocks of the whole and the kernels take the shape."""
     rows = [len(part.values) for part in parts]
     starts = [part.row for part in parts] + [part.column for part in parts]

@@ -1,7 +1,7 @@
 """A model folder of the Hugging Face layout: config.json beside one safetensors file or a sharded set.
 
 The safetensors library checks a file's header (size, offsets, overlaps, truncation) before anything is read;
-its tensors are views of the mapped file, so reading is done by whoever copies them, in that thread.
+its tensors are views of the mapped file, so reading is done by the thread that copies them.
 """
 
 from functools import cached_property

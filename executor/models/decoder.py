@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.kernels import Ops
+from penstock.executor.kernels import Ops, Pages
 from penstock.executor.kernels.linear import Narrow
-from penstock.executor.models.attention import GroupedAttention, Pages, heads_of
+from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.moe import Experts, MoeMlp
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.vocabulary import Vocabulary
+from penstock.executor.models.vocabulary import Embedding
 from penstock.executor.models.weights import Weights
 
 
@@ -25,11 +25,11 @@ class Decoder:
         self._spec, self._ops = spec, ops
         self.num_layers = len(spec.layers)
         self.kv_parts = 2 if spec.latent is None else 1
-        self.kv_width = heads_of(spec, weights.group)[1] * spec.head_dim
+        self.kv_width = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)[1] * spec.head_dim
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         self._layers = weights.layers(self.num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        self._vocabulary = Vocabulary(
+        self._vocabulary = Embedding(
             weights,
             "model.embed_tokens",
             spec.vocab_size,
@@ -88,7 +88,7 @@ class _Layer:
         """One layer over the residual stream [T, hidden], to which `update` is still to be added.
 
         Returns this layer's own update and the stream, both cut to the `wanted` tokens if given: what the
-        last layer's MLP computes for other tokens nobody reads.
+        last layer's MLP computes for other tokens is never read.
         """
         ops, eps = self._ops, self._spec.norm_eps
         hidden: Tensor | Narrow
@@ -114,7 +114,6 @@ class _Layer:
         """What `part` reads, in eight bits if that is all it reads, and the sum of update and stream."""
         blocks, eps = self._ops.blocks, self._spec.norm_eps
         if blocks is None or not part.takes_narrow:
-            assert update is not None
-        return self._ops.add_rms_norm(update, residual, weight, eps)
+            return self._ops.add_rms_norm(update, residual, weight, eps)
         rows, residual = blocks.add_rms_norm_quantize(update, residual, weight, eps)
         return Narrow(rows, residual.dtype), residual

@@ -15,13 +15,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape
+from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape
 from penstock.executor.loading.checkpoint import Checkpoint
-from penstock.executor.models.weights import CheckpointReader
+from penstock.executor.models.weights import DTYPES, CheckpointReader
 from penstock.executor.protocol import DType, ExecutorError
 
 SHARD_BYTES = 4 * 2**30  # also what an export holds in memory
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export(
@@ -40,7 +39,7 @@ def export(
         occupied = [path.name for path in folder.iterdir() if path.name == "config.json" or "safetensors" in path.name]
         if occupied:
             raise ExecutorError(f"{folder}: holds {min(occupied)!r} already; give a folder without a model")
-        _write_weights(checkpoint, folder, _DTYPES[name], shard_bytes, progress)
+        _write_weights(checkpoint, folder, DTYPES[name], shard_bytes, progress)
         _write_json(folder / "generation_config.json", _generation_config(checkpoint.config))
         _write_json(folder / "config.json", _config(checkpoint.config, name))
     except (OSError, SafetensorError) as error:
@@ -71,7 +70,7 @@ def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
         read = CheckpointReader(checkpoint, "the model to export")
         scales = read(f"{name}{SUFFIX}", scales_shape(*values.shape))
     # A copy: what the checkpoint gives may be a view of its own file.
-    return Part(values, scales).numbers(values.device, dtype, copy=True).contiguous()
+    return WeightPart(values, scales).numbers(values.device, dtype, copy=True).contiguous()
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -90,8 +89,8 @@ def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
 def _dtype_name(config: dict[str, Any], dtype: DType) -> str:
     name = (config.get("dtype") or config.get("torch_dtype") or "float32") if dtype == "auto" else dtype
     name = str(name).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ExecutorError(f"dtype: {name!r} given; one of {', '.join(_DTYPES)} is expected")
+    if name not in DTYPES:
+        raise ExecutorError(f"dtype: {name!r} given; one of {', '.join(DTYPES)} is expected")
     return name
 
 

@@ -80,7 +80,7 @@ class Experts:
     ) -> None:
         """`layer` counts the layers with experts; a plan knows no others."""
         self.num_experts = moe.num_experts
-        self.counts: Tensor | None = None  # [experts] int64: how often each was chosen, if anybody asks
+        self.counts: Tensor | None = None  # [experts] int64: how often each was chosen, if it is counted
         self._table: SlotTable | None = None
         self._first, self._num_slots = 0, moe.num_experts
         held = list(range(moe.num_experts))  # the expert in each of this rank's slots

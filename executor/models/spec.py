@@ -1,4 +1,4 @@
-"""What tells one decoder-only model from another: a family turns its config.json into this, `Decoder` runs it."""
+"""What distinguishes one decoder-only model from another: a family turns its config.json into this, `Decoder` runs it."""
 
 from dataclasses import dataclass
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.eplb import Plan
 from penstock.executor.kernels import BlockOps
 from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
-from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape, whole_blocks
+from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.parallel import Group
 from penstock.executor.progress import quarters
@@ -32,6 +32,7 @@ Split = Literal["rows", "columns"] | None
 # Buffers that old versions of transformers saved; they follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 LOAD_THREADS = 8
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class CheckpointReader:
@@ -135,7 +136,7 @@ class Weights:
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
 
     def _bias(
-        self, named: list[tuple[str, int, Split, int | None]], parts: list[Part], given: tuple[bool, ...]
+        self, named: list[tuple[str, int, Split, int | None]], parts: list[WeightPart], given: tuple[bool, ...]
     ) -> Tensor | None:
         """The biases side by side, zero where one of several layers has none."""
         biases = [
@@ -164,13 +165,13 @@ class Weights:
             total.update(f"{len(other)}:{other}".encode())
         return total.digest()
 
-    def _fetch(self, name: str, shape: tuple[int, ...]) -> Part:
+    def _fetch(self, name: str, shape: tuple[int, ...]) -> WeightPart:
         values = self._stored(name, shape)
         if values.dtype is not EIGHT_BITS:
-            return Part(values)
+            return WeightPart(values)
         if len(shape) != 2:
             raise ExecutorError(f"tensor {name!r} of shape {list(shape)} is stored in eight bits; only matrices can be")
-        return Part(values, self._stored(f"{name}{SUFFIX}", scales_shape(*shape)))
+        return WeightPart(values, self._stored(f"{name}{SUFFIX}", scales_shape(*shape)))
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._read(name, shape).contiguous()
@@ -179,14 +180,14 @@ class Weights:
             self._digests[name] = f"{tensor.dtype}{list(shape)}".encode() + content
         return tensor
 
-    def _numbers(self, part: Part, copy: bool = False) -> Tensor:
+    def _numbers(self, part: WeightPart, copy: bool = False) -> Tensor:
         numbers = part.numbers(self._device, self._dtype, copy)
         if part.scales is not None:
             with self._lock:
                 self.num_widened_bytes += numbers.numel() * numbers.element_size()
         return numbers
 
-    def _cut(self, part: Part, split: Split, units: int | None) -> Part:
+    def _cut(self, part: WeightPart, split: Split, units: int | None) -> WeightPart:
         if split is None:
             return part
         dim = 0 if split == "rows" else 1

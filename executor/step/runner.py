@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from penstock.executor.batch import KvPages
-from penstock.executor.models.registry import Model
+from penstock.executor.models.registry import CausalModel
 from penstock.executor.outbox import Outbox
 from penstock.executor.parallel import Group
 from penstock.executor.protocol import Row, Step, StepResult, TokenLogprobs
@@ -49,7 +49,7 @@ class Launched:
 class ModelRunner:
     def __init__(
         self,
-        model: Model,
+        model: CausalModel,
         pages: KvPages,
         sampler: Sampler | None,  # the group's first rank samples for all
         slots: Slots,

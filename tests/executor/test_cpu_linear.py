@@ -27,8 +27,8 @@ def test_it_equals_the_product_in_float64(
     for rows in (0, 1, 5, 6, 19, 100):
         x = random(rows, depth, dtype=dtype, seed=3)
         expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
-        tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-        torch.testing.assert_close(linear(x).double(), expected, **tolerance)
+        tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(linear(x).double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @every_level

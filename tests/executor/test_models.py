@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ def prompts(count: int, seed: int = 0, low: int = 3, high: int = 60) -> list[lis
     return [[rng.randrange(160) for _ in range(rng.randint(low, high))] for _ in range(count)]
 
 
-def executor_of(case: str, **options: object) -> UniprocExecutor:
+def executor_of(case: str, **options: Any) -> UniprocExecutor:
     given = {"kv_cache_bytes": 2**23, "block_size": 8, "dtype": "float32", "max_num_seqs": 80, **options}
     return UniprocExecutor(ExecutorConfig(model=str(folder(case)), **given))
 
@@ -39,7 +40,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
 
     def spy(self: ModelRunner, model, *rest) -> None:  # type: ignore[no-untyped-def]
         compute = model.logits
-        model.logits = lambda hidden: seen.append(compute(hidden)) or seen[-1]
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(compute(hidden))
+            return seen[-1]
+
+        model.logits = logits
         original(self, model, *rest)
 
     monkeypatch.setattr(ModelRunner, "__init__", spy)

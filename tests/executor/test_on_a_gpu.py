@@ -116,29 +116,24 @@ def test_a_cpu_in_the_gpus_place_passes(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 MISTAKES: dict[str, Callable[..., Ops]] = {
     "attention sees too little": lambda ops: changed(
-        Ops,
         ops,
         paged_attention=lambda q, k, v, batch, scale, window=None: ops.paged_attention(q, k, v, batch, scale, 30),
     ),
     "attention is a tenth too sharp": lambda ops: changed(
-        Ops,
         ops,
         paged_attention=lambda q, k, v, batch, scale, *more: ops.paged_attention(q, k, v, batch, 1.1 * scale, *more),
     ),
     "positions are off by one": lambda ops: changed(
-        Ops,
         ops,
-        rope_and_store=lambda q, k, v, cos, sin, positions, *more: ops.rope_and_store(
-            q, k, v, cos, sin, positions + (positions > 99), *more
+        rope_and_store=lambda q, k, v, rotation, *more: ops.rope_and_store(
+            q, k, v, rotation._replace(positions=rotation.positions + (rotation.positions > 99)), *more
         ),
     ),
     "a norm forgets its weights": lambda ops: changed(
-        Ops,
         ops,
         add_rms_norm=lambda x, residual, weight, eps: ops.add_rms_norm(x, residual, torch.ones_like(weight), eps),
     ),
     "sums are rounded to four bits more coarsely": lambda ops: changed(
-        Ops,
         ops,
         gate=lambda gate_up, activation: ops.gate(gate_up, activation).to(torch.float8_e4m3fn).to(gate_up.dtype),
     ),

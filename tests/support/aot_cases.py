@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels import NO_NORMS, Rotation
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda import expert_products as moe
@@ -91,8 +92,8 @@ def latent_rope(heads: int, is_whole: bool, page_dtype: torch.dtype = BF16) -> C
         q, down = torch.zeros(8, heads * 192 + 576, dtype=BF16).split((heads * 192, 576), dim=1)
         goal = torch.zeros(8, heads, 64 + (128 if is_whole else 512), dtype=BF16)
         tables, index, latents = torch.zeros(64, 32), torch.zeros(8).long(), pages(576, page_dtype)[0]
-        given = torch.zeros(512), 1e-6, tables, tables, index.int(), latents, index
-        OPS.latent_rope_and_store(goal, q.unflatten(1, (heads, 192)), down, *given, 0, is_whole)
+        norm, rotation = (torch.zeros(512), 1e-6), Rotation(tables, tables, index.int())
+        OPS.latent_rope_and_store(goal, q.unflatten(1, (heads, 192)), down, norm, rotation, latents, index, 0, is_whole)
 
     return call
 
@@ -111,8 +112,9 @@ def rope(dim: int, heads: int, kv_heads: int, normed: bool, page_dtype: torch.dt
         q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
         tables = torch.zeros(64, dim // 2)
         index = torch.zeros(8, dtype=torch.int64)
-        weights = (torch.zeros(dim), torch.zeros(dim), 1e-6) if normed else (None, None, 0.0)
-        OPS.rope_and_store(q, k, v, tables, tables, index.int(), *pages(kv_heads * dim, page_dtype), index, *weights)
+        norms = (torch.zeros(dim), torch.zeros(dim), 1e-6) if normed else NO_NORMS
+        rotation = Rotation(tables, tables, index.int())
+        OPS.rope_and_store(q, k, v, rotation, pages(kv_heads * dim, page_dtype), index, norms)
 
     return call
 
@@ -151,11 +153,11 @@ def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: to
 def block_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> Callable[[], None]:
     def call() -> None:
         slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, width, dtype=BF16)
-        weights = [
+        gate_up, down = (
             (torch.empty(shape, dtype=FP8), torch.empty(num, shape[1] // 128, -(-shape[2] // 512) * 4))
             for shape in ((num, 2 * inner, width), (num, width, inner))
-        ]
-        moe.fused_experts(hidden, slots, torch.zeros(tokens, top_k), *weights, 0, "silu")
+        )
+        moe.fused_experts(hidden, slots, torch.zeros(tokens, top_k), gate_up, down, 0, "silu")
 
     return call
 

@@ -14,6 +14,7 @@ from penstock.executor.kernels.cuda import fp8
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.fp8 import quantize_groups
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
 from penstock.executor.kernels.cuda.rows import activate
 from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
@@ -62,18 +63,11 @@ def _launch(
     assert rows.shape[1] == depth and values.shape[1] == width * (2 if given["GATED"] else 1)
     assert x_scales is not None or rows.dtype is like.dtype
     assert scales is None or (scales.is_contiguous() and width % BLOCK == depth % BLOCK == 0)
+    pointers = *_pointers(x), *_pointers(weight), *_pointers(y), *order, like
+    strides = (0 if part is None else part.stride(1) for part in (x_scales, y_scales))
     _multiply[(triton.cdiv(width, tile.columns), len(order.tiles))](
-        rows,
-        rows if x_scales is None else x_scales,
-        values,
-        values if scales is None else scales,
-        out,
-        out if y_scales is None else y_scales,
-        order.ids,
-        order.tiles,
-        like,
-        0 if x_scales is None else x_scales.stride(1),
-        0 if y_scales is None else y_scales.stride(1),
+        *pointers,
+        *strides,
         STRIDE=rows.stride(0),
         WIDTH=width,
         DEPTH=depth,
@@ -88,17 +82,20 @@ def _launch(
     )
 
 
+def _pointers(x: Scaled) -> tuple[Tensor, Tensor]:
+    """A kernel is given two, with scales and without."""
+    values, scales = x
+    return values, values if scales is None else scales
+
+
 def _sum(parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: int, added: Tensor | None) -> Tensor:
     (tokens, top_k), width = slots.shape, parts.shape[1]
     assert shares.shape == slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
     assert added is None or (added.is_contiguous() and added.shape == (tokens, width))
     out = torch.empty((tokens, width), dtype=parts.dtype, device=parts.device)
+    pointers = parts, slots, shares, parts if added is None else added, out
     _add_shares[(tokens, triton.cdiv(width, SUM_BLOCK))](
-        parts,
-        slots,
-        shares,
-        parts if added is None else added,
-        out,
+        *pointers,
         slots.numel(),
         first,
         WIDTH=width,
@@ -164,21 +161,17 @@ def _multiply(
         x_scale = tl.full([ROWS], 1.0, tl.float32)
         if QUANTIZED:
             x_scale = tl.load(x_scales_ptr + group * x_scales_stride + row, mask=is_entry, other=0.0)
-        if whole:
-            x = tl.load(x_ptrs, mask=is_entry[:, None], other=0.0)
-            acc = _add_product(acc, x, x_scale, tl.load(weight_ptrs), gate_scales + group, SCALED, QUANTIZED)
-            if GATED:
-                weight = tl.load(weight_ptrs + WIDTH * DEPTH)
-                up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
-        else:
-            is_deep = start + k < DEPTH
-            is_weight = is_deep[:, None] & (column < WIDTH)[None, :]
-            x = tl.load(x_ptrs, mask=is_entry[:, None] & is_deep[None, :], other=0.0)
-            weight = tl.load(weight_ptrs, mask=is_weight, other=0.0)
-            acc = _add_product(acc, x, x_scale, weight, gate_scales + group, SCALED, QUANTIZED)
-            if GATED:
-                weight = tl.load(weight_ptrs + WIDTH * DEPTH, mask=is_weight, other=0.0)
-                up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
+        is_deep = start + k < DEPTH
+        is_weight = is_deep[:, None] & (column < WIDTH)[None, :]
+        is_x = is_entry[:, None]
+        if not whole:
+            is_x = is_x & is_deep[None, :]
+        x = tl.load(x_ptrs, mask=is_x, other=0.0)
+        weight = load_inside(weight_ptrs, is_weight, whole)
+        acc = _add_product(acc, x, x_scale, weight, gate_scales + group, SCALED, QUANTIZED)
+        if GATED:
+            weight = load_inside(weight_ptrs + WIDTH * DEPTH, is_weight, whole)
+            up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
         x_ptrs += STEP
         weight_ptrs += STEP
     if GATED:

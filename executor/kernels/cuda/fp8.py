@@ -57,15 +57,11 @@ def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: floa
     values, scales = make_quantized(rows, width, x.device)
     total = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = power_of_2(width)
+    pointers = x, residual, weight, values
+    numbers = scales, total, scales.stride(1), eps
     _norm_quantize[(rows,)](
-        x,
-        residual,
-        weight,
-        values,
-        scales,
-        total,
-        scales.stride(1),
-        eps,
+        *pointers,
+        *numbers,
         X_STRIDE=x.stride(0),
         RESIDUAL_STRIDE=residual.stride(0),
         WIDTH=width,
@@ -87,12 +83,9 @@ def block_linear(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: tor
     splits = depth_splits(grid[0] * grid[1], depth)
     out = torch.empty((rows, width), dtype=dtype, device=values.device)
     parts = out if splits == 1 else out.new_empty((splits, rows, width), dtype=torch.float32)
+    pointers = values, scales, weight, weight_scales, parts
     _block_linear[(*grid, splits)](
-        values,
-        scales,
-        weight,
-        weight_scales,
-        parts,
+        *pointers,
         rows,
         scales.stride(1),
         WIDTH=width,

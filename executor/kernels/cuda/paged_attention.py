@@ -1,7 +1,7 @@
 """Attention over paged keys and values, grouped heads sharing a tile: one kernel for rows of one token, one for more.
 
 Rows of one token read much and compute little: a fixed number of programs share all their positions evenly, so a long
-context is read by as much of the GPU as many short ones are, and whoever comes last joins what several saw of one row.
+context is read by as much of the GPU as many short ones are, and the last to finish joins what several saw of one row.
 Rows of several tokens compute: tiles of 128 (token, head) pairs against 64 positions, large enough for warpgroup
 products, the longest first. Pages may hold the model's dtype or float8_e4m3fn.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.pages import layout_of, page_rows
+from penstock.executor.kernels.cuda.pages import layout_of, load_inside, page_rows
 from penstock.executor.kernels.cuda.tiles import decode_tile, power_of_2, prefill_tile
 from penstock.executor.kernels.cuda.work import (
     LOWEST,
@@ -202,12 +202,8 @@ def _prefill(
     for start in range(low, whole, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         cells = page_rows(table_ptr, seen, seen >= 0, PAGES)
-        if SIZES.dim == BLOCK_DIM:
-            k = tl.load(k_ptr + cells[None, :] + dim[:, None])
-            v = tl.load(v_ptr + cells[:, None] + dim[None, :])
-        else:
-            k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=is_dim[:, None], other=0.0)
-            v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=is_dim[None, :], other=0.0)
+        k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_dim[:, None], SIZES.dim == BLOCK_DIM)
+        v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_dim[None, :], SIZES.dim == BLOCK_DIM)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
     for start in range(whole, last + 1, COLUMNS):

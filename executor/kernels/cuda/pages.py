@@ -29,6 +29,14 @@ def page_rows(table_ptr, position, inside, PAGES: tl.constexpr):
 
 
 @triton.jit
+def load_inside(ptrs, mask, IS_WHOLE: tl.constexpr):
+    """Zero outside the mask; without one where the caller knows that nothing is outside."""
+    if IS_WHOLE:
+        return tl.load(ptrs)
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
 def slot_place(slot, PAGES: tl.constexpr):
     """Likewise of a slot: its page's number times the slots of a page, and its own within."""
     return slot // PAGES.slots * PAGES.page_stride + slot % PAGES.slots * PAGES.slot_stride

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from penstock.executor.kernels import HeadNorms, Pages, Rotation
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import layout_of, slot_place
@@ -28,46 +29,31 @@ class HeadParts(NamedTuple):
     block_rest: int
 
 
+def parts_of(dim: int, half: int) -> HeadParts:
+    return HeadParts(dim, half, power_of_2(half), power_of_2(dim - 2 * half))
+
+
 def rope_and_store(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    kv_slots: Tensor,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor | None, rotation: Rotation, pages: Pages, kv_slots: Tensor, norms: HeadNorms
 ) -> Tensor:
     tokens, q_heads, dim = q.shape
+    (cos, sin, positions), (k_pages, v_pages), (q_weight, k_weight, eps) = rotation, pages, norms
     kv_heads = k.shape[1]
     half = cos.shape[1]
     values = k if v is None else v
     assert v_pages.stride() == k_pages.stride() and v_pages.dtype is k_pages.dtype
     assert q.stride(2) == k.stride(2) == values.stride(2) == 1 and q.dtype is k.dtype is values.dtype
     assert k.shape[2] == values.shape[2] == dim
-    check_places(cos, sin, positions, kv_slots)
+    check_places(rotation, kv_slots)
     rotated = torch.empty((tokens, q_heads, dim), dtype=q.dtype, device=q.device)
     if not tokens:
         return rotated
     tile = rope_tile(kv_heads, power_of_2(max(half, dim - 2 * half)))
     q_programs = triton.cdiv(q_heads, tile.columns)
+    weights = (cos if weight is None else weight for weight in (q_weight, k_weight))
+    pointers = q, k, values, cos, sin, positions, k_pages, v_pages, kv_slots, *weights, rotated
     _rope_and_store[(triton.cdiv(tokens, tile.rows), q_programs + triton.cdiv(kv_heads, tile.columns))](
-        q,
-        k,
-        values,
-        cos,
-        sin,
-        positions,
-        k_pages,
-        v_pages,
-        kv_slots,
-        cos if q_weight is None else q_weight,
-        cos if k_weight is None else k_weight,
-        rotated,
+        *pointers,
         tokens,
         eps,
         Q_STRIDES=q.stride(),
@@ -77,7 +63,7 @@ def rope_and_store(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         Q_PROGRAMS=q_programs,
-        PARTS=HeadParts(dim, half, power_of_2(half), power_of_2(dim - 2 * half)),
+        PARTS=parts_of(dim, half),
         TOKENS=tile.rows,
         HEADS=tile.columns,
         HAS_V=v is not None,
@@ -88,8 +74,9 @@ def rope_and_store(
     return rotated
 
 
-def check_places(cos: Tensor, sin: Tensor, positions: Tensor, kv_slots: Tensor) -> None:
+def check_places(rotation: Rotation, kv_slots: Tensor) -> None:
     """As the kernels take them."""
+    cos, sin, positions = rotation
     assert cos.dtype is sin.dtype is torch.float32 and cos.is_contiguous() and sin.is_contiguous()
     assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64
     assert positions.is_contiguous() and kv_slots.is_contiguous()

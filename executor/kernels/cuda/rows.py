@@ -38,12 +38,9 @@ def _launch_norm(x, residual, weight, y, total, eps: float, adds: bool) -> None:
         return
     block = power_of_2(width)
     together = max(1, NORM_BLOCK // block)
+    pointers = x, residual, weight, y, total
     _norm[(triton.cdiv(rows, together),)](
-        x,
-        residual,
-        weight,
-        y,
-        total,
+        *pointers,
         rows,
         eps,
         X_STRIDE=x.stride(0),

@@ -1,4 +1,4 @@
-"""A step's inputs on the GPU: what changed goes into the state, then every row gathers what the model is told of it."""
+"""A step's inputs on the GPU: what changed goes into the state, then every row gathers what the model needs."""
 
 import torch
 import triton
@@ -44,17 +44,11 @@ def prepare(
         top_k=empty(int32, rows),
         seeds=empty(int64, rows),
     )
+    pointers = packed, state, *made
+    numbers = rows, table_width, places.width, places.blocks_at, places.max_blocks, places.options_at, places.spare
     _prepare[rows, triton.cdiv(max(longest, table_width), CHUNK)](
-        packed,
-        state,
-        *made,
-        rows,
-        table_width,
-        places.width,
-        places.blocks_at,
-        places.max_blocks,
-        places.options_at,
-        places.spare,
+        *pointers,
+        *numbers,
         PAGE=places.block_size,
         ROWS_AT=ROWS_AT,
         OPTIONS=OPTIONS,

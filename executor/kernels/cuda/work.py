@@ -122,7 +122,7 @@ def _once(batch: ForwardBatch, key: Hashable, make: Callable[[], Made]) -> Made:
 @triton.jit
 def span(context, window, COLUMNS: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """The first position that a row of one token sees, and how many blocks there are from it on. Rows without a context
-    have a block too: whoever takes it writes their zeros."""
+    have a block too: the program that takes it writes their zeros."""
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(first, context - window)
@@ -198,12 +198,12 @@ def join_if_last(shares, out_ptr, taken, block, blocks, heads, ITEM_HEADS: tl.co
     """To be called when this program's part of an item is stored; `taken` blocks of its share went before that part,
     which begins with `block` of the item's `blocks`. The last to arrive joins all parts into out_ptr [heads, DIM].
 
-    Nobody waits for anybody, so programs may run in any order and number. The parts are added in the order of their
-    positions whoever does it: the same bits every time.
+    No program waits for another, so they may run in any order and number. The parts are added in the order of their
+    positions by whichever program does it: the same bits every time.
 
     What the others stored is seen: in each of them a barrier brings the stores of all threads before the one thread
     that adds to the counter, and adding releases them to the GPU. All additions to one counter are a single release
-    sequence; the last acquires what each of them released, and a barrier hands that on to its threads. Then nobody else
+    sequence; the last acquires what each of them released, and a barrier hands that on to its threads. Then no other program
     will touch the counter, and a plain store makes it 0 for the next launch, which begins after this one has ended.
     """
     plan_ptr, parts_ptr, sums_ptr, arrivals_ptr = shares
@@ -221,7 +221,7 @@ def join_if_last(shares, out_ptr, taken, block, blocks, heads, ITEM_HEADS: tl.co
 
 @triton.jit
 def _join(parts_ptr, sums_ptr, out_ptr, first, count, heads, ITEM_HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Several parts of several heads at a time, so that many loads are under way."""
+    """Several parts of several heads at a time, so that many loads are in flight."""
     BLOCK_DIM: tl.constexpr = triton.next_power_of_2(DIM)
     HEADS: tl.constexpr = 256 // BLOCK_DIM if BLOCK_DIM < 256 else 1
     dim = tl.arange(0, BLOCK_DIM)

@@ -4,6 +4,7 @@ what it can show is that all of them take their turn; that they touch nothing be
 import pytest
 import torch
 
+from penstock.executor.kernels import NO_NORMS, Rotation
 from penstock.executor.kernels.cuda import dependent
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.paged import Cache, latent_step, random
@@ -22,7 +23,7 @@ def layer(device: torch.device) -> list[torch.Tensor]:
     slots = cache.tables[:, (CONTEXT - 1) // PAGE].long() * PAGE + (CONTEXT - 1) % PAGE
     cos, sin = (random(CONTEXT, DIM // 2, seed=seed).to(device) for seed in (4, 5))
     pages = cache.k_pages, cache.v_pages
-    rotated = OPS.rope_and_store(q, k, v, cos, sin, positions, *pages, slots)
+    rotated = OPS.rope_and_store(q, k, v, Rotation(cos, sin, positions), pages, slots, NO_NORMS)
     batch = cache.batch([(0, 1, CONTEXT), (1, 1, CONTEXT)])
     attended = OPS.paged_attention(rotated, *pages, batch, 0.2)
     latent = OPS.latent_attention(rotated, cache.k_pages[..., :DIM], batch, 0.2, 8)

@@ -31,7 +31,7 @@ def test_a_model_gives_the_tokens_of_transformers(
     executor = UniprocExecutor(
         ExecutorConfig(
             model=str(folder(case)),
-            device=device.type,
+            device="cuda" if device.type == "cuda" else "cpu",
             dtype="float32",
             kv_cache_bytes=2**18,
             block_size=4,
@@ -54,7 +54,7 @@ def test_chunks_whose_latents_are_expanded_give_the_tokens_of_transformers(
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 2)
     config = ExecutorConfig(
         model=str(folder("deepseek-v2-lite")),
-        device=device.type,
+        device="cuda" if device.type == "cuda" else "cpu",
         dtype="float32",
         kv_cache_bytes=2**18,
         block_size=4,
@@ -79,13 +79,13 @@ def test_a_model_of_eight_bits_is_near_its_twin(
     recorded: list[torch.Tensor],  # noqa: F811
 ) -> None:
     """Weights and pages. Where a sum falls between two numbers of eight bits, kernel and twin may take either."""
-    twins = changed(Ops, torch_ops, blocks=eight_bits_twin)
+    twins = changed(torch_ops, blocks=eight_bits_twin)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     for ops, where in ((OPS, device.type), (twins, "cpu")):
         monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_, ops=ops: ops)
         config = ExecutorConfig(
             model=str(folders(case)[0]),
-            device=where,
+            device="cuda" if where == "cuda" else "cpu",
             dtype="float32",
             kv_cache_dtype="fp8",
             enforce_eager=True,

@@ -14,7 +14,7 @@ from penstock.executor.sampling.penalties import Penalties, Seen
 from penstock.executor.sampling.sampler import Sampler
 from tests.executor.test_sampler import SLOTS, random_sampling
 from tests.executor.test_sampler import VOCAB as OPTION_VOCAB
-from tests.support.kernel_cases import TOLERANCE, every_dtype
+from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
 from tests.support.twins import sampling as sampling_twin
 
@@ -147,7 +147,7 @@ def test_what_drawing_takes_for_granted_is_checked(device: torch.device) -> None
     sampling.choose(logits, *given)
     for index, wrong in ((0, given[0].double()), (2, given[2].long()), (1, given[1][:1]), (4, given[4].repeat(2)[::2])):
         with pytest.raises(AssertionError):
-            sampling.choose(logits, *given[:index], wrong, *given[index + 1 :])
+            sampling.choose(logits, *(wrong if place == index else right for place, right in enumerate(given)))
     with pytest.raises(AssertionError):
         sampling.choose(logits.T, *options([OFF] * 64, device))
 
@@ -196,7 +196,7 @@ def test_penalties_equal_the_twin(device: torch.device, dtype: torch.dtype) -> N
     expected = logits.clone()
     sampling_twin.penalize(expected, rows, slots, counts, in_prompt, given)
     logit_edits.penalize(logits, rows, slots, counts, in_prompt, given)
-    torch.testing.assert_close(logits, expected, **TOLERANCE[dtype])
+    close(logits, expected)
     assert not torch.equal(logits[3], random(4, 2500, dtype=dtype).to(device)[3, :2304])
 
 
@@ -231,7 +231,7 @@ def test_every_penalized_row_gets_its_own_penalties(device: torch.device) -> Non
         penalties.apply(logits, np.array([4] * len(samplings)), seen, ops)
         edited.append(logits.cpu())
     for others in edited[1:]:
-        torch.testing.assert_close(edited[0], others, **TOLERANCE[torch.float32])
+        close(edited[0], others)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -253,8 +253,8 @@ def test_any_batch_of_any_options_samples_what_the_twins_sample(device: torch.de
         logits = 3 * random(len(slots), OPTION_VOCAB, seed=100 * seed + step)
         positions = [lengths[slot] for slot in slots]
         expected, _, errors = here.sample(logits, slots, positions)
-        got, _, told = there.sample(logits.to(device), slots, positions)
-        assert told == errors and got.tolist() == expected.tolist()
+        got, _, reported = there.sample(logits.to(device), slots, positions)
+        assert reported == errors and got.tolist() == expected.tolist()
         for slot in slots:
             lengths[slot] += 1
 

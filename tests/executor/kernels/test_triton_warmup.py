@@ -5,7 +5,7 @@ give the numbers, so that there is time for steps of every size. What is noted i
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from tests.support.twins.experts import fused_experts
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can"
 )
-TWINS = changed(Ops, torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts)
+TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts)
 ROWS, TOKENS, LONGEST = 20, 256, 256
 Noted = set[tuple[Any, ...]]
 
@@ -78,7 +78,7 @@ def beside(kind: Any, ours: Any, twins: Any) -> Any:
 
         return call
 
-    return changed(kind, ours, **{name: both(name) for name in operations(kind)})
+    return changed(ours, **{name: both(name) for name in operations(kind)})
 
 
 def open_on_kernels(
@@ -114,8 +114,8 @@ def any_sampling(rng: np.random.Generator) -> Sampling:
         "logprobs": int(rng.integers(-1, 4)),
         "prompt_logprobs": int(rng.integers(0, 3)),
     }
-    some = {name: value for name, value in asked.items() if rng.random() < 0.3}
-    stops = {"min_tokens": 3, "stop_ids": (7,)} if rng.random() < 0.2 else {}
+    some: dict[str, Any] = {name: value for name, value in asked.items() if rng.random() < 0.3}
+    stops: dict[str, Any] = {"min_tokens": 3, "stop_ids": (7,)} if rng.random() < 0.2 else {}
     return Sampling(temperature=float(rng.choice([0.0, 0.8])), seed=int(rng.integers(99)), **some, **stops)
 
 
@@ -129,7 +129,7 @@ def traffic(driver: Driver, rng: np.random.Generator, num_steps: int) -> None:
             if old is None or (old.pooling and old.computed == old.num_prompt) or len(old.tokens) > LONGEST - 8:
                 if old is not None:
                     driver.free = [*old.blocks, *driver.free]
-                pooling = rng.choice([None, None, None, None, "last", "mean"])
+                pooling = [None, None, None, None, "last", "mean"][rng.integers(6)]
                 prompt = rng.integers(0, 160, int(rng.choice([1, 2, 5, 40, 180]))).tolist()
                 sequences[slot] = Sequence(slot, prompt, len(prompt), sampling=any_sampling(rng), pooling=pooling)
                 driver._announce(sequences[slot])
@@ -148,7 +148,7 @@ def traffic(driver: Driver, rng: np.random.Generator, num_steps: int) -> None:
         driver.step(*parts, masks=masks or None)
 
 
-CASES = {
+CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
     "qwen3": (small_models.folder, "qwen3", {}),
     "gemma3": (small_models.folder, "gemma3", {}),
     "qwen3-moe": (small_models.folder, "qwen3-moe", {}),
@@ -175,8 +175,8 @@ def check_nothing_is_new(
         beside(InputOps, step_inputs, torch_inputs),
     )
     limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
-    options = limits | options | {"enforce_eager": enforce_eager}
-    driver = open_on_kernels(monkeypatch, folder(name), recorder, noting, **options)
+    asked = limits | options | {"enforce_eager": enforce_eager}
+    driver = open_on_kernels(monkeypatch, folder(name), recorder, noting, **asked)
     warm, num_graphs, num_variants = noted.copy(), len(recorder.graphs), len(variants())
     assert warm and (num_graphs == 0) == enforce_eager
     for length in lengths:  # a prompt, then one more token

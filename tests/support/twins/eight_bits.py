@@ -32,11 +32,13 @@ def block_linear(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: tor
 def widen_rows(x: Quantized) -> Tensor:
     """[T, K] float32"""
     values, scales = x
-    return (values.float().unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
+    rows: Tensor = (values.float().unflatten(1, (-1, BLOCK)) * scales[..., None]).flatten(1)
+    return rows
 
 
 def widen(weight: Tensor, scales: Tensor) -> Tensor:
     """[N, K] with scales [N / 128 rounded up, at least K / 128] -> float32"""
     width, depth = weight.shape
     by_row = scales.repeat_interleave(BLOCK, 0)[:width, : depth // BLOCK]
-    return (weight.float().unflatten(1, (-1, BLOCK)) * by_row[..., None]).flatten(1)
+    rows: Tensor = (weight.float().unflatten(1, (-1, BLOCK)) * by_row[..., None]).flatten(1)
+    return rows

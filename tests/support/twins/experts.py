@@ -24,7 +24,7 @@ def fused_experts(
     dtype = hidden.dtype
     is_quantized = down[1] is not None and are_quantized(slots.numel(), len(down[0]))
     up, narrow = (_numbers(weight, torch.float32 if is_quantized else dtype) for weight in (gate_up, down))
-    # In float32 but for what is rounded on its way into eight bits.
+    # In float32 but for what is rounded to eight bits.
     rows = hidden.float() if is_quantized else hidden
 
     def through(rows: Tensor) -> Tensor:
