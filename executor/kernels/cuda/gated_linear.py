@@ -13,7 +13,6 @@ from torch import Tensor
 from penstock.executor.kernels import Activation
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.rows import activate, gate
 from penstock.executor.kernels.cuda.tiles import few_rows_tile
 
@@ -70,13 +69,15 @@ def _gated_linear(
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, K, DEPTH):
-        is_x = row < rows
-        if not EVEN:
-            is_x = is_x & (start + k < K)[None, :]
-        is_weight = (start + k < K)[:, None] & (column < WIDTH)
-        x = tl.load(x_ptrs + start, mask=is_x, other=0.0)
-        gate_weight = load_inside(weight_ptrs + start, is_weight, EVEN)
-        up_weight = load_inside(weight_ptrs + start + WIDTH * K, is_weight, EVEN)
+        if EVEN:
+            x = tl.load(x_ptrs + start, mask=row < rows, other=0.0)
+            gate_weight = tl.load(weight_ptrs + start)
+            up_weight = tl.load(weight_ptrs + start + WIDTH * K)
+        else:
+            is_weight = (start + k < K)[:, None] & (column < WIDTH)
+            x = tl.load(x_ptrs + start, mask=(row < rows) & (start + k < K)[None, :], other=0.0)
+            gate_weight = tl.load(weight_ptrs + start, mask=is_weight, other=0.0)
+            up_weight = tl.load(weight_ptrs + start + WIDTH * K, mask=is_weight, other=0.0)
         gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
         up = tl.dot(x, up_weight, up, input_precision="ieee")
     dtype = out_ptr.dtype.element_ty
