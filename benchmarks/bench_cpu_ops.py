@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from pairs import alternate, judge, record
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Ops, cpu_ops, torch_ops
+from penstock.executor.kernels import NO_NORMS, Ops, Rotation, cpu_ops, torch_ops
 from penstock.executor.kernels.cpu_linear import CpuLinear
 
 HIDDEN, INNER, VOCABULARY, Q_HEADS, KV_HEADS, DIM, PAGE = 576, 1536, 49152, 9, 3, 64, 16
@@ -49,13 +49,12 @@ def row_cases(ours: Ops, twin: Ops, dtype: torch.dtype) -> Iterator[Case]:
             torch.arange(rows),
         )
         kv = torch.zeros(rows // PAGE + 1, 2, PAGE, KV_HEADS * DIM, dtype=dtype)
+        given = q, k, v, Rotation(angles, angles, positions), (kv[:, 0], kv[:, 1]), slots, NO_NORMS
         calls: dict[str, Callable[[Ops], object]] = {
             "rms_norm": lambda ops, x=x, w=weight: ops.rms_norm(x, w, EPS),
             "add_rms_norm": lambda ops, x=x, r=residual, w=weight: ops.add_rms_norm(x, r, w, EPS),
-            "silu_mul": lambda ops, x=gate_up: ops.silu_mul(x),
-            "rope_and_store": lambda ops, a=(q, k, v, angles, angles, positions, kv[:, 0], kv[:, 1], slots): (
-                ops.rope_and_store(*a)
-            ),
+            "silu_mul": lambda ops, x=gate_up: ops.gate(x, "silu"),
+            "rope_and_store": lambda ops, a=given: ops.rope_and_store(*a),
         }
         for name, call in calls.items():
             yield Case(f"{name} {rows}", 20, lambda _, c=call: c(ours), {"twin": lambda _, c=call: c(twin)})
@@ -185,8 +184,8 @@ def main() -> None:
     dtype = getattr(torch, arguments.dtype)
     ours = cpu_ops.make_ops(dtype, DIM, arguments.threads)
     cases = itertools.chain(
-        row_cases(ours, torch_ops.OPS, dtype),
-        attention_cases(ours, torch_ops.OPS, dtype),
+        row_cases(ours, torch_ops, dtype),
+        attention_cases(ours, torch_ops, dtype),
         linear_cases(dtype, arguments.threads),
         expert_cases(dtype, arguments.threads),
     )

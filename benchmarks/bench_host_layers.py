@@ -26,7 +26,7 @@ from pairs import record
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import linear
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.registry import Model, find_architecture
+from penstock.executor.models.registry import CausalModel, find_architecture
 from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import RankGroup
 
@@ -38,7 +38,7 @@ CONTEXT, PAGE, STEPS = 4096, 16, 20
 STEP_KINDS = {"prefill": (0, (4, 4)), "mixed": (4, (4, 4))}  # rows of one token, and the others' tokens
 
 
-def build() -> tuple[Model, KvPages]:
+def build() -> tuple[CausalModel, KvPages]:
     from penstock.executor.kernels.cuda.ops import OPS
 
     fields = Fields(MODELS["qwen3-0.6b"] | TINY)
@@ -81,7 +81,7 @@ def tritons_own_way() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def milliseconds(model: Model, pages: KvPages, given: ForwardBatch) -> float:
+def milliseconds(model: CausalModel, pages: KvPages, given: ForwardBatch) -> float:
     """The least of some steps: a neighbour on the same core only adds."""
 
     def once() -> float:
@@ -103,7 +103,7 @@ def main() -> None:
         measure(*build(), args.runs, args.profile)
 
 
-def measure(model: Model, pages: KvPages, runs: int, is_profile: bool) -> None:
+def measure(model: CausalModel, pages: KvPages, runs: int, is_profile: bool) -> None:
     found: dict[str, dict[str, float]] = {}
     for kind, rows in STEP_KINDS.items():
         given = batch(*rows)

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 from pairs import record
+from tests.support.twins import sampling as sampling_twin
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import Submit
-from penstock.executor.kernels import RowTensors, torch_sampling
-from penstock.executor.kernels.torch_inputs import INPUT_OPS
+from penstock.executor.kernels import RowTensors, torch_inputs
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, Sampling, Step, StepResult
 from penstock.executor.sampling.sampler import Sampler
@@ -72,8 +72,8 @@ class NoModel:
 
 class NoDevice:
     def __init__(self, num_slots: int) -> None:
-        inputs = DeviceInputs(num_slots, LENGTH, BLOCK_SIZE, 4096, INPUT_OPS, CPU)
-        sampler = Sampler(VOCAB_SIZE, num_slots, CPU, torch_sampling.SAMPLING_OPS)
+        inputs = DeviceInputs(num_slots, LENGTH, BLOCK_SIZE, 4096, torch_inputs, CPU)
+        sampler = Sampler(VOCAB_SIZE, num_slots, CPU, sampling_twin)
         graphs: Any = IdleGraphs(inputs, num_slots)
         model: Any = NoModel()
         pages: Any = None

@@ -29,7 +29,7 @@ class Mail:
 class Outbox:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: torch.cuda.Event | None = None
 
     def send(self, tensors: Sequence[Tensor]) -> Mail:
@@ -39,7 +39,7 @@ class Outbox:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]  # into pinned memory
-            self._last = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._last = torch.cuda.Event()
             self._last.record()
         return Mail(tensors, copies, self._last)
 

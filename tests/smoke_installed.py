@@ -18,7 +18,9 @@ def main() -> None:
     from penstock.cache.keys import block_keys
 
     for module in (penstock, _csrc):
-        assert Path(module.__file__).is_relative_to(folder / "site"), f"{module.__file__} is not the installed copy"
+        assert Path(module.__file__ or "").is_relative_to(folder / "site"), (
+            f"{module.__file__} is not the installed copy"
+        )
     assert (
         block_keys(list(range(16)), 16)[0].hex() == "d4a2ea9e2c44d0b658cede080b1af81eed45de2164509435c4359eb4fd2dcc3a"
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, RequestOutput, SamplingParams
 
 pytestmark = [
     pytest.mark.skipif(
@@ -50,26 +50,27 @@ def alone(llm: LLM, prompts: list[str]) -> list[list[int]]:
     return tokens
 
 
-def tokens_of(results: list) -> list[list[int]]:
+def tokens_of(results: list[RequestOutput]) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in results]
 
 
-def test_it_answers_a_question_in_its_chat_format(llm: LLM):
+def test_it_answers_a_question_in_its_chat_format(llm: LLM) -> None:
     conversation = [{"role": "user", "content": "What is the capital of France?"}]
     (result,) = llm.chat(conversation, SamplingParams(temperature=0.0, max_tokens=40), use_tqdm=False)
     assert "Paris" in result.outputs[0].text and result.outputs[0].finish_reason == "stop"
 
 
-def test_a_script_written_for_vllm_runs(llm: LLM):
+def test_a_script_written_for_vllm_runs(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     conversation = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.decode(tokenizer.encode(prompt)) == prompt
+    assert isinstance(prompt, str) and tokenizer.decode(tokenizer.encode(prompt)) == prompt
     params = llm.get_default_sampling_params()
     assert params.temperature < 0.5  # the bundled model rambles at 1
     (result,) = llm.generate({"prompt": prompt}, SamplingParams(temperature=0.0, logprobs=1), use_tqdm=False)
     (choice,) = result.outputs
     assert "Paris" in choice.text
+    assert choice.logprobs is not None
     for token, found in zip(choice.token_ids, choice.logprobs, strict=True):
         assert found[token].rank == 1 and found[token].decoded_token == tokenizer.decode(token)
     (named,) = llm.chat(
@@ -82,19 +83,19 @@ def test_a_script_written_for_vllm_runs(llm: LLM):
     assert tokenizer.decode(named.prompt_token_ids) == "Q: What is the capital of France?"
 
 
-def test_a_batch_of_64_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]):
+def test_a_batch_of_64_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]) -> None:
     assert llm.reset_prefix_cache()
     assert tokens_of(llm.generate(prompts, GREEDY, use_tqdm=False))[:16] == alone
 
 
-def test_a_prefix_hit_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]):
+def test_a_prefix_hit_does_not_change_a_request(llm: LLM, prompts: list[str], alone: list[list[int]]) -> None:
     llm.generate(prompts[:16], GREEDY, use_tqdm=False)
     results = llm.generate(prompts[:16], GREEDY, use_tqdm=False)
     assert all(result.num_cached_tokens >= 16 for result in results)
     assert tokens_of(results) == alone
 
 
-def test_preemption_and_chunked_prompts_do_not_change_a_request(prompts: list[str], alone: list[list[int]]):
+def test_preemption_and_chunked_prompts_do_not_change_a_request(prompts: list[str], alone: list[list[int]]) -> None:
     # Ten blocks for 16 requests that grow to three or four each, and prompts computed twenty tokens at a time.
     with LLM(
         dtype="float32",
@@ -110,14 +111,14 @@ def test_preemption_and_chunked_prompts_do_not_change_a_request(prompts: list[st
     assert tokens_of(results) == alone
 
 
-def test_a_seeded_request_draws_the_same_tokens_alone_and_in_a_batch(llm: LLM, prompts: list[str]):
+def test_a_seeded_request_draws_the_same_tokens_alone_and_in_a_batch(llm: LLM, prompts: list[str]) -> None:
     params = [SamplingParams(seed=i, temperature=1.2, top_p=0.9, top_k=50, max_tokens=10) for i in range(12)]
     together = tokens_of(llm.generate(prompts[:12], params, use_tqdm=False))
     for prompt, param, tokens in list(zip(prompts, params, together, strict=False))[:4]:
         assert tokens_of(llm.generate([prompt], param, use_tqdm=False)) == [tokens]
 
 
-def test_drafts_change_no_token(llm: LLM):
+def test_drafts_change_no_token(llm: LLM) -> None:
     text = "the red fox, the grey owl, the red fox, the grey owl, the red"
     params = [
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),

@@ -135,7 +135,7 @@ def upward_imports(source: str, module: str, is_package: bool = False) -> list[s
 def banned_calls(source: str) -> list[str]:
     """Calls by their full names, also when the function was imported under another."""
     tree = ast.parse(source)
-    renamed = {}
+    renamed: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             renamed |= {alias.asname: alias.name for alias in node.names if alias.asname}

@@ -90,7 +90,8 @@ def test_every_form_is_kept_beside_free_requests_and_by_every_choice(llm: LLM) -
     results = llm.chat([QUESTION] * 5, [free, *params, free], use_tqdm=False)
     for (wanted, pattern), result in zip(forms, results[1:4], strict=True):
         for choice in result.outputs:
-            assert re.fullmatch(pattern or wanted.regex, choice.text), choice.text
+            regex = pattern or wanted.regex
+            assert regex is not None and re.fullmatch(regex, choice.text), choice.text
     assert results[0].outputs[0].token_ids == results[4].outputs[0].token_ids
 
 

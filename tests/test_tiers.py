@@ -3,6 +3,7 @@
 import importlib.util
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ pytestmark = [
 WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "violins", "maps", "bees", "glass", "trains"]
 
 
-def engine(**options: object) -> LLM:
+def engine(**options: Any) -> LLM:
     """Its device holds two or three prompts."""
     return LLM(device="cpu", max_model_len=256, kv_cache_bytes=20 * 368_640, **options)
 
@@ -39,7 +40,7 @@ def answers(llm: LLM, texts: list[str], max_tokens: int = 6) -> tuple[list[list[
 
 def warm_equals_cold(tmp_path: Path, count: int) -> None:
     texts = prompts(count)
-    options = {"kv_host_bytes": "6MiB", "kv_disk_path": str(tmp_path), "kv_disk_bytes": "2GiB"}
+    options: dict[str, Any] = {"kv_host_bytes": "6MiB", "kv_disk_path": str(tmp_path), "kv_disk_bytes": "2GiB"}
     with engine() as llm:
         cold, found = answers(llm, texts)
         assert sum(found) < 16 * count  # no more than the few words that all begin with
@@ -53,7 +54,7 @@ def warm_equals_cold(tmp_path: Path, count: int) -> None:
     assert min(found) >= 64 and sum(after_restart) >= 0.99 * sum(found)
 
 
-def test_tokens_from_the_host_are_those_that_are_computed():
+def test_tokens_from_the_host_are_those_that_are_computed() -> None:
     texts = prompts(5)
     with engine(kv_host_bytes="64MiB") as llm:
         cold, _ = answers(llm, texts)
@@ -62,19 +63,20 @@ def test_tokens_from_the_host_are_those_that_are_computed():
     assert warm == cold
 
 
-def test_tokens_from_the_disk_are_those_that_are_computed_also_after_a_restart(tmp_path):
+def test_tokens_from_the_disk_are_those_that_are_computed_also_after_a_restart(tmp_path: Path) -> None:
     warm_equals_cold(tmp_path, 6)
 
 
-def peers_agree(ranks: int, **options: object) -> None:
+def peers_agree(ranks: int, **options: Any) -> None:
     """What one engine has computed, another over real connections reads and goes on from."""
     (address,) = free_addresses(1, ranks)
     texts = prompts(3)
-    shared = {"kv_host_bytes": "64MiB", "tensor_parallel_size": ranks, **options}
+    shared: dict[str, Any] = {"kv_host_bytes": "64MiB", "tensor_parallel_size": ranks, **options}
     with engine(kv_peer_listen=address, **shared) as first, engine(kv_peers=[address], **shared) as second:
         cold, _ = answers(first, texts)
         first._running().settle()
-        wanted = sum(len(text_ids) // 16 for text_ids in map(first.tokenizer.encode, texts)) - 3
+        tokenizer = first.get_tokenizer()
+        wanted = sum(len(tokenizer.encode(text)) // 16 for text in texts) - 3
         until(lambda: heard(second) >= wanted, "the blocks are announced")
         warm, found = answers(second, texts)
         assert warm == cold and min(found) >= 64
@@ -85,23 +87,25 @@ def peers_agree(ranks: int, **options: object) -> None:
 def heard(llm: LLM) -> int:
     """An empty step asks all ranks."""
     core = llm._running()
-    core.scheduler.tiers.wake()
+    tiers = core.scheduler.tiers
+    assert tiers is not None
+    tiers.wake()
     core.step()
-    return sum(map(len, core.scheduler.tiers.index.stores.values()))
+    return sum(len(keys) for keys in tiers.index.stores.values())
 
 
-def test_tokens_from_a_peer_are_those_that_are_computed(monkeypatch):
+def test_tokens_from_a_peer_are_those_that_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
     peers_agree(ranks=1)
 
 
 @pytest.mark.slow
-def test_every_rank_reads_from_the_same_rank_of_a_peer(monkeypatch):
+def test_every_rank_reads_from_the_same_rank_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_KV_PEER_SECRET", "a secret that is long enough")
     peers_agree(ranks=3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_two_hundred_prompts_say_the_same_cold_warm_and_after_a_restart(tmp_path):
+def test_two_hundred_prompts_say_the_same_cold_warm_and_after_a_restart(tmp_path: Path) -> None:
     warm_equals_cold(tmp_path, 200)

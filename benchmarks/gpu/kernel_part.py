@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_blocks, pages_of
 from benchmarks.gpu.figures import Timer, ceilings, open_device, set_launch, tell
+from tests.support.twins import sampling as sampling_twin
+from tests.support.twins.experts import fused_experts
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from penstock.executor.kernels import Ops, select_ops, select_sampling_ops, torch_ops, torch_sampling
+from penstock.executor.kernels import Ops, Rotation, select_ops, select_sampling_ops
 
 Case = tuple[str, Callable[[], object], float, float]  # name, call, bytes, operations
 
@@ -120,7 +122,7 @@ def row_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool)
     weight = torch.ones(width, device=device)
     yield "add and norm", lambda: ops.add_rms_norm(x, residual, weight, 1e-6), 4 * x.nbytes, 0
     gate_up = torch.randn(rows, 2 * width, dtype=dtype, device=device)
-    yield "silu and multiply", lambda: ops.silu_mul(gate_up), 3 * x.nbytes, 0
+    yield "silu and multiply", lambda: ops.gate(gate_up, "silu"), 3 * x.nbytes, 0
     merged = torch.randn(rows, heads + 2 * kv_heads, dim, dtype=dtype, device=device)
     q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
     cos, sin = torch.randn(2, rows, dim // 2, device=device)
@@ -130,7 +132,7 @@ def row_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool)
     kv_slots, norm = positions.long() + PAGE, torch.ones(dim, device=device)
     yield (
         "rotate and store",
-        lambda: ops.rope_and_store(q, k, v, cos, sin, positions, *pages, kv_slots, norm, norm, 1e-6),
+        lambda: ops.rope_and_store(q, k, v, Rotation(cos, sin, positions), pages, kv_slots, (norm, norm, 1e-6)),
         2 * merged.nbytes + 2 * cos.nbytes,
         0,
     )
@@ -140,7 +142,7 @@ def expert_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bo
     experts, width, inner, top_k = (8, 32, 16, 2) if is_tiny else (128, 2048, 768, 8)
     gate_up = torch.randn(experts, 2 * inner, width, dtype=dtype, device=device) * width**-0.5
     down = torch.randn(experts, width, inner, dtype=dtype, device=device) * inner**-0.5
-    fused = ops.fused_experts or torch_ops.fused_experts
+    fused = ops.fused_experts or fused_experts
     for tokens in (1, 4) if is_tiny else (1, 32, 256, 4096):
         hidden = torch.randn(tokens, width, dtype=dtype, device=device)
         slots = torch.rand(tokens, experts, device=device).topk(top_k).indices
@@ -148,7 +150,7 @@ def expert_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bo
         used = slots.unique().numel()
 
         def compute(hidden=hidden, slots=slots, shares=shares) -> object:
-            return fused(hidden, slots, shares, gate_up, down, 0, "silu")
+            return fused(hidden, slots, shares, (gate_up, None), (down, None), 0, "silu")
 
         num_bytes = used * (gate_up[0].nbytes + down[0].nbytes) + 2 * hidden.nbytes
         yield f"experts, {tokens} tokens", compute, num_bytes, 6 * tokens * top_k * width * inner
@@ -156,7 +158,7 @@ def expert_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bo
 
 def sampling_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> Iterator[Case]:
     rows, vocab_size = (4, 512) if is_tiny else (256, 151_936)
-    choose = (select_sampling_ops(device) or torch_sampling.SAMPLING_OPS).choose
+    choose = (select_sampling_ops(device) or sampling_twin).choose
     logits = torch.randn(rows, vocab_size, dtype=dtype, device=device) * 4
     seeds = torch.arange(rows, device=device)
     for name, temperature, top_k, top_p in (("greedy", 0.0, 0, 1.0), ("drawn", 1.0, 0, 1.0), ("top-p", 1.0, 50, 0.9)):

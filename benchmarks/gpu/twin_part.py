@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_blocks, pages_of
 from benchmarks.gpu.figures import open_device, set_launch, tell
+from tests.support.twins import eight_bits as eight_bits_twin
+from tests.support.twins import sampling as sampling_twin
+from tests.support.twins.experts import fused_experts
 
-from penstock.executor.kernels import InputOps, Ops, SamplingOps, torch_fp8, torch_inputs, torch_ops, torch_sampling
+from penstock.executor.kernels import InputOps, Ops, Rotation, SamplingOps, eight_bits, torch_inputs, torch_ops
 from penstock.executor.kernels.state import OPTIONS, Places
 
 ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # norm of the difference / norm, where nothing else is said
@@ -71,10 +74,11 @@ def open_kit(device: torch.device, is_tiny: bool) -> Kit | None:
 
         if not conftest.HAS_TRITON:
             return None
-    from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
+    from penstock.executor.kernels.cuda import step_inputs
+    from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    return Kit(OPS, SAMPLING_OPS, INPUT_OPS, device, dtype, is_tiny)
+    return Kit(OPS, SAMPLING_OPS, step_inputs, device, dtype, is_tiny)
 
 
 def compare(case: Case, dtype: torch.dtype) -> None:
@@ -167,7 +171,7 @@ def expanded_cases(kit: Kit) -> Iterator[Case]:
         lambda ops=ops, wide=wide: ops.expanded_attention(
             q.to(wide), pages_of(kv.to(wide), 1)[0], expand.to(wide), batch, first, 0.1, rope
         )
-        for ops, wide in ((kit.ops, kit.dtype), (torch_ops.OPS, torch.float32))
+        for ops, wide in ((kit.ops, kit.dtype), (torch_ops, torch.float32))
     ]
     yield Case("expanded latents", *calls)
 
@@ -190,10 +194,10 @@ def rope_cases(kit: Kit) -> Iterator[Case]:
         def call(ops: Ops, kv: torch.Tensor = kv, weights: Any = weights) -> Tensors:
             mine = kv.clone()
             q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
-            tables = angles.cos(), angles.sin(), batch.positions
-            return ops.rope_and_store(q, k, v, *tables, *pages_of(mine, 1), batch.kv_slots, *weights), mine.float()
+            rotation = Rotation(angles.cos(), angles.sin(), batch.positions)
+            return ops.rope_and_store(q, k, v, rotation, pages_of(mine, 1), batch.kv_slots, weights), mine.float()
 
-        yield Case(name, lambda call=call: call(kit.ops), lambda call=call: call(torch_ops.OPS), error)
+        yield Case(name, lambda call=call: call(kit.ops), lambda call=call: call(torch_ops), error)
 
 
 def row_cases(kit: Kit) -> Iterator[Case]:
@@ -203,10 +207,10 @@ def row_cases(kit: Kit) -> Iterator[Case]:
     for name, call in (
         ("norm", lambda ops: ops.rms_norm(x, weight, 1e-6)),
         ("add and norm", lambda ops: ops.add_rms_norm(x, residual, weight, 1e-6)),
-        ("silu and multiply", lambda ops: ops.silu_mul(gate_up)),
-        ("gelu and multiply", lambda ops: ops.gelu_tanh_mul(gate_up)),
+        ("silu and multiply", lambda ops: ops.gate(gate_up, "silu")),
+        ("gelu and multiply", lambda ops: ops.gate(gate_up, "gelu_tanh")),
     ):
-        yield Case(name, lambda call=call: call(kit.ops), lambda call=call: call(torch_ops.OPS))
+        yield Case(name, lambda call=call: call(kit.ops), lambda call=call: call(torch_ops))
 
 
 def few_expert_cases(kit: Kit) -> Iterator[Case]:
@@ -219,32 +223,31 @@ def many_expert_cases(kit: Kit) -> Iterator[Case]:
 
 def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
     """As Qwen3-30B-A3B's, in the model's dtype and in eight bits; a favourite makes some tiles full and some empty."""
-    assert kit.ops.blocks is not None
+    ours = kit.ops.fused_experts
+    assert ours is not None
     num, width, inner, top_k = (5, 128, 128, 2) if kit.is_tiny else (128, 2048, 768, 8)
     gate_up, down = (
         kit.random(num, 2 * inner, width, scale=width**-0.5),
         kit.random(num, width, inner, scale=inner**-0.5),
     )
-    eight = [tensor for weight in (gate_up, down) for tensor in in_blocks(weight)]
     for tokens in counts:
         hidden, wishes = kit.random(tokens, width), torch.rand(tokens, num, device=kit.device)
         wishes[:, 0] += 0.5
         slots = wishes.topk(top_k).indices
         shares = torch.rand(tokens, top_k, device=kit.device)
-        for name, ours, twin, weights in (
-            ("experts", kit.ops.fused_experts, torch_ops.fused_experts, [gate_up, down]),
-            ("eight-bit experts", kit.ops.blocks.fused_experts, torch_fp8.fused_block_experts, eight),
+        for name, weights in (
+            ("experts", [(gate_up, None), (down, None)]),
+            ("eight-bit experts", [in_blocks(gate_up), in_blocks(down)]),
         ):
-            assert ours is not None
             given = hidden, slots, shares, *weights, 0, "silu"
-            yield Case(f"{name}, {tokens} tokens", lambda f=ours, g=given: f(*g), lambda f=twin, g=given: f(*g), 2e-2)
+            yield Case(f"{name}, {tokens} tokens", lambda g=given: ours(*g), lambda g=given: fused_experts(*g), 2e-2)
 
 
 def block_cases(kit: Kit) -> Iterator[Case]:
     """Eight bits. 509 and 1001 rows are no multiple of anything; above 256 the product is cuBLAS's."""
     assert kit.ops.blocks is not None
     width, depth = (256, 384) if kit.is_tiny else (6144, 4096)
-    ours, twins = kit.ops.blocks, torch_fp8.OPS
+    ours, twins = kit.ops.blocks, eight_bits_twin
     weight, scales = in_blocks(kit.random(width, depth, scale=depth**-0.5))
     norm = 1 + 0.1 * torch.randn(depth, device=kit.device)
     for rows in (1, 20) if kit.is_tiny else (1, 64, 256, 509, 1001):
@@ -256,7 +259,7 @@ def block_cases(kit: Kit) -> Iterator[Case]:
             return [total, *(values.float() * widen(scales) for values, scales in quantized)]
 
         def multiply(ops: Any, x: Any = x) -> torch.Tensor:
-            return ops.block_linear(torch_fp8.quantize(x), weight, scales, kit.dtype)
+            return ops.block_linear(eight_bits_twin.quantize(x), weight, scales, kit.dtype)
 
         yield Case(f"quantize {rows} rows", lambda c=calls: c(ours), lambda c=calls: c(twins), 2e-2)
         yield Case(f"eight-bit product of {rows} rows", lambda m=multiply: m(ours), lambda m=multiply: m(twins))
@@ -265,13 +268,13 @@ def block_cases(kit: Kit) -> Iterator[Case]:
 def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[…, N, K], multiples of 128 -> eight bits, and the scales as the kernels take them."""
     blocks = weight.float().unflatten(-2, (-1, 128)).unflatten(-1, (-1, 128))  # […, N / 128, 128, K / 128, 128]
-    scales = blocks.abs().amax((-3, -1)) / torch_fp8.FP8_MAX
+    scales = blocks.abs().amax((-3, -1)) / eight_bits.FP8_MAX
     values = (blocks / scales[..., :, None, :, None]).to(torch.float8_e4m3fn)
     return values.reshape(weight.shape), torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
 
 
 def widen(scales: torch.Tensor) -> torch.Tensor:
-    return scales.repeat_interleave(torch_fp8.BLOCK, 1)
+    return scales.repeat_interleave(eight_bits.BLOCK, 1)
 
 
 def sampling_cases(kit: Kit) -> Iterator[Case]:
@@ -291,11 +294,9 @@ def sampling_cases(kit: Kit) -> Iterator[Case]:
 
         def pick(ops: SamplingOps, given: Any = given) -> torch.Tensor:
             """The share of rows, as ones and zeros beside the twin's tokens, that chose as the twin did."""
-            return (ops.choose(*given)[0] == torch_sampling.choose(*given)[0]).float()
+            return (ops.choose(*given)[0] == sampling_twin.choose(*given)[0]).float()
 
-        yield Case(
-            f"choose, {name}", lambda p=pick: p(kit.sampling), lambda p=pick: p(torch_sampling.SAMPLING_OPS), 0.1
-        )
+        yield Case(f"choose, {name}", lambda p=pick: p(kit.sampling), lambda p=pick: p(sampling_twin), 0.1)
     numbers = torch.randperm(rows, device=device)[: rows // 2]
     counts = torch.randint(0, 3, (rows, vocab_size), dtype=torch.int32, device=device)
     coefficients = 1 + torch.rand(len(numbers), 3, device=device)
@@ -307,7 +308,7 @@ def sampling_cases(kit: Kit) -> Iterator[Case]:
         ops.mask(masked, numbers, masks)
         return penalized, masked.isinf()
 
-    yield Case("penalize and mask", lambda: edit(kit.sampling), lambda: edit(torch_sampling.SAMPLING_OPS))
+    yield Case("penalize and mask", lambda: edit(kit.sampling), lambda: edit(sampling_twin))
 
 
 def input_cases(kit: Kit) -> Iterator[Case]:
@@ -327,7 +328,7 @@ def input_cases(kit: Kit) -> Iterator[Case]:
         ops.apply_runs(runs, mine, 0, 2, 300)
         return [mine, *ops.prepare(packed, mine, places, len(counts), sum(counts), max(counts), blocks)]
 
-    yield Case("a step's inputs", lambda: prepare(kit.inputs), lambda: prepare(torch_inputs.INPUT_OPS), 0.0)
+    yield Case("a step's inputs", lambda: prepare(kit.inputs), lambda: prepare(torch_inputs), 0.0)
 
 
 MAKERS = (

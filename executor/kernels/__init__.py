@@ -3,110 +3,232 @@
 A model receives an `Ops` when it is built and calls nothing else that is not a plain tensor operation.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
+from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.card import Card, card_of
+from penstock.executor.kernels.state import Places
+from penstock.executor.moe_spec import MoeSpec
+
+Activation = Literal["silu", "gelu_tanh"]
+# x [T, K] as float8_e4m3fn [T, K], and a float32 scale for every 128 numbers of a row, [T, K / 128]
+Quantized = tuple[Tensor, Tensor]
+# A weight, and its scales if it has eight bits.
+Scaled = tuple[Tensor, Tensor | None]
+Pages = tuple[Tensor, Tensor]  # of one layer: keys and values, each [pages, PAGE, Hkv * D]
+HeadNorms = tuple[Tensor | None, Tensor | None, float]  # weights [D] for query heads and for key heads, and eps
+NO_NORMS: HeadNorms = (None, None, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockOps:
-    """Products with weights of eight bits that have a scale per block, described at the twins in `torch_fp8`."""
+class Rotation(NamedTuple):
+    """rot numbers of each head are rotated; 0: none."""
 
-    # (x [T, K]) -> eight bits [T, K] and scales [T, K / 128]
-    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    # (gate_up [T, 2 K]) -> as `quantize` of silu_mul
-    silu_mul_quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    # (x, residual, weight, eps) -> as `quantize` of rms_norm(x + residual), and x + residual
-    add_rms_norm_quantize: Callable[..., tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]
-    # (quantized x, weight [N, K], its scales, dtype) -> [T, N]
-    block_linear: Callable[..., torch.Tensor]
-    # As `Ops.fused_experts`, with the scales [S, …] after each weight. None: expert after expert.
-    fused_experts: Callable[..., torch.Tensor] | None = None
+    cos: Tensor  # [P, rot / 2] float32
+    sin: Tensor
+    positions: Tensor  # [T] int32: each token's row in the tables
 
 
-@dataclass(frozen=True, slots=True)
-class Ops:
+class Ops(Protocol):
     """Norm weights are float32 whatever the dtype of x. q, k and v may be views of one merged projection."""
 
-    # (x [T, H], weight [H], eps) -> y [T, H]
-    rms_norm: Callable[..., torch.Tensor]
-    # (x, residual, weight, eps) -> (rms_norm(x + residual), x + residual)
-    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    # (q [T, Hq, D], k [T, Hkv, D], v, cos [P, rot / 2] float32, sin, positions [T], k_pages, v_pages, kv_slots [T],
-    #  q_weight=None, k_weight=None, eps=0.0) -> q [T, Hq, D]; k and v go into the pages. rot = 0: no rotation;
-    #  v = None: k is all there is to store.
-    rope_and_store: Callable[..., torch.Tensor]
-    # For tokens first … first + t - 1 of (q [T, H, nope + rope], down [T, rank + rope], as a checkpoint's projections
-    # make them): (goal [t, H, rope + …], q, down, weight [rank], eps, cos, sin, positions, latents, kv_slots, first,
-    # is_whole); rotated queries go to the beginnings of goal (whole ones: nope behind them), keys into the pages
-    latent_rope_and_store: Callable[..., None]
-    # (q [T, Hq, D], k_pages [pages, PAGE, Hkv * D], v_pages, batch, scale, window=None) -> [T, Hq, D]
-    paged_attention: Callable[..., torch.Tensor]
-    # (q [T, H, rope + rank], latents [pages, PAGE, rope + rank], batch, scale, rope) -> [T, H, rank]: as with one
-    # key-value head whose keys and values are the same vectors, of which the first `rope` numbers are no values
-    latent_attention: Callable[..., torch.Tensor]
-    # (gate_up [T, 2 I]) -> activation(gate) * up [T, I]
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
-    gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
-    # (logits [T, experts] float32, bias [experts] or None, MoeSpec, num_shared=0) -> experts [T, k] int32, shares [T, k]
-    choose_experts: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    # (hidden [T, H], slots [T, k], shares [T, k], gate_up [S, 2 I, H], down [S, H, I], first slot, activation,
-    #  added [T, H] = None) -> [T, H]; None: expert after expert
-    fused_experts: Callable[..., torch.Tensor] | None = None
-    # Weights and pages of eight bits; None: such weights become numbers of the model's dtype when they are loaded.
-    blocks: BlockOps | None = None
-    # (q [T, H, rope + nope], latents, expand [H, nope + value, rank], batch, first row, scale, rope) -> [T, H, value]:
-    # attention of the batch's rows from the first on, T tokens in all, over the keys and values that each head has of
-    # the latents. None: there is only `latent_attention`.
-    expanded_attention: Callable[..., torch.Tensor] | None = None
-    # (x [T, K], weight [2 I, K], activation) -> [T, I], as one product and `silu_mul` or `gelu_tanh_mul`; None: as these
-    gated_linear: Callable[..., torch.Tensor] | None = None
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, H], weight [H] -> [T, H]"""
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual)"""
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """gate_up [T, 2 I], the gate first -> activation(gate) * up [T, I]"""
+
+    def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+        """x [T, K], weight [2 I, K], the gate's rows first -> [T, I]: a product, and `gate`"""
+
+    def rope_and_store(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        rotation: Rotation,
+        pages: Pages,
+        kv_slots: Tensor,
+        norms: HeadNorms,
+    ) -> Tensor:
+        """Normalize q [T, Hq, D] and k [T, Hkv, D] per head if weights are given, rotate them, write k and v into their
+        pages; returns q. v = None: k is all there is to store."""
+
+    def latent_rope_and_store(
+        self,
+        goal: Tensor,
+        q: Tensor,
+        down: Tensor,
+        norm: tuple[Tensor, float],
+        rotation: Rotation,
+        latents: Tensor,
+        kv_slots: Tensor,
+        first: int,
+        is_whole: bool,
+    ) -> None:
+        """For tokens first … first + t - 1 of q [T, H, nope + rope] and down [T, rank + rope], as a checkpoint's
+        projections make them: normalize the latents by a weight [rank] and eps, rotate keys and queries. Keys go into the pages,
+        queries to the beginnings of goal [t, H, rope + …], whole ones with nope behind them."""
+
+    def paged_attention(
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Causal attention of every token over its row's pages [pages, PAGE, Hkv * D], q [T, Hq, D] -> [T, Hq, D]; with a
+        window, over the last `window` positions."""
+
+    def latent_attention(self, q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
+        """q [T, H, rope + rank], latents [pages, PAGE, rope + rank] -> [T, H, rank]: as with one key-value head whose keys
+        and values are the same vectors, of which the first `rope` numbers are no values."""
+
+    def choose_experts(
+        self, logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """logits [T, experts] float32 -> the experts of each token [T, k] int32, and their shares [T, k] float32.
+
+        Where shared experts have a gate, its logit stands behind the others. `num_shared`: behind a token's choice come
+        so many more numbers, from `num_experts` on, which have the gate's share, or all of it.
+        """
+
+    @property
+    def expanded_attention(self) -> "ExpandedAttention | None":
+        """None: there is only `latent_attention`."""
+
+    @property
+    def fused_experts(self) -> "FusedExperts | None":
+        """None: expert after expert."""
+
+    @property
+    def blocks(self) -> "BlockOps | None":
+        """Weights and pages of eight bits; None: such weights become numbers of the model's dtype when they are loaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingOps:
-    """What a GPU samples with, described at the twins in `torch_sampling`. The CPU has other ways (executor/sampling/draw.py)."""
+class ExpandedAttention(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        latents: Tensor,
+        expand: Tensor,
+        batch: ForwardBatch,
+        first_row: int,
+        scale: float,
+        rope_dim: int,
+    ) -> Tensor:
+        """Causal attention of the batch's rows from the first on, T tokens in all, over the keys and values that each head
+        has of the latents: q [T, H, rope + nope], expand [H, nope + value, rank] -> [T, H, value]."""
 
-    # (logits [R, V], temperature [R], min_p, top_k, top_p, seeds, positions) -> tokens [R], largest logits [R]
-    choose: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    # (logits, rows [P], slots [P], counts, in_prompt, coefficients [P, 3]), in place
-    penalize: Callable[..., None]
-    # (logits [S, V], rows [n], masks [n, words]), in place
-    mask: Callable[..., None]
+
+class FusedExperts(Protocol):
+    def __call__(
+        self,
+        hidden: Tensor,
+        slots: Tensor,
+        shares: Tensor,
+        gate_up: Scaled,
+        down: Scaled,
+        first: int,
+        activation: Activation,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        """What the experts in slots first … first + S - 1 add up to, each by its share, and `added`: hidden [T, H], slots
+        and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. An entry of another rank's slot adds nothing."""
+
+
+class BlockOps(Protocol):
+    """Products with weights of eight bits that have a scale per 128 × 128 (`eight_bits`)."""
+
+    def quantize(self, x: Tensor) -> Quantized:
+        """K is a multiple of 128."""
+
+    def silu_mul_quantize(self, gate_up: Tensor) -> Quantized:
+        """`quantize` of `gate`"""
+
+    def add_rms_norm_quantize(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Quantized, Tensor]:
+        """(`quantize` of rms_norm(x + residual), x + residual)"""
+
+    def block_linear(self, x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T, K] by weight [N, K] with scales [N / 128 rounded up, at least K / 128] -> [T, N]"""
+
+
+class SamplingOps(Protocol):
+    """What a GPU samples with; the CPU has a faster way of its own to the same distributions (executor/sampling/draw.py).
+
+    A GPU draws by the Gumbel-max trick: the token whose logit plus noise is largest. Noise is a function of seed, position
+    and token alone, so a request gives the same tokens in any batch, and no sum over the vocabulary is needed.
+    """
+
+    def choose(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        min_p: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        seeds: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """logits [R, V] -> tokens [R] int64 and the largest logits [R] float32, NaN for a row with a NaN in it.
+
+        Options are [R]: temperature, min_p and top_p float32, top_k int32, seeds int64 (64 bits), positions int64. A
+        temperature of 0 takes the largest logit. Filters go in this order, each by what the one before it left: weights
+        of at least min_p, the top_k largest, the largest that reach top_p of the sum; 0, 0 and 1 switch them off, and a
+        tie with the last token kept is kept. Where the largest logit is not finite the token is 0.
+        """
+
+    def penalize(
+        self, logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor
+    ) -> None:
+        """Penalize rows [P] of logits [R, at least V] in place, for what the requests in slots [P] have seen.
+
+        counts [slots, V] int32: how often a token was sampled, and the bit `in_prompt` if the prompt has it. The
+        coefficients [P, 3], float32, are those of repetition, frequency and presence.
+        """
+
+    def mask(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+        """Minus infinity, in place, for what rows [n] of logits [S, V] may not sample: masks [n, words] int32, a bit
+        each."""
 
 
 class RowTensors(NamedTuple):
     """What a GPU makes of a step's rows: T tokens, R rows."""
 
-    tokens: torch.Tensor  # the first five are as in ForwardBatch
-    positions: torch.Tensor
-    kv_slots: torch.Tensor
-    context_lens: torch.Tensor
-    block_tables: torch.Tensor
-    targets: torch.Tensor  # [R] int64 into the state: where a token sampled in the row goes
-    temperature: torch.Tensor  # [R], like the rest, as `SamplingOps.choose` takes them
-    min_p: torch.Tensor
-    top_p: torch.Tensor
-    top_k: torch.Tensor
-    seeds: torch.Tensor
+    tokens: Tensor  # the first five are as in ForwardBatch
+    positions: Tensor
+    kv_slots: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    targets: Tensor  # [R] int64 into the state: where a token sampled in the row goes
+    temperature: Tensor  # [R], like the rest, as `SamplingOps.choose` takes them
+    min_p: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    seeds: Tensor
 
-    def draw(self) -> tuple[torch.Tensor, ...]:
+    def draw(self) -> tuple[Tensor, ...]:
         """What `SamplingOps.choose` takes behind the logits."""
         return self.temperature, self.min_p, self.top_k, self.top_p, self.seeds, self.context_lens.long()
 
 
-@dataclass(frozen=True, slots=True)
-class InputOps:
-    """What makes a step's inputs on the device, described at the twins in `torch_inputs`."""
+class InputOps(Protocol):
+    """What makes a step's inputs on the device.
 
-    # (packed, state, first, number of runs, longest run), in place
-    apply_runs: Callable[..., None]
-    # (packed, state, places, rows, tokens, most tokens of a row, width of the block tables)
-    prepare: Callable[..., RowTensors]
+    The block's numbers, for R rows: how many of them are real, three spare ones, R + 1 starts of the rows' tokens, then R
+    each of slots, first positions and `write_from`. What lies where in the state: executor/kernels/state.py.
+    """
+
+    def apply_runs(self, packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
+        """`num_runs` triples from packed[first] on: where a run goes in the state, where it is in `packed`, how long."""
+
+    def prepare(
+        self, packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
+    ) -> RowTensors:
+        """`longest`: the most tokens of a row. Rows that are not real get zeros, and the spare place for their token."""
 
 
 def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
@@ -121,7 +243,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, head_dim: int) -> Ops:
         return choose_ops(_card(device))
     from penstock.executor.kernels import torch_ops
 
-    return torch_ops.OPS
+    return torch_ops
 
 
 def select_sampling_ops(device: torch.device) -> SamplingOps | None:
@@ -135,12 +257,12 @@ def select_sampling_ops(device: torch.device) -> SamplingOps | None:
 
 def select_input_ops(device: torch.device) -> InputOps:
     if _has_triton_kernels(device):
-        from penstock.executor.kernels.cuda.ops import INPUT_OPS
+        from penstock.executor.kernels.cuda import step_inputs
 
-        return INPUT_OPS
+        return step_inputs
     from penstock.executor.kernels import torch_inputs
 
-    return torch_inputs.INPUT_OPS
+    return torch_inputs
 
 
 def _has_triton_kernels(device: torch.device) -> bool:

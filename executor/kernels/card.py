@@ -56,7 +56,7 @@ _WITHOUT_GPU = H200
 @cache
 def card_of(index: int) -> Card:
     properties = torch.cuda.get_device_properties(index)
-    shared_bytes = properties.shared_memory_per_block_optin
+    shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # absent from torch's stubs
     return Card((properties.major, properties.minor), properties.multi_processor_count, shared_bytes)
 
 

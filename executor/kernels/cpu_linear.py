@@ -9,12 +9,13 @@ torch's private operators.
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from penstock import _csrc
-from penstock.executor.kernels.cpu_ops import DTYPES, describe_cpu, levels
+from penstock.executor.kernels.cpu_ops import DTYPES, addresses, describe_cpu, levels
 
 
-def supports(weight: torch.Tensor) -> bool:
+def is_repacked(weight: Tensor) -> bool:
     """Whether `CpuLinear` takes this weight and is the fastest for it: without AVX2, torch is."""
     return (
         weight.device.type == "cpu"
@@ -28,11 +29,7 @@ class CpuLinear:
     """[T, in] -> [T, out] by weight [out, in] and bias [out]. The weight is copied; `in` is even."""
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        num_threads: int | None = None,
-        level: str | None = None,
+        self, weight: Tensor, bias: Tensor | None = None, num_threads: int | None = None, level: str | None = None
     ) -> None:
         self._dtype = weight.dtype
         self._width, depth = weight.shape
@@ -44,7 +41,7 @@ class CpuLinear:
         self._weight = _pack(weight, self._lib.penstock_cpu_columns(self._cpu.level))
         self._bias = None if bias is None else bias.float().contiguous()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         x, stride = self._in_words(x)
         y = torch.empty((rows, self._width), dtype=self._dtype)
@@ -52,16 +49,14 @@ class CpuLinear:
             self._cpu,
             x.data_ptr(),
             stride,
-            self._weight.data_ptr(),
-            0 if self._bias is None else self._bias.data_ptr(),
-            y.data_ptr(),
+            *addresses(self._weight, self._bias, y),
             rows,
             self._depth,
             self._width,
         )
         return y
 
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+    def rows(self, indices: Tensor) -> Tensor:
         """[T] -> [T, in]: these rows of the weight, as they were given."""
         indices = indices.long().contiguous()
         y = torch.empty((len(indices), self._depth * self._elements_per_word), dtype=self._dtype)
@@ -72,7 +67,7 @@ class CpuLinear:
         return y
 
     @staticmethod
-    def each(linears: "Sequence[CpuLinear]", counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+    def each(linears: "Sequence[CpuLinear]", counts: Sequence[int], x: Tensor) -> Tensor:
         """All in one call, whose threads share the work of all layers; the same bits as one by one."""
         one = linears[0]
         assert all(linear._bias is None and linear._weight.shape == one._weight.shape for linear in linears)
@@ -96,7 +91,7 @@ class CpuLinear:
             raise MemoryError
         return y
 
-    def _in_words(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def _in_words(self, x: Tensor) -> tuple[Tensor, int]:
         """x as the kernel can read it, and the words from one row to the next."""
         assert x.dtype is self._dtype
         stride, element = x.stride()
@@ -105,11 +100,11 @@ class CpuLinear:
             stride = x.shape[1]
         return x, stride // self._elements_per_word
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]
 
 
-def _pack(weight: torch.Tensor, columns: int) -> torch.Tensor:
+def _pack(weight: Tensor, columns: int) -> Tensor:
     """[out, in] -> [out / columns, in, columns], zeros at the end; pairs of bfloat16 along `in` stay together."""
     width = weight.shape[0]
     words = weight.contiguous()

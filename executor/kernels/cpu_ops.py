@@ -8,13 +8,26 @@ bits whatever else is in the batch, however its prompt is cut into chunks, and w
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Ops, torch_ops
+from penstock.executor.kernels import (
+    NO_NORMS,
+    Activation,
+    BlockOps,
+    ExpandedAttention,
+    FusedExperts,
+    HeadNorms,
+    Ops,
+    Pages,
+    Rotation,
+    torch_ops,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
-_SILU, _GELU_TANH = 0, 1
+_ACTIVATIONS = ("silu", "gelu_tanh")  # as the C side counts them
 
 
 def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, level: str | None = None) -> Ops:
@@ -24,19 +37,8 @@ def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, 
     `level` names the vector instructions to use (see `levels`); None is the best that the CPU has.
     """
     if dtype not in DTYPES or head_dim % 2:
-        return torch_ops.OPS
-    kernels = _Kernels(dtype, describe_cpu(dtype, num_threads, level))
-    return Ops(
-        kernels.rms_norm,
-        kernels.add_rms_norm,
-        kernels.rope_and_store,
-        kernels.latent_rope_and_store,
-        kernels.paged_attention,
-        kernels.latent_attention,
-        kernels.silu_mul,
-        kernels.gelu_tanh_mul,
-        torch_ops.choose_experts,
-    )
+        return torch_ops
+    return CpuOps(dtype, describe_cpu(dtype, num_threads, level))
 
 
 def levels() -> list[str]:
@@ -60,61 +62,59 @@ def describe_cpu(dtype: torch.dtype, num_threads: int | None, level: str | None)
     )
 
 
-class _Kernels:
+class CpuOps:
     """The calls, 2 to 3 µs of Python each. What they assert is our own contract; sizes were checked at start."""
+
+    choose_experts = staticmethod(torch_ops.choose_experts)
+    expanded_attention: ExpandedAttention | None = None
+    fused_experts: FusedExperts | None = None
+    blocks: BlockOps | None = None
 
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
         self._dtype, self._cpu = dtype, cpu
         self._lib: Any = _csrc.lib
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        rows, width = x.shape
-        assert x.dtype is self._dtype and weight.dtype is torch.float32
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = torch.empty_like(x)  # contiguous also where x is a slice of wider rows
-        stride = _row_stride(x)
-        self._lib.penstock_norm(
-            self._cpu, x.data_ptr(), stride, 0, 0, weight.data_ptr(), y.data_ptr(), 0, rows, width, eps
-        )
+        self._norm(x, None, weight, y, None, eps)
         return y
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, width = x.shape
-        assert x.dtype is residual.dtype is self._dtype and weight.dtype is torch.float32
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        assert residual.dtype is self._dtype
         y, total = torch.empty_like(x), torch.empty_like(x)
-        self._lib.penstock_norm(
-            self._cpu,
-            x.data_ptr(),
-            _row_stride(x),
-            residual.data_ptr(),
-            _row_stride(residual),
-            weight.data_ptr(),
-            y.data_ptr(),
-            total.data_ptr(),
-            rows,
-            width,
-            eps,
-        )
+        self._norm(x, residual, weight, y, total, eps)
         return y, total
+
+    def _norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, y: Tensor, total: Tensor | None, eps: float
+    ) -> None:
+        assert x.dtype is self._dtype and weight.dtype is torch.float32
+        outputs = addresses(weight, y, total)
+        self._lib.penstock_norm(self._cpu, *_rows(x), *_rows(residual), *outputs, *x.shape, eps)
+
+    def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        rows, width = gate_up.shape
+        assert gate_up.dtype is self._dtype
+        out = torch.empty((rows, width // 2), dtype=self._dtype)
+        number = _ACTIVATIONS.index(activation)
+        self._lib.penstock_gate(self._cpu, number, *_rows(gate_up), out.data_ptr(), rows, width // 2)
+        return out
+
+    def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+        return self.gate(F.linear(x, weight), activation)
 
     def rope_and_store(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        kv_slots: torch.Tensor,
-        q_weight: torch.Tensor | None = None,
-        k_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-    ) -> torch.Tensor:
-        """Normalize q and k per head if weights are given, rotate them, write k and v into their pages; returns q."""
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        rotation: Rotation,
+        pages: Pages,
+        kv_slots: Tensor,
+        norms: HeadNorms,
+    ) -> Tensor:
         tokens, q_heads, head_dim = q.shape
+        (cos, sin, positions), (k_pages, v_pages), (q_weight, k_weight, eps) = rotation, pages, norms
         page_stride, slot_stride, _ = k_pages.stride()
         assert q.dtype is k_pages.dtype is self._dtype and v_pages.stride() == (page_stride, slot_stride, 1)
         assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64 and cos.dtype is torch.float32
@@ -122,23 +122,14 @@ class _Kernels:
         self._lib.penstock_rope(
             self._cpu,
             tokens,
-            q.data_ptr(),
-            _head_stride(q),
-            k.data_ptr(),
-            _head_stride(k),
-            0 if v is None else v.data_ptr(),
-            0 if v is None else _head_stride(v),
-            cos.data_ptr(),
-            sin.data_ptr(),
+            *_heads(q),
+            *_heads(k),
+            *_heads(v),
+            *addresses(cos, sin),
             cos.shape[1],
-            positions.data_ptr(),
-            kv_slots.data_ptr(),
-            0 if q_weight is None else q_weight.data_ptr(),
-            0 if k_weight is None else k_weight.data_ptr(),
+            *addresses(positions, kv_slots, q_weight, k_weight),
             eps,
-            rotated.data_ptr(),
-            k_pages.data_ptr(),
-            v_pages.data_ptr(),
+            *addresses(rotated, k_pages, v_pages),
             page_stride,
             slot_stride,
             q_heads,
@@ -150,37 +141,27 @@ class _Kernels:
 
     def latent_rope_and_store(
         self,
-        goal: torch.Tensor,
-        q: torch.Tensor,
-        down: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor,
-        latents: torch.Tensor,
-        kv_slots: torch.Tensor,
+        goal: Tensor,
+        q: Tensor,
+        down: Tensor,
+        norm: tuple[Tensor, float],
+        rotation: Rotation,
+        latents: Tensor,
+        kv_slots: Tensor,
         first: int,
         is_whole: bool,
     ) -> None:
-        """As the twin in `torch_ops`; there is no attention here that asks for whole queries."""
-        rope_dim = 2 * cos.shape[1]
+        """There is no attention here that asks for whole queries."""
+        rope_dim = 2 * rotation.cos.shape[1]
         assert len(goal) == len(q) and first == 0 and not is_whole
-        rotating, key = torch_ops.latent_parts(self.rms_norm, q, down, weight, eps, rope_dim)
-        given = None, cos, sin, positions, latents, latents, kv_slots
+        rotating, key = torch_ops.latent_parts(self.rms_norm, q, down, norm, rope_dim)
+        given = None, rotation, (latents, latents), kv_slots, NO_NORMS
         self.rope_and_store(key[:, :0], key, *given)
         goal[..., :rope_dim] = self.rope_and_store(rotating, rotating[:, :0], *given)
 
     def paged_attention(
-        self,
-        q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        batch: ForwardBatch,
-        scale: float,
-        window: int | None = None,
-    ) -> torch.Tensor:
-        """Causal attention of every token over its row's pages; with a window, over the last `window` positions."""
+        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None = None
+    ) -> Tensor:
         tokens, q_heads, head_dim = q.shape
         _, page_size, kv_width = k_pages.shape
         page_stride, slot_stride, _ = k_pages.stride()
@@ -191,14 +172,10 @@ class _Kernels:
         failed = self._lib.penstock_attention(
             self._cpu,
             tables.shape[0],
-            batch.query_starts.data_ptr(),
-            batch.context_lens.data_ptr(),
-            tables.data_ptr(),
+            *addresses(batch.query_starts, batch.context_lens, tables),
             tables.stride(0),
-            q.data_ptr(),
-            _head_stride(q),
-            k_pages.data_ptr(),
-            v_pages.data_ptr(),
+            *_heads(q),
+            *addresses(k_pages, v_pages),
             page_stride,
             slot_stride,
             out.data_ptr(),
@@ -207,42 +184,33 @@ class _Kernels:
             head_dim,
             page_size,
             scale,
-            0 if window is None else window,
+            window or 0,
         )
         if failed:
             raise MemoryError(f"no memory for the attention of {tokens} tokens")
         return out
 
-    def latent_attention(
-        self, q: torch.Tensor, latents: torch.Tensor, batch: ForwardBatch, scale: float, rope_dim: int
-    ) -> torch.Tensor:
+    def latent_attention(self, q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
         return self.paged_attention(q, latents, latents, batch, scale)[..., rope_dim:]
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._gate(_SILU, gate_up)
 
-    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._gate(_GELU_TANH, gate_up)
-
-    def _gate(self, activation: int, gate_up: torch.Tensor) -> torch.Tensor:
-        rows, width = gate_up.shape
-        assert gate_up.dtype is self._dtype
-        out = torch.empty((rows, width // 2), dtype=self._dtype)
-        self._lib.penstock_gate(
-            self._cpu, activation, gate_up.data_ptr(), _row_stride(gate_up), out.data_ptr(), rows, width // 2
-        )
-        return out
+def addresses(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
-def _row_stride(x: torch.Tensor) -> int:
-    """From row to row of [T, H]; a row itself must be contiguous."""
+def _rows(x: Tensor | None) -> tuple[int, int]:
+    """Where [T, H] is, and from row to row; a row itself must be contiguous."""
+    if x is None:
+        return 0, 0
     row, element = x.stride()
     assert element == 1 or x.shape[1] == 1
-    return row
+    return x.data_ptr(), row
 
 
-def _head_stride(x: torch.Tensor) -> int:
-    """From token to token of [T, heads, D]; a token's heads must lie side by side."""
+def _heads(x: Tensor | None) -> tuple[int, int]:
+    """Where [T, heads, D] is, and from token to token; a token's heads must lie side by side."""
+    if x is None:
+        return 0, 0
     token, head, element = x.stride()
     assert element == 1 and (head == x.shape[2] or x.shape[1] == 1)
-    return token
+    return x.data_ptr(), token

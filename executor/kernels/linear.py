@@ -2,40 +2,34 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from penstock.executor.kernels import BlockOps
+from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
 
 
 class Linear(Protocol):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]"""
         ...
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All there is of the layer; with others in their place it is another layer of the same shape."""
-        ...
-
-    @staticmethod
-    def each(linears: Sequence[Any], counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-        """[T, in] -> [T, out]: the first counts[0] rows through the first of these layers, the next through the second.
-
-        They are alike in kind and shape, without bias, and none of the counts is 0.
-        """
         ...
 
 
 class Narrow(NamedTuple):
     """Rows that were quantized as they were written, on their way into products of eight bits alone."""
 
-    rows: tuple[torch.Tensor, torch.Tensor]  # [T, K] float8_e4m3fn, [T, K / 128] scales
+    rows: tuple[Tensor, Tensor]  # [T, K] float8_e4m3fn, [T, K / 128] scales
     dtype: torch.dtype  # that the rows had, and that the products have
 
 
-def multiply(linear: Linear, x: torch.Tensor | Narrow) -> torch.Tensor:
+def multiply(linear: Linear, x: Tensor | Narrow) -> Tensor:
     """[T, in] -> [T, out]"""
     if isinstance(x, Narrow):
         assert isinstance(linear, BlockLinear), "rows of eight bits for a layer that does not take them"
@@ -43,74 +37,61 @@ def multiply(linear: Linear, x: torch.Tensor | Narrow) -> torch.Tensor:
     return linear(x)
 
 
+def multiply_each(linears: Sequence[Linear], counts: Sequence[int], x: Tensor) -> Tensor:
+    """[T, in] -> [T, out]: the first counts[0] rows through the first of these layers, the next through the second.
+
+    They are alike in kind and shape, without bias, and none of the counts is 0.
+    """
+    if isinstance(linears[0], CpuLinear):
+        return CpuLinear.each(cast("Sequence[CpuLinear]", linears), counts, x)
+    return torch.cat([linear(part) for linear, part in zip(linears, x.split(list(counts)), strict=True)])
+
+
 def take_narrow(*linears: Linear | None) -> bool:
     """Whether all of these layers, as far as there are any, compute in eight bits."""
     return all(linear is None or isinstance(linear, BlockLinear) for linear in linears)
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """A linear layer [T, in] -> [T, out] from weight [out, in] and bias [out]; on the CPU `weight` may go then."""
     if is_repacked(weight):
-        from penstock.executor.kernels.cpu_linear import CpuLinear
-
         return CpuLinear(weight, bias)
     return Plain(weight, bias)
 
 
-def tied(table: torch.Tensor) -> tuple[Linear, Callable[[torch.Tensor], torch.Tensor]]:
+def tied(table: Tensor) -> tuple[Linear, Callable[[Tensor], Tensor]]:
     """The head that shares an embedding's weight [size, width], and the embedding: tokens [T] -> [T, width]. Where
     the layer has repacked the weight its rows are gathered from there, so that it is kept once."""
     if not is_repacked(table):
         return Plain(table, None), partial(table.index_select, 0)
-    from penstock.executor.kernels.cpu_linear import CpuLinear
-
     head = CpuLinear(table)
     return head, head.rows
 
 
 class Plain:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 
-    @staticmethod
-    def each(linears: Sequence["Plain"], counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-        parts = x.split(list(counts))
-        return torch.cat([linear(part) for linear, part in zip(linears, parts, strict=True)])
-
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]
 
 
 class BlockLinear:
     """A weight [out, in] of eight bits with a scale per block; what is multiplied by it is quantized on the way."""
 
-    def __init__(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, ops: BlockOps) -> None:
+    def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, ops: BlockOps) -> None:
         self._weight, self._scales, self._bias = weight, scales, bias
         self._quantize, self._multiply = ops.quantize, ops.block_linear
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return self.multiply(Narrow(self._quantize(x), x.dtype))
 
-    def multiply(self, x: Narrow) -> torch.Tensor:
+    def multiply(self, x: Narrow) -> Tensor:
         out = self._multiply(x.rows, self._weight, self._scales, x.dtype)
         return out if self._bias is None else out + self._bias
 
-    @staticmethod
-    def each(linears: Sequence["BlockLinear"], counts: Sequence[int], x: torch.Tensor) -> torch.Tensor:
-        parts = x.split(list(counts))
-        return torch.cat([linear(part) for linear, part in zip(linears, parts, strict=True)])
-
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [self._weight, self._scales] if self._bias is None else [self._weight, self._scales, self._bias]
-
-
-def is_repacked(weight: torch.Tensor) -> bool:
-    """Whether the layer keeps a copy in a layout of its own, and `weight` is no longer needed for it."""
-    if weight.device.type != "cpu":
-        return False
-    from penstock.executor.kernels.cpu_linear import supports
-
-    return supports(weight)

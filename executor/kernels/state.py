@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.executor.protocol import Sampling
 
@@ -17,13 +18,13 @@ MAX_RUN = 1 << 16  # longer runs are cut, so that each fits into a copy
 
 
 class Places(NamedTuple):
-    """Where things lie in the flat tensor; kernels are told."""
+    """Where things lie in the flat tensor; kernels are given it."""
 
     width: int  # of a slot's tokens, the first of which is at slot * width
     blocks_at: int
     max_blocks: int  # of a slot
     options_at: int
-    spare: int  # a number that nobody reads: padding writes its tokens there
+    spare: int  # a number that is never read: padding writes its tokens there
     block_size: int
 
 
@@ -38,7 +39,7 @@ class DeviceState:
         self._runs: list[tuple[int, np.ndarray]] = []
 
     @property
-    def tokens(self) -> torch.Tensor:
+    def tokens(self) -> Tensor:
         """[slots + 1, width]"""
         return self.flat[: self.places.blocks_at].view(-1, self.places.width)
 

@@ -1,20 +1,16 @@
-"""What a GPU makes of a step's one copy, in plain torch: the oracle of the Triton kernels, with their signatures.
-
-The block's numbers, for R rows: how many of them are real, three spare ones, R + 1 starts of the rows' tokens, then R
-each of slots, first positions and `write_from`. What lies where in the state: executor/kernels/state.py.
-"""
+"""`InputOps` in plain torch, as this module is one: the oracle of the Triton kernels, and their fallback."""
+# ruff: noqa: ARG001, as a kernel's grid needs to know `longest`
 
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels import InputOps, RowTensors
+from penstock.executor.kernels import RowTensors
 from penstock.executor.kernels.state import OPTIONS, Places
 
 ROWS_AT = 4
 
 
 def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
-    """`num_runs` triples from packed[first] on: where a run goes in the state, where it is in `packed`, how long."""
     for to, source, length in packed[first : first + 3 * num_runs].view(-1, 3).tolist():
         state[to : to + length] = packed[source : source + length]
 
@@ -22,7 +18,6 @@ def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest
 def prepare(
     packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
 ) -> RowTensors:
-    """`longest`: the most tokens of a row. Rows that are not real get zeros, and the spare place for their token."""
     width, blocks_at, max_blocks, options_at, spare, block_size = places
     starts, packed_rows = packed[ROWS_AT : ROWS_AT + rows + 1], packed[ROWS_AT + rows + 1 :]
     row = torch.arange(rows, device=packed.device)
@@ -57,6 +52,3 @@ def prepare(
         top_k=options[:, 3].clone(),
         seeds=options[:, 4:6].clone(memory_format=torch.contiguous_format).view(torch.int64)[:, 0],
     )
-
-
-INPUT_OPS = InputOps(apply_runs, prepare)

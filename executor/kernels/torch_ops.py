@@ -1,58 +1,48 @@
-"""Every kernel in plain torch: the oracle that the C and Triton versions are tested against, and their fallback.
+"""`Ops` in plain torch, as this module is one: the oracle that the C and Triton versions are tested against, and their
+fallback. Twins that nothing falls back on are in tests/support/twins.
 
 Arithmetic is float32 inside each operation and rounded once at its end, whatever the tensors' dtype.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Ops
+from penstock.executor.kernels import NO_NORMS, Activation, BlockOps, FusedExperts, HeadNorms, Pages, Rotation
+from penstock.executor.moe_spec import MoeSpec
 
-if TYPE_CHECKING:
-    from penstock.executor.moe_spec import MoeSpec
+fused_experts: FusedExperts | None = None
+blocks: BlockOps | None = None
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide * scale * weight).to(x.dtype)
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
     return rms_norm(total, weight, eps), total
 
 
 def rope_and_store(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    kv_slots: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> torch.Tensor:
-    """Normalize q and k per head if weights are given, rotate them, write k and v into their pages; returns q."""
+    q: Tensor, k: Tensor, v: Tensor | None, rotation: Rotation, pages: Pages, kv_slots: Tensor, norms: HeadNorms
+) -> Tensor:
+    k_pages, v_pages = pages
+    q_weight, k_weight, eps = norms
     if q_weight is not None:
         q = rms_norm(q, q_weight, eps)
     if k_weight is not None:
         k = rms_norm(k, k_weight, eps)
-    cos = cos.index_select(0, positions).unsqueeze(1)  # [T, 1, rot / 2]
-    sin = sin.index_select(0, positions).unsqueeze(1)
+    cos = rotation.cos.index_select(0, rotation.positions).unsqueeze(1)  # [T, 1, rot / 2]
+    sin = rotation.sin.index_select(0, rotation.positions).unsqueeze(1)
     page = k_pages.shape[1]
     blocks, offsets = kv_slots // page, kv_slots % page
     k_pages[blocks, offsets] = _narrow(_rotate(k, cos, sin), k_pages.dtype).flatten(1)
@@ -62,50 +52,46 @@ def rope_and_store(
 
 
 def latent_rope_and_store(
-    goal: torch.Tensor,
-    q: torch.Tensor,
-    down: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    latents: torch.Tensor,
-    kv_slots: torch.Tensor,
+    goal: Tensor,
+    q: Tensor,
+    down: Tensor,
+    norm: tuple[Tensor, float],
+    rotation: Rotation,
+    latents: Tensor,
+    kv_slots: Tensor,
     first: int,
     is_whole: bool,
 ) -> None:
-    """Normalize the latents, rotate keys and queries, write keys into their pages and queries to goal [t, H, rope + …]."""
-    tokens, rope_dim = slice(first, first + len(goal)), 2 * cos.shape[1]
-    positions, kv_slots = positions[tokens], kv_slots[tokens]
-    rotating, key = latent_parts(rms_norm, q[tokens], down[tokens], weight, eps, rope_dim)
-    goal[..., :rope_dim] = rope_and_store(rotating, key, None, cos, sin, positions, latents, latents, kv_slots)
+    tokens, rope_dim = slice(first, first + len(goal)), 2 * rotation.cos.shape[1]
+    rotation, kv_slots = rotation._replace(positions=rotation.positions[tokens]), kv_slots[tokens]
+    rotating, key = latent_parts(rms_norm, q[tokens], down[tokens], norm, rope_dim)
+    goal[..., :rope_dim] = rope_and_store(rotating, key, None, rotation, (latents, latents), kv_slots, NO_NORMS)
     if is_whole:
         goal[..., rope_dim:] = q[tokens, :, :-rope_dim]
 
 
 def latent_parts(
-    norm: Callable[..., torch.Tensor],
-    q: torch.Tensor,
-    down: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor],
+    q: Tensor,
+    down: Tensor,
+    norm: tuple[Tensor, float],
     rope_dim: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """What of the queries rotates [T, H, rope], and the keys [T, 1, rope + rank], neither rotated yet.
 
     The checkpoint rotates neighbours (2i, 2i + 1), our kernels (i, i + half): queries and keys move alike.
     """
-    latent, rotating = down.split((len(weight), rope_dim), dim=-1)
-    key = torch.cat((_pairs_apart(rotating), norm(latent, weight, eps)), dim=-1)
+    latent, rotating = down.split((len(norm[0]), rope_dim), dim=-1)
+    key = torch.cat((_pairs_apart(rotating), rms_norm(latent, *norm)), dim=-1)
     return _pairs_apart(q[..., -rope_dim:]), key[:, None]
 
 
-def _pairs_apart(x: torch.Tensor) -> torch.Tensor:
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+def _pairs_apart(x: Tensor) -> Tensor:
+    apart: Tensor = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return apart
 
 
-def _narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Eight-bit pages take what they can hold, never infinity or NaN for it."""
     if dtype == x.dtype:
         return x
@@ -113,7 +99,7 @@ def _narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.float().clamp(-limit, limit).to(dtype)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the pairs (i, i + rot / 2) of the first rot dimensions; the rest passes through."""
     half = cos.shape[-1]
     if half == 0:
@@ -125,41 +111,26 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: ForwardBatch,
-    scale: float,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Causal attention of every token over its row's pages; with a window, over the last `window` positions."""
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _attend_single(q, k_pages, v_pages, batch, scale, window, out)
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None = None
+) -> Tensor:
+    out, pages = torch.empty(q.shape, dtype=q.dtype, device=q.device), (k_pages, v_pages)
+    _attend_single(q, pages, batch, scale, window, out)
     first = batch.num_single_rows  # of tokens and of rows alike: each of these rows has one token
     for index, (count, context) in enumerate(zip(batch.query_lens, batch.query_contexts, strict=True)):
         table = batch.block_tables[batch.num_single_rows + index]
-        _attend_row(q[first : first + count], k_pages, v_pages, table, context, scale, window, out[first:])
+        _attend_row(q[first : first + count], pages, table, context, scale, window, out[first:])
         first += count
     return out
 
 
-def latent_attention(
-    q: torch.Tensor, latents: torch.Tensor, batch: ForwardBatch, scale: float, rope_dim: int
-) -> torch.Tensor:
+def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
     return paged_attention(q, latents, latents, batch, scale)[..., rope_dim:]
 
 
 def expanded_attention(
-    q: torch.Tensor,
-    latents: torch.Tensor,
-    expand: torch.Tensor,
-    batch: ForwardBatch,
-    first_row: int,
-    scale: float,
-    rope_dim: int,
-) -> torch.Tensor:
-    """Causal attention of the rows from `first_row` on, some heads of a row at a time, so that what their latents expand
-    to stays bounded: q [T, H, rope + nope] -> [T, H, value]. expand [H, nope + value, rank]."""
+    q: Tensor, latents: Tensor, expand: Tensor, batch: ForwardBatch, first_row: int, scale: float, rope_dim: int
+) -> Tensor:
+    """Some heads of a row at a time, so that what their latents expand to stays bounded."""
     nope_dim = q.shape[2] - rope_dim
     out = torch.empty((*q.shape[:2], expand.shape[1] - nope_dim), dtype=q.dtype, device=q.device)
     passed, first = first_row - batch.num_single_rows, 0
@@ -183,17 +154,9 @@ def expanded_attention(
     return out
 
 
-def _attend_single(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: ForwardBatch,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
+def _attend_single(q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, window: int | None, out: Tensor) -> None:
     """The rows with one token, a rectangle at a time, padded to the longest context."""
-    page, width = k_pages.shape[1:]
+    page, width = pages[0].shape[1:]
     num_blocks = -(-batch.max_single_context // page)
     group = max(1, GATHER_ELEMENTS // max(1, num_blocks * page * width))
     for start in range(0, batch.num_single_rows, group):
@@ -206,28 +169,19 @@ def _attend_single(
             mask &= seen >= contexts - window
         # What lies past the context may be anything, even NaN, which no mask and no weight of zero would hide.
         unseen = ~mask[:, None, :, None]
-        keys = _gather(k_pages, tables, q).masked_fill_(unseen, 0)
-        values = _gather(v_pages, tables, q).masked_fill_(unseen, 0)
+        keys, values = (_gather(part, tables, q).masked_fill_(unseen, 0) for part in pages)
         grouped = q[rows].unflatten(1, (keys.shape[1], -1))  # [rows, Hkv, Hq / Hkv, D]: no key is read twice
         attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None], scale=scale)
         out[rows] = attended.flatten(1, 2)
 
 
 def _attend_row(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    table: torch.Tensor,
-    context: int,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
+    q: Tensor, pages: Pages, table: Tensor, context: int, scale: float, window: int | None, out: Tensor
 ) -> None:
     """A row of several tokens, the last of `context` positions; its queries are folded with the head group."""
     count, num_heads, dim = q.shape
-    blocks = table[None, : -(-context // k_pages.shape[1])]
-    keys = _gather(k_pages, blocks, q)[:, :, :context]
-    values = _gather(v_pages, blocks, q)[:, :, :context]
+    blocks = table[None, : -(-context // pages[0].shape[1])]
+    keys, values = (_gather(part, blocks, q)[:, :, :context] for part in pages)
     seen = torch.arange(context, device=q.device)
     position = torch.arange(context - count, context, device=q.device)[:, None]
     mask = seen <= position
@@ -239,31 +193,24 @@ def _attend_row(
     out[:count] = attended.view(-1, group, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
 
 
-def _gather(pages: torch.Tensor, tables: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _gather(pages: Tensor, tables: Tensor, q: Tensor) -> Tensor:
     """Pages of the rows' tables in the queries' dtype, [rows, Hkv, positions, D]; the copy is the caller's."""
     rows, num_blocks = tables.shape
     gathered = pages.index_select(0, tables.flatten()).to(q.dtype)
     return gathered.view(rows, num_blocks * pages.shape[1], -1, q.shape[-1]).transpose(1, 2)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    opened = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return (opened * up).to(gate_up.dtype)
 
 
-def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
+    return gate(F.linear(x, weight), activation)
 
 
-def choose_experts(
-    logits: torch.Tensor, bias: torch.Tensor | None, moe: "MoeSpec", num_shared: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [T, experts] float32 -> the experts of each token [T, k] int32, and their shares [T, k] float32.
-
-    Where shared experts have a gate, its logit stands behind the others. `num_shared`: behind a token's choice come so
-    many more numbers, from `num_experts` on, which have the gate's share, or all of it.
-    """
+def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0) -> tuple[Tensor, Tensor]:
     scores = logits[:, : moe.num_experts]
     scores = scores.softmax(-1) if moe.scoring == "softmax" else scores.sigmoid()
     wanted = scores if bias is None else scores + bias  # the bias steers the choice, never the share
@@ -285,47 +232,3 @@ def choose_experts(
         ids = torch.cat((ids, always.expand(len(ids), -1)), dim=1)
         shares = torch.cat((shares, share.expand(len(ids), num_shared)), dim=1)
     return ids.int(), shares
-
-
-ACTIVATIONS = {"silu": silu_mul, "gelu_tanh": gelu_tanh_mul}
-
-
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    return ACTIVATIONS[activation](F.linear(x, weight))
-
-
-def fused_experts(
-    hidden: torch.Tensor,
-    slots: torch.Tensor,
-    shares: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    first: int,
-    activation: str,
-    added: torch.Tensor | None = None,
-    through: Callable[[torch.Tensor], torch.Tensor] = lambda rows: rows,
-) -> torch.Tensor:
-    """What the experts in slots first … first + S - 1 add up to, each by its share, and `added` [T, H]; as `Experts`
-    with all in one. `through`: what rows go through on their way into a product."""
-    activate = ACTIVATIONS[activation]
-    out = torch.zeros((*slots.shape, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
-    for index in range(len(down)):
-        token, choice = (slots == first + index).nonzero(as_tuple=True)
-        inside = activate(F.linear(through(hidden[token]), gate_up[index]))
-        out[token, choice] = F.linear(through(inside), down[index])
-    total = (out * shares[..., None]).sum(1)
-    return (total if added is None else total + added).to(hidden.dtype)
-
-
-OPS = Ops(
-    rms_norm,
-    add_rms_norm,
-    rope_and_store,
-    latent_rope_and_store,
-    paged_attention,
-    latent_attention,
-    silu_mul,
-    gelu_tanh_mul,
-    choose_experts,
-    expanded_attention=expanded_attention,
-)

@@ -7,8 +7,9 @@ tensors are stored so, the file says; config.json says that there are any, and e
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from penstock.executor.kernels.torch_fp8 import BLOCK, pad_scales
+from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
 from penstock.executor.loading.fields import Fields
 
 SUFFIX = "_scale_inv"
@@ -29,38 +30,27 @@ def check_quantization(config: dict[str, Any], where: str) -> None:
     fields.only("dequantize", False, default=False)
     for name in ("modules_to_not_convert", "modules_to_convert", "ignored_layers"):
         fields.texts(name)
-    fields.no_others(
-        "quant_method",
-        "fmt",
-        "weight_block_size",
-        "activation_scheme",
-        "scale_fmt",
-        "expert_dtype",
-        "dequantize",
-        "modules_to_not_convert",
-        "modules_to_convert",
-        "ignored_layers",
-    )
+    fields.no_others()
 
 
 def scales_shape(rows: int, columns: int) -> tuple[int, int]:
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
-class Part(NamedTuple):
+class WeightPart(NamedTuple):
     """A tensor or a rank's part of one. Values of eight bits come with the scales of the whole tensor, in which the
     part begins at `row` and `column`: it may be cut anywhere, and each value still meets its own scale."""
 
-    values: torch.Tensor
-    scales: torch.Tensor | None = None
+    values: Tensor
+    scales: Tensor | None = None
     row: int = 0
     column: int = 0
 
-    def narrow(self, dim: int, start: int, size: int) -> "Part":
+    def narrow(self, dim: int, start: int, size: int) -> "WeightPart":
         row, column = (self.row + start, self.column) if dim == 0 else (self.row, self.column + start)
-        return Part(self.values.narrow(dim, start, size), self.scales, row, column)
+        return WeightPart(self.values.narrow(dim, start, size), self.scales, row, column)
 
-    def numbers(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> torch.Tensor:
+    def numbers(self, device: torch.device, dtype: torch.dtype, copy: bool = False) -> Tensor:
         """Value times scale in float32, rounded to `dtype`; a few rows at a time, so that no float32 copy is made."""
         if self.scales is None:
             return self.values.to(device=device, dtype=dtype, copy=copy)
@@ -81,13 +71,13 @@ class Part(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """A weight [N, K] that keeps its eight bits, and its scales as `torch_fp8.pad_scales` leaves them."""
+    """A weight [N, K] that keeps its eight bits, and its scales as `eight_bits.pad_scales` leaves them."""
 
-    values: torch.Tensor
-    scales: torch.Tensor
+    values: Tensor
+    scales: Tensor
 
 
-def whole_blocks(parts: list[Part], device: torch.device) -> Blocks | None:
+def whole_blocks(parts: list[WeightPart], device: torch.device) -> Blocks | None:
     """The parts on top of each other, if the blocks of each are blocks of the whole and the kernels take the shape."""
     rows = [len(part.values) for part in parts]
     starts = [part.row for part in parts] + [part.column for part in parts]

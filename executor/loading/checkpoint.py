@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
+from torch import Tensor
 
 from penstock.executor.loading.block_scales import check_quantization
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
@@ -25,7 +25,7 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> torch.Tensor: ...
+    def read(self, name: str) -> Tensor: ...
 
 
 def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> Checkpoint:

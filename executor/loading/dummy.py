@@ -9,8 +9,9 @@ import hashlib
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from penstock.executor.kernels.torch_fp8 import BLOCK
+from penstock.executor.kernels.eight_bits import BLOCK
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX
 
 PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")  # and not embeddings, heads, norms and routers
@@ -26,7 +27,7 @@ class DummyWeights:
         noise = np.random.Generator(np.random.Philox(seed)).standard_normal(PERIOD, dtype=np.float32)
         self._noise = torch.from_numpy(noise)
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name.endswith(SUFFIX):
             return torch.full(shape, (shape[1] * BLOCK) ** -0.5)
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
@@ -42,7 +43,7 @@ class DummyWeights:
         return _go_round(noise.to(self._dtype), shape)
 
 
-def _go_round(period: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def _go_round(period: Tensor, shape: tuple[int, ...]) -> Tensor:
     out = torch.empty(shape, dtype=period.dtype)
     flat = out.view(-1)
     whole = flat.numel() // PERIOD

@@ -23,15 +23,16 @@ _LIMITS = {
 
 
 class Fields:
-    """Typed access to a (sub-)dictionary of config.json. A field that is null counts as absent."""
+    """Typed access to a (sub-)dictionary of config.json, or to a GGUF file's metadata, where `prefix` goes before each
+    name. A field that is null counts as absent."""
 
-    def __init__(self, values: dict[str, Any], where: str = "config.json") -> None:
-        self._values = values
-        self._where = where
+    def __init__(self, values: dict[str, Any], where: str = "config.json", prefix: str = "") -> None:
+        self._values, self._where, self._prefix = values, where, prefix
+        self._asked: dict[str, None] = {}  # in their order
 
-    def integer(self, name: str, default: Any = _MISSING, low: int = 1) -> int:
+    def integer(self, name: str, default: Any = _MISSING, low: int = 1, high: int | None = None) -> int:
         value = self._get(name, default)
-        limit = _LIMITS.get(name, 2**31 - 1)
+        limit = _LIMITS.get(name, 2**31 - 1) if high is None else high
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= limit:
             raise self.error(name, value, f"an integer from {low} to {limit}")
         return value
@@ -44,7 +45,7 @@ class Fields:
         return value
 
     def integer_or_none(self, name: str) -> int | None:
-        return None if self._values.get(name) is None else self.integer(name)
+        return self.integer(name) if name in self else None
 
     def number(self, name: str, default: Any = _MISSING) -> float:
         value = self._get(name, default)
@@ -54,7 +55,7 @@ class Fields:
 
     def number_or_zero(self, name: str) -> float:
         """Zero where the field is absent, too."""
-        return self.number(name) if self._values.get(name) else 0.0
+        return self.number(name) if self._find(name) else 0.0
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
@@ -69,7 +70,7 @@ class Fields:
         return value
 
     def section(self, name: str) -> "Fields | None":
-        value = self._values.get(name)
+        value = self._find(name)
         if value is None:
             return None
         if not isinstance(value, dict):
@@ -77,7 +78,7 @@ class Fields:
         return Fields(value, f"{self._where}: {name}")
 
     def texts(self, name: str) -> list[str] | None:
-        value = self._values.get(name)
+        value = self._find(name)
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -85,28 +86,32 @@ class Fields:
         return value
 
     def __contains__(self, name: str) -> bool:
-        return self._values.get(name) is not None
+        return self._find(name) is not None
 
     def only(self, name: str, *allowed: object, default: object = None) -> None:
         """Refuse a feature this implementation does not have, instead of computing something else."""
-        value = self._values.get(name)
+        value = self._find(name)
         value = default if value is None else value
         if value not in allowed:
             raise self.error(name, value, " or ".join(repr(choice) for choice in allowed))
 
-    def no_others(self, *known: str) -> None:
-        """Refuse a field that nobody here reads and that says something."""
+    def no_others(self) -> None:
+        """Refuse a field that says something and that was not asked for yet."""
         for name, value in self._values.items():
-            if name not in known and value is not None:
-                raise self.error(name, value, f"no field but {', '.join(known)}")
+            if name not in self._asked and value is not None:
+                raise self.error(name, value, f"no field but {', '.join(self._asked)}")
 
     def error(self, name: str, value: object, expected: str) -> ExecutorError:
         shown = "nothing" if value is _MISSING else repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        return ExecutorError(f"{self._where}: {name}: {shown} found; {expected} is expected")
+        return ExecutorError(f"{self._where}: {self._prefix}{name}: {shown} found; {expected} is expected")
+
+    def _find(self, name: str) -> Any:
+        self._asked[name] = None
+        return self._values.get(self._prefix + name)
 
     def _get(self, name: str, default: Any) -> Any:
-        value = self._values.get(name)
+        value = self._find(name)
         if value is not None:
             return value
         if default is _MISSING:

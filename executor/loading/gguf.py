@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from penstock.executor.loading.dequantize import dequantize
 from penstock.executor.loading.gguf_config import config_of
@@ -42,7 +43,7 @@ class GgufCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._sources[name].shape
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         source = self._sources[name]
         entry = self._file.tensors[source.name]
         raw = torch.frombuffer(self._file.data, dtype=torch.uint8, count=entry.size_bytes, offset=entry.offset)

@@ -5,10 +5,11 @@ What would change the numbers and cannot be expressed is refused, never ignored.
 """
 
 import math
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
+from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.gguf_file import GgufFile
 from penstock.executor.protocol import ExecutorError
 
@@ -21,7 +22,6 @@ ARCHITECTURES = {
 }
 MAX_LAYERS = 4096
 MAX_CONTEXT = 1 << 24  # tables of this length are built from it
-MAX_SIZE = 1 << 31
 
 # Keys that change the computation in a way these architectures do not have; 0 or absent is fine.
 _UNSUPPORTED = (
@@ -38,14 +38,21 @@ _UNSUPPORTED = (
 
 def config_of(file: GgufFile) -> dict[str, Any]:
     """The config of the model in `file`, sizes checked only against absolute limits."""
-    keys = _Keys(file)
-    architecture = keys.architecture
+    metadata = Fields(file.metadata, str(file.path))
+    architecture = metadata.text("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise metadata.error("general.architecture", architecture, f"one of {', '.join(ARCHITECTURES)}")
+    if (parts := metadata.integer("split.count", 1, low=0)) > 1:
+        raise metadata.error("split.count", parts, "1 (join the parts with gguf-split --merge)")
     model_type, class_name = ARCHITECTURES[architecture]
-    num_heads = keys.integer("attention.head_count", MAX_SIZE)
-    hidden_size = keys.integer("embedding_length", MAX_SIZE)
-    head_dim = keys.integer("attention.key_length", MAX_SIZE, hidden_size // num_heads)
-    context = keys.integer("context_length", MAX_CONTEXT)
-    keys.refuse_unsupported(head_dim, context)
+    prefix = f"{architecture}."
+    own = {key: _uniform(value) for key, value in file.metadata.items() if key.startswith(prefix)}
+    keys = Fields(own, str(file.path), prefix)
+    num_heads = keys.integer("attention.head_count")
+    hidden_size = keys.integer("embedding_length")
+    head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
+    context = keys.integer("context_length", high=MAX_CONTEXT)
+    _refuse_unsupported(keys, head_dim, None if architecture == "gemma3" else context)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ExecutorError(f"{file.path}: tensor 'token_embd.weight': a matrix of that name is expected")
@@ -54,20 +61,20 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": keys.integer("feed_forward_length", MAX_SIZE),
-        "num_hidden_layers": keys.integer("block_count", MAX_LAYERS),
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": keys.integer("block_count", high=MAX_LAYERS),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", MAX_SIZE, num_heads),
+        "num_key_value_heads": keys.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
-        "rope_scaling": keys.rope_scaling(),
+        "rms_norm_eps": _shortest(keys.number("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest(keys.number("rope.freq_base", 10000.0)),
+        "rope_scaling": _rope_scaling(keys),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": model_type == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
         "hidden_act": "gelu_pytorch_tanh" if architecture == "gemma3" else "silu",
         "torch_dtype": _dtype(file),
-        **keys.token_ids(embedding.shape[0]),
+        **_token_ids(metadata, embedding.shape[0]),
     }
     if "rope_freqs.weight" in file.tensors:
         config["rope_scaling"] = _llama3_scaling(file, config)
@@ -76,93 +83,61 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     return config
 
 
-class _Keys:
-    """Typed, bounded access to the metadata; keys are given without the architecture's prefix."""
-
-    def __init__(self, file: GgufFile) -> None:
-        self.path, self.metadata = file.path, file.metadata
-        architecture = self.metadata.get("general.architecture")
-        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-            self.fail("general.architecture", architecture, f"one of {', '.join(ARCHITECTURES)}")
-        self.architecture = architecture
-        if self.metadata.get("split.count", 1) not in (0, 1):
-            self.fail("split.count", self.metadata["split.count"], "1: join the parts with gguf-split --merge")
-
-    def get(self, key: str) -> Any:
-        return self.metadata.get(f"{self.architecture}.{key}")
-
-    def integer(self, key: str, limit: int, default: int | None = None) -> int:
-        value = default if self.get(key) is None else self.get(key)
-        if isinstance(value, list) and value and all(v == value[0] for v in value):
-            value = value[0]  # one number per layer, all the same
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-            self.fail(f"{self.architecture}.{key}", value, f"an integer from 1 to {limit}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = default if self.get(key) is None else self.get(key)
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-            self.fail(f"{self.architecture}.{key}", value, "a positive number")
-        return _shortest(value)
-
-    def token_ids(self, vocab_size: int) -> dict[str, Any]:
-        """bos_token_id, and eos_token_id with every id that ends a turn or a message."""
-
-        def token(name: str) -> int | None:
-            value = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
-            if value is not None and (not isinstance(value, int) or not 0 <= value < vocab_size):
-                self.fail(f"tokenizer.ggml.{name}_token_id", value, f"an integer from 0 to {vocab_size - 1}")
-            return value
-
-        ends = [i for i in dict.fromkeys(token(name) for name in ("eos", "eot", "eom")) if i is not None]
-        return {"bos_token_id": token("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-
-    def rope_scaling(self) -> dict[str, Any] | None:
-        kind = self.get("rope.scaling.type")
-        if kind is None and self.get("rope.scale_linear") is not None:
-            return {"rope_type": "linear", "factor": self.number("rope.scale_linear")}
-        if kind in (None, "none"):
-            return None
-        if kind not in ("linear", "yarn"):
-            self.fail(f"{self.architecture}.rope.scaling.type", kind, "none, linear or yarn")
-        scaling: dict[str, Any] = {"rope_type": kind, "factor": self.number("rope.scaling.factor")}
-        if kind == "yarn":
-            original = self.integer("rope.scaling.original_context_length", MAX_CONTEXT)
-            scaling["original_max_position_embeddings"] = original
-        return scaling
-
-    def refuse_unsupported(self, head_dim: int, context: int) -> None:
-        for key in _UNSUPPORTED:
-            if self.get(key):
-                self.fail(f"{self.architecture}.{key}", self.get(key), "this key to be absent")
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if self.integer(key, MAX_SIZE, head_dim) != head_dim:
-                self.fail(f"{self.architecture}.{key}", self.get(key), f"the head size {head_dim}")
-        window = self.get("attention.sliding_window")
-        if window and self.architecture != "gemma3" and window < context:
-            self.fail(f"{self.architecture}.attention.sliding_window", window, f"at least the context {context}")
-
-    def fail(self, key: str, value: Any, expected: str) -> NoReturn:
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else shown[:57] + "…"
-        raise ExecutorError(f"{self.path}: key {key!r} is {shown}; expected {expected}")
+def _uniform(value: Any) -> Any:
+    """The one number of a list that has it for every layer."""
+    return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
 
 
-def _gemma3(keys: _Keys, config: dict[str, Any]) -> dict[str, Any]:
+def _token_ids(metadata: Fields, vocab_size: int) -> dict[str, Any]:
+    """bos_token_id, and eos_token_id with every id that ends a turn or a message."""
+
+    def token(name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        return metadata.integer(key, low=0, high=vocab_size - 1) if key in metadata else None
+
+    ends = [i for i in dict.fromkeys(token(name) for name in ("eos", "eot", "eom")) if i is not None]
+    return {"bos_token_id": token("bos"), "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+
+
+def _rope_scaling(keys: Fields) -> dict[str, Any] | None:
+    keys.only("rope.scaling.type", None, "none", "linear", "yarn")
+    if "rope.scaling.type" not in keys and "rope.scale_linear" in keys:
+        return {"rope_type": "linear", "factor": _shortest(keys.number("rope.scale_linear"))}
+    kind = keys.text("rope.scaling.type", "none")
+    if kind == "none":
+        return None
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": _shortest(keys.number("rope.scaling.factor"))}
+    if kind == "yarn":
+        original = keys.integer("rope.scaling.original_context_length", high=MAX_CONTEXT)
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def _refuse_unsupported(keys: Fields, head_dim: int, context: int | None) -> None:
+    """`context`: what a window must be no shorter than; None: any window will do."""
+    for key in _UNSUPPORTED:
+        keys.only(key, None, 0)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        keys.only(key, head_dim, default=head_dim)
+    window = keys.integer("attention.sliding_window", 0, low=0)
+    if context is not None and 0 < window < context:
+        raise keys.error("attention.sliding_window", window, f"at least the context {context}")
+
+
+def _gemma3(keys: Fields, config: dict[str, Any]) -> dict[str, Any]:
     """What the other architectures do not have. Every sixth layer attends to everything, the others to a window."""
     num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
-    pattern = keys.integer("attention.sliding_window_pattern", MAX_LAYERS, 6)
+    pattern = keys.integer("attention.sliding_window_pattern", 6, high=MAX_LAYERS)
     # The 27B model alone (62 layers) scales by hidden/heads; the file does not say so.
     scalar = config["hidden_size"] // config["num_attention_heads"] if num_layers == 62 else head_dim
-    softcap = keys.get("final_logit_softcapping")
     return {
         "hidden_activation": config["hidden_act"],
         "query_pre_attn_scalar": scalar,
-        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10000.0),
-        "sliding_window": keys.integer("attention.sliding_window", MAX_CONTEXT),
+        "rope_local_base_freq": _shortest(keys.number("rope.freq_base_swa", 10000.0)),
+        "sliding_window": keys.integer("attention.sliding_window", high=MAX_CONTEXT),
         "sliding_window_pattern": pattern,
         "layer_types": ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)],
-        "final_logit_softcapping": keys.number("final_logit_softcapping") if softcap else None,
+        "final_logit_softcapping": keys.number_or_zero("final_logit_softcapping") or None,
     }
 
 

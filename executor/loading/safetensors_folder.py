@@ -1,15 +1,15 @@
 """A model folder of the Hugging Face layout: config.json beside one safetensors file or a sharded set.
 
 The safetensors library checks a file's header (size, offsets, overlaps, truncation) before anything is read;
-its tensors are views of the mapped file, so reading is done by whoever copies them, in that thread.
+its tensors are views of the mapped file, so reading is done by the thread that copies them.
 """
 
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from penstock.executor.loading.checkpoint import read_json
 from penstock.executor.protocol import ExecutorError
@@ -31,7 +31,7 @@ class SafetensorsFolder:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str) -> Tensor:
         dtype = self._slice(name).get_dtype()
         expected = _FLOATS | {_EIGHT_BITS} if self.config.get("quantization_config") else _FLOATS
         if dtype not in expected:
@@ -39,7 +39,8 @@ class SafetensorsFolder:
                 f"{self._files[name][0]}: tensor {name!r} is stored as {dtype}; "
                 f"one of {', '.join(sorted(expected))} is expected"
             )
-        return self._files[name][1].get_tensor(name)
+        tensor: Tensor = self._files[name][1].get_tensor(name)
+        return tensor
 
     def _slice(self, name: str) -> Any:
         path, file = self._files[name]

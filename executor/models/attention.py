@@ -1,9 +1,10 @@
 """Attention with grouped query heads: rotated, perhaps normalized per head, over the pages of keys and values."""
 
 import torch
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Ops
+from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation
 from penstock.executor.kernels.linear import Narrow, multiply, take_narrow
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
@@ -11,21 +12,21 @@ from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorError
 
-Pages = tuple[torch.Tensor, torch.Tensor]  # of one layer: keys and values
-
 
 class GroupedAttention:
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         self._spec, self._ops = spec, ops
-        self._cos, self._sin = tables[spec.layers[index].rope]
+        self._tables = tables[spec.layers[index].rope]
         self._window = spec.layers[index].window
         prefix = f"model.layers.{index}.self_attn."
-        num_heads, num_kv_heads = heads_of(spec, weights.group)
+        num_heads, num_kv_heads = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)
         self._head_split = (num_heads, num_kv_heads, num_kv_heads)
-        self._q_norm = self._k_norm = None
+        self._norms = NO_NORMS
         if spec.qk_norm:
-            self._q_norm = weights.norm(f"{prefix}q_norm.weight", spec.head_dim, spec.norm_offset)
-            self._k_norm = weights.norm(f"{prefix}k_norm.weight", spec.head_dim, spec.norm_offset)
+            q_norm, k_norm = (
+                weights.norm(f"{prefix}{part}_norm.weight", spec.head_dim, spec.norm_offset) for part in "qk"
+            )
+            self._norms = q_norm, k_norm, spec.norm_eps
         width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._qkv = weights.linear(
             (f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj"),
@@ -43,29 +44,18 @@ class GroupedAttention:
     def takes_narrow(self) -> bool:
         return take_narrow(self._qkv)
 
-    def attend(self, hidden: torch.Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> torch.Tensor:
+    def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
         heads = multiply(self._qkv, hidden).unflatten(1, (-1, self._spec.head_dim))
         q, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
-        q = self._ops.rope_and_store(
-            q,
-            k,
-            v,
-            self._cos,
-            self._sin,
-            batch.positions,
-            *pages,
-            batch.kv_slots,
-            self._q_norm,
-            self._k_norm,
-            self._spec.norm_eps,
-        )
+        rotation = Rotation(*self._tables, batch.positions)
+        q = self._ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, self._norms)
         return self._ops.paged_attention(q, *pages, batch, self._spec.attention_scale, self._window).flatten(1)
 
 
-def heads_of(spec: DecoderSpec, group: RankGroup) -> tuple[int, int]:
+def heads_of(heads: int, kv_heads: int, group: RankGroup) -> tuple[int, int]:
     """The rank's query heads and key-value heads; a key-value head may be on several ranks, each with its queries."""
-    heads, kv_heads, world = spec.num_heads, spec.num_kv_heads, group.world
+    world = group.world
     if heads % world:
         raise ExecutorError(f"tensor_parallel_size: {world} given; it must divide the model's {heads} attention heads")
     if kv_heads % world and world % kv_heads:

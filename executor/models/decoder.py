@@ -5,17 +5,18 @@ weights and tables; keys and values live in the pages that `forward` is given.
 """
 
 import torch
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.kernels import Ops
+from penstock.executor.kernels import Ops, Pages
 from penstock.executor.kernels.linear import Narrow
-from penstock.executor.models.attention import GroupedAttention, Pages, heads_of
+from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.moe import Experts, MoeMlp
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.vocabulary import Vocabulary
+from penstock.executor.models.vocabulary import Embedding
 from penstock.executor.models.weights import Weights
 
 
@@ -24,11 +25,11 @@ class Decoder:
         self._spec, self._ops = spec, ops
         self.num_layers = len(spec.layers)
         self.kv_parts = 2 if spec.latent is None else 1
-        self.kv_width = heads_of(spec, weights.group)[1] * spec.head_dim
+        self.kv_width = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)[1] * spec.head_dim
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         self._layers = weights.layers(self.num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        self._vocabulary = Vocabulary(
+        self._vocabulary = Embedding(
             weights,
             "model.embed_tokens",
             spec.vocab_size,
@@ -41,20 +42,21 @@ class Decoder:
         """Those of every layer that has any."""
         return [layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, MoeMlp)]
 
-    def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
         residual = self._vocabulary.embed(batch.tokens)
         if self._spec.embedding_scale != 1.0:
             # The factor is rounded to the model's dtype first, as in training.
             residual *= torch.tensor(self._spec.embedding_scale, dtype=residual.dtype)
-        update: torch.Tensor | None = None  # what the previous layer adds to the residual stream
+        update: Tensor | None = None  # what the previous layer adds to the residual stream
         last = self.num_layers - 1
         for index, layer in enumerate(self._layers):
             wanted = batch.wanted if index == last else None
             update, residual = layer.forward(update, residual, batch, pages[index], wanted)
+        assert update is not None
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
         return self._vocabulary.logits(hidden)
 
@@ -64,7 +66,7 @@ class _Layer:
         prefix = f"model.layers.{index}."
         self._spec, self._ops, self._group = spec, ops, weights.group
 
-        def norm(name: str) -> torch.Tensor:
+        def norm(name: str) -> Tensor:
             return weights.norm(f"{prefix}{name}.weight", spec.hidden_size, spec.norm_offset)
 
         self._input_norm = norm("input_layernorm")
@@ -81,20 +83,15 @@ class _Layer:
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
 
     def forward(
-        self,
-        update: torch.Tensor | None,
-        residual: torch.Tensor,
-        batch: ForwardBatch,
-        pages: Pages,
-        wanted: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, update: Tensor | None, residual: Tensor, batch: ForwardBatch, pages: Pages, wanted: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """One layer over the residual stream [T, hidden], to which `update` is still to be added.
 
         Returns this layer's own update and the stream, both cut to the `wanted` tokens if given: what the
-        last layer's MLP computes for other tokens nobody reads.
+        last layer's MLP computes for other tokens is never read.
         """
         ops, eps = self._ops, self._spec.norm_eps
-        hidden: torch.Tensor | Narrow
+        hidden: Tensor | Narrow
         if update is None:
             hidden = ops.rms_norm(residual, self._input_norm, eps)
         else:
@@ -112,12 +109,8 @@ class _Layer:
         return update, residual
 
     def _norm_before(
-        self,
-        part: GroupedAttention | LatentAttention | Mlp | MoeMlp,
-        update: torch.Tensor,
-        residual: torch.Tensor,
-        weight: torch.Tensor,
-    ) -> tuple[torch.Tensor | Narrow, torch.Tensor]:
+        self, part: GroupedAttention | LatentAttention | Mlp | MoeMlp, update: Tensor, residual: Tensor, weight: Tensor
+    ) -> tuple[Tensor | Narrow, Tensor]:
         """What `part` reads, in eight bits if that is all it reads, and the sum of update and stream."""
         blocks, eps = self._ops.blocks, self._spec.norm_eps
         if blocks is None or not part.takes_narrow:

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
-from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape
+from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape
 from penstock.executor.loading.checkpoint import Checkpoint
-from penstock.executor.models.weights import CheckpointReader
+from penstock.executor.models.weights import DTYPES, CheckpointReader
 from penstock.executor.protocol import DType, ExecutorError
 
 SHARD_BYTES = 4 * 2**30  # also what an export holds in memory
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export(
@@ -29,7 +29,7 @@ def export(
     dtype: DType = "auto",
     *,
     shard_bytes: int = SHARD_BYTES,
-    progress: Callable[[str], None] = lambda line: None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Write `checkpoint` into `out_dir` (made if absent; it must not hold a model). "auto" is the config's dtype."""
     folder = Path(out_dir)
@@ -39,7 +39,7 @@ def export(
         occupied = [path.name for path in folder.iterdir() if path.name == "config.json" or "safetensors" in path.name]
         if occupied:
             raise ExecutorError(f"{folder}: holds {min(occupied)!r} already; give a folder without a model")
-        _write_weights(checkpoint, folder, _DTYPES[name], shard_bytes, progress)
+        _write_weights(checkpoint, folder, DTYPES[name], shard_bytes, progress)
         _write_json(folder / "generation_config.json", _generation_config(checkpoint.config))
         _write_json(folder / "config.json", _config(checkpoint.config, name))
     except (OSError, SafetensorError) as error:
@@ -64,13 +64,13 @@ def _write_weights(
         _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> torch.Tensor:
+def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
     values, scales = checkpoint.read(name), None
     if values.dtype is EIGHT_BITS:
         read = CheckpointReader(checkpoint, "the model to export")
         scales = read(f"{name}{SUFFIX}", scales_shape(*values.shape))
     # A copy: what the checkpoint gives may be a view of its own file.
-    return Part(values, scales).numbers(values.device, dtype, copy=True).contiguous()
+    return WeightPart(values, scales).numbers(values.device, dtype, copy=True).contiguous()
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
@@ -89,8 +89,8 @@ def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:
 def _dtype_name(config: dict[str, Any], dtype: DType) -> str:
     name = (config.get("dtype") or config.get("torch_dtype") or "float32") if dtype == "auto" else dtype
     name = str(name).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ExecutorError(f"dtype: {name!r} given; one of {', '.join(_DTYPES)} is expected")
+    if name not in DTYPES:
+        raise ExecutorError(f"dtype: {name!r} given; one of {', '.join(DTYPES)} is expected")
     return name
 
 

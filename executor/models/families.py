@@ -5,57 +5,56 @@ A feature of the config that the decoder does not compute is refused by name, ne
 
 from typing import Any
 
+from penstock.executor.kernels import Activation
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.rope import Rope, read_rope, rope_of
 from penstock.executor.models.spec import DecoderSpec, LayerSpec
 
-SILU = ("silu", "swish")
-_GELU_TANH = ("gelu_pytorch_tanh", "gelu_new")
+_ACTIVATIONS: dict[Activation, tuple[str, ...]] = {
+    "silu": ("silu", "swish"),
+    "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new"),
+}
 
 
 def llama(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *SILU, default="silu")
-    bias = fields.flag("attention_bias", False)
-    return spec_of(
-        fields, uniform_layers(fields), qkv_bias=bias, output_bias=bias, mlp_bias=fields.flag("mlp_bias", False)
-    )
+    biases = attention_biases(fields) | {"mlp_bias": fields.flag("mlp_bias", False)}
+    return spec_of(fields, uniform_layers(fields), **biases)
 
 
 def mistral(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *SILU, default="silu")
     return spec_of(fields, uniform_layers(fields, fields.integer_or_none("sliding_window")))
 
 
 def qwen2(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *SILU, default="silu")
-    return spec_of(fields, qwen_layers(fields), qkv_bias=True)
+    return spec_of(fields, _qwen_layers(fields), qkv_bias=True)
 
 
 def qwen3(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *SILU, default="silu")
-    bias = fields.flag("attention_bias", False)
-    return spec_of(fields, qwen_layers(fields), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return spec_of(fields, _qwen_layers(fields), qk_norm=True, **attention_biases(fields))
 
 
 def gemma3(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_activation", *_GELU_TANH, default="gelu_pytorch_tanh")
     fields.only("final_logit_softcapping", None)
     fields.only("attn_logit_softcapping", None)
     fields.only("use_bidirectional_attention", False, default=False)
-    bias = fields.flag("attention_bias", False)
     return spec_of(
         fields,
         _gemma_layers(fields),
         attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
         tied_by_default=True,
+        activation_field="hidden_activation",
         activation="gelu_tanh",
-        qkv_bias=bias,
-        output_bias=bias,
         qk_norm=True,
         sandwich_norms=True,
         norm_offset=1.0,
         embedding_scale=fields.integer("hidden_size") ** 0.5,
+        **attention_biases(fields),
     )
+
+
+def attention_biases(fields: Fields) -> dict[str, Any]:
+    """Of the families that have them all or none."""
+    return dict.fromkeys(("qkv_bias", "output_bias"), fields.flag("attention_bias", False))
 
 
 def spec_of(
@@ -63,9 +62,13 @@ def spec_of(
     layers: tuple[LayerSpec, ...],
     attention_scale: float | None = None,
     tied_by_default: bool = False,
+    activation_field: str = "hidden_act",
+    activation: Activation = "silu",
     **features: Any,  # the rest of DecoderSpec's fields
 ) -> DecoderSpec:
     """What all families read alike, and the checks that hold for all."""
+    names = _ACTIVATIONS[activation]
+    fields.only(activation_field, *names, default=names[0])
     num_heads = fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -83,6 +86,7 @@ def spec_of(
         layers=layers,
         attention_scale=attention_scale or head_dim**-0.5,
         tied_head=fields.flag("tie_word_embeddings", tied_by_default),
+        activation=activation,
         **features,
     )
 
@@ -104,8 +108,8 @@ def uniform_layers(fields: Fields, window: int | None = None) -> tuple[LayerSpec
     return (LayerSpec(rope, window),) * fields.integer("num_hidden_layers")
 
 
-def qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
-    """Qwen slides only when told to, and then from layer `max_window_layers` on (or as `layer_types` lists)."""
+def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
+    """Qwen slides only when asked to, and then from layer `max_window_layers` on (or as `layer_types` lists)."""
     if not fields.flag("use_sliding_window", False):
         return uniform_layers(fields)
     window = fields.integer("sliding_window", 4096)

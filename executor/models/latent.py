@@ -11,11 +11,12 @@ third as wide. Where the device has a kernel for it, `LatentSpec.is_expanded` de
 from bisect import bisect_left
 
 import torch
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Ops
+from penstock.executor.kernels import Ops, Pages, Rotation
 from penstock.executor.kernels.linear import Linear, Narrow, multiply, take_narrow
-from penstock.executor.models.attention import Pages, heads_of
+from penstock.executor.models.attention import heads_of
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -27,8 +28,8 @@ class LatentAttention:
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         assert spec.latent is not None
         self._ops, self._sizes, self._scale = ops, spec.latent, spec.attention_scale
-        self._cos, self._sin = tables[spec.layers[index].rope]
-        self._num_heads, _ = heads_of(spec, weights.group)
+        self._tables = tables[spec.layers[index].rope]
+        self._num_heads, _ = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)
         sizes, hidden, heads = spec.latent, spec.hidden_size, spec.num_heads
         prefix = f"model.layers.{index}.self_attn."
         q_width, kv_rows = heads * (sizes.nope_dim + sizes.rope_dim), sizes.kv_rank + sizes.rope_dim
@@ -60,7 +61,7 @@ class LatentAttention:
     def takes_narrow(self) -> bool:
         return take_narrow(self._down)
 
-    def attend(self, hidden: torch.Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> torch.Tensor:
+    def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * value]; the new latents are in their pages before any is read."""
         sizes, heads = self._sizes, self._num_heads
         rope_dim, width = sizes.rope_dim, sizes.kv_rank + sizes.rope_dim
@@ -71,13 +72,15 @@ class LatentAttention:
         q = q.unflatten(1, (heads, -1))  # [T, heads, nope + rope]
         num_rows, end = self._absorbed(batch)
         q_absorbed, q_expanded = q.new_empty(end, heads, width), q.new_empty(len(q) - end, *q.shape[1:])
+        norm, rotation = (self._kv_norm, NORM_EPS), Rotation(*self._tables, batch.positions)
+        stored = norm, rotation, pages[0], batch.kv_slots
         if end:
             to_latent = q_absorbed[..., rope_dim:].transpose(0, 1)
             torch.bmm(q[:end, :, : sizes.nope_dim].transpose(0, 1), self._to_latent, out=to_latent)
-            self._rotate_and_store(q_absorbed, q, down, batch, pages, 0, False)
+            self._ops.latent_rope_and_store(q_absorbed, q, down, *stored, first=0, is_whole=False)
         if end < len(q):
-            self._rotate_and_store(q_expanded, q, down, batch, pages, end, True)
-        out = q.new_empty(len(q), heads, sizes.value_dim)
+            self._ops.latent_rope_and_store(q_expanded, q, down, *stored, first=end, is_whole=True)
+        out: Tensor = q.new_empty(len(q), heads, sizes.value_dim)
         if end:
             first = batch if end == len(q) else batch.first_rows(num_rows)
             attended = self._ops.latent_attention(q_absorbed, pages[0], first, self._scale, rope_dim)
@@ -98,29 +101,3 @@ class LatentAttention:
             return len(batch.context_lens), len(batch.positions)
         several = bisect_left(batch.query_lens, True, key=self._sizes.is_expanded)
         return batch.num_single_rows + several, batch.num_single_rows + sum(batch.query_lens[:several])
-
-    def _rotate_and_store(
-        self,
-        goal: torch.Tensor,
-        q: torch.Tensor,
-        down: torch.Tensor,
-        batch: ForwardBatch,
-        pages: Pages,
-        first: int,
-        is_whole: bool,
-    ) -> None:
-        """Queries of the tokens from the first on go into `goal`, their keys into the pages."""
-        self._ops.latent_rope_and_store(
-            goal,
-            q,
-            down,
-            self._kv_norm,
-            NORM_EPS,
-            self._cos,
-            self._sin,
-            batch.positions,
-            pages[0],
-            batch.kv_slots,
-            first,
-            is_whole,
-        )

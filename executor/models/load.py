@@ -9,24 +9,22 @@ import torch
 
 from penstock.eplb import Plan, plan
 from penstock.executor.kernels import Ops, select_ops
-from penstock.executor.kernels.linear import is_repacked
+from penstock.executor.kernels.cpu_linear import is_repacked
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.registry import Model, Spec, find_architecture
+from penstock.executor.models.registry import CausalModel, Spec, find_architecture
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import CheckpointReader, Weights
+from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     architecture: str
     spec: Spec
-    model: Model
+    model: CausalModel
     dtype: torch.dtype
     kv_dtype: torch.dtype
     num_positions: int  # the tables' length: no position beyond can be computed

@@ -5,16 +5,17 @@ experts (`--enable-expert-parallel`): every rank has some experts whole, and com
 Either way every rank sees all tokens, and the layer's one sum over ranks puts the parts together.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
-from penstock.executor.kernels import Ops
-from penstock.executor.kernels.linear import make_linear
-from penstock.executor.kernels.torch_fp8 import BLOCK, pad_scales
+from penstock.executor.kernels import FusedExperts, Ops, Scaled
+from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
+from penstock.executor.kernels.linear import Narrow, make_linear
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -46,8 +47,9 @@ class MoeMlp:
         self.experts = Experts(spec, moe, prefix, layer, weights, ops, shared)
         self._shared = None if self.experts.num_shared else shared
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor | Narrow) -> Tensor:
         """[T, hidden] -> [T, hidden]; a rank's part of the sum."""
+        assert isinstance(hidden, Tensor)
         logits = self._router(hidden.float())
         ids, shares = self._choose(logits, self._bias, self._moe, self.experts.num_shared)
         if self._shared is None:
@@ -77,7 +79,7 @@ class Experts:
     ) -> None:
         """`layer` counts the layers with experts; a plan knows no others."""
         self.num_experts = moe.num_experts
-        self.counts: torch.Tensor | None = None  # [experts] int64: how often each was chosen, if anybody asks
+        self.counts: Tensor | None = None  # [experts] int64: how often each was chosen, if it is counted
         self._table: SlotTable | None = None
         self._first, self._num_slots = 0, moe.num_experts
         held = list(range(moe.num_experts))  # the expert in each of this rank's slots
@@ -90,7 +92,7 @@ class Experts:
         self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
         self._activation = spec.activation
         always = None if weights.placement is not None else shared  # another rank's plan could not place it
-        self._fused, self._stacks, self.num_shared = _fuse(self.slots, always, ops)
+        self._fused, self._weights, self.num_shared = _fuse(self.slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # Another rank's, but part of the model that the fingerprint names.
             shape = (moe.intermediate_size, spec.hidden_size)
@@ -111,16 +113,15 @@ class Experts:
         """Go by another plan from the next token on; its experts are in the slots already."""
         self._table = SlotTable(plan, layer)
 
-    def __call__(
-        self, hidden: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, added: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def __call__(self, hidden: Tensor, ids: Tensor, shares: Tensor, added: Tensor | None = None) -> Tensor:
         """hidden [T, hidden], ids and shares [T, k] -> [T, hidden]: what this rank's experts and `added` add up to."""
         num_tokens, top_k = ids.shape
         if self.counts is not None:
             self.counts += torch.bincount(ids.flatten(), minlength=self.num_experts)
         slots = ids if self._table is None else self._table.slots(ids)
         if self._fused is not None:
-            return self._fused(hidden, slots, shares, *self._stacks, self._first, self._activation, added)
+            gate_up, down = self._weights
+            return self._fused(hidden, slots, shares, gate_up, down, self._first, self._activation, added)
         order = slots.flatten().argsort(stable=True)  # [T * k] by slot
         counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
         out = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
@@ -136,33 +137,26 @@ class Experts:
         return total if added is None else total + added
 
 
-def _fuse(
-    slots: list[Mlp], shared: Mlp | None, ops: Ops
-) -> tuple[Callable[..., torch.Tensor] | None, list[torch.Tensor], int]:
+def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[FusedExperts | None, list[Scaled], int]:
     """What computes all slots at once, and their weights as one tensor each, which the slots go on with; behind them
     those of `shared`, in as many slots as come last.
 
     None where nothing does, or where there are biases.
     """
-    stacks: list[torch.Tensor] = []
     weights = [slot.tensors() for slot in slots]
-    if not weights:
-        return None, stacks, 0
-    if slots[0].has_blocks:
-        fused, expected = None if ops.blocks is None else ops.blocks.fused_experts, 4
-    else:
-        fused, expected = ops.fused_experts, 2
-    if fused is None or len(weights[0]) != expected:
-        return None, stacks, 0
+    if not weights or ops.fused_experts is None or len(weights[0]) != (4 if slots[0].has_blocks else 2):
+        return None, [], 0
     pieces = [] if shared is None else _cut(shared, slots[0])
+    stacks: list[Tensor] = []
     for ours in zip(*weights, *pieces, strict=True):
         stacks.append(torch.stack(ours))
         for weight, part in zip(ours, stacks[-1], strict=True):
             weight.data = part
-    return fused, stacks, len(pieces)
+    scaled: list[Scaled] = [(stacks[0], stacks[1]), (stacks[2], stacks[3])] if len(stacks) == 4 else []
+    return ops.fused_experts, scaled or [(weight, None) for weight in stacks], len(pieces)
 
 
-def _cut(shared: Mlp, expert: Mlp) -> list[list[torch.Tensor]]:
+def _cut(shared: Mlp, expert: Mlp) -> list[list[Tensor]]:
     """The weights of experts as wide as `expert` that add up to `shared`; none where its width does not allow it."""
     weights, like, per_layer = shared.tensors(), expert.tensors(), 2 if shared.has_blocks else 1
     if shared.has_blocks != expert.has_blocks or not len(weights) == len(like) == 2 * per_layer:
@@ -171,7 +165,7 @@ def _cut(shared: Mlp, expert: Mlp) -> list[list[torch.Tensor]]:
     return [] if rest else [list(_piece(weights, index, num)) for index in range(num)]
 
 
-def _piece(weights: list[torch.Tensor], index: int, num: int) -> Iterator[torch.Tensor]:
+def _piece(weights: list[Tensor], index: int, num: int) -> Iterator[Tensor]:
     """One of `num` parts of the rows of gate and up, and of the columns of down; of their scales, if any, likewise."""
     half = len(weights) // 2
     for gate_up in weights[:half]:
@@ -192,7 +186,7 @@ class SlotTable:
         self._cdf = torch.from_numpy(plan.cdf[layer].astype(np.int64))  # [experts, copies]
         self._slots = torch.from_numpy(plan.log2phy[layer].astype(np.int64))
 
-    def slots(self, ids: torch.Tensor) -> torch.Tensor:
+    def slots(self, ids: Tensor) -> Tensor:
         """[T, k] experts of token 0, 1, … -> [T, k] slots"""
         ids = ids.long()
         if self._cdf.device != ids.device:

@@ -1,17 +1,15 @@
 """From a config.json to a `DecoderSpec`, for models with a mixture of experts."""
 
-import math
 from dataclasses import replace
 
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.families import SILU, max_positions_of, qwen_layers, spec_of, uniform_layers
-from penstock.executor.models.rope import read_rope
+from penstock.executor.models.families import attention_biases, max_positions_of, mistral, qwen2, qwen3, spec_of
+from penstock.executor.models.rope import kind_of, read_rope, rope_section, yarn_growth
 from penstock.executor.models.spec import DecoderSpec, LatentSpec, LayerSpec
 from penstock.executor.moe_spec import MoeSpec
 
 
 def mixtral(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *SILU, default="silu")
     moe = MoeSpec(
         num_experts=_count(fields, "num_local_experts"),
         top_k=fields.integer("num_experts_per_tok"),
@@ -20,25 +18,22 @@ def mixtral(fields: Fields) -> DecoderSpec:
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     )
-    layers = uniform_layers(fields, fields.integer_or_none("sliding_window"))
-    return spec_of(fields, _sparse(fields, layers, moe))
+    spec = mistral(fields)
+    return replace(spec, layers=_sparse(fields, spec.layers, moe))
 
 
 def qwen2_moe(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *SILU, default="silu")
     moe = replace(
         _qwen_moe(fields),
         shared_size=fields.integer("shared_expert_intermediate_size"),
         shared_name="shared_expert",
         has_shared_gate=True,
     )
-    return spec_of(fields, _qwen_sparse(fields, moe), qkv_bias=fields.flag("qkv_bias", True))
+    return replace(_qwen_sparse(fields, qwen2(fields), moe), qkv_bias=fields.flag("qkv_bias", True))
 
 
 def qwen3_moe(fields: Fields) -> DecoderSpec:
-    fields.only("hidden_act", *SILU, default="silu")
-    bias = fields.flag("attention_bias", False)
-    return spec_of(fields, _qwen_sparse(fields, _qwen_moe(fields)), qkv_bias=bias, output_bias=bias, qk_norm=True)
+    return _qwen_sparse(fields, qwen3(fields), _qwen_moe(fields))
 
 
 def deepseek_v2(fields: Fields) -> DecoderSpec:
@@ -64,7 +59,6 @@ def deepseek_v3(fields: Fields) -> DecoderSpec:
 
 
 def _deepseek(fields: Fields, moe: MoeSpec) -> DecoderSpec:
-    fields.only("hidden_act", *SILU, default="silu")
     fields.only("moe_layer_freq", 1, default=1)
     latent = LatentSpec(
         kv_rank=fields.integer("kv_lora_rank"),
@@ -79,27 +73,19 @@ def _deepseek(fields: Fields, moe: MoeSpec) -> DecoderSpec:
     dense = (LayerSpec(rope),) * fields.integer("num_hidden_layers")
     first_sparse = fields.integer("first_k_dense_replace", 0, low=0)
     layers = tuple(layer if index < first_sparse else replace(layer, moe=moe) for index, layer in enumerate(dense))
-    bias = fields.flag("attention_bias", False)
-    spec = spec_of(
-        fields,
-        layers,
-        attention_scale=_latent_scale(fields, latent),
-        qkv_bias=bias,
-        output_bias=bias,
-        mlp_bias=fields.flag("mlp_bias", False),
-    )
+    biases = attention_biases(fields) | {"mlp_bias": fields.flag("mlp_bias", False)}
+    spec = spec_of(fields, layers, attention_scale=_latent_scale(fields, latent), **biases)
     return replace(spec, latent=latent, num_kv_heads=1, head_dim=latent.rope_dim + latent.kv_rank)
 
 
 def _latent_scale(fields: Fields, latent: LatentSpec) -> float:
     """With YaRN the scores grow with the factor; `mscale_all_dim` says how much of that is meant."""
-    scale = (latent.nope_dim + latent.rope_dim) ** -0.5
-    section = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({})
+    scale: float = (latent.nope_dim + latent.rope_dim) ** -0.5
+    section = rope_section(fields)
     grows = section.number_or_zero("mscale_all_dim")
-    if section.text("rope_type", section.text("type", "default")) != "default" and grows:
-        factor = section.number("factor")
-        scale *= (1.0 if factor <= 1 else 0.1 * grows * math.log(factor) + 1.0) ** 2
-    return scale
+    if kind_of(section) == "default" or not grows:
+        return scale
+    return scale * yarn_growth(section.number("factor"), grows) ** 2
 
 
 def _deepseek_moe(fields: Fields, is_grouped: bool) -> MoeSpec:
@@ -135,15 +121,16 @@ def _qwen_moe(fields: Fields) -> MoeSpec:
     )
 
 
-def _qwen_sparse(fields: Fields, moe: MoeSpec) -> tuple[LayerSpec, ...]:
+def _qwen_sparse(fields: Fields, spec: DecoderSpec, moe: MoeSpec) -> DecoderSpec:
     """Sparse is every `decoder_sparse_step`-th layer, but for those that `mlp_only_layers` lists."""
     dense_only = fields.integers("mlp_only_layers")
     every = fields.integer("decoder_sparse_step", 1)
-    sparse = _sparse(fields, qwen_layers(fields), moe)
-    return tuple(
+    sparse = _sparse(fields, spec.layers, moe)
+    layers = (
         layer if index not in dense_only and (index + 1) % every == 0 else replace(layer, moe=None)
         for index, layer in enumerate(sparse)
     )
+    return replace(spec, layers=tuple(layers))
 
 
 def _sparse(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> tuple[LayerSpec, ...]:

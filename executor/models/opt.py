@@ -8,15 +8,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.kernels import Ops
+from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.loading.fields import Fields
+from penstock.executor.models.attention import heads_of
 from penstock.executor.models.moe import Experts
-from penstock.executor.models.vocabulary import Vocabulary
+from penstock.executor.models.vocabulary import Embedding
 from penstock.executor.models.weights import Weights
-from penstock.executor.protocol import ExecutorError
 
 POSITION_OFFSET = 2  # the first two rows of the position table are padding's
 NORM_EPS = 1e-5  # LayerNorm's own default; the config has no field for it
@@ -63,16 +64,11 @@ def read_opt(fields: Fields) -> OptSpec:
 
 class Opt:
     def __init__(self, spec: OptSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
-        if spec.num_heads % weights.group.world:
-            raise ExecutorError(
-                f"tensor_parallel_size: {weights.group.world} given; "
-                f"it must divide the model's {spec.num_heads} attention heads"
-            )
-        self.kv_parts = 2
+        self.kv_parts, self.num_layers = 2, spec.num_layers
+        self.kv_width = heads_of(spec.num_heads, spec.num_heads, weights.group)[1] * spec.head_dim
         self.experts: list[Experts] = []
-        self.num_layers, self.kv_width = spec.num_layers, spec.hidden_size // weights.group.world
         prefix = "model.decoder."
-        self._vocabulary = Vocabulary(
+        self._vocabulary = Embedding(
             weights,
             f"{prefix}embed_tokens",
             spec.vocab_size,
@@ -88,25 +84,25 @@ class Opt:
             self._project_out = weights.linear((f"{prefix}project_out",), (spec.embedding_size,), spec.hidden_size)
         no_rotation = torch.empty(num_positions, 0, device=device)
         self._layers = weights.layers(
-            spec.num_layers, lambda index: _Layer(spec, f"{prefix}layers.{index}.", weights, ops, no_rotation)
+            spec.num_layers, lambda index: _OptLayer(spec, f"{prefix}layers.{index}.", weights, ops, no_rotation)
         )
         self._norm = _LayerNorm(weights, f"{prefix}final_layer_norm", spec.hidden_size) if spec.final_norm else None
 
-    def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Hidden states of the tokens `batch.wanted`, as the head takes them: [W, embedding_size]."""
         hidden = self._vocabulary.embed(batch.tokens)
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         hidden = hidden + self._positions.index_select(0, batch.positions + POSITION_OFFSET)
         for index, layer in enumerate(self._layers):
-            hidden = layer.forward(hidden, batch, *pages[index])
+            hidden = layer.forward(hidden, batch, pages[index])
         if batch.wanted is not None:
             hidden = hidden.index_select(0, batch.wanted)
         if self._norm is not None:
             hidden = self._norm(hidden)
         return hidden if self._project_out is None else self._project_out(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, hidden: Tensor) -> Tensor | None:
         return self._vocabulary.logits(hidden)
 
 
@@ -116,12 +112,12 @@ class _LayerNorm:
         self._weight = weights.tensor(f"{name}.weight", (size,))
         self._bias = weights.tensor(f"{name}.bias", (size,))
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self._size,), self._weight, self._bias, NORM_EPS)
 
 
-class _Layer:
-    def __init__(self, spec: OptSpec, prefix: str, weights: Weights, ops: Ops, no_rotation: torch.Tensor) -> None:
+class _OptLayer:
+    def __init__(self, spec: OptSpec, prefix: str, weights: Weights, ops: Ops, no_rotation: Tensor) -> None:
         self._ops, self._no_rotation, self._norm_first = ops, no_rotation, spec.norm_first
         self._head_dim, self._group = spec.head_dim, weights.group
         hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.bias
@@ -134,24 +130,20 @@ class _Layer:
         self._up = weights.linear((f"{prefix}fc1",), (inner,), hidden, bias, split="rows")
         self._down = weights.linear((f"{prefix}fc2",), (hidden,), inner, bias, split="columns")
 
-    def forward(
-        self, hidden: torch.Tensor, batch: ForwardBatch, k_pages: torch.Tensor, v_pages: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, hidden: Tensor, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
         if self._norm_first:
-            hidden = hidden + self._attend(self._attention_norm(hidden), batch, k_pages, v_pages)
+            hidden = hidden + self._attend(self._attention_norm(hidden), batch, pages)
             return hidden + self._feed(self._mlp_norm(hidden))
-        hidden = self._attention_norm(hidden + self._attend(hidden, batch, k_pages, v_pages))
+        hidden = self._attention_norm(hidden + self._attend(hidden, batch, pages))
         return self._mlp_norm(hidden + self._feed(hidden))
 
-    def _feed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _feed(self, hidden: Tensor) -> Tensor:
         return self._group.sum(self._down(self._up(hidden).relu_()))
 
-    def _attend(
-        self, hidden: torch.Tensor, batch: ForwardBatch, k_pages: torch.Tensor, v_pages: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, hidden: Tensor, batch: ForwardBatch, pages: Pages) -> Tensor:
         q, k, v = self._qkv(hidden).unflatten(-1, (-1, self._head_dim)).chunk(3, dim=1)
-        none = self._no_rotation
-        q = self._ops.rope_and_store(q, k, v, none, none, batch.positions, k_pages, v_pages, batch.kv_slots)
-        attended = self._ops.paged_attention(q, k_pages, v_pages, batch, self._head_dim**-0.5)
+        rotation = Rotation(self._no_rotation, self._no_rotation, batch.positions)
+        q = self._ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, NO_NORMS)
+        attended = self._ops.paged_attention(q, *pages, batch, self._head_dim**-0.5)
         return self._group.sum(self._output(attended.flatten(1)))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
@@ -12,7 +13,6 @@ from penstock.executor.models import families, moe_families
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.moe import Experts
 from penstock.executor.models.opt import Opt, read_opt
-from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
 
 
@@ -26,7 +26,7 @@ class Spec(Protocol):
     tied_head: bool
 
 
-class Model(Protocol):
+class CausalModel(Protocol):
     num_layers: int
     kv_parts: int  # 2: keys and values; 1: one vector that is both
     kv_width: int  # of each part, of one position in one layer
@@ -34,36 +34,34 @@ class Model(Protocol):
     @property
     def experts(self) -> list[Experts]: ...
 
-    def forward(self, batch: ForwardBatch, pages: KvPages) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Final hidden states of the tokens `batch.wanted`: [W, hidden]."""
         ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank of the group, None on the others."""
         ...
 
 
 class Architecture(NamedTuple):
     read_spec: Callable[[Fields], Any]
-    build: Callable[[Any, Weights, Ops, int, torch.device], Model]  # spec, weights, ops, positions, device
-
-
-def _decoder(read_spec: Callable[[Fields], DecoderSpec]) -> Architecture:
-    return Architecture(read_spec, Decoder)
+    build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel] = (
+        Decoder  # spec, weights, ops, positions, device
+    )
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "DeepseekV2ForCausalLM": _decoder(moe_families.deepseek_v2),
-    "DeepseekV3ForCausalLM": _decoder(moe_families.deepseek_v3),
-    "Gemma3ForCausalLM": _decoder(families.gemma3),
-    "LlamaForCausalLM": _decoder(families.llama),
-    "MistralForCausalLM": _decoder(families.mistral),
-    "MixtralForCausalLM": _decoder(moe_families.mixtral),
+    "DeepseekV2ForCausalLM": Architecture(moe_families.deepseek_v2),
+    "DeepseekV3ForCausalLM": Architecture(moe_families.deepseek_v3),
+    "Gemma3ForCausalLM": Architecture(families.gemma3),
+    "LlamaForCausalLM": Architecture(families.llama),
+    "MistralForCausalLM": Architecture(families.mistral),
+    "MixtralForCausalLM": Architecture(moe_families.mixtral),
     "OPTForCausalLM": Architecture(read_opt, Opt),
-    "Qwen2ForCausalLM": _decoder(families.qwen2),
-    "Qwen2MoeForCausalLM": _decoder(moe_families.qwen2_moe),
-    "Qwen3ForCausalLM": _decoder(families.qwen3),
-    "Qwen3MoeForCausalLM": _decoder(moe_families.qwen3_moe),
+    "Qwen2ForCausalLM": Architecture(families.qwen2),
+    "Qwen2MoeForCausalLM": Architecture(moe_families.qwen2_moe),
+    "Qwen3ForCausalLM": Architecture(families.qwen3),
+    "Qwen3MoeForCausalLM": Architecture(moe_families.qwen3_moe),
 }
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from penstock.executor.loading.fields import Fields
 
-Tables = dict["Rope", tuple[torch.Tensor, torch.Tensor]]  # cos and sin of each kind of rotation in a model
+Tables = dict["Rope", tuple[Tensor, Tensor]]  # cos and sin of each kind of rotation in a model
 
 SUPPORTED = ("default", "linear", "llama3", "yarn")
 
@@ -35,14 +36,22 @@ class Rope:
 
 def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: float = 10000.0) -> Rope:
     """The rotation of a model with one kind for all layers."""
-    section = fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({})
+    section = rope_section(fields)
     theta = section.number("rope_theta", fields.number("rope_theta", default_theta))
     return rope_of(section, theta, head_dim, max_positions, fields.number("partial_rotary_factor", 1.0))
 
 
+def rope_section(fields: Fields) -> Fields:
+    return fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({})
+
+
+def kind_of(section: Fields) -> str:
+    return section.text("rope_type", section.text("type", "default"))
+
+
 def rope_of(section: Fields, theta: float, head_dim: int, max_positions: int, partial: float = 1.0) -> Rope:
     """The rotation that one `rope_parameters` or `rope_scaling` object describes."""
-    kind = section.text("rope_type", section.text("type", "default"))
+    kind = kind_of(section)
     if kind not in SUPPORTED:
         raise section.error("rope_type", kind, f"one of {', '.join(SUPPORTED)}")
     partial = section.number("partial_rotary_factor", partial)
@@ -74,22 +83,22 @@ def rope_of(section: Fields, theta: float, head_dim: int, max_positions: int, pa
 def _yarn_amplitude(section: Fields, factor: float) -> float:
     if "attention_factor" in section:
         return section.number("attention_factor")
-
-    def growth(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
-
     if "mscale" in section and "mscale_all_dim" in section:
-        return growth(section.number("mscale")) / growth(section.number("mscale_all_dim"))
-    return growth(1.0)
+        return yarn_growth(factor, section.number("mscale")) / yarn_growth(factor, section.number("mscale_all_dim"))
+    return yarn_growth(factor, 1.0)
 
 
-def rope_tables(rope: Rope, num_positions: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def yarn_growth(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+
+def rope_tables(rope: Rope, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin, each [num_positions, dim / 2] float32."""
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * _frequencies(rope)
     return (angles.cos() * rope.amplitude).to(device), (angles.sin() * rope.amplitude).to(device)
 
 
-def _frequencies(rope: Rope) -> torch.Tensor:
+def _frequencies(rope: Rope) -> Tensor:
     """Radians per position, [dim / 2], computed on the CPU so that every device gets the same."""
     exponents = torch.arange(0, rope.dim, 2, dtype=torch.int64).float() / rope.dim
     plain = 1.0 / (rope.theta**exponents)

@@ -1,8 +1,8 @@
-"""What tells one decoder-only model from another: a family turns its config.json into this, `Decoder` runs it."""
+"""What distinguishes one decoder-only model from another: a family turns its config.json into this, `Decoder` runs it."""
 
 from dataclasses import dataclass
-from typing import Literal
 
+from penstock.executor.kernels import Activation
 from penstock.executor.models.rope import Rope
 from penstock.executor.moe_spec import MoeSpec
 
@@ -49,7 +49,7 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     attention_scale: float
     tied_head: bool
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False

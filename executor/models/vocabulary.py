@@ -2,13 +2,13 @@
 
 from functools import partial
 
-import torch
+from torch import Tensor
 
 from penstock.executor.kernels.linear import Linear, tied
 from penstock.executor.models.weights import Weights
 
 
-class Vocabulary:
+class Embedding:
     """An embedding [size, width] by `name`, and a head: the same table if `head` is None, else the one named."""
 
     def __init__(self, weights: Weights, name: str, size: int, width: int, head: str | None) -> None:
@@ -25,7 +25,7 @@ class Vocabulary:
                 partial(table.index_select, 0),
             )
 
-    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, width]"""
         if self._group.world == 1:
             return self._rows(tokens)
@@ -34,6 +34,6 @@ class Vocabulary:
         rows.masked_fill_(((local < 0) | (local > self._last))[:, None], 0)
         return self._group.sum(rows)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, width] -> [S, size] on the first rank, None on the others."""
         return self._group.gather_columns(self._head(hidden), self._size)

@@ -13,11 +13,12 @@ from typing import Literal, TypeVar
 
 import torch
 import xxhash
+from torch import Tensor
 
 from penstock.eplb import Plan
 from penstock.executor.kernels import BlockOps
 from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
-from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, Part, scales_shape, whole_blocks
+from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
@@ -31,6 +32,7 @@ Split = Literal["rows", "columns"] | None
 # Buffers that old versions of transformers saved; they follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 LOAD_THREADS = 8
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class CheckpointReader:
@@ -41,7 +43,7 @@ class CheckpointReader:
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         if name not in self._names and name.removeprefix("model.") in self._names:
             name = name.removeprefix("model.")  # saved without its head, as embedding models are
         if name not in self._names:
@@ -73,7 +75,7 @@ class Weights:
 
     def __init__(
         self,
-        read: Callable[[str, tuple[int, ...]], torch.Tensor],
+        read: Callable[[str, tuple[int, ...]], Tensor],
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup,
@@ -91,16 +93,16 @@ class Weights:
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
-    def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: int | None = None) -> torch.Tensor:
+    def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: int | None = None) -> Tensor:
         part = self._cut(self._fetch(name, shape), split, units)
         # A copy also where nothing is converted: the original may be a view of a mapped file.
         return self._count(self._numbers(part, copy=True))
 
-    def norm(self, name: str, size: int, offset: float = 0.0) -> torch.Tensor:
+    def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
         """A norm's weight, float32 as the kernels want it; `offset` is what the file leaves out."""
         return self._count(self._fetch(name, (size,)).numbers(self._device, torch.float32) + offset)
 
-    def float32(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def float32(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """What is computed in float32 whatever the model's dtype, whole on every rank."""
         return self._count(self._fetch(name, shape).numbers(self._device, torch.float32, copy=True))
 
@@ -134,8 +136,8 @@ class Weights:
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
 
     def _bias(
-        self, named: list[tuple[str, int, Split, int | None]], parts: list[Part], given: tuple[bool, ...]
-    ) -> torch.Tensor | None:
+        self, named: list[tuple[str, int, Split, int | None]], parts: list[WeightPart], given: tuple[bool, ...]
+    ) -> Tensor | None:
         """The biases side by side, zero where one of several layers has none."""
         biases = [
             self.tensor(f"{name}.bias", (size,), "rows" if split == "rows" else None, units)
@@ -163,29 +165,29 @@ class Weights:
             total.update(f"{len(other)}:{other}".encode())
         return total.digest()
 
-    def _fetch(self, name: str, shape: tuple[int, ...]) -> Part:
+    def _fetch(self, name: str, shape: tuple[int, ...]) -> WeightPart:
         values = self._stored(name, shape)
         if values.dtype is not EIGHT_BITS:
-            return Part(values)
+            return WeightPart(values)
         if len(shape) != 2:
             raise ExecutorError(f"tensor {name!r} of shape {list(shape)} is stored in eight bits; only matrices can be")
-        return Part(values, self._stored(f"{name}{SUFFIX}", scales_shape(*shape)))
+        return WeightPart(values, self._stored(f"{name}{SUFFIX}", scales_shape(*shape)))
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
         tensor = self._read(name, shape).contiguous()
-        content = xxhash.xxh3_128(tensor.view(torch.uint8).numpy() if tensor.dim() else b"").digest()
+        content = xxhash.xxh3_128(tensor.view(torch.uint8).numpy().data if tensor.dim() else b"").digest()
         with self._lock:
             self._digests[name] = f"{tensor.dtype}{list(shape)}".encode() + content
         return tensor
 
-    def _numbers(self, part: Part, copy: bool = False) -> torch.Tensor:
+    def _numbers(self, part: WeightPart, copy: bool = False) -> Tensor:
         numbers = part.numbers(self._device, self._dtype, copy)
         if part.scales is not None:
             with self._lock:
                 self.num_widened_bytes += numbers.numel() * numbers.element_size()
         return numbers
 
-    def _cut(self, part: Part, split: Split, units: int | None) -> Part:
+    def _cut(self, part: WeightPart, split: Split, units: int | None) -> WeightPart:
         if split is None:
             return part
         dim = 0 if split == "rows" else 1
@@ -194,7 +196,7 @@ class Weights:
         unit_size = size // (units or size)
         return part.narrow(dim, first * unit_size, (end - first) * unit_size)
 
-    def _count(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _count(self, tensor: Tensor) -> Tensor:
         with self._lock:
             self.num_bytes += tensor.numel() * tensor.element_size()
         return tensor

@@ -27,6 +27,7 @@ WORK_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
 
 LogprobTensors = tuple[Tensor, Tensor, Tensor]  # ids and values [n, 1 + num], the chosen token first; ranks [n]
+DrawOptions = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # [R] each, as `SamplingOps.choose` takes them
 
 
 @dataclass
@@ -212,11 +213,11 @@ class Sampler:
             draw=self._options(samplings),
         )
 
-    def _choose(self, logits: Tensor, options: tuple[Tensor, ...], positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _choose(self, logits: Tensor, options: DrawOptions, positions: Tensor) -> tuple[Tensor, Tensor]:
         assert self.ops is not None
         return self.ops.choose(logits, *options, positions)
 
-    def _options(self, samplings: list[Sampling]) -> tuple[Tensor, ...] | None:
+    def _options(self, samplings: list[Sampling]) -> DrawOptions | None:
         """[R] each, as `SamplingOps.choose` takes them before the positions; None without a kernel."""
         if self.ops is None:
             return None
@@ -247,7 +248,7 @@ class _Part:
     top_p: Tensor | None
     max_top_k: int
     edits: Edits | None
-    draw: tuple[Tensor, ...] | None  # as `_options` makes them
+    draw: DrawOptions | None
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ class _Plan:
     parts: list[_Part]
     has_plain: bool  # rows that are in no part: the largest logit is their token
     logprobs: list[tuple[int, list[int], Tensor]]  # how many, and for which rows
-    draw: tuple[Tensor, ...] | None  # with a kernel, which takes all rows that no part edits
+    draw: DrawOptions | None  # with a kernel, which takes all rows that no part edits
 
 
 def token_logprobs(logits: Tensor, chosen: Tensor, num: int) -> LogprobTensors:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from penstock.executor.batch import KvPages
 from penstock.executor.kernels import RowTensors, SamplingOps
-from penstock.executor.models.registry import Model
+from penstock.executor.models.registry import CausalModel
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.step.inputs import DeviceInputs
@@ -69,7 +69,7 @@ class DecodeGraphs:
     def __init__(
         self,
         inputs: DeviceInputs,
-        model: Model,
+        model: CausalModel,
         pages: KvPages,
         sampling: SamplingOps,
         buckets: Sequence[int],

@@ -208,7 +208,7 @@ class _Pinned:
     def __init__(self, size: int, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self._tensor = torch.zeros(size, dtype=torch.int32, pin_memory=is_cuda)
-        self._event = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event() if is_cuda else None
 
     def wait(self) -> np.ndarray:
         if self._event is not None:

@@ -54,7 +54,7 @@ class Rebalancer:
         self._first = group.rank * plan.slots_per_rank
         # Beside the steps on a GPU, too. On the steps' own stream two ranks could wait for each other for ever: one's transfer
         # behind a sum that the other, whose transfer is not over, has not begun.
-        self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(group.device) if group.device.type == "cuda" else None
         self._num_steps = self._looked_at = 0
         self._planning: threading.Thread | None = None
         self._is_planning = False  # on all ranks: the first one is at it

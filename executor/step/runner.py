@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from penstock.executor.batch import KvPages
-from penstock.executor.models.registry import Model
+from penstock.executor.models.registry import CausalModel
 from penstock.executor.outbox import Outbox
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import Admission, Row, Step, StepResult
@@ -47,7 +47,7 @@ class Launched:
 class ModelRunner:
     def __init__(
         self,
-        model: Model,
+        model: CausalModel,
         pages: KvPages,
         sampler: Sampler | None,  # the group's first rank samples for all
         inputs: Inputs,

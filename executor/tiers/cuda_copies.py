@@ -26,10 +26,10 @@ class CudaCopier:
     def __init__(self, blocks: torch.Tensor, arena: np.ndarray) -> None:
         self._blocks = blocks  # uint8 [blocks, bytes of a block], on the GPU
         self._hosts = torch.from_numpy(arena)[:, : blocks.shape[1]]
-        status = torch.cuda.cudart().cudaHostRegister(arena.ctypes.data, arena.nbytes, 0)  # type: ignore[no-untyped-call]
+        status = torch.cuda.cudart().cudaHostRegister(arena.ctypes.data, arena.nbytes, 0)
         if int(status) != 0:
             raise ExecutorError(f"kv_host_bytes: the driver refuses to pin {arena.nbytes} bytes (error {int(status)})")
-        self._saving, self._restoring = (torch.cuda.Stream(blocks.device) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._saving, self._restoring = (torch.cuda.Stream(blocks.device) for _ in range(2))
         # Beginning and end of a step's copies.
         self._in_flight: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = deque()
         self._saved: dict[int, torch.cuda.Event] = {}  # block → end of the copies that last read it
@@ -70,7 +70,7 @@ class CudaCopier:
         self, stream: torch.cuda.Stream, copies: list[tuple[torch.Tensor, torch.Tensor]], hosts: list[int]
     ) -> torch.cuda.Event:
         """copies: (target, source) each. They begin when the rows so far are done, and what was at these host blocks is."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream.wait_stream(torch.cuda.current_stream(self._blocks.device))
         _wait(stream, self._used, hosts)
         with torch.cuda.stream(stream):

@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.engine.front.results import RequestOutput
     from penstock.engine.front.llm import LLM
+    from penstock.engine.front.results import RequestOutput
     from penstock.engine.sampling_params import SamplingParams, StructuredOutputs
     from penstock.engine.sampling_params import StructuredOutputs as StructuredOutputsParams
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.executor.kernels import cpu_ops
-from penstock.executor.kernels.cpu_linear import CpuLinear, supports
+from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
 
 every_level = pytest.mark.parametrize("level", cpu_ops.levels())
 both_dtypes = pytest.mark.parametrize("dtype", cpu_ops.DTYPES, ids=["float32", "bfloat16"])
@@ -27,8 +27,8 @@ def test_it_equals_the_product_in_float64(
     for rows in (0, 1, 5, 6, 19, 100):
         x = random(rows, depth, dtype=dtype, seed=3)
         expected = x.double() @ weight.double().T + (bias.double() if bias is not None else 0)
-        tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-        torch.testing.assert_close(linear(x).double(), expected, **tolerance)
+        tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+        torch.testing.assert_close(linear(x).double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @every_level
@@ -82,6 +82,6 @@ def test_rows_may_be_views_of_wider_ones(dtype: torch.dtype) -> None:
 
 
 def test_it_says_which_weights_it_does_not_take() -> None:
-    assert not supports(torch.empty(8, 8, dtype=torch.float16))
-    assert not supports(torch.empty(8, 7))
-    assert supports(torch.empty(8, 8)) == (cpu_ops.levels()[-1] != "portable")
+    assert not is_repacked(torch.empty(8, 8, dtype=torch.float16))
+    assert not is_repacked(torch.empty(8, 7))
+    assert is_repacked(torch.empty(8, 8)) == (cpu_ops.levels()[-1] != "portable")

@@ -7,23 +7,26 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 
-from penstock.executor.kernels import cpu_ops, torch_ops
+from penstock.executor.kernels import Activation, Ops, Rotation, cpu_ops, torch_ops
 from tests.support.paged import Cache, attend, latent_step, random
 
 DTYPES = [torch.float32, torch.bfloat16]
 # bfloat16 keeps 8 bits: one rounding at the end, and in attention one of the weights.
-TOLERANCE = {torch.float32: {"rtol": 2e-5, "atol": 2e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 every_level = pytest.mark.parametrize("level", cpu_ops.levels())
 both_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(actual.float(), expected.float(), **TOLERANCE[actual.dtype])
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=tolerance, atol=tolerance)
 
 
 @every_level
@@ -43,12 +46,12 @@ def test_norms_equal_the_twin(level: str, dtype: torch.dtype, width: int) -> Non
 
 @every_level
 @both_dtypes
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
-def test_gated_activations_equal_the_twin(level: str, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_activations_equal_the_twin(level: str, dtype: torch.dtype, activation: Activation) -> None:
     ops = cpu_ops.make_ops(dtype, 64, 2, level)
     for rows, width in ((0, 64), (1, 2), (7, 172), (130, 1536)):
         gate_up = 10 * random(rows, 2 * width, dtype=dtype)
-        close(getattr(ops, name)(gate_up), getattr(torch_ops, name)(gate_up))
+        close(ops.gate(gate_up, activation), torch_ops.gate(gate_up, activation))
 
 
 @every_level
@@ -57,8 +60,8 @@ def test_activations_reach_their_limits_without_overflow(level: str, dtype: torc
     ops = cpu_ops.make_ops(dtype, 64, 1, level)
     gate = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, float("nan")]], dtype=dtype)
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
-    for kernel in (ops.silu_mul, ops.gelu_tanh_mul):
-        y = kernel(gate_up)[0]
+    for activation in get_args(Activation):
+        y = ops.gate(gate_up, activation)[0]
         assert torch.equal(y[3:7], gate[0, 3:7])
         assert y[:3].abs().max() < 1e-30
         assert y[7].isnan()
@@ -81,9 +84,9 @@ def test_rope_writes_the_pages_like_the_twin(
     slots = torch.randperm(20 * page, generator=torch.Generator().manual_seed(5))[:tokens]
     weights = (random(dim, seed=6), random(dim, seed=7), 1e-6) if normed else (None, None, 0.0)
     results = []
-    for kernels in (ops, torch_ops.OPS):
+    for kernels in (ops, torch_ops):
         kv = torch.zeros(20, 3, 2, page, kv_heads * dim, dtype=dtype)
-        arguments = (angles.cos(), angles.sin(), positions, kv[:, 1, 0], kv[:, 1, 1], slots, *weights)
+        arguments = Rotation(angles.cos(), angles.sin(), positions), (kv[:, 1, 0], kv[:, 1, 1]), slots, weights
         results.append((kernels.rope_and_store(q, k, v, *arguments), kv))
     close(results[0][0], results[1][0])
     close(results[0][1], results[1][1])
@@ -92,7 +95,7 @@ def test_rope_writes_the_pages_like_the_twin(
 @every_level
 @both_dtypes
 def test_latents_and_their_queries_equal_the_twin(level: str, dtype: torch.dtype) -> None:
-    kernels = (cpu_ops.make_ops(dtype, 56, 2, level), torch_ops.OPS)
+    kernels = (cpu_ops.make_ops(dtype, 56, 2, level), torch_ops)
     results = [latent_step(ops, dtype, torch.device("cpu"), 0, False) for ops in kernels]
     for actual, expected in zip(*results, strict=True):
         close(actual, expected)
@@ -115,7 +118,7 @@ def twins_answer(dtype: torch.dtype, shape: tuple[int, int, int, int], window: i
     cache, q = attention_case(dtype, shape)
     wide = copy.copy(cache)
     wide.k_pages, wide.v_pages = cache.k_pages.float(), cache.v_pages.float()
-    return attend(torch_ops.OPS, wide, q.float(), [row for row in ROWS if row[1]], window)
+    return attend(torch_ops, wide, q.float(), [row for row in ROWS if row[1]], window)
 
 
 @every_level
@@ -191,12 +194,13 @@ def test_a_long_context_cut_over_threads_gives_the_same_bits(level: str, dtype: 
 def test_a_token_gets_the_same_bits_from_the_other_kernels_in_any_batch(level: str, dtype: torch.dtype) -> None:
     x, residual, weight = random(700, 576, dtype=dtype), random(700, 576, dtype=dtype, seed=1), random(576, seed=2)
     one, two = (cpu_ops.make_ops(dtype, 64, threads, level) for threads in (1, 2))
-    for run in (
+    runs: list[Callable[[Ops, slice], torch.Tensor]] = [
         lambda ops, rows: ops.rms_norm(x[rows], weight, 1e-5),
         lambda ops, rows: ops.add_rms_norm(x[rows], residual[rows], weight, 1e-5)[0],
-        lambda ops, rows: ops.silu_mul(x[rows]),
-        lambda ops, rows: ops.gelu_tanh_mul(x[rows]),
-    ):
+        lambda ops, rows: ops.gate(x[rows], "silu"),
+        lambda ops, rows: ops.gate(x[rows], "gelu_tanh"),
+    ]
+    for run in runs:
         whole = run(two, slice(None))
         assert torch.equal(run(one, slice(None)), whole)
         for rows in (slice(0, 1), slice(17, 40), slice(699, 700)):
@@ -204,9 +208,9 @@ def test_a_token_gets_the_same_bits_from_the_other_kernels_in_any_batch(level: s
 
 
 def test_unsupported_tensors_get_the_twins_when_the_kernels_are_chosen() -> None:
-    assert cpu_ops.make_ops(torch.float16, 64) is torch_ops.OPS
-    assert cpu_ops.make_ops(torch.float32, 7) is torch_ops.OPS
-    assert cpu_ops.make_ops(torch.bfloat16, 64) is not torch_ops.OPS
+    assert cpu_ops.make_ops(torch.float16, 64) is torch_ops
+    assert cpu_ops.make_ops(torch.float32, 7) is torch_ops
+    assert cpu_ops.make_ops(torch.bfloat16, 64) is not torch_ops
 
 
 def test_an_unknown_level_is_refused_by_name() -> None:
@@ -223,7 +227,7 @@ torch.set_num_threads(2)
 x = torch.ones(4096, 4096)
 torch.sin(x)  # torch's team is up
 before = len(os.listdir("/proc/self/task"))
-cpu_ops.make_ops(torch.float32, 64, 2).silu_mul(x)
+cpu_ops.make_ops(torch.float32, 64, 2).gate(x, "silu")
 print(cpu_ops._csrc.lib.penstock_cpu_has_team(), len(os.listdir("/proc/self/task")) - before)
 """
     assert run_script(script) == "1 0"

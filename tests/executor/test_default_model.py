@@ -2,6 +2,7 @@
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def test_it_says_the_same_alone_and_in_a_batch_in_its_own_dtype(driver: Driver) 
 
 def test_three_ranks_say_what_one_says() -> None:
     """Nine heads, three of keys and values: three each. In float32, where no near tie is decided by rounding."""
-    asked = {"kv_cache_bytes": 2**26, "max_model_len": 256, "dtype": "float32", "max_num_seqs": 4}
+    asked: dict[str, Any] = {"kv_cache_bytes": 2**26, "max_model_len": 256, "dtype": "float32", "max_num_seqs": 4}
     prompt = [*range(100, 130), *THE_CAPITAL_OF_FRANCE_IS]
     alone = Driver(UniprocExecutor(ExecutorConfig(model=str(model_path()), **asked)))
     expected = alone.generate(alone.admit(prompt), count=8, chunk=20)

@@ -1,6 +1,5 @@
 """Checkpoints in eight bits with scales per block: as numbers on a CPU, in eight bits where the kernels' seam is there."""
 
-import dataclasses
 import json
 import shutil
 from collections import Counter
@@ -11,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from penstock.executor.kernels import torch_fp8, torch_ops
-from penstock.executor.kernels.linear import BlockLinear
-from penstock.executor.loading.block_scales import Part, whole_blocks
+from penstock.executor.kernels import NO_NORMS, FusedExperts, Rotation, torch_ops
+from penstock.executor.kernels.eight_bits import pad_scales
+from penstock.executor.kernels.linear import BlockLinear, multiply_each
+from penstock.executor.loading.block_scales import WeightPart, whole_blocks
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, Transfers
@@ -23,6 +23,9 @@ from tests.executor.test_models import prompts, recorded  # noqa: F401 - a fixtu
 from tests.support.driver import Driver
 from tests.support.eight_bits import CASES, QUANTIZATION, WEIGHTS, dequantize, folders, greedy, quantize
 from tests.support.paged import random
+from tests.support.twins import changed
+from tests.support.twins import eight_bits as eight_bits_twin
+from tests.support.twins.experts import fused_experts
 
 CPU = torch.device("cpu")
 COUNT = 12
@@ -33,10 +36,10 @@ def config_of(path: Path, **options: Any) -> ExecutorConfig:
     return ExecutorConfig(model=str(path), **given)
 
 
-def in_eight_bits(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+def in_eight_bits(monkeypatch: pytest.MonkeyPatch, fused: FusedExperts | None = None, **changes: Any) -> None:
     """As on a GPU, with the twins for kernels."""
-    blocks = dataclasses.replace(torch_fp8.OPS, **changes)
-    ops = dataclasses.replace(torch_ops.OPS, blocks=blocks)
+    blocks = changed(eight_bits_twin, **changes)
+    ops = changed(torch_ops, blocks=blocks, fused_experts=fused)
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
 
@@ -82,7 +85,7 @@ def logits_of(path: Path, recorded: list[torch.Tensor], **options: Any) -> torch
     return recorded[-1]
 
 
-@pytest.mark.parametrize("fused", [None, torch_fp8.fused_block_experts])
+@pytest.mark.parametrize("fused", [None, fused_experts])
 @pytest.mark.parametrize("case", CASES)
 def test_in_eight_bits_logits_are_near_those_of_the_numbers(
     case: str,
@@ -92,7 +95,7 @@ def test_in_eight_bits_logits_are_near_those_of_the_numbers(
 ) -> None:
     """Rounding to eight bits is an error of up to 1/16 in each number, about 1/40 in the mean, at every product."""
     exact = logits_of(folders(case)[1], recorded)
-    in_eight_bits(monkeypatch, fused_experts=fused)
+    in_eight_bits(monkeypatch, fused)
     near = logits_of(folders(case)[0], recorded)
     assert 0 < (near - exact).norm() < 0.1 * exact.norm()
 
@@ -101,7 +104,7 @@ def test_norm_and_activation_quantize_as_they_write(monkeypatch: pytest.MonkeyPa
     calls: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
-        return lambda *given: (calls.update([name]), getattr(torch_fp8, name)(*given))[1]
+        return lambda *given: (calls.update([name]), getattr(eight_bits_twin, name)(*given))[1]
 
     names = ("quantize", "silu_mul_quantize", "add_rms_norm_quantize", "block_linear")
     in_eight_bits(monkeypatch, **{name: counted(name) for name in names})
@@ -124,18 +127,18 @@ def test_in_eight_bits_weights_stay_as_they_were_stored(monkeypatch: pytest.Monk
 def test_a_linear_layer_errs_by_no_more_than_its_input_is_rounded() -> None:
     weight, x = random(200, 384, seed=1), random(20, 384, seed=2)
     values, scales = quantize(weight)
-    linear = BlockLinear(values, torch_fp8.pad_scales(scales), random(200, seed=3), torch_fp8.OPS)
+    linear = BlockLinear(values, pad_scales(scales), random(200, seed=3), eight_bits_twin)
     exact = torch.nn.functional.linear(x, dequantize(values, scales), random(200, seed=3))
-    step = torch_fp8.quantize(x)[1].repeat_interleave(128, 1)
+    step = eight_bits_twin.quantize(x)[1].repeat_interleave(128, 1)
     rounded = x.abs() / 16 + step * 2**-10  # half a last place: of three bits, and below the least normal number
     assert ((linear(x) - exact).abs() <= rounded @ dequantize(values, scales).abs().t() + 1e-4).all()
-    two = BlockLinear.each([linear, linear], [3, 17], x)
+    two = multiply_each([linear, linear], [3, 17], x)
     assert torch.allclose(two, linear(x), rtol=1e-4, atol=1e-4)
 
 
 def test_every_byte_is_the_number_that_torch_says() -> None:
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).view(16, 16)
-    numbers = Part(values, torch.full((1, 1), 3.0)).numbers(CPU, torch.float32)
+    numbers = WeightPart(values, torch.full((1, 1), 3.0)).numbers(CPU, torch.float32)
     torch.testing.assert_close(numbers, values.float() * 3, rtol=0, atol=0, equal_nan=True)
 
 
@@ -143,7 +146,7 @@ def test_a_part_cut_anywhere_has_the_numbers_of_the_whole() -> None:
     values, scales = quantize(random(300, 260, seed=4))
     whole = dequantize(values, scales)
     for row, rows, column, columns in ((0, 300, 0, 260), (128, 172, 128, 132), (100, 60, 7, 250), (299, 1, 259, 1)):
-        part = Part(values, scales).narrow(0, row, rows).narrow(1, column, columns)
+        part = WeightPart(values, scales).narrow(0, row, rows).narrow(1, column, columns)
         expected = whole[row : row + rows, column : column + columns]
         assert torch.equal(part.numbers(CPU, torch.float32), expected)
         assert torch.equal(part.numbers(CPU, torch.bfloat16), expected.bfloat16())
@@ -161,14 +164,14 @@ def test_a_part_cut_anywhere_has_the_numbers_of_the_whole() -> None:
     ],
 )
 def test_eight_bits_are_kept_where_blocks_stay_whole(cuts: list[tuple[int, int]], keeps: bool) -> None:
-    whole = Part(*quantize(random(512, 256, seed=5)))
+    whole = WeightPart(*quantize(random(512, 256, seed=5)))
     parts = [whole.narrow(0, *cut) for cut in cuts]
     blocks = whole_blocks(parts, CPU)
     assert (blocks is not None) is keeps
     if blocks is not None:
         expected = torch.cat([part.numbers(CPU, torch.float32) for part in parts])
         assert torch.equal(dequantize(blocks.values, blocks.scales[:, :2]), expected)
-    assert whole_blocks([*parts, Part(torch.zeros(128, 256))], CPU) is None
+    assert whole_blocks([*parts, WeightPart(torch.zeros(128, 256))], CPU) is None
     assert whole_blocks([parts[0].narrow(1, 64, 128)], CPU) is None
     assert whole_blocks([parts[0].narrow(1, 0, 64)], CPU) is None
 
@@ -226,7 +229,9 @@ def test_what_does_not_fit_is_named(model: Path, changes: dict[str, Any], compla
         ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme: {'num_bits': 8} found; no field but quant_method"),
     ],
 )
-def test_other_schemes_are_refused_before_weights_are_read(model: Path, changes: dict, complaint: str) -> None:
+def test_other_schemes_are_refused_before_weights_are_read(
+    model: Path, changes: dict[str, Any], complaint: str
+) -> None:
     (model / WEIGHTS).unlink()
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION | changes}))
@@ -337,7 +342,8 @@ def test_what_goes_through_a_page_of_eight_bits_errs_by_a_sixteenth() -> None:
     v[0, 0, 0], v[0, 0, 1] = 1e4, -1e4
     pages = torch.zeros(2, 3, 4, 64).to(torch.float8_e4m3fn)
     still = torch.zeros(8, 0)
-    torch_ops.rope_and_store(k, k, v, still, still, torch.arange(5), pages[0], pages[1], torch.arange(4, 9))
+    rotation = Rotation(still, still, torch.arange(5))
+    torch_ops.rope_and_store(k, k, v, rotation, (pages[0], pages[1]), torch.arange(4, 9), NO_NORMS)
     for stored, given in ((pages[0], k), (pages[1], v.clamp(-448, 448))):
         back = stored.float().flatten(0, 1)[4:9]
         assert ((back - given.flatten(1)).abs() <= (given.abs().flatten(1) / 16).clamp(min=2**-10)).all()

@@ -17,7 +17,8 @@ from tests.executor.test_gguf import CONFIGS, gguf_of, random_model, small_file
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(torch.arange(3, 43)[None]).logits
+        found: torch.Tensor = model(torch.arange(3, 43)[None]).logits
+        return found
 
 
 @pytest.mark.parametrize("case", CONFIGS)

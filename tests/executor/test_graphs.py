@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels import torch_sampling
 from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Row, Sampling, Step
 from penstock.executor.ranks import rank
@@ -24,6 +23,7 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_inputs import on_device
 from tests.support.driver import Driver, Sequence
 from tests.support.small_models import folder, greedy
+from tests.support.twins import sampling as sampling_twin
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [3, 1, 4, 1, 5, 9, 2, 6, 5]]
 
@@ -75,7 +75,7 @@ def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, open_pool: Callable[[], Recor
     monkeypatch.setattr(rank, "_is_gpu", lambda _: True)
     monkeypatch.setattr(rank, "CudaMeter", Meter)
     monkeypatch.setattr(rank, "open_inputs", on_device)
-    monkeypatch.setattr(rank, "select_sampling_ops", lambda _: torch_sampling.SAMPLING_OPS)
+    monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling_twin)
     monkeypatch.setattr(rank, "CudaGraphs", open_pool)
     monkeypatch.setattr(Outbox, "send", lambda _, tensors: Mail((), [tensor.clone() for tensor in tensors], None))
     monkeypatch.setattr("penstock.executor.models.moe.Experts.is_fused", True)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.executor.kernels import torch_inputs
 from penstock.executor.kernels.state import OPTIONS
-from penstock.executor.kernels.torch_inputs import INPUT_OPS
 from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling
 from penstock.executor.ranks import rank
 from penstock.executor.step.inputs import DeviceInputs, HostInputs
@@ -21,7 +21,7 @@ NUM_SLOTS, LENGTH, BLOCK, NUM_BLOCKS = 6, 50, 4, 90
 
 
 def device_side(payload: int) -> DeviceInputs:
-    return DeviceInputs(NUM_SLOTS, LENGTH, BLOCK, 64, INPUT_OPS, CPU, payload)
+    return DeviceInputs(NUM_SLOTS, LENGTH, BLOCK, 64, torch_inputs, CPU, payload)
 
 
 def admit(inputs: HostInputs | DeviceInputs, admission: Admission) -> None:
@@ -140,7 +140,7 @@ def test_a_bucket_larger_than_the_step_is_filled_with_rows_that_do_nothing() -> 
 def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device) -> DeviceInputs:
     """As `rank` makes them on a GPU."""
     sizes = config.max_num_seqs, max_model_len, config.block_size, config.max_num_batched_tokens
-    return DeviceInputs(*sizes, INPUT_OPS, device)
+    return DeviceInputs(*sizes, torch_inputs, device)
 
 
 @pytest.mark.parametrize("case", ["qwen3", "deepseek-v2-lite", "opt"])

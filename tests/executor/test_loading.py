@@ -38,7 +38,7 @@ def edit_config(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps(config | changes))
 
 
-def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit_weights(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(path / WEIGHTS)
     change(tensors)
     (path / WEIGHTS).unlink()

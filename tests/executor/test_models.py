@@ -5,11 +5,13 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from penstock.engine.front.submit import Pooling
 from penstock.executor.kernels import torch_ops
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Sampling
@@ -26,7 +28,7 @@ def prompts(count: int, seed: int = 0, low: int = 3, high: int = 60) -> list[lis
     return [[rng.randrange(160) for _ in range(rng.randint(low, high))] for _ in range(count)]
 
 
-def executor_of(case: str, **options: object) -> UniprocExecutor:
+def executor_of(case: str, **options: Any) -> UniprocExecutor:
     given = {"kv_cache_bytes": 2**23, "block_size": 8, "dtype": "float32", "max_num_seqs": 80, **options}
     return UniprocExecutor(ExecutorConfig(model=str(folder(case)), **given))
 
@@ -39,7 +41,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
 
     def spy(self: ModelRunner, model, *rest) -> None:  # type: ignore[no-untyped-def]
         compute = model.logits
-        model.logits = lambda hidden: seen.append(compute(hidden)) or seen[-1]
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(compute(hidden))
+            return seen[-1]
+
+        model.logits = logits
         original(self, model, *rest)
 
     monkeypatch.setattr(ModelRunner, "__init__", spy)
@@ -72,7 +79,7 @@ def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
 @pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-sliding", "gemma3", "opt", *LATENT])
 def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other devices run, and what the kernels are tested against; stale blocks are NaN."""
-    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops.OPS)
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 4)
     given = prompts(5, seed=6)
@@ -92,7 +99,7 @@ def test_chunks_long_enough_to_expand_their_latents_are_those_that_compute_less(
 
 @pytest.mark.parametrize("case", ["llama", "gemma3", "opt-norm-after-projected"])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_embeddings_are_transformers_last_hidden_states(case: str, pooling: str) -> None:
+def test_embeddings_are_transformers_last_hidden_states(case: str, pooling: Pooling) -> None:
     given = prompts(3, seed=2)
     driver = Driver(executor_of(case))
     sequences = [driver.admit(prompt, pooling=pooling) for prompt in given]

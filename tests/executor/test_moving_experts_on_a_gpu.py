@@ -66,7 +66,7 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
 
         def start(self) -> None:
             with gpu.thread("beside the steps"):
-                self._target(*self._args)
+                self._run()
 
         def is_alive(self) -> bool:
             return False

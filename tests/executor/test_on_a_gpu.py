@@ -1,6 +1,5 @@
 """Whole models on a GPU: their numbers beside a CPU's at the sizes of real models, and what thousands of steps leave."""
 
-import dataclasses
 import json
 import random
 import resource
@@ -18,6 +17,7 @@ from penstock.executor.protocol import Device, DType, ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver, Sequence
 from tests.support.small_models import folder
+from tests.support.twins import changed
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 LAYERS = {"num_hidden_layers": 2, "max_position_embeddings": 1024}
@@ -48,7 +48,7 @@ def beside_a_cpu(monkeypatch: pytest.MonkeyPatch, path: Path) -> tuple[Answers, 
         patch.setattr(dummy, "_go_round", lambda period, shape: go_round(period.bfloat16().to(period.dtype), shape))
         exact = answers(path, "cpu", "float32")
     with monkeypatch.context() as patch:
-        compute_with(patch, torch_ops.OPS)
+        compute_with(patch, torch_ops)
         return exact, answers(path, "cpu", "bfloat16")
 
 
@@ -115,24 +115,27 @@ def test_a_cpu_in_the_gpus_place_passes(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 MISTAKES: dict[str, Callable[..., Ops]] = {
-    "attention sees too little": lambda ops: dataclasses.replace(
-        ops, paged_attention=lambda q, k, v, batch, scale, window=None: ops.paged_attention(q, k, v, batch, scale, 30)
+    "attention sees too little": lambda ops: changed(
+        ops,
+        paged_attention=lambda q, k, v, batch, scale, window=None: ops.paged_attention(q, k, v, batch, scale, 30),
     ),
-    "attention is a tenth too sharp": lambda ops: dataclasses.replace(
+    "attention is a tenth too sharp": lambda ops: changed(
         ops,
         paged_attention=lambda q, k, v, batch, scale, *more: ops.paged_attention(q, k, v, batch, 1.1 * scale, *more),
     ),
-    "positions are off by one": lambda ops: dataclasses.replace(
+    "positions are off by one": lambda ops: changed(
         ops,
-        rope_and_store=lambda q, k, v, cos, sin, positions, *more: ops.rope_and_store(
-            q, k, v, cos, sin, positions + (positions > 99), *more
+        rope_and_store=lambda q, k, v, rotation, *more: ops.rope_and_store(
+            q, k, v, rotation._replace(positions=rotation.positions + (rotation.positions > 99)), *more
         ),
     ),
-    "a norm forgets its weights": lambda ops: dataclasses.replace(
-        ops, add_rms_norm=lambda x, residual, weight, eps: ops.add_rms_norm(x, residual, torch.ones_like(weight), eps)
+    "a norm forgets its weights": lambda ops: changed(
+        ops,
+        add_rms_norm=lambda x, residual, weight, eps: ops.add_rms_norm(x, residual, torch.ones_like(weight), eps),
     ),
-    "sums are rounded to four bits more coarsely": lambda ops: dataclasses.replace(
-        ops, silu_mul=lambda gate_up: ops.silu_mul(gate_up).to(torch.float8_e4m3fn).to(gate_up.dtype)
+    "sums are rounded to four bits more coarsely": lambda ops: changed(
+        ops,
+        gate=lambda gate_up, activation: ops.gate(gate_up, activation).to(torch.float8_e4m3fn).to(gate_up.dtype),
     ),
 }
 
@@ -144,7 +147,7 @@ def test_a_gpu_that_computes_something_else_does_not_pass(
     """Stood in for by a CPU with plain operations, of which one is wrong."""
     write(tmp_path, config_of("qwen3-0.6b", is_tiny=True) | SMALL)
     exact, near = beside_a_cpu(monkeypatch, tmp_path)
-    compute_with(monkeypatch, MISTAKES[mistake](torch_ops.OPS))
+    compute_with(monkeypatch, MISTAKES[mistake](torch_ops))
     got = answers(tmp_path, "cpu", "bfloat16")
     assert error(got, exact) > NEARNESS * error(near, exact)
 

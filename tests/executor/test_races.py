@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from penstock.executor import outbox
-from penstock.executor.kernels import torch_sampling
 from penstock.executor.models.weights import Weights
 from penstock.executor.outbox import Mail, Outbox
 from penstock.executor.protocol import ExecutorConfig
@@ -25,6 +24,7 @@ from tests.support.pretended_gpu import PretendedGpu
 from tests.support.pretended_memory import GPU
 from tests.support.races import Race
 from tests.support.small_models import folder, greedy
+from tests.support.twins import sampling as sampling_twin
 from tests.support.world import SAMPLINGS, World
 
 CASE = "qwen3"
@@ -34,7 +34,7 @@ REAL = pytest.param("cuda", marks=pytest.mark.gpu)
 def open_executor(monkeypatch: pytest.MonkeyPatch | None = None, **options: Any) -> UniprocExecutor:
     """On a GPU; the made-up one, if there is something to patch."""
     if monkeypatch is not None:
-        monkeypatch.setattr(rank, "select_sampling_ops", lambda _: torch_sampling.SAMPLING_OPS)
+        monkeypatch.setattr(rank, "select_sampling_ops", lambda _: sampling_twin)
         monkeypatch.setattr(rank, "warm_up", lambda *_: None)  # takes as long as a test, and nothing is in flight yet
         monkeypatch.setattr(Weights, "layers", lambda _, num_layers, build: [build(i) for i in range(num_layers)])
     config = ExecutorConfig(
@@ -167,7 +167,7 @@ def test_whatever_wait_is_forgotten_is_found(what: str, monkeypatch: pytest.Monk
 
 
 def test_streams_that_do_not_wait_for_each_other_race(gpu: PretendedGpu) -> None:
-    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
+    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)
     side.wait_stream(torch.cuda.current_stream(GPU))
     with torch.cuda.stream(side):
         numbers[:4].add_(1)
@@ -177,8 +177,8 @@ def test_streams_that_do_not_wait_for_each_other_race(gpu: PretendedGpu) -> None
 
 
 def test_an_event_orders_what_was_launched_before_it(gpu: PretendedGpu) -> None:
-    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)
+    event = torch.cuda.Event()
     event.record()
     with torch.cuda.stream(side):
         side.wait_event(event)
@@ -194,7 +194,7 @@ def test_an_event_orders_what_was_launched_before_it(gpu: PretendedGpu) -> None:
 
 
 def test_memory_that_another_stream_still_reads_must_not_be_given_back(gpu: PretendedGpu) -> None:
-    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
+    numbers, side = torch.zeros(8, device=GPU), torch.cuda.Stream(GPU)
     side.wait_stream(torch.cuda.current_stream(GPU))
     with torch.cuda.stream(side):
         numbers.to("cpu", non_blocking=True)
@@ -213,7 +213,7 @@ def test_the_host_must_wait_before_it_reads_or_writes_pinned_memory(gpu: Pretend
     back = there.to("cpu", non_blocking=True)
     with pytest.raises(Race, match="the host reads"):
         back.tolist()
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()
     event.record()
     event.synchronize()
     assert back.tolist() == [0] * 8
@@ -226,7 +226,7 @@ def test_pinned_memory_comes_back_only_when_its_copy_is_over(gpu: PretendedGpu) 
 
 
 def test_rows_picked_by_index_are_all_that_is_touched(gpu: PretendedGpu) -> None:
-    table, side = torch.zeros(8, 3, device=GPU), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]
+    table, side = torch.zeros(8, 3, device=GPU), torch.cuda.Stream(GPU)
     rows = torch.tensor([1, 4], device=GPU)
     side.wait_stream(torch.cuda.current_stream(GPU))
     with torch.cuda.stream(side):

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels import SamplingOps, torch_sampling
+from penstock.executor.kernels import SamplingOps
 from penstock.executor.outbox import Outbox
 from penstock.executor.protocol import NOTHING_LEFT, Sampling, TokenLogprobs
 from penstock.executor.sampling import draw
 from penstock.executor.sampling.sampler import NOT_FINITE, WORK_BYTES, Sampler, prompt_logprobs
+from tests.support.twins import sampling as sampling_twin
 
 VOCAB, SLOTS = 700, 8
 CPU = torch.device("cpu")
@@ -154,7 +155,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("ops", [None, torch_sampling.SAMPLING_OPS], ids=["cpu", "as on a gpu"])
+@pytest.mark.parametrize("ops", [None, sampling_twin], ids=["cpu", "as on a gpu"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_each_option_does_what_the_reference_does(name: str, ops: SamplingOps | None) -> None:
     requests = Requests(ops=ops)
@@ -177,7 +178,7 @@ def random_sampling(rng: np.random.Generator) -> Sampling:
     return Sampling(**options, seed=int(rng.integers(2**64, dtype=np.uint64)))
 
 
-@pytest.mark.parametrize("ops", [None, torch_sampling.SAMPLING_OPS], ids=["cpu", "as on a gpu"])
+@pytest.mark.parametrize("ops", [None, sampling_twin], ids=["cpu", "as on a gpu"])
 def test_mixed_batches_do_what_the_reference_does(ops: SamplingOps | None) -> None:
     rng = np.random.default_rng(5)
     requests = Requests(ops=ops)

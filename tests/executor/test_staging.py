@@ -4,7 +4,8 @@ The GPU is torch's device without content: its tensors have shapes only, and ask
 """
 
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ VOCAB = 512
 GPU = torch.device("meta")
 
 
-class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Copies(TorchDispatchMode):
     """Every copy to the GPU: whether it came from memory that was pinned for it, and whether the host went on."""
 
     def __init__(self) -> None:
@@ -73,7 +74,9 @@ EVERYTHING = [
 
 
 def test_whatever_requests_ask_for_goes_over_from_pinned_memory(copies: Copies) -> None:
-    sampler = Sampler(VOCAB, len(EVERYTHING), GPU, SamplingOps(choose, in_place, in_place))
+    sampler = Sampler(
+        VOCAB, len(EVERYTHING), GPU, cast(SamplingOps, SimpleNamespace(choose=choose, penalize=in_place, mask=in_place))
+    )
     copies.made.clear()  # what was allocated once
     for slot, sampling in enumerate(EVERYTHING):
         sampler.admit(slot, sampling, np.arange(7), 4)

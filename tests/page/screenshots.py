@@ -60,7 +60,7 @@ def fleet(browser: Any, folder: Path) -> None:
             page.wait_for_timeout(150)
         page.wait_for_timeout(1000)
         page.screenshot(path=folder / "page-fleet.png")
-        until(lambda: router.fleet.num_under_way == 0, 60)
+        until(lambda: router.fleet.num_in_flight == 0, 60)
 
 
 def ask(url: str, number: int) -> None:

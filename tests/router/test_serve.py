@@ -118,7 +118,7 @@ def test_workers_share_a_port_a_fleet_and_their_counters_and_one_that_dies_is_st
         assert child.wait(10) == 0
 
 
-def test_one_ctrl_c_for_all_of_them_lets_workers_finish_what_they_have():
+def test_one_ctrl_c_for_all_of_them_lets_workers_finish_what_they_have() -> None:
     """A terminal sends it to the whole group, and the parent passes it on: for each worker it still is the first."""
     with contextlib.ExitStack() as stack:
         (replica,) = stack.enter_context(mock_replicas(1, inter_token_s=0.02))
@@ -133,7 +133,7 @@ def test_one_ctrl_c_for_all_of_them_lets_workers_finish_what_they_have():
         assert child.wait(10) == 0
 
 
-def test_workers_end_when_their_parent_is_killed():
+def test_workers_end_when_their_parent_is_killed() -> None:
     with route("--backend", "http://127.0.0.1:9", "--workers", "2", "--port", str(free_port())) as (child, _):
         until(lambda: len(_children(child.pid)) == 2)
         workers = _children(child.pid)

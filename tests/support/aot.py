@@ -78,17 +78,17 @@ def main(group: str, *names: str) -> None:
         driver.capability = card.capability
         with mock.patch.object(cards, "_WITHOUT_GPU", card):
             for case, call in GROUPS[group].items():
-                told = {"card": name, "case": case}
+                found = {"card": name, "case": case}
                 if lacking := lack(case, card):
-                    print(json.dumps(told | {"lacking": lacking}), flush=True)
+                    print(json.dumps(found | {"lacking": lacking}), flush=True)
                     continue
                 compiled.clear()
                 try:
                     call()
                 except Exception as error:
-                    print(json.dumps(told | {"error": f"{type(error).__name__}: {error}"[:1000]}), flush=True)
+                    print(json.dumps(found | {"error": f"{type(error).__name__}: {error}"[:1000]}), flush=True)
                 for kernel, programs, code in compiled.values():
-                    print(json.dumps(told | {"kernel": kernel, "programs": programs} | describe(code)), flush=True)
+                    print(json.dumps(found | {"kernel": kernel, "programs": programs} | describe(code)), flush=True)
 
 
 def describe(kernel: Any) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from unittest import mock
 import torch
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels import NO_NORMS, Rotation
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda import expert_products as moe
-from penstock.executor.kernels.cuda import fp8
-from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
+from penstock.executor.kernels.cuda import fp8, step_inputs
+from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.state import Places
-from penstock.executor.models.spec import MoeSpec
+from penstock.executor.moe_spec import MoeSpec
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 PAGE = 16
@@ -91,15 +92,14 @@ def latent_rope(heads: int, is_whole: bool, page_dtype: torch.dtype = BF16) -> C
         q, down = torch.zeros(8, heads * 192 + 576, dtype=BF16).split((heads * 192, 576), dim=1)
         goal = torch.zeros(8, heads, 64 + (128 if is_whole else 512), dtype=BF16)
         tables, index, latents = torch.zeros(64, 32), torch.zeros(8).long(), pages(576, page_dtype)[0]
-        given = torch.zeros(512), 1e-6, tables, tables, index.int(), latents, index
-        OPS.latent_rope_and_store(goal, q.unflatten(1, (heads, 192)), down, *given, 0, is_whole)
+        norm, rotation = (torch.zeros(512), 1e-6), Rotation(tables, tables, index.int())
+        OPS.latent_rope_and_store(goal, q.unflatten(1, (heads, 192)), down, norm, rotation, latents, index, 0, is_whole)
 
     return call
 
 
 def gated(tokens: int, width: int, inner: int, dtype: torch.dtype = BF16) -> Callable[[], None]:
     def call() -> None:
-        assert OPS.gated_linear is not None
         x, weight = torch.zeros(tokens, width, dtype=dtype), torch.empty(2 * inner, width, dtype=dtype)
         OPS.gated_linear(x, weight, "silu")
 
@@ -112,8 +112,9 @@ def rope(dim: int, heads: int, kv_heads: int, normed: bool, page_dtype: torch.dt
         q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
         tables = torch.zeros(64, dim // 2)
         index = torch.zeros(8, dtype=torch.int64)
-        weights = (torch.zeros(dim), torch.zeros(dim), 1e-6) if normed else (None, None, 0.0)
-        OPS.rope_and_store(q, k, v, tables, tables, index.int(), *pages(kv_heads * dim, page_dtype), index, *weights)
+        norms = (torch.zeros(dim), torch.zeros(dim), 1e-6) if normed else NO_NORMS
+        rotation = Rotation(tables, tables, index.int())
+        OPS.rope_and_store(q, k, v, rotation, pages(kv_heads * dim, page_dtype), index, norms)
 
     return call
 
@@ -123,8 +124,8 @@ def rows(width: int, inner: int) -> Callable[[], None]:
         x, weight = torch.zeros(8, width, dtype=BF16), torch.zeros(width)
         OPS.rms_norm(x, weight, 1e-6)
         OPS.add_rms_norm(x, x, weight, 1e-6)
-        OPS.silu_mul(torch.zeros(8, 2 * inner, dtype=BF16))
-        OPS.gelu_tanh_mul(torch.zeros(8, 2 * inner, dtype=BF16))
+        OPS.gate(torch.zeros(8, 2 * inner, dtype=BF16), "silu")
+        OPS.gate(torch.zeros(8, 2 * inner, dtype=BF16), "gelu_tanh")
 
     return call
 
@@ -144,7 +145,7 @@ def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: to
         gate_up = torch.empty(num, 2 * inner, width, dtype=dtype)
         down = torch.empty(num, width, inner, dtype=dtype)
         hidden = torch.zeros(tokens, width, dtype=dtype)
-        moe.fused_experts(hidden, slots, torch.zeros(tokens, top_k), gate_up, down, 0, "silu")
+        moe.fused_experts(hidden, slots, torch.zeros(tokens, top_k), (gate_up, None), (down, None), 0, "silu")
 
     return call
 
@@ -152,10 +153,11 @@ def experts(tokens: int, num: int, top_k: int, width: int, inner: int, dtype: to
 def block_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> Callable[[], None]:
     def call() -> None:
         slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, width, dtype=BF16)
-        weights = []
-        for shape in ((num, 2 * inner, width), (num, width, inner)):
-            weights += [torch.empty(shape, dtype=FP8), torch.empty(num, shape[1] // 128, -(-shape[2] // 512) * 4)]
-        moe.fused_block_experts(hidden, slots, torch.zeros(tokens, top_k), *weights, 0, "silu")
+        gate_up, down = (
+            (torch.empty(shape, dtype=FP8), torch.empty(num, shape[1] // 128, -(-shape[2] // 512) * 4))
+            for shape in ((num, 2 * inner, width), (num, width, inner))
+        )
+        moe.fused_experts(hidden, slots, torch.zeros(tokens, top_k), gate_up, down, 0, "silu")
 
     return call
 
@@ -176,8 +178,8 @@ def inputs(rows: int, tokens: int, max_blocks: int) -> Callable[[], None]:
     def call() -> None:
         places = Places(16 * max_blocks + 1, 1000, max_blocks, 2000, 0, PAGE)
         packed, state = torch.zeros(4 + 5 * rows, dtype=torch.int32), torch.zeros(4000, dtype=torch.int32)
-        INPUT_OPS.apply_runs(packed, state, 9, 3, 100)
-        INPUT_OPS.prepare(packed, state, places, rows, tokens, tokens // rows, max_blocks)
+        step_inputs.apply_runs(packed, state, 9, 3, 100)
+        step_inputs.prepare(packed, state, places, rows, tokens, tokens // rows, max_blocks)
 
     return call
 

@@ -99,4 +99,5 @@ def _oracle(case: str) -> Any:
 def greedy(case: str, prompt: list[int], count: int) -> list[int]:
     """What transformers generates from the full numbers."""
     out = _oracle(case).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens

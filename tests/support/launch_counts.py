@@ -1,4 +1,4 @@
-"""Counts what a GPU would be told to run, on a CPU: Triton kernels, and torch operations that make or change numbers."""
+"""Counts what a GPU would be given to run, on a CPU: Triton kernels, and torch operations that make or change numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ def launches() -> Iterator[list[str]]:
 
 class _Launches(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.is_inside = False  # a kernel: what torch does there is the interpreter's
 
@@ -37,7 +37,7 @@ class _Launches(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.is_inside:
             return func(*args, **kwargs)
-        with self:  # what `reshape` or `linear` is made of tells whether it copies
+        with self:  # what `reshape` or `linear` is made of shows whether it copies
             out = func.decompose(*args, **kwargs)
         if out is not NotImplemented:
             return out

@@ -28,7 +28,7 @@ GIVEN = {"WIDTH": 3, "BLOCK": 64, "num_warps": 2, "launch_pdl": True}
 X, Y = torch.zeros(64), torch.zeros(64)
 
 
-def noted(x_ptr, y_ptr, WIDTH: tl.constexpr, stride, scale, BLOCK: tl.constexpr, count):
+def noted(x_ptr, y_ptr, WIDTH: tl.constexpr, stride, scale, BLOCK: tl.constexpr, count):  # type: ignore[no-untyped-def]
     at = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at * stride + WIDTH, mask=at < count)
     tl.store(y_ptr + at, x * scale)
@@ -71,7 +71,7 @@ def refusals(kernel: launch.Kernel) -> list[str]:
 def devices(kernel: launch.Kernel) -> list[list[int]]:
     """Stream and function where two devices take turns."""
     found = []
-    launch._devices = lambda _: GPU.device
+    launch._devices = lambda _: int(GPU.device)  # type: ignore[assignment]
     for GPU.device in (-1, 0, -1, 0):
         for _ in range(2):
             kernel[(1,)](X, Y, 1, 1.0, 1, **GIVEN)

@@ -6,7 +6,7 @@ import itertools
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Ops
+from penstock.executor.kernels import Ops, Rotation
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -79,8 +79,8 @@ def latent_step(
     weight, angles = random(rank, seed=3).to(device), 6 * random(30, rope // 2, seed=4).to(device)
     positions = torch.randint(30, (tokens,), dtype=torch.int32, generator=torch.Generator().manual_seed(5)).to(device)
     slots = torch.randperm(5 * page, generator=torch.Generator().manual_seed(6))[:tokens].to(device)
-    tables = angles.cos(), angles.sin()
+    rotation = Rotation(angles.cos(), angles.sin(), positions)
     ops.latent_rope_and_store(
-        goal, q.view(tokens, heads, -1), down, weight, 1e-6, *tables, positions, kv[:, 1], slots, first, is_whole
+        goal, q.unflatten(1, (heads, -1)), down, (weight, 1e-6), rotation, kv[:, 1], slots, first, is_whole
     )
     return goal, kv

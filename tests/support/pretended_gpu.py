@@ -184,7 +184,7 @@ class Graph:
                 op.repeat()
 
 
-class PretendedGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PretendedGpu(TorchDispatchMode):
     """`with` it active, torch's device "cuda" is this one. It knows one thread, which may say to be another."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ ENABLED = (
 
 
 def launching() -> dict[str, bool]:
-    """For the launch of a kernel that begins with `take_turn(DEPENDENT)`."""
+    """For the launch of a kernel that begins with `take_turn(DEPENDENT)`; `launch.Kernel` adds it."""
     is_dependent = ENABLED and current_card().has_dependent_launch
     return {"DEPENDENT": is_dependent, "launch_pdl": is_dependent}
 

@@ -9,24 +9,32 @@ threshold lies below what some part has listed is searched itself, in ten to fif
 A row is cut by its vocabulary alone and every sum has its order, so no other row changes a bit of it.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.torch_sampling import LANES, OUTPUTS
 
-PART = LANES * OUTPUTS
-LISTED = 256  # at most so many logits of a part, and more than half as many unless they tie
-TILE = 2048  # that the second kernel reads at once
+# The noise of tokens 4096 b + 1024 j + i is output j of the generator's call number 1024 b + i.
+LANES = tl.constexpr(1024)
+PART = 4 * LANES.value
+LISTED = tl.constexpr(256)  # at most so many logits of a part, and more than half as many unless they tie
+TILE = tl.constexpr(2048)  # that the second kernel reads at once
 OPTION_DTYPES = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int64, torch.int64)
+
+
+class RowSizes(NamedTuple):
+    stride: int
+    vocab: int
+    parts: int
 
 
 def choose(
     logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As the twin in `torch_sampling`, where the options are described."""
     rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     options = (temperature, min_p, top_k, top_p, seeds, positions)
@@ -43,14 +51,14 @@ def choose(
     of_parts = (
         *(empty(torch.float32, rows, parts) for _ in range(3)),
         empty(torch.int32, rows, parts),
-        empty(logits.dtype, rows, parts, LISTED),
-        empty(torch.int32, rows, parts, LISTED),
+        empty(logits.dtype, rows, parts, LISTED.value),
+        empty(torch.int32, rows, parts, LISTED.value),
     )
-    sizes = {"STRIDE": logits.stride(0), "VOCAB": vocab_size, "PARTS": parts, "LANES": LANES, "LISTED": LISTED}
-    _scan[rows, parts](logits, *options, *of_parts, **sizes, PART=PART, num_warps=8)
-    joined = {"BLOCK": max(16, triton.next_power_of_2(parts)), "TILE": TILE}
-    # Unless it is told how many registers there are, the assembler spills to have a few less than it needs.
-    _choose[(rows,)](logits, *options, *of_parts, tokens, largest, **sizes, **joined, num_warps=8, maxnreg=96)
+    sizes = RowSizes(logits.stride(0), vocab_size, parts)
+    _scan[rows, parts](logits, *options, *of_parts, SIZES=sizes, PART=PART, num_warps=8)
+    block = max(16, triton.next_power_of_2(parts))
+    # Without a limit of registers the assembler spills to have a few less than it needs.
+    _choose[(rows,)](logits, *options, *of_parts, tokens, largest, SIZES=sizes, BLOCK=block, num_warps=8, maxnreg=96)
     return tokens, largest
 
 
@@ -69,11 +77,7 @@ def _scan(
     part_tokens_ptr,
     listed_ptr,
     listed_tokens_ptr,
-    STRIDE: tl.constexpr,
-    VOCAB: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
-    LISTED: tl.constexpr,
+    SIZES: tl.constexpr,
     PART: tl.constexpr,
 ):
     """Of a part: its largest logit, and a token. That is the largest one's, or the one drawn; then the value says by how
@@ -81,9 +85,9 @@ def _scan(
     largest, and the list has every logit above the cut."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    logits_ptr += row * STRIDE
+    logits_ptr += row * SIZES.stride
     token = part * PART + tl.arange(0, PART)
-    x = tl.load(logits_ptr + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
+    x = tl.load(logits_ptr + token, mask=token < SIZES.vocab, other=-float("inf")).to(tl.float32)
     is_nan = x != x
     x = tl.where(is_nan, -float("inf"), x)
     largest = tl.max(x, 0)
@@ -93,15 +97,15 @@ def _scan(
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
         inverse = _inverse(temperature)
-        if _is_filtered(min_p_ptr + row, top_k_ptr + row, top_p_ptr + row, VOCAB):
+        if _is_filtered(min_p_ptr + row, top_k_ptr + row, top_p_ptr + row, SIZES.vocab):
             value = tl.sum(tl.where(x > -float("inf"), tl.exp((x - largest) * inverse), 0.0), 0)
-            place = (row * PARTS + part) * LISTED
-            cut = _cut(x, largest, LISTED)
-            _list(logits_ptr, part, cut, listed_ptr + place, listed_tokens_ptr + place, VOCAB, LANES, LISTED)
+            place = (row * SIZES.parts + part) * LISTED
+            cut = _cut(x, largest)
+            _list(logits_ptr, part, cut, listed_ptr + place, listed_tokens_ptr + place, SIZES.vocab)
         else:
             seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row).to(tl.int32)
-            chosen, value = _draw_part(logits_ptr, part, largest, inverse, seed, position, VOCAB, LANES)
-    place = row * PARTS + part
+            chosen, value = _draw_part(logits_ptr, part, largest, inverse, seed, position, SIZES.vocab)
+    place = row * SIZES.parts + part
     tl.store(part_largest_ptr + place, tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), largest))
     tl.store(part_values_ptr + place, value)
     tl.store(part_cuts_ptr + place, cut)
@@ -125,20 +129,15 @@ def _choose(
     listed_tokens_ptr,
     tokens_ptr,
     largest_ptr,
-    STRIDE: tl.constexpr,
-    VOCAB: tl.constexpr,
-    PARTS: tl.constexpr,
-    LANES: tl.constexpr,
-    LISTED: tl.constexpr,
+    SIZES: tl.constexpr,
     BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
 ):
     """From a row's parts, whose places are BLOCK at once, to its token."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK)
-    place = row * PARTS + part
-    largest = tl.load(part_largest_ptr + place, mask=part < PARTS, other=-float("inf"))
-    token = tl.load(part_tokens_ptr + place, mask=part < PARTS, other=0)
+    place = row * SIZES.parts + part
+    largest = tl.load(part_largest_ptr + place, mask=part < SIZES.parts, other=-float("inf"))
+    token = tl.load(part_tokens_ptr + place, mask=part < SIZES.parts, other=0)
     is_nan = largest != largest
     top = tl.max(tl.where(is_nan, -float("inf"), largest), 0)
     if tl.max(is_nan.to(tl.int32), 0) > 0:
@@ -149,28 +148,16 @@ def _choose(
     if is_finite & (temperature > 0):
         inverse = _inverse(temperature)
         score = (largest - top) * inverse
-        value = tl.load(part_values_ptr + place, mask=part < PARTS, other=0.0)
-        if _is_filtered(min_p_ptr + row, top_k_ptr + row, top_p_ptr + row, VOCAB):
+        value = tl.load(part_values_ptr + place, mask=part < SIZES.parts, other=0.0)
+        if _is_filtered(min_p_ptr + row, top_k_ptr + row, top_p_ptr + row, SIZES.vocab):
             whole = tl.sum(value * tl.exp(score), 0)
-            cut = tl.max(tl.load(part_cuts_ptr + place, mask=part < PARTS, other=-float("inf")), 0)
-            chosen = _draw_filtered(
-                logits_ptr + row * STRIDE,
-                listed_ptr + row * PARTS * LISTED,
-                listed_tokens_ptr + row * PARTS * LISTED,
-                top,
-                inverse,
-                whole,
-                (cut - top) * inverse,
-                tl.load(min_p_ptr + row),
-                tl.load(top_k_ptr + row),
-                tl.load(top_p_ptr + row),
-                tl.load(seeds_ptr + row),
-                tl.load(positions_ptr + row).to(tl.int32),
-                VOCAB,
-                PARTS * LISTED,
-                LANES,
-                TILE,
-            )
+            cut = tl.max(tl.load(part_cuts_ptr + place, mask=part < SIZES.parts, other=-float("inf")), 0)
+            row_ptr = logits_ptr + row * SIZES.stride
+            lists = listed_ptr + row * SIZES.parts * LISTED, listed_tokens_ptr + row * SIZES.parts * LISTED
+            cut = (cut - top) * inverse
+            filters = tl.load(min_p_ptr + row), tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+            noise = tl.load(seeds_ptr + row), tl.load(positions_ptr + row).to(tl.int32)
+            chosen = _draw_filtered(row_ptr, lists, top, inverse, whole, cut, filters, noise, SIZES)
         else:
             value = tl.where(score > -float("inf"), score + value, -float("inf"))
             chosen = first_of(value, token, tl.max(value, 0))
@@ -197,7 +184,7 @@ def _inverse(temperature):
 
 
 @triton.jit
-def _cut(x, largest, LISTED: tl.constexpr):
+def _cut(x, largest):
     """A logit above which a part has at most LISTED others, and more than half as many unless they tie."""
     is_there = x > -float("inf")
     cut = -float("inf")
@@ -218,16 +205,7 @@ def _cut(x, largest, LISTED: tl.constexpr):
 
 
 @triton.jit
-def _list(
-    logits_ptr,
-    part,
-    cut,
-    listed_ptr,
-    listed_tokens_ptr,
-    VOCAB: tl.constexpr,
-    LANES: tl.constexpr,
-    LISTED: tl.constexpr,
-):
+def _list(logits_ptr, part, cut, listed_ptr, listed_tokens_ptr, VOCAB: tl.constexpr):
     """A part's logits above the cut, in their order, then minus infinity."""
     number = 0
     for chunk in range(4):  # registers do not suffice for all at once
@@ -244,25 +222,17 @@ def _list(
 
 
 @triton.jit
-def _draw_part(logits_ptr, part, largest, inverse, seed, position, VOCAB: tl.constexpr, LANES: tl.constexpr):
+def _draw_part(logits_ptr, part, largest, inverse, seed, position, VOCAB: tl.constexpr):
     """The token with the largest sum of score and noise, and that sum, where the part's largest score is 0."""
     lane = tl.arange(0, LANES)
     best = tl.full([LANES], -float("inf"), tl.float32)
     best_token = tl.zeros([LANES], tl.int32)
     zero = tl.zeros([LANES], tl.int32)
-    r0, r1, r2, r3 = tl.philox(seed, part * LANES + lane, zero + position, zero, zero)
+    bits = tl.philox(seed, part * LANES + lane, zero + position, zero, zero)
     for output in tl.static_range(4):
-        if output == 0:
-            bits = r0
-        elif output == 1:
-            bits = r1
-        elif output == 2:
-            bits = r2
-        else:
-            bits = r3
         token = (4 * part + output) * LANES + lane
         x = tl.load(logits_ptr + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
-        noisy = tl.where(x > -float("inf"), (x - largest) * inverse + _noise(bits), -float("inf"))
+        noisy = tl.where(x > -float("inf"), (x - largest) * inverse + _noise(bits[output]), -float("inf"))
         is_larger = noisy > best
         best = tl.where(is_larger, noisy, best)
         best_token = tl.where(is_larger, token, best_token)
@@ -278,33 +248,20 @@ def _noise(bits):
 
 
 @triton.jit
-def _draw_filtered(
-    logits_ptr,
-    listed_ptr,
-    listed_tokens_ptr,
-    top,
-    inverse,
-    whole,
-    cut,
-    min_p,
-    top_k,
-    top_p,
-    seed,
-    position,
-    VOCAB: tl.constexpr,
-    ALL_LISTED: tl.constexpr,
-    LANES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _draw_filtered(logits_ptr, lists, top, inverse, whole, cut, filters, noise, SIZES: tl.constexpr):
     """whole: the sum of all weights. The lists have every score above the cut, which is minus infinity if none is
     missing."""
+    VOCAB: tl.constexpr = SIZES.vocab
+    ALL_LISTED: tl.constexpr = SIZES.parts * LISTED
+    listed_ptr, listed_tokens_ptr = lists
+    min_p, top_k, top_p = filters
     bound = -float("inf")
     if min_p > 0:
         bound = tl.minimum(tl.log(min_p), 0.0)  # what is near 1 keeps the largest, however its logarithm is rounded
     has_top_k = (top_k > 0) & (top_k < VOCAB)
     source_ptr = listed_ptr
     size = ALL_LISTED
-    number, weight, low = _survey(source_ptr, size, top, inverse, bound, cut, TILE)
+    number, weight, low = _survey(source_ptr, size, top, inverse, bound, cut)
     # A threshold is in the lists if they have all that is left of it, or reach what it wants above the cut.
     is_complete = (cut < bound) | (cut == -float("inf"))
     is_listed = is_complete
@@ -315,41 +272,28 @@ def _draw_filtered(
     if is_listed == 0:
         source_ptr = logits_ptr
         size = VOCAB
-        number, weight, low = _survey(source_ptr, size, top, inverse, bound, -float("inf"), TILE)
+        number, weight, low = _survey(source_ptr, size, top, inverse, bound, -float("inf"))
     elif (is_complete | has_top_k) == 0:
         weight = whole
     if has_top_k & (number > top_k):
-        low = _search(source_ptr, size, top, inverse, low, top_k.to(tl.float32), True, TILE)
-        number, weight, low = _survey(source_ptr, size, top, inverse, low, -float("inf"), TILE)
+        low = _search(source_ptr, size, top, inverse, low, top_k.to(tl.float32), True)
+        number, weight, low = _survey(source_ptr, size, top, inverse, low, -float("inf"))
     if top_p < 1:
-        low = _search(source_ptr, size, top, inverse, low, top_p * weight, False, TILE)
+        low = _search(source_ptr, size, top, inverse, low, top_p * weight, False)
 
-    return _draw_from(
-        source_ptr, listed_tokens_ptr, is_listed, size, top, inverse, low, seed, position, ALL_LISTED, LANES, TILE // 2
-    )
+    return _draw_from(source_ptr, listed_tokens_ptr, is_listed, size, top, inverse, low, noise, ALL_LISTED)
 
 
 @triton.jit
-def _draw_from(
-    source_ptr,
-    listed_tokens_ptr,
-    is_listed,
-    size,
-    top,
-    inverse,
-    bound,
-    seed,
-    position,
-    ALL_LISTED: tl.constexpr,
-    LANES: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _draw_from(source_ptr, listed_tokens_ptr, is_listed, size, top, inverse, bound, noise, ALL_LISTED: tl.constexpr):
     """The token with the largest sum of score and noise among those that reach the bound."""
-    lane = tl.arange(0, TILE)
-    best = tl.full([TILE], -float("inf"), tl.float32)
-    best_token = tl.zeros([TILE], tl.int32)
-    zero = tl.zeros([TILE], tl.int32)
-    for start in range(0, size, TILE):
+    AT_ONCE: tl.constexpr = TILE // 2
+    seed, position = noise
+    lane = tl.arange(0, AT_ONCE)
+    best = tl.full([AT_ONCE], -float("inf"), tl.float32)
+    best_token = tl.zeros([AT_ONCE], tl.int32)
+    zero = tl.zeros([AT_ONCE], tl.int32)
+    for start in range(0, size, AT_ONCE):
         place = start + lane
         score = _scores(source_ptr, place, size, top, inverse)
         token = tl.where(is_listed, tl.load(listed_tokens_ptr + place, mask=place < ALL_LISTED, other=0), place)
@@ -371,7 +315,7 @@ def _scores(source_ptr, place, size, top, inverse):
 
 
 @triton.jit
-def _survey(source_ptr, size, top, inverse, bound, cut, TILE: tl.constexpr):
+def _survey(source_ptr, size, top, inverse, bound, cut):
     """Of the scores that reach the bound and are above the cut: their number, the sum of their weights, the least."""
     numbers = tl.zeros([TILE], tl.int32)
     weights = tl.zeros([TILE], tl.float32)
@@ -386,7 +330,7 @@ def _survey(source_ptr, size, top, inverse, bound, cut, TILE: tl.constexpr):
 
 
 @triton.jit
-def _search(source_ptr, size, top, inverse, low, wanted, COUNTS: tl.constexpr, TILE: tl.constexpr):
+def _search(source_ptr, size, top, inverse, low, wanted, COUNTS: tl.constexpr):
     """The largest score at which the tokens from there on reach `wanted`, in number or in weight; at least `low`."""
     high = top - top  # the largest score. Always: at `low` enough is reached, and nothing above `high` reaches it
     while low < high:

@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import triton.language as tl
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.paged_attention import LOG2_E, page_rows, weigh
+from penstock.executor.kernels.cuda.paged_attention import LOG2_E, weigh
+from penstock.executor.kernels.cuda.pages import layout_of, load_inside, page_rows
 from penstock.executor.kernels.cuda.tiles import expanded_tile, power_of_2
 from penstock.executor.kernels.cuda.work import LOWEST, find_row, order_tiles
 
@@ -22,7 +24,7 @@ PIECE_ELEMENTS = 1 << 27  # keys and values that lie expanded at a time: 256 MiB
 GATHERED_ROWS = 16  # positions that one program of the gathering kernel copies
 
 
-class Piece(NamedTuple):
+class ExpandedPiece(NamedTuple):
     """Heads first_head … end_head - 1 of rows first … end - 1, which see `positions` in all."""
 
     first: int
@@ -32,7 +34,7 @@ class Piece(NamedTuple):
     positions: int
 
 
-def pieces(contexts: Sequence[int], num_heads: int, width: int, limit: int) -> Iterator[Piece]:
+def pieces(contexts: Sequence[int], num_heads: int, width: int, limit: int) -> Iterator[ExpandedPiece]:
     """All heads of all rows. Only one head of a single row, the least there can be, may be larger than `limit`."""
     first = 0
     while first < len(contexts):
@@ -42,19 +44,13 @@ def pieces(contexts: Sequence[int], num_heads: int, width: int, limit: int) -> I
             end += 1
         heads = max(1, min(num_heads, limit // (positions * width)))
         for head in range(0, num_heads, heads):
-            yield Piece(first, end, head, min(head + heads, num_heads), positions)
+            yield ExpandedPiece(first, end, head, min(head + heads, num_heads), positions)
         first = end
 
 
 def expanded_attention(
-    q: torch.Tensor,
-    latents: torch.Tensor,
-    expand: torch.Tensor,
-    batch: ForwardBatch,
-    first_row: int,
-    scale: float,
-    rope_dim: int,
-) -> torch.Tensor:
+    q: Tensor, latents: Tensor, expand: Tensor, batch: ForwardBatch, first_row: int, scale: float, rope_dim: int
+) -> Tensor:
     """Causal attention of the rows from `first_row` on: q [T, H, rope + nope] -> [T, H, value]. expand [H, nope + value,
     rank]."""
     num_heads, width, rank = expand.shape
@@ -74,25 +70,20 @@ def expanded_attention(
     return out
 
 
-def _gather(q, latents, tables, first: int, starts, positions: int, rope_dim: int, rank: int) -> torch.Tensor:
+def _gather(q, latents, tables, first: int, starts, positions: int, rope_dim: int, rank: int) -> Tensor:
     """[positions, rank]: the latents of the rows from `first` on, whose contexts begin at `starts` [rows + 1] of them."""
     gathered = torch.empty((positions, rank), dtype=q.dtype, device=q.device)
     rows = len(starts) - 1
     # Every row may leave one tile unfilled.
+    pointers = latents, tables, starts, gathered
+    numbers = tables.stride(0), first, rows
     _gather_latents[(positions // GATHERED_ROWS + rows,)](
-        latents,
-        tables,
-        starts,
-        gathered,
-        tables.stride(0),
-        first,
-        rows,
+        *pointers,
+        *numbers,
         ROPE=rope_dim,
         RANK=rank,
         BLOCK_RANK=power_of_2(rank),
-        PAGE=latents.shape[1],
-        PAGE_STRIDE=latents.stride(0),
-        SLOT_STRIDE=latents.stride(1),
+        PAGES=layout_of(latents),
         ROWS=GATHERED_ROWS,
         num_warps=4,
     )
@@ -104,24 +95,14 @@ def _attend(q, latents, made, key_starts, batch, first_row, piece, scale, out) -
     value_dim, heads = out.shape[2], piece.end_head - piece.first_head
     nope_dim = made.shape[1] // heads - value_dim
     rope_dim = q_dim - nope_dim
-    assert q.is_contiguous() and made.is_contiguous() and latents.stride(2) == 1
+    assert q.is_contiguous() and made.is_contiguous()
     tile = expanded_tile(q.element_size())
     order = order_tiles(batch, first_row + piece.first, first_row + piece.end, 1, tile)
+    pointers = q, latents, made, key_starts, batch.block_tables, batch.query_starts, batch.context_lens, order, out
+    numbers = batch.block_tables.stride(0), scale * LOG2_E, first_row, piece.first, piece.first_head
     _expanded[(heads, len(order))](
-        q,
-        latents,
-        made,
-        key_starts,
-        batch.block_tables,
-        batch.query_starts,
-        batch.context_lens,
-        order,
-        out,
-        batch.block_tables.stride(0),
-        scale * LOG2_E,
-        first_row,
-        piece.first,
-        piece.first_head,
+        *pointers,
+        *numbers,
         HEADS=num_heads,
         ROPE=rope_dim,
         NOPE=nope_dim,
@@ -129,13 +110,8 @@ def _attend(q, latents, made, key_starts, batch, first_row, piece, scale, out) -
         BLOCK_ROPE=max(16, power_of_2(rope_dim)),
         BLOCK_NOPE=max(16, power_of_2(nope_dim)),
         BLOCK_VALUE=max(16, power_of_2(value_dim)),
-        PAGE=latents.shape[1],
-        PAGE_STRIDE=latents.stride(0),
-        SLOT_STRIDE=latents.stride(1),
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        PAGES=layout_of(latents),
+        **tile.constants(),
     )
 
 
@@ -151,9 +127,7 @@ def _gather_latents(
     ROPE: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
+    PAGES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row, tile = find_row(tl.program_id(0), starts_ptr, 0, num_rows, 1, ROWS)
@@ -161,7 +135,7 @@ def _gather_latents(
     position = tile * ROWS + tl.arange(0, ROWS)
     inside = position < tl.load(starts_ptr + row + 1) - start
     table_ptr = tables_ptr + (first_row + row).to(tl.int64) * table_stride
-    cells = page_rows(table_ptr, position, inside, PAGE, PAGE_STRIDE, SLOT_STRIDE)
+    cells = page_rows(table_ptr, position, inside, PAGES)
     rank = tl.arange(0, BLOCK_RANK)
     mask = inside[:, None] & (rank < RANK)[None, :]
     latent = tl.load(latents_ptr + ROPE + cells[:, None] + rank[None, :], mask=mask, other=0.0)
@@ -192,9 +166,7 @@ def _expanded(
     BLOCK_ROPE: tl.constexpr,
     BLOCK_NOPE: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
+    PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -224,19 +196,15 @@ def _expanded(
     made_ptr += key_start * key_stride + head * (NOPE + VALUE)
     first = tl.load(contexts_ptr + row) - count + tile * ROWS  # the tile's first token's position, then its last one's
     last = first + tl.minimum(count - tile * ROWS, ROWS) - 1
+    are_whole: tl.constexpr = BLOCK_ROPE == ROPE and BLOCK_NOPE == NOPE and BLOCK_VALUE == VALUE
     whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this: no mask
     for start in range(0, whole, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
-        cells = page_rows(table_ptr, seen, seen >= 0, PAGE, PAGE_STRIDE, SLOT_STRIDE)
+        cells = page_rows(table_ptr, seen, seen >= 0, PAGES)
         made = seen * key_stride
-        if BLOCK_ROPE == ROPE and BLOCK_NOPE == NOPE and BLOCK_VALUE == VALUE:
-            rotated = tl.load(latents_ptr + cells[None, :] + rope[:, None])
-            k = tl.load(made_ptr + made[None, :] + nope[:, None])
-            v = tl.load(made_ptr + NOPE + made[:, None] + value[None, :])
-        else:
-            rotated = tl.load(latents_ptr + cells[None, :] + rope[:, None], mask=(rope < ROPE)[:, None], other=0.0)
-            k = tl.load(made_ptr + made[None, :] + nope[:, None], mask=(nope < NOPE)[:, None], other=0.0)
-            v = tl.load(made_ptr + NOPE + made[:, None] + value[None, :], mask=(value < VALUE)[None, :], other=0.0)
+        rotated = load_inside(latents_ptr + cells[None, :] + rope[:, None], (rope < ROPE)[:, None], are_whole)
+        k = load_inside(made_ptr + made[None, :] + nope[:, None], (nope < NOPE)[:, None], are_whole)
+        v = load_inside(made_ptr + NOPE + made[:, None] + value[None, :], (value < VALUE)[None, :], are_whole)
         scores = tl.dot(q_nope, k, input_precision="ieee")
         # By way of float32: from eight bits to bfloat16 at once is what Triton cannot compile for 8.9.
         scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
@@ -244,7 +212,7 @@ def _expanded(
     for start in range(whole, last + 1, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen <= last
-        cells = page_rows(table_ptr, seen, inside, PAGE, PAGE_STRIDE, SLOT_STRIDE)
+        cells = page_rows(table_ptr, seen, inside, PAGES)
         made = seen * key_stride
         mask = inside[None, :] & (rope < ROPE)[:, None]
         rotated = tl.load(latents_ptr + cells[None, :] + rope[:, None], mask=mask, other=0.0)

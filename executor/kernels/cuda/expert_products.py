@@ -7,67 +7,37 @@ An entry's numbers do not depend on the tile that it lies in.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from penstock.executor.kernels import Activation, Scaled
 from penstock.executor.kernels.cuda import fp8
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.fp8 import quantize_groups
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
-from penstock.executor.kernels.cuda.rows import GELU_TANH, SILU, activate
+from penstock.executor.kernels.cuda.rows import activate
 from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
-from penstock.executor.kernels.torch_fp8 import BLOCK, are_quantized, make_quantized
+from penstock.executor.kernels.eight_bits import BLOCK, are_quantized, make_quantized
 
-ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
-# [R, K] or [S, N, K], and where it has eight bits its scales
-Scaled = tuple[torch.Tensor, torch.Tensor | None]
 GROUP = tl.constexpr(BLOCK)
 SUM_BLOCK = 512
 
 
 def fused_experts(
-    hidden: torch.Tensor,
-    slots: torch.Tensor,
-    shares: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    first: int,
-    activation: str,
-    added: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the twin in `torch_ops`. An entry of another rank's slot adds nothing."""
-    return _experts(hidden, slots, shares, (gate_up, None), (down, None), first, activation, added)
-
-
-def fused_block_experts(
-    hidden: torch.Tensor,
-    slots: torch.Tensor,
-    shares: torch.Tensor,
-    gate_up: torch.Tensor,
-    gate_up_scales: torch.Tensor,
-    down: torch.Tensor,
-    down_scales: torch.Tensor,
-    first: int,
-    activation: str,
-    added: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """As the twin in `torch_fp8`. For few entries weights widen as they arrive: half the bytes are read, and tokens stay
-    exact. For many the products are of eight bits."""
-    weights = (gate_up, gate_up_scales), (down, down_scales)
-    return _experts(hidden, slots, shares, *weights, first, activation, added)
-
-
-def _experts(
-    hidden: torch.Tensor,
-    slots: torch.Tensor,
-    shares: torch.Tensor,
+    hidden: Tensor,
+    slots: Tensor,
+    shares: Tensor,
     gate_up: Scaled,
     down: Scaled,
     first: int,
-    activation: str,
-    added: torch.Tensor | None,
-) -> torch.Tensor:
+    activation: Activation,
+    added: Tensor | None = None,
+) -> Tensor:
+    """With eight bits and few entries weights widen as they arrive: half the bytes are read, and tokens stay exact. For
+    many the products are of eight bits."""
     num_slots, width, inner = down[0].shape
-    entries, given = slots.numel(), {"ACTIVATION": ACTIVATIONS[activation]}
+    entries = slots.numel()
     x: Scaled = hidden, None
     if down[1] is not None and are_quantized(entries, num_slots):
         x = fp8.quantize(hidden)
@@ -78,13 +48,13 @@ def _experts(
     up_tile, down_tile = (expert_tile(entries, num_slots, columns, *sizes) for columns in (inner, width))
     order = sort_entries(slots, num_slots, first, up_tile.rows)
     parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
-    _launch(order, up_tile, x, gate_up, inside, slots.shape[1], hidden, GATED=True, **given)
-    _launch(order, down_tile, inside, down, (parts, None), 1, hidden, GATED=False, **given)
+    _launch(order, up_tile, x, gate_up, inside, slots.shape[1], hidden, GATED=True, ACTIVATION=activation)
+    _launch(order, down_tile, inside, down, (parts, None), 1, hidden, GATED=False, ACTIVATION=activation)
     return _sum(parts, slots, shares, num_slots, first, added)
 
 
 def _launch(
-    order: Sorted, tile: Tile, x: Scaled, weight: Scaled, y: Scaled, shared_by: int, like: torch.Tensor, **given: int
+    order: Sorted, tile: Tile, x: Scaled, weight: Scaled, y: Scaled, shared_by: int, like: Tensor, **given: bool | str
 ) -> None:
     """`shared_by`: how many entries share a row of x; `like`: of the dtype that is computed in."""
     (rows, x_scales), (values, scales), (out, y_scales) = x, weight, y
@@ -93,54 +63,39 @@ def _launch(
     assert rows.shape[1] == depth and values.shape[1] == width * (2 if given["GATED"] else 1)
     assert x_scales is not None or rows.dtype is like.dtype
     assert scales is None or (scales.is_contiguous() and width % BLOCK == depth % BLOCK == 0)
+    pointers = *_pointers(x), *_pointers(weight), *_pointers(y), *order, like
+    strides = (0 if part is None else part.stride(1) for part in (x_scales, y_scales))
     _multiply[(triton.cdiv(width, tile.columns), len(order.tiles))](
-        rows,
-        rows if x_scales is None else x_scales,
-        values,
-        values if scales is None else scales,
-        out,
-        out if y_scales is None else y_scales,
-        order.ids,
-        order.tiles,
-        like,
-        0 if x_scales is None else x_scales.stride(1),
-        0 if y_scales is None else y_scales.stride(1),
+        *pointers,
+        *strides,
         STRIDE=rows.stride(0),
         WIDTH=width,
         DEPTH=depth,
         SCALES_STRIDE=0 if scales is None else scales.stride(1),
         SHARED_BY=shared_by,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
         STEP=expert_step(rows.element_size()),
         SCALED=scales is not None,
         QUANTIZED=x_scales is not None,
         QUANTIZES=y_scales is not None,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        **tile.constants(),
         **given,
-        **launching(),
     )
 
 
-def _sum(
-    parts: torch.Tensor,
-    slots: torch.Tensor,
-    shares: torch.Tensor,
-    num_slots: int,
-    first: int,
-    added: torch.Tensor | None,
-) -> torch.Tensor:
+def _pointers(x: Scaled) -> tuple[Tensor, Tensor]:
+    """A kernel is given two, with scales and without."""
+    values, scales = x
+    return values, values if scales is None else scales
+
+
+def _sum(parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: int, added: Tensor | None) -> Tensor:
     (tokens, top_k), width = slots.shape, parts.shape[1]
     assert shares.shape == slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
     assert added is None or (added.is_contiguous() and added.shape == (tokens, width))
     out = torch.empty((tokens, width), dtype=parts.dtype, device=parts.device)
+    pointers = parts, slots, shares, parts if added is None else added, out
     _add_shares[(tokens, triton.cdiv(width, SUM_BLOCK))](
-        parts,
-        slots,
-        shares,
-        parts if added is None else added,
-        out,
+        *pointers,
         slots.numel(),
         first,
         WIDTH=width,
@@ -149,7 +104,6 @@ def _sum(
         ADDS=added is not None,
         BLOCK=SUM_BLOCK,
         num_warps=4,
-        **launching(),
     )
     return out
 
@@ -207,21 +161,17 @@ def _multiply(
         x_scale = tl.full([ROWS], 1.0, tl.float32)
         if QUANTIZED:
             x_scale = tl.load(x_scales_ptr + group * x_scales_stride + row, mask=is_entry, other=0.0)
-        if whole:
-            x = tl.load(x_ptrs, mask=is_entry[:, None], other=0.0)
-            acc = _add_product(acc, x, x_scale, tl.load(weight_ptrs), gate_scales + group, SCALED, QUANTIZED)
-            if GATED:
-                weight = tl.load(weight_ptrs + WIDTH * DEPTH)
-                up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
-        else:
-            is_deep = start + k < DEPTH
-            is_weight = is_deep[:, None] & (column < WIDTH)[None, :]
-            x = tl.load(x_ptrs, mask=is_entry[:, None] & is_deep[None, :], other=0.0)
-            weight = tl.load(weight_ptrs, mask=is_weight, other=0.0)
-            acc = _add_product(acc, x, x_scale, weight, gate_scales + group, SCALED, QUANTIZED)
-            if GATED:
-                weight = tl.load(weight_ptrs + WIDTH * DEPTH, mask=is_weight, other=0.0)
-                up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
+        is_deep = start + k < DEPTH
+        is_weight = is_deep[:, None] & (column < WIDTH)[None, :]
+        is_x = is_entry[:, None]
+        if not whole:
+            is_x = is_x & is_deep[None, :]
+        x = tl.load(x_ptrs, mask=is_x, other=0.0)
+        weight = load_inside(weight_ptrs, is_weight, whole)
+        acc = _add_product(acc, x, x_scale, weight, gate_scales + group, SCALED, QUANTIZED)
+        if GATED:
+            weight = load_inside(weight_ptrs + WIDTH * DEPTH, is_weight, whole)
+            up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
         x_ptrs += STEP
         weight_ptrs += STEP
     if GATED:

@@ -9,31 +9,31 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from penstock.executor.kernels import Quantized
 from penstock.executor.kernels.card import current_card
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.rows import SILU, activate, normalize
+from penstock.executor.kernels.cuda.rows import activate, normalize
 from penstock.executor.kernels.cuda.tiles import block_linear_tile, depth_splits, power_of_2, row_warps
-from penstock.executor.kernels.torch_fp8 import BLOCK, FP8_MAX, TINY, Quantized, make_quantized, pad_rows
+from penstock.executor.kernels.eight_bits import BLOCK, FP8_MAX, TINY, make_quantized, pad_rows
 
 MAX_OWN_TOKENS = 256
 LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BLOCK)
-GATE = tl.constexpr(SILU)
 GROUPS_AT_ONCE = 8  # of 128 numbers: sixteen bytes for each thread of four warps
 JOIN_BLOCK = 1024
 
 
-def quantize(x: torch.Tensor) -> Quantized:
-    """x [T, K], K a multiple of 128; as the twins in `torch_fp8`."""
+def quantize(x: Tensor) -> Quantized:
     return _quantize(x, x.shape[1], is_gated=False)
 
 
-def silu_mul_quantize(gate_up: torch.Tensor) -> Quantized:
+def silu_mul_quantize(gate_up: Tensor) -> Quantized:
     return _quantize(gate_up, gate_up.shape[1] // 2, is_gated=True)
 
 
-def _quantize(x: torch.Tensor, width: int, is_gated: bool) -> Quantized:
+def _quantize(x: Tensor, width: int, is_gated: bool) -> Quantized:
     assert x.stride(1) == 1
     values, scales = make_quantized(len(x), width, x.device)
     grid = (len(x), triton.cdiv(width // BLOCK, GROUPS_AT_ONCE))
@@ -47,39 +47,31 @@ def _quantize(x: torch.Tensor, width: int, is_gated: bool) -> Quantized:
         GROUPS=GROUPS_AT_ONCE,
         GATED=is_gated,
         num_warps=4,
-        **launching(),
     )
     return values, scales
 
 
-def add_rms_norm_quantize(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[Quantized, torch.Tensor]:
+def add_rms_norm_quantize(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Quantized, Tensor]:
     rows, width = x.shape
     assert x.stride(1) == residual.stride(1) == 1 and x.dtype is residual.dtype and weight.is_contiguous()
     values, scales = make_quantized(rows, width, x.device)
     total = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     block = power_of_2(width)
+    pointers = x, residual, weight, values
+    numbers = scales, total, scales.stride(1), eps
     _norm_quantize[(rows,)](
-        x,
-        residual,
-        weight,
-        values,
-        scales,
-        total,
-        scales.stride(1),
-        eps,
+        *pointers,
+        *numbers,
         X_STRIDE=x.stride(0),
         RESIDUAL_STRIDE=residual.stride(0),
         WIDTH=width,
         BLOCK=block,
         num_warps=row_warps(block),
-        **launching(),
     )
     return (values, scales), total
 
 
-def block_linear(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def block_linear(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
     values, scales = x
     if values.is_cuda and is_cublas(len(values), len(weight)):
         return scaled_mm(x, weight, weight_scales, dtype)
@@ -91,27 +83,20 @@ def block_linear(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor
     splits = depth_splits(grid[0] * grid[1], depth)
     out = torch.empty((rows, width), dtype=dtype, device=values.device)
     parts = out if splits == 1 else out.new_empty((splits, rows, width), dtype=torch.float32)
+    pointers = values, scales, weight, weight_scales, parts
     _block_linear[(*grid, splits)](
-        values,
-        scales,
-        weight,
-        weight_scales,
-        parts,
+        *pointers,
         rows,
         scales.stride(1),
         WIDTH=width,
         DEPTH=depth,
         SCALES_STRIDE=weight_scales.stride(0),
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
         SPLITS=splits,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **launching(),
+        **tile.constants(),
     )
     if splits > 1:
         blocks = (triton.cdiv(rows * width, JOIN_BLOCK),)
-        _join[blocks](parts, out, rows * width, SPLITS=splits, BLOCK=JOIN_BLOCK, num_warps=4, **launching())
+        _join[blocks](parts, out, rows * width, SPLITS=splits, BLOCK=JOIN_BLOCK, num_warps=4)
     return out
 
 
@@ -121,7 +106,7 @@ def is_cublas(rows: int, width: int) -> bool:
     return rows > MAX_OWN_TOKENS and width % BLOCK == 0 and current_card().has_scaled_mm
 
 
-def scaled_mm(x: Quantized, weight: torch.Tensor, weight_scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def scaled_mm(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The second factor by columns, its scales [depth, width] too: a checkpoint's rows, transposed. The scales of the
     first have a column for every 128 of the depth, which has to begin at a multiple of 16 bytes: of four rows."""
     values, scales = pad_rows(x)
@@ -166,7 +151,7 @@ def _quantize_rows(
     y = x.to(tl.float32)
     if GATED:
         up = tl.load(x_ptr + row * STRIDE + WIDTH + column, mask=is_group[:, None], other=0.0).to(tl.float32)
-        y = (activate(y, GATE) * up).to(x.dtype).to(tl.float32)  # rounded, as in the twin
+        y = (activate(y, "silu") * up).to(x.dtype).to(tl.float32)  # rounded, as in the twin
     values, scales = quantize_groups(y)
     tl.store(values_ptr + row * WIDTH + column, values, mask=is_group[:, None])
     tl.store(scales_ptr + group.to(tl.int64) * scales_stride + row, scales, mask=is_group)

@@ -8,22 +8,22 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels import Activation
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.rows import GELU_TANH, SILU, activate, gate
+from penstock.executor.kernels.cuda.rows import activate, gate
 from penstock.executor.kernels.cuda.tiles import few_rows_tile
 
-ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH}
 FEW_ROWS = 32
 DEPTH = 128  # of the products at a time
 
 
-def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    """x [T, K], weight [2 I, K], the gate's rows first -> activation(gate) * up [T, I]."""
+def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
     rows, depth = x.shape
     if rows > FEW_ROWS:
-        return gate(F.linear(x, weight), ACTIVATIONS[activation])
+        return gate(F.linear(x, weight), activation)
     assert x.is_contiguous() and weight.is_contiguous() and x.dtype is weight.dtype and weight.shape[1] == depth
     width = weight.shape[0] // 2
     out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
@@ -36,14 +36,10 @@ def gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torc
             rows,
             K=depth,
             WIDTH=width,
-            ACTIVATION=ACTIVATIONS[activation],
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
+            ACTIVATION=activation,
             DEPTH=DEPTH,
             EVEN=depth % DEPTH == 0 and width % tile.columns == 0,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **launching(),
+            **tile.constants(),
         )
     return out
 

@@ -4,15 +4,19 @@ Absorbed (executor/models/latent.py): queries are in the latent's space already.
 so that a latent is read once for many heads; rows of one token are shared out evenly, as in `attention`.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.paged_attention import LOG2_E, page_rows, weigh
-from penstock.executor.kernels.cuda.tiles import Tile, latent_tile, power_of_2
+from penstock.executor.kernels.cuda.paged_attention import LOG2_E, weigh
+from penstock.executor.kernels.cuda.pages import layout_of, page_rows
+from penstock.executor.kernels.cuda.tiles import latent_tile, power_of_2
 from penstock.executor.kernels.cuda.work import (
     LOWEST,
     join_if_last,
@@ -24,66 +28,38 @@ from penstock.executor.kernels.cuda.work import (
 )
 
 
-def latent_attention(
-    q: torch.Tensor, latents: torch.Tensor, batch: ForwardBatch, scale: float, rope_dim: int
-) -> torch.Tensor:
-    """q [T, H, rope + rank], latents [pages, PAGE, rope + rank] -> [T, H, rank], causal."""
+class LatentSizes(NamedTuple):
+    heads: int
+    rope: int
+    rank: int
+    block_rope: int
+    block_rank: int
+
+
+def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
     tokens, num_heads, width = q.shape
     rank = width - rope_dim
     out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     assert q.is_contiguous() and tokens == batch.num_single_rows + sum(batch.query_lens)
-    assert latents.shape[2] == width and latents.stride(2) == 1
+    assert latents.shape[2] == width
+    read = q, latents, batch.block_tables
+    numbers = batch.block_tables.stride(0), scale * LOG2_E
+    sizes = LatentSizes(num_heads, rope_dim, rank, max(16, power_of_2(rope_dim)), max(16, power_of_2(rank)))
+    constants = {"SIZES": sizes, "PAGES": layout_of(latents)}
     if batch.num_single_rows:
         tile = latent_tile(num_heads, True, q.element_size(), latents.element_size())
         num_tiles = triton.cdiv(num_heads, tile.rows)
         shares = share_singles(batch, num_tiles, None, tile, tile.rows, rank)
         _latent_singles[(len(shares.plan),)](
-            q,
-            latents,
-            batch.block_tables,
-            batch.context_lens,
-            out,
-            *shares,
-            batch.block_tables.stride(0),
-            scale * LOG2_E,
-            TILES=num_tiles,
-            **_constants(q, latents, rope_dim, tile),
+            *read, batch.context_lens, out, *shares, *numbers, TILES=num_tiles, **constants, **tile.constants()
         )
     if batch.query_lens:
         tile = latent_tile(num_heads, False, q.element_size(), latents.element_size())
         order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), num_heads, tile)
         _latent[(len(order),)](
-            q,
-            latents,
-            batch.block_tables,
-            batch.query_starts,
-            batch.context_lens,
-            order,
-            out,
-            batch.block_tables.stride(0),
-            scale * LOG2_E,
-            **_constants(q, latents, rope_dim, tile),
+            *read, batch.query_starts, batch.context_lens, order, out, *numbers, **constants, **tile.constants()
         )
     return out
-
-
-def _constants(q: torch.Tensor, latents: torch.Tensor, rope_dim: int, tile: Tile) -> dict[str, int | bool]:
-    num_heads, width = q.shape[1:]
-    return {
-        "HEADS": num_heads,
-        "ROPE": rope_dim,
-        "RANK": width - rope_dim,
-        "BLOCK_ROPE": max(16, power_of_2(rope_dim)),
-        "BLOCK_RANK": max(16, power_of_2(width - rope_dim)),
-        "PAGE": latents.shape[1],
-        "PAGE_STRIDE": latents.stride(0),
-        "SLOT_STRIDE": latents.stride(1),
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        **launching(),
-    }
 
 
 @kernel
@@ -100,34 +76,29 @@ def _latent_singles(
     table_stride,
     scale,
     TILES: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROPE: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
+    SIZES: tl.constexpr,
+    PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """A program goes through its share, from one row's tile of heads to the next."""
     take_turn(DEPENDENT)
+    shares = plan_ptr, parts_ptr, sums_ptr, arrivals_ptr
     row, tile, block, left, context = take_share(plan_ptr)
     taken = 0
     member = tl.arange(0, ROWS)
-    rank = tl.arange(0, BLOCK_RANK)
+    rank = tl.arange(0, SIZES.block_rank)
     while left > 0:
         _, blocks = span(context, 0, COLUMNS, False)
         count = tl.minimum(left, blocks - block)
-        begin = row.to(tl.int64) * HEADS + tile * ROWS
-        num_heads = tl.minimum(ROWS, HEADS - tile * ROWS)
+        begin = row.to(tl.int64) * SIZES.heads + tile * ROWS
+        num_heads = tl.minimum(ROWS, SIZES.heads - tile * ROWS)
         is_head = member < num_heads
         low = block * COLUMNS
         high = tl.minimum(context, low + count * COLUMNS)
         best, total, acc = _attend(
-            q_ptr + begin * (ROPE + RANK),
+            q_ptr + begin * (SIZES.rope + SIZES.rank),
             latents_ptr,
             tables_ptr + row.to(tl.int64) * table_stride,
             member,
@@ -136,38 +107,21 @@ def _latent_singles(
             high,
             tl.full([ROWS], 0, tl.int32) + high,
             scale,
-            ROPE,
-            RANK,
-            BLOCK_ROPE,
-            BLOCK_RANK,
-            PAGE,
-            PAGE_STRIDE,
-            SLOT_STRIDE,
+            SIZES,
+            PAGES,
             ROWS,
             COLUMNS,
         )
         out = acc / tl.maximum(total, 1.0)[:, None]
-        mask = is_head[:, None] & (rank < RANK)[None, :]
-        inner = member[:, None] * RANK + rank[None, :]
+        mask = is_head[:, None] & (rank < SIZES.rank)[None, :]
+        inner = member[:, None] * SIZES.rank + rank[None, :]
         if count == blocks:
-            tl.store(out_ptr + begin * RANK + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
+            tl.store(out_ptr + begin * SIZES.rank + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
         else:
             place = part_place(block)
-            tl.store(parts_ptr + place * (ROWS * RANK) + inner, out, mask=mask)
+            tl.store(parts_ptr + place * (ROWS * SIZES.rank) + inner, out, mask=mask)
             tl.store(sums_ptr + place * ROWS + member, best + tl.log2(total), mask=is_head)
-            join_if_last(
-                plan_ptr,
-                parts_ptr,
-                sums_ptr,
-                arrivals_ptr,
-                out_ptr + begin * RANK,
-                taken,
-                block,
-                blocks,
-                num_heads,
-                ROWS,
-                RANK,
-            )
+            join_if_last(shares, out_ptr + begin * SIZES.rank, taken, block, blocks, num_heads, ROWS, SIZES.rank)
         left -= count
         taken += count
         block = 0
@@ -189,14 +143,8 @@ def _latent(
     out_ptr,
     table_stride,
     scale,
-    HEADS: tl.constexpr,
-    ROPE: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
+    SIZES: tl.constexpr,
+    PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -209,33 +157,28 @@ def _latent(
     count = tl.load(starts_ptr + row + 1) - begin
     before = tl.load(contexts_ptr + row) - count
     pair = tile * ROWS + tl.arange(0, ROWS)
-    token = pair // HEADS
+    token = pair // SIZES.heads
     is_pair = token < count
-    begin = begin.to(tl.int64) * HEADS
-    best, total, acc = _attend(
-        q_ptr + begin * (ROPE + RANK),
+    begin = begin.to(tl.int64) * SIZES.heads
+    _, total, acc = _attend(
+        q_ptr + begin * (SIZES.rope + SIZES.rank),
         latents_ptr,
         tables_ptr + row.to(tl.int64) * table_stride,
         pair,
         is_pair,
         0,
-        before + tl.minimum(count, (tile * ROWS + ROWS - 1) // HEADS + 1),  # of the tile's last token
+        before + tl.minimum(count, (tile * ROWS + ROWS - 1) // SIZES.heads + 1),  # of the tile's last token
         before + token,
         scale,
-        ROPE,
-        RANK,
-        BLOCK_ROPE,
-        BLOCK_RANK,
-        PAGE,
-        PAGE_STRIDE,
-        SLOT_STRIDE,
+        SIZES,
+        PAGES,
         ROWS,
         COLUMNS,
     )
-    rank = tl.arange(0, BLOCK_RANK)
-    mask = is_pair[:, None] & (rank < RANK)[None, :]
+    rank = tl.arange(0, SIZES.block_rank)
+    mask = is_pair[:, None] & (rank < SIZES.rank)[None, :]
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + begin * RANK + pair[:, None] * RANK + rank[None, :], out, mask=mask)
+    tl.store(out_ptr + begin * SIZES.rank + pair[:, None] * SIZES.rank + rank[None, :], out, mask=mask)
 
 
 @triton.jit
@@ -249,34 +192,32 @@ def _attend(
     high,
     position,
     scale,
-    ROPE: tl.constexpr,
-    RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
+    SIZES: tl.constexpr,
+    PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """What queries, the `pair`s of those from q_ptr on, make of a row's positions low … high - 1, none later than their
     own `position`: as `weigh` leaves it."""
-    rope = tl.arange(0, BLOCK_ROPE)
+    BLOCK_RANK: tl.constexpr = SIZES.block_rank
+    rope = tl.arange(0, SIZES.block_rope)
     rank = tl.arange(0, BLOCK_RANK)
-    is_rope = rope < ROPE
-    is_rank = rank < RANK
-    q_ptr += pair[:, None] * (ROPE + RANK)
+    is_rope = rope < SIZES.rope
+    is_rank = rank < SIZES.rank
+    q_ptr += pair[:, None] * (SIZES.rope + SIZES.rank)
     q_rope = tl.load(q_ptr + rope[None, :], mask=is_pair[:, None] & is_rope[None, :], other=0.0)
-    q_rank = tl.load(q_ptr + ROPE + rank[None, :], mask=is_pair[:, None] & is_rank[None, :], other=0.0)
+    q_rank = tl.load(q_ptr + SIZES.rope + rank[None, :], mask=is_pair[:, None] & is_rank[None, :], other=0.0)
     best = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_RANK], tl.float32)
     for start in range(low, high, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen < high
-        cells = page_rows(table_ptr, seen, inside, PAGE, PAGE_STRIDE, SLOT_STRIDE)
+        cells = page_rows(table_ptr, seen, inside, PAGES)
         values = tl.load(
-            latents_ptr + ROPE + cells[:, None] + rank[None, :], mask=inside[:, None] & is_rank[None, :], other=0.0
+            latents_ptr + SIZES.rope + cells[:, None] + rank[None, :],
+            mask=inside[:, None] & is_rank[None, :],
+            other=0.0,
         )
         rotated = tl.load(
             latents_ptr + cells[None, :] + rope[:, None], mask=inside[None, :] & is_rope[:, None], other=0.0

@@ -7,72 +7,57 @@ Checkpoints rotate neighbours (2 i, 2 i + 1); here they are taken apart, (i, i +
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels import Rotation
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.rope_and_store import check_places, copy, load_shared, narrow
+from penstock.executor.kernels.cuda.pages import layout_of, slot_place
+from penstock.executor.kernels.cuda.rope_and_store import check_places, copy, load_shared, narrow, parts_of
 from penstock.executor.kernels.cuda.rows import normalize
 from penstock.executor.kernels.cuda.tiles import power_of_2, rope_tile
 
 
 def latent_rope_and_store(
-    goal: torch.Tensor,
-    q: torch.Tensor,
-    down: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    latents: torch.Tensor,
-    kv_slots: torch.Tensor,
+    goal: Tensor,
+    q: Tensor,
+    down: Tensor,
+    norm: tuple[Tensor, float],
+    rotation: Rotation,
+    latents: Tensor,
+    kv_slots: Tensor,
     first: int,
     is_whole: bool,
 ) -> None:
-    """As the twin in `torch_ops`."""
     tokens, num_heads, width = goal.shape
+    (cos, sin, positions), (weight, eps) = rotation, norm
     rank, half = len(weight), cos.shape[1]
-    page_stride, slot_stride, _ = latents.stride()
     assert q.stride()[1:] == (q.shape[2], 1) and down.stride(1) == 1 and down.shape[1] == rank + 2 * half
-    assert goal.is_contiguous() and latents.stride(2) == 1 and goal.dtype is q.dtype is down.dtype
+    assert goal.is_contiguous() and goal.dtype is q.dtype is down.dtype
     assert weight.dtype is torch.float32 and weight.is_contiguous()
-    check_places(cos, sin, positions, kv_slots)
+    check_places(rotation, kv_slots)
     if not tokens:
         return
     tile = rope_tile(min(16, num_heads), power_of_2(half))
     q_programs = triton.cdiv(num_heads, tile.columns)
+    pointers = goal, q, down, weight, cos, sin, positions, latents, kv_slots
+    numbers = first, tokens, eps
     _latent_rope[(triton.cdiv(tokens, tile.rows), q_programs + 1)](
-        goal,
-        q,
-        down,
-        weight,
-        cos,
-        sin,
-        positions,
-        latents,
-        kv_slots,
-        first,
-        tokens,
-        eps,
+        *pointers,
+        *numbers,
         GOAL_DIM=width,
         Q_STRIDE=q.stride(0),
-        Q_DIM=q.shape[2],
         DOWN_STRIDE=down.stride(0),
-        PAGE_STRIDE=page_stride,
-        SLOT_STRIDE=slot_stride,
+        PAGES=layout_of(latents),
         NUM_HEADS=num_heads,
         Q_PROGRAMS=q_programs,
-        HALF=half,
+        PARTS=parts_of(q.shape[2], half),
         RANK=rank,
         TOKENS=tile.rows,
         HEADS=tile.columns,
-        BLOCK_HALF=power_of_2(half),
-        BLOCK_REST=power_of_2(q.shape[2] - 2 * half),
         BLOCK_RANK=power_of_2(rank),
-        PAGE=latents.shape[1],
         IS_WHOLE=is_whole,
         num_warps=tile.num_warps,
-        **launching(),
     )
 
 
@@ -92,20 +77,15 @@ def _latent_rope(
     eps,
     GOAL_DIM: tl.constexpr,
     Q_STRIDE: tl.constexpr,
-    Q_DIM: tl.constexpr,
     DOWN_STRIDE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
+    PAGES: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     Q_PROGRAMS: tl.constexpr,
-    HALF: tl.constexpr,
+    PARTS: tl.constexpr,
     RANK: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
-    PAGE: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -115,39 +95,40 @@ def _latent_rope(
     is_row = row < tokens
     token = first + row
     position = tl.load(positions_ptr + token, mask=is_row, other=0).to(tl.int64)
-    cos_ptr += position * HALF
-    sin_ptr += position * HALF
+    cos_ptr += position * PARTS.half
+    sin_ptr += position * PARTS.half
     program = tl.program_id(1)
     if program < Q_PROGRAMS:
         head = program * HEADS + tl.arange(0, HEADS)[None, :, None]
         is_head = is_row & (head < NUM_HEADS)
-        query = q_ptr + token * Q_STRIDE + head * Q_DIM
+        query = q_ptr + token * Q_STRIDE + head * PARTS.dim
         goal = goal_ptr + (row * NUM_HEADS + head) * GOAL_DIM
-        _rotate_neighbours(query + Q_DIM - 2 * HALF, goal, is_head, cos_ptr, sin_ptr, HALF, BLOCK_HALF)
+        _rotate_neighbours(query + PARTS.dim - 2 * PARTS.half, goal, is_head, cos_ptr, sin_ptr, PARTS)
         if IS_WHOLE:
-            rest = tl.arange(0, BLOCK_REST)[None, None, :]
-            copy(query + rest, goal + 2 * HALF + rest, is_head & (rest < Q_DIM - 2 * HALF))
+            rest = tl.arange(0, PARTS.block_rest)[None, None, :]
+            copy(query + rest, goal + 2 * PARTS.half + rest, is_head & (rest < PARTS.dim - 2 * PARTS.half))
     else:
         slot = tl.load(slots_ptr + token, mask=is_row, other=0)
-        cell = latents_ptr + slot // PAGE * PAGE_STRIDE + slot % PAGE * SLOT_STRIDE
+        cell = latents_ptr + slot_place(slot, PAGES)
         key = down_ptr + token * DOWN_STRIDE
-        _rotate_neighbours(key + RANK, cell, is_row, cos_ptr, sin_ptr, HALF, BLOCK_HALF)
+        _rotate_neighbours(key + RANK, cell, is_row, cos_ptr, sin_ptr, PARTS)
         rank = tl.arange(0, BLOCK_RANK)[None, None, :]
         is_rank = is_row & (rank < RANK)
         latent = tl.load(key + rank, mask=is_rank, other=0.0)
         y = normalize(latent.to(tl.float32), load_shared(weight_ptr + rank, is_rank), eps, RANK)
-        tl.store(cell + 2 * HALF + rank, narrow(y.to(latent.dtype), cell), mask=is_rank)
+        tl.store(cell + 2 * PARTS.half + rank, narrow(y.to(latent.dtype), cell), mask=is_rank)
 
 
 @triton.jit
-def _rotate_neighbours(source, goal, mask, cos_ptr, sin_ptr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """The pairs (2 i, 2 i + 1) of heads [tokens, heads, 1], which become (i, i + HALF)."""
+def _rotate_neighbours(source, goal, mask, cos_ptr, sin_ptr, PARTS: tl.constexpr):
+    """The pairs (2 i, 2 i + 1) of heads [tokens, heads, 1], which become (i, i + half)."""
+    BLOCK_HALF: tl.constexpr = PARTS.block_half
     both = tl.arange(0, 2 * BLOCK_HALF)[None, None, :]
     half = tl.arange(0, BLOCK_HALF)[None, None, :]
-    inside = mask & (half < HALF)
-    pairs = tl.load(source + both, mask=mask & (both < 2 * HALF), other=0.0)
+    inside = mask & (half < PARTS.half)
+    pairs = tl.load(source + both, mask=mask & (both < 2 * PARTS.half), other=0.0)
     x, y = tl.split(tl.reshape(pairs.to(tl.float32), [inside.shape[0], inside.shape[1], BLOCK_HALF, 2]))
     cos = load_shared(cos_ptr + half, inside)
     sin = load_shared(sin_ptr + half, inside)
     tl.store(goal + half, narrow((x * cos - y * sin).to(pairs.dtype), goal), mask=inside)
-    tl.store(goal + HALF + half, narrow((y * cos + x * sin).to(pairs.dtype), goal), mask=inside)
+    tl.store(goal + PARTS.half + half, narrow((y * cos + x * sin).to(pairs.dtype), goal), mask=inside)

@@ -1,7 +1,7 @@
 """Attention over paged keys and values, grouped heads sharing a tile: one kernel for rows of one token, one for more.
 
 Rows of one token read much and compute little: a fixed number of programs share all their positions evenly, so a long
-context is read by as much of the GPU as many short ones are, and whoever comes last joins what several saw of one row.
+context is read by as much of the GPU as many short ones are, and the last to finish joins what several saw of one row.
 Rows of several tokens compute: tiles of 128 (token, head) pairs against 64 positions, large enough for warpgroup
 products, the longest first. Pages may hold the model's dtype or float8_e4m3fn.
 
@@ -9,13 +9,17 @@ A graph captured for a bucket of rows serves every batch that fits (work.py). A 
 padding, gets zeros.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.pages import layout_of, load_inside, page_rows
 from penstock.executor.kernels.cuda.tiles import decode_tile, power_of_2, prefill_tile
 from penstock.executor.kernels.cuda.work import (
     LOWEST,
@@ -30,113 +34,37 @@ from penstock.executor.kernels.cuda.work import (
 LOG2_E = 1.4426950408889634
 
 
+class HeadSizes(NamedTuple):
+    kv_heads: int
+    group: int  # of query heads that share a key-value head
+    dim: int
+    block_dim: int
+
+
 def paged_attention(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: ForwardBatch,
-    scale: float,
-    window: int | None = None,
-) -> torch.Tensor:
-    """Causal attention of every token over its row's pages; with a window, over the last `window` positions."""
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None = None
+) -> Tensor:
+    num_heads, dim = q.shape[1:]
+    kv_heads = k_pages.shape[2] // dim
+    sizes = HeadSizes(kv_heads, num_heads // kv_heads, dim, max(16, power_of_2(dim)))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert q.is_contiguous() and len(q) == batch.num_single_rows + sum(batch.query_lens)
-    assert k_pages.stride() == v_pages.stride() and k_pages.stride(2) == 1 and k_pages.dtype is v_pages.dtype
-    assert k_pages.shape[2] % q.shape[2] == 0 and q.shape[1] % (k_pages.shape[2] // q.shape[2]) == 0
+    assert k_pages.stride() == v_pages.stride() and k_pages.dtype is v_pages.dtype
+    assert k_pages.shape[2] % dim == 0 and num_heads % kv_heads == 0
+    read = q, k_pages, v_pages, batch.block_tables
+    numbers = batch.block_tables.stride(0), scale * LOG2_E, window or 0
+    constants = {"SIZES": sizes, "PAGES": layout_of(k_pages), "HAS_WINDOW": window is not None}
     if batch.num_single_rows:
-        _decode_rows(q, k_pages, v_pages, batch, scale, window, out)
+        tile = decode_tile(sizes.group, dim, q.element_size(), k_pages.element_size())
+        shares = share_singles(batch, kv_heads, window, tile, sizes.group, dim)
+        _decode[(len(shares.plan),)](*read, batch.context_lens, out, *shares, *numbers, **constants, **tile.constants())
     if batch.query_lens:
-        _prefill_rows(q, k_pages, v_pages, batch, scale, window, out)
+        tile = prefill_tile(dim, q.element_size())
+        order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), sizes.group, tile)
+        _prefill[(kv_heads, len(order))](
+            *read, batch.query_starts, batch.context_lens, order, out, *numbers, **constants, **tile.constants()
+        )
     return out
-
-
-def _decode_rows(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: ForwardBatch,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
-    num_heads, dim = q.shape[1:]
-    kv_heads = k_pages.shape[2] // dim
-    group = num_heads // kv_heads
-    tile = decode_tile(group, dim, q.element_size(), k_pages.element_size())
-    shares = share_singles(batch, kv_heads, window, tile, group, dim)
-    _decode[(len(shares.plan),)](
-        q,
-        k_pages,
-        v_pages,
-        batch.block_tables,
-        batch.context_lens,
-        out,
-        *shares,
-        batch.block_tables.stride(0),
-        scale * LOG2_E,
-        window or 0,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        BLOCK_DIM=max(16, power_of_2(dim)),
-        PAGE=k_pages.shape[1],
-        PAGE_STRIDE=k_pages.stride(0),
-        SLOT_STRIDE=k_pages.stride(1),
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        HAS_WINDOW=window is not None,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        **launching(),
-    )
-
-
-def _prefill_rows(
-    q: torch.Tensor,
-    k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
-    batch: ForwardBatch,
-    scale: float,
-    window: int | None,
-    out: torch.Tensor,
-) -> None:
-    num_heads, dim = q.shape[1:]
-    kv_heads = k_pages.shape[2] // dim
-    group = num_heads // kv_heads
-    tile = prefill_tile(dim, q.element_size())
-    order = order_tiles(batch, batch.num_single_rows, len(batch.context_lens), group, tile)
-    _prefill[(kv_heads, len(order))](
-        q,
-        k_pages,
-        v_pages,
-        batch.block_tables,
-        batch.query_starts,
-        batch.context_lens,
-        order,
-        out,
-        batch.block_tables.stride(0),
-        scale * LOG2_E,
-        window or 0,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        DIM=dim,
-        BLOCK_DIM=max(16, power_of_2(dim)),
-        PAGE=k_pages.shape[1],
-        PAGE_STRIDE=k_pages.stride(0),
-        SLOT_STRIDE=k_pages.stride(1),
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        HAS_WINDOW=window is not None,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-
-
-@triton.jit
-def page_rows(table_ptr, position, inside, PAGE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr):
-    """Where each position's vector begins in the pages, in elements: 64 bits, a cache may be longer than 2 ** 31."""
-    page = tl.load(table_ptr + position // PAGE, mask=inside, other=0).to(tl.int64)
-    return page * PAGE_STRIDE + position % PAGE * SLOT_STRIDE
 
 
 @triton.jit
@@ -165,13 +93,8 @@ def _decode(
     table_stride,
     scale,
     window,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
+    SIZES: tl.constexpr,
+    PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -179,17 +102,19 @@ def _decode(
 ):
     """A program goes through its share, from one (row, key-value head) to the next."""
     take_turn(DEPENDENT)
+    shares = plan_ptr, parts_ptr, sums_ptr, arrivals_ptr
     row, kv_head, block, left, context = take_share(plan_ptr)
     taken = 0
     member = tl.arange(0, ROWS)
+    BLOCK_DIM: tl.constexpr = SIZES.block_dim
     dim = tl.arange(0, BLOCK_DIM)
-    is_dim = dim < DIM
-    mask = (member < GROUP)[:, None] & is_dim[None, :]
-    inner = member[:, None] * DIM + dim[None, :]  # a number's place among the group's
+    is_dim = dim < SIZES.dim
+    mask = (member < SIZES.group)[:, None] & is_dim[None, :]
+    inner = member[:, None] * SIZES.dim + dim[None, :]  # a number's place among the group's
     while left > 0:
         first, blocks = span(context, window, COLUMNS, HAS_WINDOW)
         count = tl.minimum(left, blocks - block)
-        group = (row.to(tl.int64) * KV_HEADS + kv_head) * (GROUP * DIM)
+        group = (row.to(tl.int64) * SIZES.kv_heads + kv_head) * (SIZES.group * SIZES.dim)
         q = tl.load(q_ptr + group + inner, mask=mask, other=0.0)
         best = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
@@ -200,7 +125,7 @@ def _decode(
         for start in range(low, high, COLUMNS):
             position = start + tl.arange(0, COLUMNS)
             inside = position < high
-            cells = page_rows(table_ptr, position, inside, PAGE, PAGE_STRIDE, SLOT_STRIDE) + kv_head * DIM
+            cells = page_rows(table_ptr, position, inside, PAGES) + kv_head * SIZES.dim
             # What lies past the context may be anything, even NaN: it is not read.
             k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
             v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
@@ -212,26 +137,14 @@ def _decode(
             tl.store(out_ptr + group + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
         else:
             place = part_place(block)
-            tl.store(parts_ptr + place * (GROUP * DIM) + inner, out, mask=mask)
-            tl.store(sums_ptr + place * GROUP + member, best + tl.log2(total), mask=member < GROUP)
-            join_if_last(
-                plan_ptr,
-                parts_ptr,
-                sums_ptr,
-                arrivals_ptr,
-                out_ptr + group,
-                taken,
-                block,
-                blocks,
-                GROUP,
-                GROUP,
-                DIM,
-            )
+            tl.store(parts_ptr + place * (SIZES.group * SIZES.dim) + inner, out, mask=mask)
+            tl.store(sums_ptr + place * SIZES.group + member, best + tl.log2(total), mask=member < SIZES.group)
+            join_if_last(shares, out_ptr + group, taken, block, blocks, SIZES.group, SIZES.group, SIZES.dim)
         left -= count
         taken += count
         block = 0
         kv_head += 1
-        if kv_head == KV_HEADS:
+        if kv_head == SIZES.kv_heads:
             kv_head = 0
             row += 1
             context = tl.load(contexts_ptr + row, mask=left > 0, other=0)
@@ -250,13 +163,8 @@ def _prefill(
     table_stride,
     scale,
     window,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    PAGE: tl.constexpr,
-    PAGE_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
+    SIZES: tl.constexpr,
+    PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
@@ -268,23 +176,24 @@ def _prefill(
     begin = tl.load(starts_ptr + row)
     count = tl.load(starts_ptr + row + 1) - begin
     pair = tile * ROWS + tl.arange(0, ROWS)
-    token = pair // GROUP
+    token = pair // SIZES.group
     before = tl.load(contexts_ptr + row) - count  # of the row's positions, computed in earlier steps
     position = before + token
     is_pair = token < count
-    head = (begin + token).to(tl.int64) * (KV_HEADS * GROUP) + kv_head * GROUP + pair % GROUP
+    head = (begin + token).to(tl.int64) * (SIZES.kv_heads * SIZES.group) + kv_head * SIZES.group + pair % SIZES.group
+    BLOCK_DIM: tl.constexpr = SIZES.block_dim
     dim = tl.arange(0, BLOCK_DIM)
-    is_dim = dim < DIM
+    is_dim = dim < SIZES.dim
     mask = is_pair[:, None] & is_dim[None, :]
-    q = tl.load(q_ptr + head[:, None] * DIM + dim[None, :], mask=mask, other=0.0)
+    q = tl.load(q_ptr + head[:, None] * SIZES.dim + dim[None, :], mask=mask, other=0.0)
     best = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
-    k_ptr += kv_head * DIM
-    v_ptr += kv_head * DIM
+    k_ptr += kv_head * SIZES.dim
+    v_ptr += kv_head * SIZES.dim
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
-    first = before + tile * ROWS // GROUP  # the tile's first token's position, then its last one's
-    last = before + tl.minimum(count - 1, (tile * ROWS + ROWS - 1) // GROUP)
+    first = before + tile * ROWS // SIZES.group  # the tile's first token's position, then its last one's
+    last = before + tl.minimum(count - 1, (tile * ROWS + ROWS - 1) // SIZES.group)
     low = 0
     whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this: no mask
     if HAS_WINDOW:
@@ -292,19 +201,15 @@ def _prefill(
         whole = low
     for start in range(low, whole, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
-        cells = page_rows(table_ptr, seen, seen >= 0, PAGE, PAGE_STRIDE, SLOT_STRIDE)
-        if BLOCK_DIM == DIM:
-            k = tl.load(k_ptr + cells[None, :] + dim[:, None])
-            v = tl.load(v_ptr + cells[:, None] + dim[None, :])
-        else:
-            k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=is_dim[:, None], other=0.0)
-            v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=is_dim[None, :], other=0.0)
+        cells = page_rows(table_ptr, seen, seen >= 0, PAGES)
+        k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_dim[:, None], SIZES.dim == BLOCK_DIM)
+        v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_dim[None, :], SIZES.dim == BLOCK_DIM)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
     for start in range(whole, last + 1, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen <= last
-        cells = page_rows(table_ptr, seen, inside, PAGE, PAGE_STRIDE, SLOT_STRIDE)
+        cells = page_rows(table_ptr, seen, inside, PAGES)
         k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
         v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
@@ -314,4 +219,4 @@ def _prefill(
         scores = tl.where(visible, scores, -float("inf"))
         best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
     out = acc / total[:, None]
-    tl.store(out_ptr + head[:, None] * DIM + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + head[:, None] * SIZES.dim + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -5,18 +5,17 @@ read one expert's weights. No row is copied for that: the sorted list of entries
 rows. An entry's place follows from the choices alone, not from which program came first.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import power_of_2
-
-if TYPE_CHECKING:
-    from penstock.executor.moe_spec import MoeSpec
+from penstock.executor.moe_spec import MoeSpec
 
 TOKENS = 4  # a program's, in `_choose`: one for each warp
 CHUNK = 512  # entries of a program
@@ -25,28 +24,23 @@ PAIRS = 8192  # of an entry and a slot that a program compares at once
 
 
 class Sorted(NamedTuple):
-    ids: torch.Tensor  # [tiles * rows] int32: entries by slot; what pads them is anything
-    tiles: torch.Tensor  # [tiles, 2] int32: each tile's slot, and how many entries it has, 0 at the end
+    ids: Tensor  # [tiles * rows] int32: entries by slot; what pads them is anything
+    tiles: Tensor  # [tiles, 2] int32: each tile's slot, and how many entries it has, 0 at the end
 
 
-def choose_experts(
-    logits: torch.Tensor, bias: torch.Tensor | None, moe: "MoeSpec", num_shared: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the twin in `torch_ops`; of equal experts the first."""
+def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared: int = 0) -> tuple[Tensor, Tensor]:
+    """Of equal experts the first."""
     tokens, choices = len(logits), moe.top_k + num_shared
     assert logits.dtype is torch.float32 and logits.stride(1) == 1
     assert logits.shape[1] == moe.num_experts + moe.has_shared_gate
     assert bias is None or (bias.dtype is torch.float32 and bias.is_contiguous())
     ids = torch.empty((tokens, choices), dtype=torch.int32, device=logits.device)
     shares = torch.empty((tokens, choices), dtype=torch.float32, device=logits.device)
+    pointers = logits, logits if bias is None else bias, ids, shares
+    numbers = tokens, moe.renormalize_eps, float(moe.scale)
     _choose[(triton.cdiv(tokens, TOKENS),)](
-        logits,
-        logits if bias is None else bias,
-        ids,
-        shares,
-        tokens,
-        moe.renormalize_eps,
-        float(moe.scale),
+        *pointers,
+        *numbers,
         STRIDE=logits.stride(0),
         EXPERTS=moe.num_experts,
         TOP_K=moe.top_k,
@@ -62,12 +56,11 @@ def choose_experts(
         EXPERT_BINS=power_of_2(moe.num_experts // moe.num_groups),
         CHOICES=power_of_2(choices),
         num_warps=4,
-        **launching(),
     )
     return ids, shares
 
 
-def sort_entries(slots: torch.Tensor, num_slots: int, first: int, rows: int) -> Sorted:
+def sort_entries(slots: Tensor, num_slots: int, first: int, rows: int) -> Sorted:
     """slots [T, k] -> the entries of slots first … first + num_slots - 1, in tiles of `rows`."""
     assert slots.is_contiguous()
     entries = slots.numel()
@@ -78,19 +71,15 @@ def sort_entries(slots: torch.Tensor, num_slots: int, first: int, rows: int) -> 
     bins = max(16, power_of_2(num_slots))
     chunks = max(1, triton.cdiv(entries, CHUNK))
     counts = tiles  # anything
-    given = {"NUM_SLOTS": num_slots, "BINS": bins, "CHUNK": CHUNK, **launching()}
+    given = {"NUM_SLOTS": num_slots, "BINS": bins, "CHUNK": CHUNK}
     if chunks > 1:
         counts = torch.empty((chunks, bins), dtype=torch.int32, device=slots.device)
         _count[(chunks,)](slots, counts, entries, first, num_warps=4, **given)
+    pointers = slots, counts, ids, tiles
+    numbers = entries, first, num_tiles, chunks
     _place[(chunks,)](
-        slots,
-        counts,
-        ids,
-        tiles,
-        entries,
-        first,
-        num_tiles,
-        chunks,
+        *pointers,
+        *numbers,
         ROWS=rows,
         AT_ONCE=CHUNKS_AT_ONCE,
         PART=max(16, PAIRS // bins),

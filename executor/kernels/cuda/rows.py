@@ -6,24 +6,23 @@ Rows narrower than a program's tile share it, so that four warps always have 16 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels import Activation
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import gate_tile, power_of_2, row_warps
 
 NORM_BLOCK = 1024  # the least that a program normalizes at once
-SILU, GELU_TANH = 0, 1
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch_norm(x, x, weight, y, y, eps, adds=False)
     return y
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     assert x.dtype is residual.dtype and x.shape == residual.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(y)
@@ -39,12 +38,9 @@ def _launch_norm(x, residual, weight, y, total, eps: float, adds: bool) -> None:
         return
     block = power_of_2(width)
     together = max(1, NORM_BLOCK // block)
+    pointers = x, residual, weight, y, total
     _norm[(triton.cdiv(rows, together),)](
-        x,
-        residual,
-        weight,
-        y,
-        total,
+        *pointers,
         rows,
         eps,
         X_STRIDE=x.stride(0),
@@ -54,19 +50,10 @@ def _launch_norm(x, residual, weight, y, total, eps: float, adds: bool) -> None:
         ROWS=together,
         ADDS=adds,
         num_warps=row_warps(together * block),
-        **launching(),
     )
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    return gate(gate_up, SILU)
-
-
-def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    return gate(gate_up, GELU_TANH)
-
-
-def gate(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
@@ -81,7 +68,6 @@ def gate(gate_up: torch.Tensor, activation: int) -> torch.Tensor:
             ROWS=tile.rows,
             COLUMNS=tile.columns,
             num_warps=tile.num_warps,
-            **launching(),
         )
     return out
 
@@ -150,7 +136,7 @@ def _gate_rows(
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """SiLU, or GELU by its tanh formula; both are x times a sigmoid, which saturates without overflow."""
-    if ACTIVATION == 1:
+    if ACTIVATION == "gelu_tanh":
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # twice the argument of tanh
     else:
         inner = x

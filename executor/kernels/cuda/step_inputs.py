@@ -1,4 +1,4 @@
-"""A step's inputs on the GPU: what changed goes into the state, then every row gathers what the model is told of it."""
+"""A step's inputs on the GPU: what changed goes into the state, then every row gathers what the model needs."""
 
 import torch
 import triton
@@ -14,7 +14,6 @@ CHUNK = 256
 
 
 def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
-    """As the twin in `torch_inputs`."""
     _assert_numbers(packed, state)
     assert num_runs > 0 and longest > 0 and 0 <= first <= len(packed) - 3 * num_runs
     _apply_runs[num_runs, triton.cdiv(longest, CHUNK)](packed, state, first, CHUNK=CHUNK)
@@ -23,7 +22,6 @@ def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest
 def prepare(
     packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
 ) -> RowTensors:
-    """As the twin in `torch_inputs`, where the block is described."""
     _assert_numbers(packed, state)
     assert rows > 0 and ROWS_AT + 1 + 4 * rows <= len(packed)
     assert 0 < longest <= tokens and 0 < table_width <= places.max_blocks
@@ -46,17 +44,11 @@ def prepare(
         top_k=empty(int32, rows),
         seeds=empty(int64, rows),
     )
+    pointers = packed, state, *made
+    numbers = rows, table_width, places.width, places.blocks_at, places.max_blocks, places.options_at, places.spare
     _prepare[rows, triton.cdiv(max(longest, table_width), CHUNK)](
-        packed,
-        state,
-        *made,
-        rows,
-        table_width,
-        places.width,
-        places.blocks_at,
-        places.max_blocks,
-        places.options_at,
-        places.spare,
+        *pointers,
+        *numbers,
         PAGE=places.block_size,
         ROWS_AT=ROWS_AT,
         OPTIONS=OPTIONS,

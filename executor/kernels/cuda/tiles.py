@@ -23,6 +23,10 @@ class Tile(NamedTuple):
     num_stages: int
     programs: int = 1  # that a processor holds at once, where as many are launched as the GPU holds
 
+    def constants(self) -> dict[str, int]:
+        """What the launch of a kernel of such tiles is given by name."""
+        return {"ROWS": self.rows, "COLUMNS": self.columns, "num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
     """rows: the query heads that share a key-value head; columns: positions at a time."""

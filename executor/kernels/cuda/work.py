@@ -6,15 +6,16 @@ compiled variant, and a captured graph, serve whatever comes.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.card import current_card
-from penstock.executor.kernels.cuda.dependent import launching, take_turn
+from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import Tile
 
@@ -25,6 +26,9 @@ ROWS_AT_ONCE = 128  # that a program which shares or sorts looks at
 PARTS_AT_ONCE = tl.constexpr(16)  # that a program which joins has in registers
 
 
+Made = TypeVar("Made")
+
+
 class Shares(NamedTuple):
     """For kernels of rows with one token: P programs share the blocks of positions of all (row, head) items evenly.
 
@@ -32,10 +36,10 @@ class Shares(NamedTuple):
     have begun in programs before it, and only the last can go on in later ones: two places for parts each.
     """
 
-    plan: torch.Tensor  # [P, SHARE] int32: row, head, its first block, number of blocks, share, the row's context
-    parts: torch.Tensor  # [2 P, width] float32: means of the values that parts of items saw
-    sums: torch.Tensor  # [2 P, heads of an item] float32: log2 of the parts' weights
-    arrivals: torch.Tensor  # [P] int32, 0 between launches: parts there are of the item whose first part is this one's
+    plan: Tensor  # [P, SHARE] int32: row, head, its first block, number of blocks, share, the row's context
+    parts: Tensor  # [2 P, width] float32: means of the values that parts of items saw
+    sums: Tensor  # [2 P, heads of an item] float32: log2 of the parts' weights
+    arrivals: Tensor  # [P] int32, 0 between launches: parts there are of the item whose first part is this one's
 
 
 def share_singles(batch: ForwardBatch, heads: int, window: int | None, tile: Tile, item_heads: int, dim: int) -> Shares:
@@ -58,7 +62,6 @@ def share_singles(batch: ForwardBatch, heads: int, window: int | None, tile: Til
             HAS_WINDOW=window is not None,
             CHUNK=ROWS_AT_ONCE,
             num_warps=4,
-            **launching(),
         )
         parts = torch.empty((2 * programs, item_heads * dim), dtype=torch.float32, device=device)
         sums = torch.empty((2 * programs, item_heads), dtype=torch.float32, device=device)
@@ -67,11 +70,11 @@ def share_singles(batch: ForwardBatch, heads: int, window: int | None, tile: Til
     return _once(batch, ("shares", heads, window, tile, item_heads, dim), make)
 
 
-def order_tiles(batch: ForwardBatch, first_row: int, end_row: int, per_token: int, tile: Tile) -> torch.Tensor:
+def order_tiles(batch: ForwardBatch, first_row: int, end_row: int, per_token: int, tile: Tile) -> Tensor:
     """[tiles, 2] int32: row and number of every tile of rows of several tokens, those that see most positions first:
     a long one that began last would be computed alone. Each token is `per_token` of a tile's rows."""
 
-    def make() -> torch.Tensor:
+    def make() -> Tensor:
         passed = first_row - batch.num_single_rows
         lens = batch.query_lens[passed : end_row - batch.num_single_rows]
         device = batch.query_starts.device
@@ -108,17 +111,18 @@ def _check(batch: ForwardBatch) -> None:
     assert len(tables) == len(contexts) == len(starts) - 1 == batch.num_single_rows + len(batch.query_lens)
 
 
-def _once(batch: ForwardBatch, key: Hashable, make: Callable[[], Any]) -> Any:
+def _once(batch: ForwardBatch, key: Hashable, make: Callable[[], Made]) -> Made:
     if key not in batch.memo:
         _check(batch)
         batch.memo[key] = make()
-    return batch.memo[key]
+    made: Made = batch.memo[key]
+    return made
 
 
 @triton.jit
 def span(context, window, COLUMNS: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """The first position that a row of one token sees, and how many blocks there are from it on. Rows without a context
-    have a block too: whoever takes it writes their zeros."""
+    have a block too: the program that takes it writes their zeros."""
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(first, context - window)
@@ -190,30 +194,19 @@ def part_place(block):
 
 
 @triton.jit
-def join_if_last(
-    plan_ptr,
-    parts_ptr,
-    sums_ptr,
-    arrivals_ptr,
-    out_ptr,
-    taken,
-    block,
-    blocks,
-    heads,
-    ITEM_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-):
+def join_if_last(shares, out_ptr, taken, block, blocks, heads, ITEM_HEADS: tl.constexpr, DIM: tl.constexpr):
     """To be called when this program's part of an item is stored; `taken` blocks of its share went before that part,
     which begins with `block` of the item's `blocks`. The last to arrive joins all parts into out_ptr [heads, DIM].
 
-    Nobody waits for anybody, so programs may run in any order and number. The parts are added in the order of their
-    positions whoever does it: the same bits every time.
+    No program waits for another, so they may run in any order and number. The parts are added in the order of their
+    positions by whichever program does it: the same bits every time.
 
     What the others stored is seen: in each of them a barrier brings the stores of all threads before the one thread
     that adds to the counter, and adding releases them to the GPU. All additions to one counter are a single release
-    sequence; the last acquires what each of them released, and a barrier hands that on to its threads. Then nobody else
+    sequence; the last acquires what each of them released, and a barrier hands that on to its threads. Then no other program
     will touch the counter, and a plain store makes it 0 for the next launch, which begins after this one has ended.
     """
+    plan_ptr, parts_ptr, sums_ptr, arrivals_ptr = shares
     share = tl.load(plan_ptr + 4)
     begin = tl.program_id(0) * share + taken - block  # of the item, in the order that was cut into shares
     first = begin // share
@@ -228,7 +221,7 @@ def join_if_last(
 
 @triton.jit
 def _join(parts_ptr, sums_ptr, out_ptr, first, count, heads, ITEM_HEADS: tl.constexpr, DIM: tl.constexpr):
-    """Several parts of several heads at a time, so that many loads are under way."""
+    """Several parts of several heads at a time, so that many loads are in flight."""
     BLOCK_DIM: tl.constexpr = triton.next_power_of_2(DIM)
     HEADS: tl.constexpr = 256 // BLOCK_DIM if BLOCK_DIM < 256 else 1
     dim = tl.arange(0, BLOCK_DIM)

@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from penstock.executor.kernels import torch_ops
+from penstock.executor.kernels import NO_NORMS, Rotation, torch_ops
 from penstock.executor.kernels.cuda import expanded, tiles, work
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.kernel_cases import close, every_dtype
@@ -34,7 +34,7 @@ def twins_answer(dtype: torch.dtype, shape: tuple[int, int, int, int], window: i
     cache, q = case(dtype, shape)
     wide = copy.copy(cache)
     wide.k_pages, wide.v_pages = cache.k_pages.double(), cache.v_pages.double()
-    return attend(torch_ops.OPS, wide, q.double(), ROWS, window)
+    return attend(torch_ops, wide, q.double(), ROWS, window)
 
 
 @every_dtype
@@ -169,20 +169,20 @@ def test_eight_bit_pages_are_written_and_read(device: torch.device) -> None:
     given = [random(tokens, heads, dim, dtype=torch.bfloat16, seed=seed) for seed in range(3)]
     given[1][0, 0, 0] = 1000.0  # beyond what eight bits hold
     pages, answers = [], []
-    for kernels, where in ((OPS, device), (torch_ops.OPS, torch.device("cpu"))):
+    for kernels, where in ((OPS, device), (torch_ops, torch.device("cpu"))):
         cache = Cache([tokens], heads, dim, page, torch.bfloat16).to(where)
         kv = torch.zeros(4, 2, page, heads * dim, device=where).to(torch.float8_e4m3fn)
         cache.k_pages, cache.v_pages = kv[:, 0], kv[:, 1]
         slots = cache.tables[0, index // page].long() * page + (index % page).to(where)
-        tables = [angles.cos().to(where), angles.sin().to(where), index.int().to(where)]
+        rotation = Rotation(angles.cos().to(where), angles.sin().to(where), index.int().to(where))
         q, k, v = (tensor.to(where) for tensor in given)
-        rotated = kernels.rope_and_store(q, k, v, *tables, cache.k_pages, cache.v_pages, slots)
+        rotated = kernels.rope_and_store(q, k, v, rotation, (cache.k_pages, cache.v_pages), slots, NO_NORMS)
         pages.append(kv.float().cpu())
         answers.append(attend(kernels, cache, rotated[None], [(0, tokens, tokens)]))
         close(attend(kernels, cache, rotated[None], [(0, 1, tokens)]), answers[-1][-1:])
     assert pages[0].isfinite().all() and pages[0].abs().max() == 448
     assert torch.equal(*pages)
-    close(*answers)
+    close(answers[0], answers[1])
 
 
 @every_dtype
@@ -230,8 +230,9 @@ def test_expanded_attention_equals_the_twin(
 def test_expanding_in_pieces_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, sizes: tuple[int, int, int, int, int], limit: int
 ) -> None:
-    cache, q, expand = (thing.to(device) for thing in expanded_case(torch.float32, sizes))
-    arguments = q[:81], cache.k_pages, expand, cache.batch(EXPANDED[:5]), 3, 0.2, sizes[1]
+    made, q, expand = expanded_case(torch.float32, sizes)
+    cache = made.to(device)
+    arguments = q[:81].to(device), cache.k_pages, expand.to(device), cache.batch(EXPANDED[:5]), 3, 0.2, sizes[1]
     whole = OPS.expanded_attention(*arguments)
     monkeypatch.setattr(expanded, "PIECE_ELEMENTS", limit)
     close(OPS.expanded_attention(*arguments), whole)

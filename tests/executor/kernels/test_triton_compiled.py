@@ -34,7 +34,7 @@ Found = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=["quick", *SLOW])
-def told(request: pytest.FixtureRequest) -> Found:
+def reported(request: pytest.FixtureRequest) -> Found:
     """All that aot.py says."""
     jobs = JOBS[request.param]
     with ThreadPoolExecutor(len(jobs)) as pool:
@@ -52,9 +52,9 @@ def run(cache: str, job: list[str]) -> Found:
 
 
 @pytest.fixture(scope="module")
-def everywhere(told: Found) -> Found:
+def everywhere(reported: Found) -> Found:
     """What was compiled, for whichever card."""
-    return [line for line in told if "kernel" in line]
+    return [line for line in reported if "kernel" in line]
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,11 @@ def compiled(everywhere: Found) -> Found:
 
 
 @pytest.mark.timeout(3600)
-def test_every_kernel_compiles_for_every_card_that_has_what_it_needs(told: Found) -> None:
-    failed = [line for line in told if "error" in line]
+def test_every_kernel_compiles_for_every_card_that_has_what_it_needs(reported: Found) -> None:
+    failed = [line for line in reported if "error" in line]
     assert not failed, failed
-    assert {line["card"] for line in told} == {"A100", "L40S", "H200", "B200", "RTX_PRO"}
-    lacking = {(line["card"], line["lacking"]) for line in told if "lacking" in line}
+    assert {line["card"] for line in reported} == {"A100", "L40S", "H200", "B200", "RTX_PRO"}
+    lacking = {(line["card"], line["lacking"]) for line in reported if "lacking" in line}
     eight, dependent = "numbers of eight bits", "launches before the last kernel's end"
     assert lacking <= {("A100", eight), ("A100", dependent), ("L40S", dependent)}
 

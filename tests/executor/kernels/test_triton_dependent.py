@@ -4,6 +4,7 @@ what it can show is that all of them take their turn; that they touch nothing be
 import pytest
 import torch
 
+from penstock.executor.kernels import NO_NORMS, Rotation
 from penstock.executor.kernels.cuda import dependent
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.paged import Cache, latent_step, random
@@ -22,17 +23,17 @@ def layer(device: torch.device) -> list[torch.Tensor]:
     slots = cache.tables[:, (CONTEXT - 1) // PAGE].long() * PAGE + (CONTEXT - 1) % PAGE
     cos, sin = (random(CONTEXT, DIM // 2, seed=seed).to(device) for seed in (4, 5))
     pages = cache.k_pages, cache.v_pages
-    rotated = OPS.rope_and_store(q, k, v, cos, sin, positions, *pages, slots)
+    rotated = OPS.rope_and_store(q, k, v, Rotation(cos, sin, positions), pages, slots, NO_NORMS)
     batch = cache.batch([(0, 1, CONTEXT), (1, 1, CONTEXT)])
     attended = OPS.paged_attention(rotated, *pages, batch, 0.2)
     latent = OPS.latent_attention(rotated, cache.k_pages[..., :DIM], batch, 0.2, 8)
-    gated = OPS.silu_mul(normed)
+    gated = OPS.gate(normed, "silu")
     stored = latent_step(OPS, torch.float32, device, 0, False)
     gate_up, down = (random(4, *shape, seed=6).to(device) for shape in ((64, HEADS * DIM), (HEADS * DIM, 32)))
     slots = torch.tensor([[0, 3], [2, 1]], device=device)
-    assert OPS.fused_experts is not None and OPS.gated_linear is not None
     product = OPS.gated_linear(normed, gate_up[0], "silu")
-    experts = OPS.fused_experts(normed, slots, torch.full((2, 2), 0.5, device=device), gate_up, down, 0, "silu")
+    weights = (gate_up, None), (down, None)
+    experts = OPS.fused_experts(normed, slots, torch.full((2, 2), 0.5, device=device), *weights, 0, "silu")
     return [
         normed,
         total,

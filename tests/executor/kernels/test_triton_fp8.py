@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from penstock.executor.kernels import Quantized, eight_bits
 from penstock.executor.kernels import card as cards
-from penstock.executor.kernels import torch_fp8
 from penstock.executor.kernels.cuda import fp8, tiles
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
+from tests.support.twins import eight_bits as eight_bits_twin
 
 
 def quantized_weight(width: int, depth: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -17,7 +18,7 @@ def quantized_weight(width: int, depth: int) -> tuple[torch.Tensor, torch.Tensor
     padded = F.pad(weight, (0, 0, 0, -width % 128)).unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
     scales = padded.abs().amax((1, 3)) / 448
     values = (padded / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:width].to(torch.float8_e4m3fn)
-    return weight, values, torch_fp8.pad_scales(scales)
+    return weight, values, eight_bits.pad_scales(scales)
 
 
 @every_dtype
@@ -26,11 +27,11 @@ def test_what_quantizes_equals_the_twin(device: torch.device, dtype: torch.dtype
     x[1, :128] = 0
     weight = random(384, seed=2).to(device)
     actual, total = fp8.add_rms_norm_quantize(x, residual, weight, 1e-5)
-    expected, expected_total = torch_fp8.add_rms_norm_quantize(x, residual, weight, 1e-5)
+    expected, expected_total = eight_bits_twin.add_rms_norm_quantize(x, residual, weight, 1e-5)
     assert torch.equal(total, expected_total)
-    pairs = [(actual, expected), (fp8.quantize(x), torch_fp8.quantize(x))]
+    pairs = [(actual, expected), (fp8.quantize(x), eight_bits_twin.quantize(x))]
     gate_up = random(3, 512, dtype=dtype, seed=4).to(device)
-    pairs.append((fp8.silu_mul_quantize(gate_up), torch_fp8.silu_mul_quantize(gate_up)))
+    pairs.append((fp8.silu_mul_quantize(gate_up), eight_bits_twin.silu_mul_quantize(gate_up)))
     for (values, scales), (twin_values, twin_scales) in pairs:
         assert scales.stride() == twin_scales.stride() == (1, 4)
         torch.testing.assert_close(scales, twin_scales, rtol=2e-2 if dtype is torch.bfloat16 else 2e-3, atol=0)
@@ -47,13 +48,13 @@ def test_the_product_equals_the_twin(
     """Three blocks of the depth: of four parts the last has none."""
     monkeypatch.setattr(fp8, "depth_splits", lambda *_: splits)
     _, weight, weight_scales = quantized_weight(200, 384)
-    x = torch_fp8.quantize(random(rows, 384))
+    x = eight_bits_twin.quantize(random(rows, 384))
     actual = fp8.block_linear(moved(x, device), weight.to(device), weight_scales.to(device), torch.float32)
-    close(actual, torch_fp8.block_linear(x, weight, weight_scales, torch.float32))
+    close(actual, eight_bits_twin.block_linear(x, weight, weight_scales, torch.float32))
 
 
-def moved(x: torch_fp8.Quantized, device: torch.device) -> torch_fp8.Quantized:
-    made = torch_fp8.make_quantized(*x[0].shape, device)
+def moved(x: Quantized, device: torch.device) -> Quantized:
+    made = eight_bits.make_quantized(len(x[0]), x[0].shape[1], device)
     for tensor, given in zip(made, x, strict=True):
         tensor.copy_(given)
     return made
@@ -67,7 +68,7 @@ def test_the_depth_is_cut_where_few_programs_have_much_of_it() -> None:
 def test_the_twin_comes_near_the_product_in_full() -> None:
     weight, values, scales = quantized_weight(200, 384)
     x = random(20, 384)
-    actual = torch_fp8.block_linear(torch_fp8.quantize(x), values, scales, torch.float32)
+    actual = eight_bits_twin.block_linear(eight_bits_twin.quantize(x), values, scales, torch.float32)
     exact = F.linear(x, weight)
     assert (actual - exact).norm() < 0.05 * exact.norm()
 
@@ -87,10 +88,10 @@ def test_many_tokens_go_through_cublas(
         product = fp8.scaled_mm
     assert fp8.is_cublas(rows, 256)
     _, weight, weight_scales = quantized_weight(256, depth)
-    x = torch_fp8.quantize(random(rows, depth, dtype=torch.bfloat16))
+    x = eight_bits_twin.quantize(random(rows, depth, dtype=torch.bfloat16))
     actual = product(moved(x, device), weight.to(device), weight_scales.to(device), torch.bfloat16)
     assert actual.shape == (rows, 256)
-    close(actual, torch_fp8.block_linear(x, weight, weight_scales, torch.float32), torch.bfloat16)
+    close(actual, eight_bits_twin.block_linear(x, weight, weight_scales, torch.float32), torch.bfloat16)
 
 
 def strict_scaled_mm(

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from penstock.executor.kernels import torch_inputs
+from penstock.executor.kernels.cuda import step_inputs
 from penstock.executor.kernels.cuda import step_inputs as inputs
-from penstock.executor.kernels.cuda.ops import INPUT_OPS
 from penstock.executor.kernels.state import OPTIONS, Places
 from tests.executor import test_inputs
 
@@ -56,7 +56,7 @@ def test_runs_go_where_their_twin_puts_them(device: torch.device) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the host's tensors are a CPU's, where kernels are interpreted")
 @pytest.mark.parametrize("payload", [7, 1 << 10])
 def test_any_step_is_what_the_host_makes(payload: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.executor.test_inputs.INPUT_OPS", INPUT_OPS)
+    monkeypatch.setattr("tests.executor.test_inputs.torch_inputs", step_inputs)
     test_inputs.test_a_device_makes_of_any_step_what_the_host_makes(5, payload, monkeypatch)
 
 

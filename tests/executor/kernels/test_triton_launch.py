@@ -18,7 +18,7 @@ from penstock.executor.kernels.cuda.launch import kernel, variants
 
 
 @kernel
-def _scale(x_ptr, y_ptr, count, factor, BLOCK: tl.constexpr):
+def _scale(x_ptr, y_ptr, count, factor, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0)
     tl.store(y_ptr + at, (x * factor).to(y_ptr.dtype.element_ty), mask=at < count)

@@ -6,6 +6,7 @@ Counted as what a third layer adds to two. A graph replays exactly these.
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_a_layer_of_a_decoding_step_has_few_launches(
     assert layer.total() <= MOST[name], layer
 
 
-def count(folder: Path, config: dict) -> Counter[str]:
+def count(folder: Path, config: dict[str, Any]) -> Counter[str]:
     """What one step launches whose rows, by what is known when a graph is captured, may have long contexts."""
     (folder / "config.json").write_text(json.dumps(config))
     runner = UniprocExecutor(

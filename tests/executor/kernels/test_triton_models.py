@@ -1,11 +1,9 @@
 """Whole models on the Triton kernels, through runner and sampler, against transformers."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from penstock.executor.kernels import card, select_ops, torch_fp8, torch_ops
+from penstock.executor.kernels import Ops, card, select_ops, torch_ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.models.spec import LatentSpec
@@ -15,6 +13,8 @@ from tests.executor.test_models import recorded  # noqa: F401 - a fixture
 from tests.support.driver import Driver
 from tests.support.eight_bits import folders
 from tests.support.small_models import folder, greedy
+from tests.support.twins import changed, operations
+from tests.support.twins import eight_bits as eight_bits_twin
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21]]
 COUNT = 3
@@ -31,7 +31,7 @@ def test_a_model_gives_the_tokens_of_transformers(
     executor = UniprocExecutor(
         ExecutorConfig(
             model=str(folder(case)),
-            device=device.type,
+            device="cuda" if device.type == "cuda" else "cpu",
             dtype="float32",
             kv_cache_bytes=2**18,
             block_size=4,
@@ -54,7 +54,7 @@ def test_chunks_whose_latents_are_expanded_give_the_tokens_of_transformers(
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 2)
     config = ExecutorConfig(
         model=str(folder("deepseek-v2-lite")),
-        device=device.type,
+        device="cuda" if device.type == "cuda" else "cpu",
         dtype="float32",
         kv_cache_bytes=2**18,
         block_size=4,
@@ -79,13 +79,13 @@ def test_a_model_of_eight_bits_is_near_its_twin(
     recorded: list[torch.Tensor],  # noqa: F811
 ) -> None:
     """Weights and pages. Where a sum falls between two numbers of eight bits, kernel and twin may take either."""
-    twins = dataclasses.replace(torch_ops.OPS, blocks=torch_fp8.OPS)
+    twins = changed(torch_ops, blocks=eight_bits_twin)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     for ops, where in ((OPS, device.type), (twins, "cpu")):
         monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_, ops=ops: ops)
         config = ExecutorConfig(
             model=str(folders(case)[0]),
-            device=where,
+            device="cuda" if where == "cuda" else "cpu",
             dtype="float32",
             kv_cache_dtype="fp8",
             enforce_eager=True,
@@ -103,11 +103,11 @@ def test_a_model_of_eight_bits_is_near_its_twin(
 def test_what_a_gpu_lacks_is_left_out_and_the_rest_is_kernels(monkeypatch: pytest.MonkeyPatch, card: Card) -> None:
     monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: card)
     ops = select_ops(torch.device("cuda", 0), torch.bfloat16, 128)
-    assert dataclasses.replace(ops, blocks=OPS.blocks) == OPS
+    assert all(getattr(ops, name) is getattr(OPS, name) for name in operations(Ops) if name != "blocks")
     assert ops.blocks is (OPS.blocks if card.capability >= (8, 9) else None)
 
 
 def test_a_gpu_before_all_of_these_computes_in_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     turing = Card((7, 5), 40, 64 << 10)
     monkeypatch.setattr("penstock.executor.kernels.card_of", lambda _: turing)
-    assert select_ops(torch.device("cuda", 0), torch.float16, 128) is torch_ops.OPS
+    assert select_ops(torch.device("cuda", 0), torch.float16, 128) is torch_ops

@@ -1,18 +1,18 @@
 """The experts in Triton against their twin, and both against the loop over experts that a CPU runs."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from penstock.executor.kernels import torch_fp8, torch_ops
+from penstock.executor.kernels import Activation, torch_ops
 from penstock.executor.kernels.cuda import expert_products as moe
 from penstock.executor.kernels.cuda import tiles
 from penstock.executor.kernels.cuda.launch import Kernel
 from penstock.executor.kernels.cuda.ops import OPS
-from penstock.executor.models.spec import MoeSpec
+from penstock.executor.kernels.eight_bits import are_quantized, pad_scales
+from penstock.executor.moe_spec import MoeSpec
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
@@ -20,45 +20,67 @@ from tests.support.eight_bits import quantize
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
 from tests.support.small_models import folder, greedy
+from tests.support.twins import changed
+from tests.support.twins import experts as experts_twin
+from tests.support.twins.experts import fused_experts
+
+Tensor = torch.Tensor
+Pair = tuple[Tensor, Tensor]  # values of eight bits, and their scales
+Case = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # tokens, slots, shares, and the two weights
 
 
-def case(tokens: int, experts: int, top_k: int, width: int, inner: int, dtype: torch.dtype, device: torch.device):
+def ours(case: Case, first: int, activation: Activation, added: Tensor | None = None) -> Tensor:
+    hidden, slots, shares, gate_up, down = case
+    return moe.fused_experts(hidden, slots, shares, (gate_up, None), (down, None), first, activation, added)
+
+
+def twin(case: Case, first: int, activation: Activation, added: Tensor | None = None) -> Tensor:
+    hidden, slots, shares, gate_up, down = case
+    return fused_experts(hidden, slots, shares, (gate_up, None), (down, None), first, activation, added)
+
+
+def case(
+    tokens: int, experts: int, top_k: int, width: int, inner: int, dtype: torch.dtype, device: torch.device
+) -> Case:
     choice = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(1))
     choice[:, 0] += 0.5  # a favourite, so that some tiles are full and some experts have none
     slots = choice.topk(top_k).indices
     shares = random(tokens, top_k, seed=2).softmax(-1)
     gate_up = random(experts, 2 * inner, width, dtype=dtype, seed=3) / width**0.5
     down = random(experts, width, inner, dtype=dtype, seed=4) / inner**0.5
-    return [tensor.to(device) for tensor in (random(tokens, width, dtype=dtype), slots, shares, gate_up, down)]
+    hidden = random(tokens, width, dtype=dtype)
+    return hidden.to(device), slots.to(device), shares.to(device), gate_up.to(device), down.to(device)
 
 
 @every_dtype
 def test_experts_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
-    for tokens, experts, top_k, width, inner, activation in (
+    cases: list[tuple[int, int, int, int, int, Activation]] = [
         (9, 5, 2, 64, 64, "silu"),
         (1, 4, 3, 40, 24, "gelu_tanh"),
-    ):
+    ]
+    for tokens, experts, top_k, width, inner, activation in cases:
         given = case(tokens, experts, top_k, width, inner, dtype, device)
-        expected = torch_ops.fused_experts(*(t.double() if t.is_floating_point() else t for t in given), 0, activation)
-        close(moe.fused_experts(*given, 0, activation), expected)
+        hidden, slots, shares, gate_up, down = given
+        exact = hidden.double(), slots, shares.double(), gate_up.double(), down.double()
+        close(ours(given, 0, activation), twin(exact, 0, activation))
 
 
 @pytest.mark.parametrize("rows", [16, 64, 128])
 def test_experts_with_more_tokens_than_a_tile(monkeypatch: pytest.MonkeyPatch, device: torch.device, rows: int) -> None:
     monkeypatch.setattr(moe, "expert_tile", lambda *_: tiles.Tile(rows, 32, 4, 2))
     given = case(70, 3, 2, 32, 32, torch.float32, device)
-    close(moe.fused_experts(*given, 0, "silu"), torch_ops.fused_experts(*given, 0, "silu"))
+    close(ours(given, 0, "silu"), twin(given, 0, "silu"))
 
 
 @every_dtype
 def test_experts_of_eight_bits_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
     """384 columns and rows: three blocks, whose scales are padded to four along the depth."""
     hidden, slots, shares, gate_up, down = case(9, 3, 2, 384, 128, dtype, torch.device("cpu"))
-    weights = (*in_blocks(gate_up), *in_blocks(down))
-    given = [tensor.to(device) for tensor in (hidden, slots, shares, *weights)]
-    exact = torch_fp8.fused_block_experts(hidden.double(), slots, shares.double(), *weights, 0, "silu")
-    close(moe.fused_block_experts(*given, 0, "silu"), exact, dtype)
-    unscaled = torch_ops.fused_experts(hidden.double(), slots, shares, gate_up.double(), down.double(), 0, "silu")
+    weights = in_blocks(gate_up), in_blocks(down)
+    given = hidden.to(device), slots.to(device), shares.to(device)
+    exact = fused_experts(hidden.double(), slots, shares.double(), *weights, 0, "silu")
+    close(moe.fused_experts(*given, *moved(weights, device), 0, "silu"), exact, dtype)
+    unscaled = twin((hidden.double(), slots, shares, gate_up.double(), down.double()), 0, "silu")
     assert (exact - unscaled).norm() < 0.06 * unscaled.norm()
 
 
@@ -67,43 +89,48 @@ def test_experts_of_eight_bits_equal_the_twin(device: torch.device, dtype: torch
 def test_experts_with_many_entries_multiply_in_eight_bits(device: torch.device, tokens: int, first: int) -> None:
     """Where a number lies between two of eight bits, kernel and twin may take different ones."""
     hidden, slots, shares, gate_up, down = case(tokens, 3, 2, 384, 128, torch.bfloat16, torch.device("cpu"))
-    weights = (*in_blocks(gate_up[first:]), *in_blocks(down[first:]))
+    weights = in_blocks(gate_up[first:]), in_blocks(down[first:])
     added = random(tokens, 384, dtype=torch.bfloat16, seed=8)
-    assert torch_fp8.are_quantized(slots.numel(), 3 - first)
-    given = [tensor.to(device) for tensor in (hidden, slots, shares, *weights)]
-    actual = moe.fused_block_experts(*given, first, "silu", added.to(device)).double().cpu()
-    expected = torch_fp8.fused_block_experts(hidden, slots, shares, *weights, first, "silu", added).double()
+    assert are_quantized(slots.numel(), 3 - first)
+    given = hidden.to(device), slots.to(device), shares.to(device)
+    actual = moe.fused_experts(*given, *moved(weights, device), first, "silu", added.to(device)).double().cpu()
+    expected = fused_experts(hidden, slots, shares, *weights, first, "silu", added).double()
     assert (actual - expected).norm() < 5e-3 * expected.norm()
-    exact = (hidden.double(), slots, shares, gate_up[first:].double(), down[first:].double(), first, "silu")
-    full = torch_ops.fused_experts(*exact, added.double())
+    exact = hidden.double(), slots, shares, gate_up[first:].double(), down[first:].double()
+    full = twin(exact, first, "silu", added.double())
     assert 0.01 * full.norm() < (actual - full).norm() < 0.06 * full.norm()
 
 
-def in_blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def moved(weights: tuple[Pair, Pair], device: torch.device) -> tuple[Pair, Pair]:
+    gate_up, down = ((values.to(device), scales.to(device)) for values, scales in weights)
+    return gate_up, down
+
+
+def in_blocks(weights: torch.Tensor) -> Pair:
     """[S, N, K] in eight bits, and the scales as the kernels take them."""
     pairs = [quantize(weight.float()) for weight in weights]
-    return torch.stack([values for values, _ in pairs]), torch.stack([torch_fp8.pad_scales(s) for _, s in pairs])
+    return torch.stack([values for values, _ in pairs]), torch.stack([pad_scales(s) for _, s in pairs])
 
 
 def test_a_rank_adds_only_what_its_own_experts_make(device: torch.device) -> None:
     hidden, slots, shares, gate_up, down = case(9, 6, 3, 32, 32, torch.float32, device)
-    whole = torch_ops.fused_experts(hidden, slots, shares, gate_up, down, 0, "silu")
+    whole = twin((hidden, slots, shares, gate_up, down), 0, "silu")
     parts = []
     for first, end in ((0, 2), (2, 6)):
-        given = (hidden, slots, shares, gate_up[first:end], down[first:end], first, "silu")
-        parts.append(moe.fused_experts(*given))
-        close(parts[-1], torch_ops.fused_experts(*given))
+        given = hidden, slots, shares, gate_up[first:end], down[first:end]
+        parts.append(ours(given, first, "silu"))
+        close(parts[-1], twin(given, first, "silu"))
     close(parts[0] + parts[1], whole)
 
 
 def test_what_others_made_is_added(device: torch.device) -> None:
     given = case(9, 5, 2, 64, 64, torch.bfloat16, device)
     added = random(9, 64, dtype=torch.bfloat16, seed=8).to(device)
-    close(moe.fused_experts(*given, 0, "silu", added), torch_ops.fused_experts(*given, 0, "silu", added))
+    close(ours(given, 0, "silu", added), twin(given, 0, "silu", added))
 
 
 def test_no_tokens_are_no_work(device: torch.device) -> None:
-    assert moe.fused_experts(*case(0, 5, 2, 64, 64, torch.float32, device), 0, "silu").shape == (0, 64)
+    assert ours(case(0, 5, 2, 64, 64, torch.float32, device), 0, "silu").shape == (0, 64)
 
 
 @pytest.mark.gpu
@@ -111,9 +138,9 @@ def test_an_entry_has_the_same_bits_in_whatever_company() -> None:
     """Which the interpreter's products do not have, numpy's."""
     device = torch.device("cuda")
     hidden, slots, shares, gate_up, down = case(40, 3, 2, 64, 32, torch.bfloat16, device)
-    together = moe.fused_experts(hidden, slots, shares, gate_up, down, 0, "silu")
+    together = ours((hidden, slots, shares, gate_up, down), 0, "silu")
     order = torch.randperm(40, generator=torch.Generator().manual_seed(5)).to(device)
-    shuffled = moe.fused_experts(hidden[order], slots[order], shares[order], gate_up, down, 0, "silu")
+    shuffled = ours((hidden[order], slots[order], shares[order], gate_up, down), 0, "silu")
     assert torch.equal(shuffled, together[order])
 
 
@@ -123,8 +150,8 @@ def test_a_model_gives_the_tokens_of_transformers(
     monkeypatch: pytest.MonkeyPatch, case_name: str, num_shared: int, kind: str
 ) -> None:
     """Through the models' seam: the experts' weights in one tensor, the shared ones too where their width allows it."""
-    driver = driver_of(monkeypatch, OPS if kind == "triton" else torch_ops, str(folder(case_name)))
-    assert {experts.num_shared for experts in driver.executor._rank.runner._model.experts} == {num_shared}
+    driver = driver_of(monkeypatch, moe if kind == "triton" else experts_twin, str(folder(case_name)))
+    assert counts_of_shared(driver) == {num_shared}
     prompt = [5, 17, 3, 99, 42, 8, 71, 150]
     assert driver.generate(driver.admit(prompt), count=4) == [greedy(case_name, prompt, 4)[0]]
 
@@ -133,19 +160,23 @@ def test_a_model_gives_the_tokens_of_transformers(
 def test_a_shared_expert_with_a_gate_is_cut_into_experts(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     overrides = {"shared_expert_intermediate_size": width}
     given = {"hf_overrides": overrides, "load_format": "dummy"}
-    drivers = [driver_of(monkeypatch, fused, str(folder("qwen2-moe")), **given) for fused in (None, torch_ops)]
-    counts = [{experts.num_shared for experts in driver.executor._rank.runner._model.experts} for driver in drivers]
-    assert counts == [{0}, {width // 32}]
+    drivers = [driver_of(monkeypatch, fused, str(folder("qwen2-moe")), **given) for fused in (None, experts_twin)]
+    assert [counts_of_shared(driver) for driver in drivers] == [{0}, {width // 32}]
     first, second = (driver.generate(driver.admit([5, 17, 3, 99, 42, 8]), count=8) for driver in drivers)
     assert first == second
+
+
+def counts_of_shared(driver: Driver) -> set[int]:
+    assert isinstance(driver.executor, UniprocExecutor)
+    return {experts.num_shared for experts in driver.executor._rank.runner._model.experts}
 
 
 def driver_of(monkeypatch: pytest.MonkeyPatch, kernels: Any, model: str, **given: Any) -> Driver:
     """On a CPU whose linear layers are plain. `kernels`: where the experts' come from, if from anywhere."""
     changes = {"fused_experts": None if kernels is None else kernels.fused_experts}
-    if kernels is OPS:
+    if kernels is moe:
         changes["choose_experts"] = OPS.choose_experts
-    ops = dataclasses.replace(torch_ops.OPS, **changes)
+    ops = changed(torch_ops, **changes)
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: ops)
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
     return Driver(
@@ -172,8 +203,7 @@ def test_a_layer_of_experts_is_few_launches(
     logits = random(tokens, 30).to(device)
     with Recorded(launches):
         ids, shares = OPS.choose_experts(logits, None, spec, 2)
-        assert OPS.fused_experts is not None
-        OPS.fused_experts(hidden, ids, shares, gate_up, down, 0, "silu")
+        OPS.fused_experts(hidden, ids, shares, (gate_up, None), (down, None), 0, "silu")
     assert len(launches) == expected, launches
 
 
@@ -183,7 +213,7 @@ class Recorded(TorchDispatchMode):
     FREE = ("empty", "view", "t", "transpose", "slice", "as_strided", "detach")
 
     def __init__(self, launches: list[str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._launches = launches
 
     def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), options: Any = None) -> Any:

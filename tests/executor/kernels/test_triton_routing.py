@@ -7,7 +7,7 @@ import torch
 
 from penstock.executor.kernels import torch_ops
 from penstock.executor.kernels.cuda import routing
-from penstock.executor.models.spec import MoeSpec
+from penstock.executor.moe_spec import MoeSpec
 from tests.support.kernel_cases import close
 from tests.support.paged import random
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from penstock.executor.kernels import torch_ops
+from penstock.executor.kernels import Activation, Rotation, torch_ops
 from penstock.executor.kernels.cuda.gated_linear import FEW_ROWS
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.kernel_cases import close, every_dtype
@@ -25,20 +25,19 @@ def test_norms_equal_the_twin(device: torch.device, dtype: torch.dtype, width: i
 
 
 @every_dtype
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
-def test_gated_activations_equal_the_twin(device: torch.device, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gated_activations_equal_the_twin(device: torch.device, dtype: torch.dtype, activation: Activation) -> None:
     for rows, width in ((0, 64), (1, 2), (3, 172), (2, 1536), (9, 128)):
         gate_up = 4 * random(rows, 2 * width, dtype=dtype).to(device)
-        close(getattr(OPS, name)(gate_up), getattr(torch_ops, name)(gate_up))
+        close(OPS.gate(gate_up, activation), torch_ops.gate(gate_up, activation))
 
 
 @every_dtype
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_products_with_their_activation_equal_the_twin(
-    device: torch.device, dtype: torch.dtype, activation: str
+    device: torch.device, dtype: torch.dtype, activation: Activation
 ) -> None:
     """Few rows and many, widths and depths that are whole tiles and that are not."""
-    assert OPS.gated_linear is not None
     for rows, depth, width in ((0, 64, 32), (1, 128, 32), (5, 200, 20), (17, 256, 48), (FEW_ROWS + 1, 64, 32)):
         x = random(rows, depth, dtype=dtype).to(device)
         weight = random(2 * width, depth, dtype=dtype, seed=1).to(device) / depth**0.5
@@ -46,10 +45,10 @@ def test_products_with_their_activation_equal_the_twin(
         close(actual, torch_ops.gated_linear(x, weight, activation))
 
 
-@pytest.mark.parametrize("name", ["silu_mul", "gelu_tanh_mul"])
-def test_activations_reach_their_limits_without_overflow(device: torch.device, name: str) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activations_reach_their_limits_without_overflow(device: torch.device, activation: Activation) -> None:
     gate = torch.tensor([[-1e4, -200.0, 0.0, 200.0, 1e4, float("nan")]], device=device)
-    y = getattr(OPS, name)(torch.cat([gate, torch.ones_like(gate)], dim=1))[0]
+    y = OPS.gate(torch.cat([gate, torch.ones_like(gate)], dim=1), activation)[0]
     assert torch.equal(y[2:5], gate[0, 2:5])
     assert y[:2].abs().max() < 1e-30
     assert y[5].isnan()
@@ -71,10 +70,10 @@ def test_rope_writes_the_pages_like_the_twin(
     slots = torch.randperm(5 * page, generator=torch.Generator().manual_seed(5))[:tokens].to(device)
     weights = (random(dim, seed=6).to(device), random(dim, seed=7).to(device), 1e-6) if normed else (None, None, 0.0)
     results = []
-    for kernels in (OPS, torch_ops.OPS):
+    for kernels in (OPS, torch_ops):
         kv = torch.zeros(5, 3, 2, page, kv_heads * dim, dtype=dtype, device=device)
         pages = (kv[:, 1, 0], kv[:, 1, 1]) if has_v else (kv[:, 1, 0], kv[:, 1, 0])
-        arguments = (angles.cos(), angles.sin(), positions, *pages, slots, *weights)
+        arguments = Rotation(angles.cos(), angles.sin(), positions), pages, slots, weights
         results.append((kernels.rope_and_store(q, k, v if has_v else None, *arguments), kv))
     close(results[0][0], results[1][0])
     close(results[0][1], results[1][1])
@@ -84,6 +83,6 @@ def test_rope_writes_the_pages_like_the_twin(
 @pytest.mark.parametrize("is_whole", [False, True], ids=["absorbed", "whole"])
 def test_latents_and_their_queries_equal_the_twin(device: torch.device, dtype: torch.dtype, is_whole: bool) -> None:
     """More heads and tokens than a program has, of which the first two are another call's; sizes of no power of two."""
-    results = [latent_step(ops, dtype, device, 2, is_whole) for ops in (OPS, torch_ops.OPS)]
+    results = [latent_step(ops, dtype, device, 2, is_whole) for ops in (OPS, torch_ops)]
     for actual, expected in zip(*results, strict=True):
         close(actual, expected)

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels import torch_sampling
 from penstock.executor.kernels.cuda import draw_tokens as sampling
 from penstock.executor.kernels.cuda import logit_edits
 from penstock.executor.kernels.cuda.ops import SAMPLING_OPS
@@ -14,8 +13,9 @@ from penstock.executor.sampling.edits import Edits, RowMasks, Seen
 from penstock.executor.sampling.sampler import Sampler
 from tests.executor.test_sampler import SLOTS, random_sampling, sample
 from tests.executor.test_sampler import VOCAB as OPTION_VOCAB
-from tests.support.kernel_cases import TOLERANCE, every_dtype
+from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
+from tests.support.twins import sampling as sampling_twin
 
 VOCAB = 5000  # more than one chunk of 4096
 OFF = (1.0, 0.0, 0, 1.0)
@@ -54,7 +54,7 @@ def test_the_tokens_are_the_twins(device: torch.device, dtype: torch.dtype) -> N
     logits = (3 * random(len(OPTIONS), VOCAB, seed=1)).to(dtype).to(device)
     given = options(OPTIONS, device)
     tokens, largest = sampling.choose(logits, *given)
-    expected_tokens, expected_largest = torch_sampling.choose(logits, *given)
+    expected_tokens, expected_largest = sampling_twin.choose(logits, *given)
     assert torch.equal(tokens, expected_tokens)
     assert torch.equal(largest, expected_largest)
 
@@ -71,7 +71,7 @@ def test_filters_keep_ties_and_nothing_else(device: torch.device) -> None:
         (3.0, 0.0, 6, 0.99, {0, 1, 2, 3, 4, 5}),
     ):
         given = options([(temperature, min_p, top_k, top_p)] * draws, device)
-        expected, _ = torch_sampling.choose(logits.repeat(draws, 1), *given)
+        expected, _ = sampling_twin.choose(logits.repeat(draws, 1), *given)
         assert set(expected.tolist()) == kept
         tokens, _ = sampling.choose(logits.repeat(few, 1), *(column[:few] for column in given))
         assert torch.equal(tokens, expected[:few])
@@ -122,7 +122,7 @@ def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: t
         logits = torch.stack([any_row(vocab, rng) for _ in range(rows)]).to(dtype).to(device)
         given = options([any_options(vocab, rng) for _ in range(rows)], device, int(rng.integers(10_000)))
         tokens, largest = sampling.choose(logits, *given)
-        expected, expected_largest = torch_sampling.choose(logits, *given)
+        expected, expected_largest = sampling_twin.choose(logits, *given)
         assert torch.equal(tokens, expected) and torch.equal(largest, expected_largest)
         some = torch.from_numpy(rng.permutation(rows)[: rows // 2 + 1]).to(device)
         again, _ = sampling.choose(*(tensor[some] for tensor in (logits, *given)))
@@ -138,7 +138,7 @@ def test_thresholds_below_what_the_parts_list_are_found_in_the_row(device: torch
         for kept in ((1.0, 0.0, 0, 0.9), (1.0, 0.0, 0, 0.0), (1.0, 0.8, 2000, 0.7)):
             given = options([kept] * rows, device)
             tokens, _ = sampling.choose(logits, *given)
-            assert torch.equal(tokens, torch_sampling.choose(logits, *given)[0])
+            assert torch.equal(tokens, sampling_twin.choose(logits, *given)[0])
 
 
 def test_what_drawing_takes_for_granted_is_checked(device: torch.device) -> None:
@@ -146,7 +146,7 @@ def test_what_drawing_takes_for_granted_is_checked(device: torch.device) -> None
     sampling.choose(logits, *given)
     for index, wrong in ((0, given[0].double()), (2, given[2].long()), (1, given[1][:1]), (4, given[4].repeat(2)[::2])):
         with pytest.raises(AssertionError):
-            sampling.choose(logits, *given[:index], wrong, *given[index + 1 :])
+            sampling.choose(logits, *(wrong if place == index else right for place, right in enumerate(given)))
     with pytest.raises(AssertionError):
         sampling.choose(logits.T, *options([OFF] * 64, device))
 
@@ -166,7 +166,7 @@ def test_the_noise_is_gumbels() -> None:
     weights = torch.tensor([0.3, 0.2, 0.15, 0.1, 0.08, 0.06, 0.05, 0.03, 0.02, 0.01])
     draws = 20_000
     seeds, positions = torch.arange(draws) % 100 * 7919, torch.arange(draws) // 100
-    tokens = (weights.log() + torch_sampling.gumbel(seeds, positions, 10)).argmax(-1)
+    tokens = (weights.log() + sampling_twin.gumbel(seeds, positions, 10)).argmax(-1)
     counts = torch.bincount(tokens, minlength=10)
     chi_square = ((counts - draws * weights) ** 2 / (draws * weights)).sum()
     assert chi_square < 27.9  # exceeded once in a thousand
@@ -175,7 +175,7 @@ def test_the_noise_is_gumbels() -> None:
 def test_the_generator_is_philox() -> None:
     """The known answer of Random123 for ten rounds of Philox 4x32 from zeros."""
     zero = torch.zeros(1, 1, dtype=torch.int64)
-    assert torch_sampling._philox(zero, zero, zero).flatten().tolist() == [
+    assert sampling_twin._philox(zero, zero, zero).flatten().tolist() == [
         0x6627E8D5,
         0xE169C58D,
         0xBC57AC4C,
@@ -193,9 +193,9 @@ def test_penalties_equal_the_twin(device: torch.device, dtype: torch.dtype) -> N
     rows, slots = torch.tensor([3, 1], device=device), torch.tensor([0, 2], device=device)
     given = torch.tensor([(1.3, 0.5, 0.0), (1.0, 0.0, -0.7)], device=device)
     expected = logits.clone()
-    torch_sampling.penalize(expected, rows, slots, counts, in_prompt, given)
+    sampling_twin.penalize(expected, rows, slots, counts, in_prompt, given)
     logit_edits.penalize(logits, rows, slots, counts, in_prompt, given)
-    torch.testing.assert_close(logits, expected, **TOLERANCE[dtype])
+    close(logits, expected)
     assert not torch.equal(logits[3], random(4, 2500, dtype=dtype).to(device)[3, :2304])
 
 
@@ -205,7 +205,7 @@ def test_masks_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     masks = torch.randint(-(2**31), 2**31, (2, 66), dtype=torch.int32, generator=generator).to(device)
     rows, expected = torch.tensor([2, 0], device=device), logits.clone()
-    torch_sampling.mask(expected, rows, masks)
+    sampling_twin.mask(expected, rows, masks)
     logit_edits.mask(logits, rows, masks)
     assert torch.equal(logits, expected)
     assert logits[2].isinf().any() and logits[2].isfinite().any() and logits[1].isfinite().all()
@@ -220,7 +220,7 @@ def test_every_penalized_row_gets_its_own_penalties(device: torch.device) -> Non
         Sampling(frequency_penalty=-1.5),
     ]
     edited = []
-    for ops, where in ((SAMPLING_OPS, device), (torch_sampling.SAMPLING_OPS, torch.device("cpu")), (None, device)):
+    for ops, where in ((SAMPLING_OPS, device), (sampling_twin, torch.device("cpu")), (None, device)):
         seen, slots = Seen(len(samplings), vocab, where), [3, 0, 2, 1]
         for slot in slots:
             seen.admit(slot, np.array([slot, 5, 5, 7], np.int32), 2)
@@ -229,7 +229,7 @@ def test_every_penalized_row_gets_its_own_penalties(device: torch.device) -> Non
         edits.apply(logits, np.array([4] * len(samplings)), seen, ops)
         edited.append(logits.cpu())
     for others in edited[1:]:
-        torch.testing.assert_close(edited[0], others, **TOLERANCE[torch.float32])
+        close(edited[0], others)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -237,7 +237,7 @@ def test_any_batch_of_any_options_samples_what_the_twins_sample(device: torch.de
     """Requests come and go in slots of a sampler whose rows are in any order."""
     rng = np.random.default_rng(seed)
     there = Sampler(OPTION_VOCAB, SLOTS, device, SAMPLING_OPS)
-    here = Sampler(OPTION_VOCAB, SLOTS, torch.device("cpu"), torch_sampling.SAMPLING_OPS)
+    here = Sampler(OPTION_VOCAB, SLOTS, torch.device("cpu"), sampling_twin)
     lengths = [0] * SLOTS
     for step in range(8):
         for slot in range(SLOTS):
@@ -251,8 +251,8 @@ def test_any_batch_of_any_options_samples_what_the_twins_sample(device: torch.de
         logits = 3 * random(len(slots), OPTION_VOCAB, seed=100 * seed + step)
         positions = [lengths[slot] for slot in slots]
         expected, _, errors = sample(here, logits, slots, positions)
-        got, _, told = sample(there, logits.to(device), slots, positions)
-        assert told == errors and got.tolist() == expected.tolist()
+        got, _, reported = sample(there, logits.to(device), slots, positions)
+        assert reported == errors and got.tolist() == expected.tolist()
         for slot in slots:
             lengths[slot] += 1
 
@@ -267,7 +267,7 @@ def test_the_sampler_draws_with_them(device: torch.device) -> None:
         Sampling(seed=1, frequency_penalty=1.0, allowed_ids=tuple(range(50))),
     ]
     chosen = []
-    for ops, where in ((SAMPLING_OPS, device), (torch_sampling.SAMPLING_OPS, torch.device("cpu"))):
+    for ops, where in ((SAMPLING_OPS, device), (sampling_twin, torch.device("cpu"))):
         sampler = Sampler(vocab, len(samplings), where, ops)
         for slot, sampling_options in enumerate(samplings):
             sampler.admit(slot, sampling_options, np.array([slot, 5, 5], np.int32), 3)

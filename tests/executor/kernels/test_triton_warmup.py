@@ -4,9 +4,8 @@ Whole small models with the launchers of the kernels. Nothing is interpreted: a 
 give the numbers, so that there is time for steps of every size. What is noted is what chooses a variant.
 """
 
-import dataclasses
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
-from penstock.executor.kernels import torch_fp8, torch_ops, torch_sampling
+from penstock.engine.front.submit import Pooling
+from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps, torch_inputs, torch_ops
+from penstock.executor.kernels.cuda import step_inputs
 from penstock.executor.kernels.cuda.launch import variants
-from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
+from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
-from penstock.executor.kernels.torch_inputs import INPUT_OPS as TWIN_INPUTS
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Row, Sampling
 from penstock.executor.ranks import rank
@@ -29,11 +29,15 @@ from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_graphs import Recorder, pretend_a_gpu
 from tests.support import eight_bits, small_models
 from tests.support.driver import Driver, Sequence
+from tests.support.twins import changed, operations
+from tests.support.twins import eight_bits as eight_bits_twin
+from tests.support.twins import sampling as sampling_twin
+from tests.support.twins.experts import fused_experts
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can"
 )
-TWINS = dataclasses.replace(torch_ops.OPS, blocks=torch_fp8.OPS, fused_experts=torch_ops.fused_experts)
+TWINS = changed(torch_ops, blocks=eight_bits_twin, fused_experts=fused_experts)
 ROWS, TOKENS, LONGEST = 20, 256, 256
 Noted = set[tuple[Any, ...]]
 
@@ -59,15 +63,13 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
     return seen
 
 
-def beside(ours: Any, twins: Any) -> Any:
+def beside(kind: Any, ours: Any, twins: Any) -> Any:
     """Operations that call ours, and answer with what the twins say."""
 
     def both(name: str) -> Any:
         launcher, twin = getattr(ours, name), getattr(twins, name)
-        if dataclasses.is_dataclass(launcher):
-            return beside(launcher, twin)
-        if launcher is None or twin is None:
-            return None
+        if name == "blocks":
+            return beside(BlockOps, launcher, twin)
 
         def call(*arguments: Any, **given: Any) -> Any:
             launcher(*arguments, **given)
@@ -75,7 +77,7 @@ def beside(ours: Any, twins: Any) -> Any:
 
         return call
 
-    return type(ours)(*(both(field.name) for field in dataclasses.fields(ours)))
+    return changed(ours, **{name: both(name) for name in operations(kind)})
 
 
 def open_on_kernels(
@@ -110,8 +112,8 @@ def any_sampling(rng: np.random.Generator) -> Sampling:
         "logprobs": int(rng.integers(-1, 4)),
         "prompt_logprobs": int(rng.integers(0, 3)),
     }
-    some = {name: value for name, value in asked.items() if rng.random() < 0.3}
-    stops = {"min_tokens": 3, "stop_ids": (7,)} if rng.random() < 0.2 else {}
+    some: dict[str, Any] = {name: value for name, value in asked.items() if rng.random() < 0.3}
+    stops: dict[str, Any] = {"min_tokens": 3, "stop_ids": (7,)} if rng.random() < 0.2 else {}
     return Sampling(temperature=float(rng.choice([0.0, 0.8])), seed=int(rng.integers(99)), **some, **stops)
 
 
@@ -125,7 +127,8 @@ def traffic(driver: Driver, rng: np.random.Generator, num_steps: int) -> None:
             if old is None or (old.pooling and old.computed == old.num_prompt) or len(old.tokens) > LONGEST - 8:
                 if old is not None:
                     driver.free = [*old.blocks, *driver.free]
-                pooling = rng.choice([None, None, None, None, "last", "mean"])
+                choices: list[Pooling | None] = [None, None, None, None, "last", "mean"]
+                pooling = choices[rng.integers(6)]
                 prompt = rng.integers(0, 160, int(rng.choice([1, 2, 5, 40, 180]))).tolist()
                 sequences[slot] = Sequence(slot, prompt, len(prompt), sampling=any_sampling(rng), pooling=pooling)
                 driver._announce(sequences[slot])
@@ -144,7 +147,7 @@ def traffic(driver: Driver, rng: np.random.Generator, num_steps: int) -> None:
         driver.step(*parts, masks=masks or None)
 
 
-CASES = {
+CASES: dict[str, tuple[Callable[[str], Path], str, dict[str, Any]]] = {
     "qwen3": (small_models.folder, "qwen3", {}),
     "gemma3": (small_models.folder, "gemma3", {}),
     "qwen3-moe": (small_models.folder, "qwen3-moe", {}),
@@ -165,10 +168,14 @@ def check_nothing_is_new(
     folder, name, options = CASES[case]
     monkeypatch.setattr(LatentSpec, "is_expanded", lambda self, count: count > 20)
     recorder = Recorder()
-    noting = (beside(OPS, TWINS), beside(SAMPLING_OPS, torch_sampling.SAMPLING_OPS), beside(INPUT_OPS, TWIN_INPUTS))
+    noting = (
+        beside(Ops, OPS, TWINS),
+        beside(SamplingOps, SAMPLING_OPS, sampling_twin),
+        beside(InputOps, step_inputs, torch_inputs),
+    )
     limits = {"dtype": "bfloat16", "max_num_seqs": ROWS, "max_num_batched_tokens": TOKENS, "max_model_len": LONGEST}
-    options = limits | options | {"enforce_eager": enforce_eager}
-    driver = open_on_kernels(monkeypatch, folder(name), recorder, noting, **options)
+    asked = limits | options | {"enforce_eager": enforce_eager}
+    driver = open_on_kernels(monkeypatch, folder(name), recorder, noting, **asked)
     warm, num_graphs, num_variants = noted.copy(), len(recorder.graphs), len(variants())
     assert warm and (num_graphs == 0) == enforce_eager
     for length in lengths:  # a prompt, then one more token
@@ -207,7 +214,7 @@ def test_interpreted_a_model_warms_up_and_then_gives_the_tokens_of_transformers(
     prompts = [[5, 17, 3, 99], [7, 7, 21]]
     limits = {"dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 4, "max_model_len": 8}
     driver = open_on_kernels(
-        monkeypatch, small_models.folder(case), Recorder(), (OPS, SAMPLING_OPS, INPUT_OPS), **limits
+        monkeypatch, small_models.folder(case), Recorder(), (OPS, SAMPLING_OPS, step_inputs), **limits
     )
     num_warm = len(variants())
     got = driver.generate(*[driver.admit(prompt) for prompt in prompts], count=3, chunk=2)

@@ -1,14 +1,7 @@
-"""What a GPU samples with, in plain torch: the oracle of the Triton kernels, with their signatures.
-
-The CPU has a faster way of its own to the same distributions (executor/sampling/draw.py). A GPU draws by the Gumbel-max trick: the
-token whose logit plus noise is largest. Noise is a function of seed, position and token alone, so a request gives the
-same tokens in any batch, and no sum over the vocabulary is needed.
-"""
+"""`SamplingOps` in plain torch, as this module is one: the oracle of the Triton kernels."""
 
 import torch
 from torch import Tensor
-
-from penstock.executor.kernels import SamplingOps
 
 # The noise of tokens 4096 b + 1024 j + i is output j of the generator's call number 1024 b + i.
 LANES, OUTPUTS = 1024, 4
@@ -19,13 +12,6 @@ _MULTIPLY_A, _MULTIPLY_B, _WEYL_A, _WEYL_B = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9,
 def choose(
     logits: Tensor, temperature: Tensor, min_p: Tensor, top_k: Tensor, top_p: Tensor, seeds: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """logits [R, V] -> tokens [R] int64 and the largest logits [R] float32, NaN for a row with a NaN in it.
-
-    Options are [R]: temperature, min_p and top_p float32, top_k int32, seeds int64 (64 bits), positions int64. A
-    temperature of 0 takes the largest logit. Filters go in this order, each by what the one before it left: weights of
-    at least min_p, the top_k largest, the largest that reach top_p of the sum; 0, 0 and 1 switch them off, and a tie
-    with the last token kept is kept. Where the largest logit is not finite the token is 0.
-    """
     largest, tokens = logits.float().max(-1)
     vocab_size = logits.shape[1]
     inverse = torch.where(temperature > 0, 1 / temperature, 1.0).clamp(max=3e38)
@@ -68,11 +54,6 @@ def _philox(seeds: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor) -> None:
-    """Penalize rows [P] of logits [R, at least V] in place, for what the requests in slots [P] have seen.
-
-    counts [slots, V] int32: how often a token was sampled, and the bit `in_prompt` if the prompt has it. The
-    coefficients [P, 3], float32, are those of repetition, frequency and presence.
-    """
     vocab_size = counts.shape[1]
     seen = counts[slots.long()]
     sampled = (seen & (in_prompt - 1)).float()
@@ -85,10 +66,6 @@ def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_pro
 
 
 def mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """Minus infinity, in place, for what rows [n] of logits [S, V] may not sample: masks [n, words] int32, a bit each."""
     token = torch.arange(logits.shape[1], device=logits.device)
     allowed = (masks[:, token // 32] >> (token % 32)) & 1
     logits[rows.long()] = logits[rows.long()].masked_fill(allowed == 0, -torch.inf)
-
-
-SAMPLING_OPS = SamplingOps(choose, penalize, mask)

@@ -1,0 +1,46 @@
+"""`FusedExperts` in plain torch: the oracle of the Triton kernels."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from penstock.executor.kernels import Activation, Scaled, torch_ops
+from penstock.executor.kernels.eight_bits import are_quantized
+from tests.support.twins.eight_bits import quantize, widen, widen_rows
+
+
+def fused_experts(
+    hidden: Tensor,
+    slots: Tensor,
+    shares: Tensor,
+    gate_up: Scaled,
+    down: Scaled,
+    first: int,
+    activation: Activation,
+    added: Tensor | None = None,
+) -> Tensor:
+    """As `Experts` with all in one. With weights of eight bits, what goes into the products is quantized if experts have
+    many entries."""
+    dtype = hidden.dtype
+    is_quantized = down[1] is not None and are_quantized(slots.numel(), len(down[0]))
+    up, narrow = (_numbers(weight, torch.float32 if is_quantized else dtype) for weight in (gate_up, down))
+    # In float32 but for what is rounded to eight bits.
+    rows = hidden.float() if is_quantized else hidden
+
+    def through(rows: Tensor) -> Tensor:
+        return widen_rows(quantize(rows.to(dtype))) if is_quantized else rows
+
+    out = torch.zeros((*slots.shape, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+    for index in range(len(narrow)):
+        token, choice = (slots == first + index).nonzero(as_tuple=True)
+        inside = torch_ops.gate(F.linear(through(rows[token]), up[index]), activation)
+        out[token, choice] = F.linear(through(inside), narrow[index])
+    total = (out * shares[..., None]).sum(1)
+    return (total if added is None else total + added).to(dtype)
+
+
+def _numbers(weight: Scaled, dtype: torch.dtype) -> Tensor:
+    values, scales = weight
+    if scales is None:
+        return values
+    return torch.stack([widen(*block) for block in zip(values, scales, strict=True)]).to(dtype)
