@@ -1,7 +1,10 @@
-"""The two ends around a proxy that is measured: a backend with canned answers, and a client of raw connections.
+"""The two ends around a router that is measured, as small as they can be: a backend with canned answers, clients of raw
+connections, and an aiohttp proxy that only passes on, to compare with.
 
-Both are asyncio protocols without a framework, so that on two cores the proxy is what is busy. `python
-benchmarks/route_load.py backend` prints its port and serves until its standard input closes.
+    python benchmarks/route_load.py backend            each prints its port and serves until its input closes
+    python benchmarks/route_load.py aiohttp PORT
+
+Backend and clients are asyncio protocols without a framework, so that on two cores the proxy is what is busy.
 """
 
 import asyncio
@@ -12,12 +15,11 @@ from collections import deque
 from pathlib import Path
 from typing import NamedTuple
 
-import uvloop
-
 EVENT = b'data: {"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":" word","logprobs":null}]}\n\n'
-DONE = b"data: [DONE]\n\n"
 ANSWER = b'{"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":"' + b"x" * 900 + b'"}]}'
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
+STEP_S = 0.005
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def whole(body: bytes) -> bytes:
@@ -28,20 +30,19 @@ def chunk(body: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(body), body)
 
 
-STEP_S = 0.005
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-STREAM_END = chunk(DONE) + b"0\r\n\r\n"
+# -- the backend -------------------------------------------------------------------------------------------------
 
 
 class Backend(asyncio.Protocol):
-    """Answers a POST with 1 KB of JSON, or with `max_tokens` events, one of each open stream at a time."""
+    """Answers a POST with 1 KB of JSON, or with `num_events` events, one of each open stream at a time."""
 
-    streams: dict["Backend", int] = {}
+    def __init__(self, streams: "dict[Backend, int]") -> None:
+        self.streams = streams
+        self.data = b""
+        self.is_paused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        self.data = b""
-        self.is_paused = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.streams.pop(self, None)
@@ -75,35 +76,39 @@ class Backend(asyncio.Protocol):
             self.transport.write(whole(ANSWER))
 
 
-async def produce() -> None:
+async def produce(streams: dict[Backend, int]) -> None:
     """The steps of an engine: every 5 ms each open stream gets an event. Paced, so that no proxy meets several events
     in one read: what is compared is the cost of one."""
     event = chunk(EVENT)
     while True:
-        for stream, left in list(Backend.streams.items()):
+        for stream, left in list(streams.items()):
             if stream.is_paused:
                 continue
             if left:
-                Backend.streams[stream] = left - 1
+                streams[stream] = left - 1
                 stream.transport.write(event)
             else:
-                del Backend.streams[stream]
-                stream.transport.write(STREAM_END)
+                del streams[stream]
+                stream.transport.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
         await asyncio.sleep(STEP_S)
 
 
 async def backend() -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(Backend, "127.0.0.1", 0, backlog=1024)
+    streams: dict[Backend, int] = {}
+    server = await loop.create_server(lambda: Backend(streams), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
-    producing = loop.create_task(produce())
+    producing = loop.create_task(produce(streams))
     await loop.run_in_executor(None, sys.stdin.buffer.read)
     producing.cancel()
     os._exit(0)
 
 
+# -- clients -----------------------------------------------------------------------------------------------------
+
+
 class Client(asyncio.Protocol):
-    """Times requests: one after the other, or, with `idle`, those that `pace` has it send; between them it lies there."""
+    """Times requests: one after the other, or, with `idle`, those that `pace` has it send; between them it waits there."""
 
     def __init__(
         self, request: bytes, end: bytes, times: list[float], until_s: float, idle: "deque[Client] | None"
@@ -111,7 +116,6 @@ class Client(asyncio.Protocol):
         self.request, self.end, self.times, self.until_s, self.idle = request, end, times, until_s, idle
         self.done = asyncio.get_running_loop().create_future()
         self.tail = b""
-        self.num_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
@@ -125,7 +129,6 @@ class Client(asyncio.Protocol):
         self.transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
-        self.num_bytes += len(data)
         self.tail = (self.tail + data)[-len(self.end) :]
         if self.tail != self.end:
             return
@@ -150,7 +153,7 @@ class Client(asyncio.Protocol):
 
 
 async def pace(idle: deque[Client], rate: float, until_s: float) -> None:
-    """Send at even times, each over a connection that lies idle; where none does it is late, and timed from when it was
+    """Send at even times, each over a connection that is idle; where none is it is late, and timed from when it was
     due. Spins: a loop's timers are a millisecond coarse, and would send what is due in one as a volley."""
     due_s = time.perf_counter()
     while (now_s := time.perf_counter()) < until_s:
@@ -167,10 +170,6 @@ class Load(NamedTuple):
     seconds: float
     cpu_s: float  # of the proxy
 
-    def quantile_ms(self, share: float) -> float:
-        ordered = sorted(self.times_s)
-        return 1000 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-
 
 def request(body: bytes) -> bytes:
     return (
@@ -179,42 +178,76 @@ def request(body: bytes) -> bytes:
     ) + body
 
 
-def json_request() -> bytes:
-    return request(b'{"model":"m","max_tokens":16,"temperature":0,"prompt":"' + b"word " * 190 + b'"}')
-
-
-def stream_request(num_events: int) -> bytes:
-    return request(b'{"model":"m","stream":true,"num_events":%d,"prompt":"word"}' % num_events)
-
-
 def cpu_s(pid: int) -> float:
     """Seconds of CPU that the process has used, with all its threads."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def load(
+async def load(
     port: int, pid: int, what: bytes, end: bytes, *, connections: int, seconds: float, rate: float | None = None
 ) -> Load:
     """Each connection sends one request after the other, or all together `rate` per second."""
+    loop, times = asyncio.get_running_loop(), list[float]()
+    idle: deque[Client] | None = None if rate is None else deque()
+    begun_s, begun_cpu_s = time.perf_counter(), cpu_s(pid)
+    clients = []
+    for _ in range(connections):
+        _, client = await loop.create_connection(
+            lambda: Client(what, end, times, begun_s + seconds, idle), "127.0.0.1", port
+        )
+        clients.append(client)
+    if idle is not None and rate is not None:
+        await pace(idle, rate, begun_s + seconds)
+    await asyncio.gather(*(client.done for client in clients))
+    return Load(times, time.perf_counter() - begun_s, cpu_s(pid) - begun_cpu_s)
 
-    async def run() -> Load:
-        loop, times = asyncio.get_running_loop(), list[float]()
-        idle: deque[Client] | None = None if rate is None else deque()
-        begun_s, begun_cpu_s = time.perf_counter(), cpu_s(pid)
-        clients = []
-        for _ in range(connections):
-            _, client = await loop.create_connection(
-                lambda: Client(what, end, times, begun_s + seconds, idle), "127.0.0.1", port
-            )
-            clients.append(client)
-        if idle is not None and rate is not None:
-            await pace(idle, rate, begun_s + seconds)
-        await asyncio.gather(*(client.done for client in clients))
-        return Load(times, time.perf_counter() - begun_s, cpu_s(pid) - begun_cpu_s)
 
-    return uvloop.run(run())
+async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, content: bytes) -> tuple[int, float, bytes]:
+    """One request over a connection that stays open: its status, the seconds until the answer began, its body."""
+    begun_s = time.perf_counter()
+    writer.write(content)
+    head = await reader.readuntil(b"\r\n\r\n")
+    first_s = time.perf_counter() - begun_s
+    length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+    return int(head.split(b" ", 2)[1]), first_s, await reader.readexactly(length)
+
+
+# -- the other proxy ---------------------------------------------------------------------------------------------
+
+
+async def aiohttp_proxy(backend_port: str) -> None:
+    """The least that such a proxy can do: no routing, no limits, no retries."""
+    from aiohttp import ClientSession, TCPConnector, web
+
+    session = ClientSession(connector=TCPConnector(limit=0), auto_decompress=False)
+
+    async def relay(request: web.Request) -> web.StreamResponse:
+        body, url = await request.read(), f"http://127.0.0.1:{backend_port}{request.path_qs}"
+        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
+        async with session.request(request.method, url, data=body, headers=headers) as answer:
+            if "event-stream" not in (kind := answer.headers.get("content-type", "")):
+                return web.Response(body=await answer.read(), status=answer.status, content_type=kind)
+            response = web.StreamResponse(status=answer.status, headers={"content-type": "text/event-stream"})
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+            await response.write_eof()
+            return response
+
+    application = web.Application(client_max_size=1 << 26)
+    application.router.add_route("*", "/{path:.*}", relay)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    print(site._server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    uvloop.run(backend())
+    try:
+        from uvloop import run
+    except ImportError:  # the other interpreter need not have it
+        from asyncio import run
+    run(backend() if sys.argv[1] == "backend" else aiohttp_proxy(sys.argv[2]))

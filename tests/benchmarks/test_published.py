@@ -12,7 +12,7 @@ from benchmarks.published import report
 from benchmarks.published.report import MARKS, PAGE, Report, Row, show, write_page
 
 ROWS = [Row("requests", 20.0, 50.0, "per second"), Row("first <byte>", 3.0, 0.5, "s", False)]
-FOUND = Report("thing", "A thing & more", "the way it was", "the way it is", "1 → 2 (somebody).", ROWS, "A note.")
+FOUND = Report("thing", "A thing & more", "the way it was", "the way it is", "1 → 2 (others).", ROWS, "A note.")
 
 
 @pytest.fixture(autouse=True)
