@@ -1,30 +1,27 @@
-"""The disk tier: what storing costs the caller, beside LMCache's; bandwidth beside raw O_DIRECT; lookup; restart.
+"""The disk tier: what storing costs the caller; bandwidth beside raw O_DIRECT; lookup; restart.
 
-    python benchmarks/bench_disk.py --dir DIR [--peer-python PATH] [--rounds 10]
+    python benchmarks/bench_disk.py --dir DIR [--rounds 10]
 
 A store of 2,048 tokens is eight chunks of 8 MiB. Its cost on the calling thread is taken on an empty disk and with
-20,000 resident chunks where every further one evicts; writing and unlinking are left out on both sides, which take
-turns. Bandwidth is that of real files in DIR (3 GiB are needed), with the same buffers and slots as the raw calls of
+20,000 resident chunks where every further one evicts, in turn; writing and unlinking are left out. Bandwidth is that of real files in DIR (3 GiB are needed), with the same buffers and slots as the raw calls of
 two threads that it is compared with. Prints what it finds and one line of JSON.
 """
 
 import argparse
-import json
 import os
 import select
 import shutil
 import statistics
-import subprocess
-import sys
 import threading
 import time
 import timeit
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pairs import alternate, judge, record
+from pairs import alternate, arguments, record, rounds, summary
 
 from penstock.cache.tiers.disk.calls import Calls
 from penstock.cache.tiers.disk.directory import SLAB_BYTES, open_directory, slab_name
@@ -121,71 +118,22 @@ def make_records(folder: Path, count: int, capacity: int) -> None:
     os.close(directory)
 
 
-class Peer:
-    def __init__(self, python: str, folder: Path, resident: int, full: bool) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            python,
-            str(Path(__file__).parent / "disk_peer.py"),
-            str(folder),
-            str(CHUNK),
-            str(resident),
-            str(int(full)),
-        ]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self._process = subprocess.Popen(
-            command,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            raise SystemExit(f"{python}: LMCache does not run there")
-
-    def batches(self, count: int) -> list[float]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(count, file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
     p50, p99 = np.percentile(seconds, [50, 99]) * 1e6
     return {"p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
 
 
 def store_path(args: argparse.Namespace) -> dict[str, Any]:
-    sides: dict[str, Any] = {
-        "empty": Ours(args.dir / "empty", 0, full=False),
-        "full": Ours(args.dir / "full", RESIDENT, full=True),
-    }
-    if args.peer_python:
-        sides["LMCache empty"] = Peer(args.peer_python, args.dir / "peer", 0, full=False)
-        sides["LMCache full"] = Peer(args.peer_python, args.dir / "peer", RESIDENT, full=True)
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    sides = {"empty": Ours(args.dir / "empty", 0, full=False), "full": Ours(args.dir / "full", RESIDENT, full=True)}
     for side in sides.values():
         side.batches(3)
-        if isinstance(side, Ours):
-            side.polls.clear()
-    for _ in range(args.rounds):
-        for name, side in sides.items():
-            count = BATCHES_A_ROUND if isinstance(side, Ours) else max(BATCHES_A_ROUND // 10, 3)
-            seconds[name] += side.batches(count)
-    figures: dict[str, Any] = {name: quantiles(values) for name, values in seconds.items()}
+        side.polls.clear()
+    runs = rounds({name: partial(side.batches, BATCHES_A_ROUND) for name, side in sides.items()}, args.rounds)
+    figures: dict[str, Any] = {name: quantiles([seconds for batch in values for seconds in batch]) for name, values in runs.items()}
     figures["poll"] = quantiles([*sides["empty"].polls, *sides["full"].polls])
     figures["p99 full to empty"] = round(figures["full"]["p99_us"] / figures["empty"]["p99_us"], 2)
-    for name in ("empty", "full"):
-        if args.peer_python:
-            ratio = statistics.median(seconds[name]) / statistics.median(seconds[f"LMCache {name}"])
-            figures[f"{name} to LMCache"] = round(ratio, 5)
     for side in sides.values():
-        (side.tier if isinstance(side, Ours) else side).close()
+        side.tier.close()
     return figures
 
 
@@ -214,32 +162,26 @@ def bandwidth(args: argparse.Namespace) -> dict[str, Any]:
             write(), raw.write()  # every block has been written once
         writes = alternate(write, raw.write, args.rounds)
         reads = alternate(read, raw.read, args.rounds)
-        figures = {"is_direct": tier.stats()["is_direct"]}
+        figures: dict[str, Any] = {"is_direct": tier.stats()["is_direct"]}
         raw.close()
     for name, pairs in (("write", writes), ("verified read", reads)):
-        verdict = judge(pairs, higher_is_better=True)
-        gbs = statistics.median(pair.ours for pair in pairs)
-        figures[name] = {
-            "GB/s": round(gbs, 2),
-            "to raw": round(verdict.ratio, 3),
-            "interval": [verdict.low, verdict.high],
-        }
+        figures[name] = summary(name, pairs, "GB/s", higher_is_better=True, sides=("tier", "raw"))
     return figures
 
 
 def _move(tier: DiskTier, jobs: list[tuple[bytes, memoryview]], start: Any, started_s: float) -> float:
-    """GB/s of these loads or stores, at most eight under way so that each has a buffer of its own."""
+    """GB/s of these loads or stores, at most eight in flight so that each has a buffer of its own."""
     ahead = len(jobs)
-    under_way = 0
+    in_flight = 0
     at = 0
-    while at < ahead or under_way:
-        while at < ahead and under_way < BATCH:
+    while at < ahead or in_flight:
+        while at < ahead and in_flight < BATCH:
             assert start(*jobs[at]), tier.stats()
-            at, under_way = at + 1, under_way + 1
+            at, in_flight = at + 1, in_flight + 1
         select.select([tier], [], [])
         for completion in tier.poll():
             assert completion.ok
-            under_way -= 1
+            in_flight -= 1
     return ahead * CHUNK / (time.perf_counter() - started_s) / 1e9
 
 
@@ -299,14 +241,8 @@ def restart_and_lookup(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to measure; 3 GiB are used there")
-    parser.add_argument("--peer-python", metavar="PATH", help="interpreter of an environment with LMCache 0.5.6")
-    parser.add_argument("--rounds", type=int, default=10)
-    args = parser.parse_args()
+    args = arguments(__doc__, dir=Path("."), rounds=10)
     args.dir = args.dir / "penstock-bench-disk"
-    if not args.peer_python:
-        print("no --peer-python: LMCache is left out", file=sys.stderr)
     try:
         figures = {"store path": store_path(args), "bandwidth": bandwidth(args), "restart": restart_and_lookup(args)}
     finally:
