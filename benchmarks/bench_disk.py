@@ -129,7 +129,9 @@ def store_path(args: argparse.Namespace) -> dict[str, Any]:
         side.batches(3)
         side.polls.clear()
     runs = rounds({name: partial(side.batches, BATCHES_A_ROUND) for name, side in sides.items()}, args.rounds)
-    figures: dict[str, Any] = {name: quantiles([seconds for batch in values for seconds in batch]) for name, values in runs.items()}
+    figures: dict[str, Any] = {
+        name: quantiles([seconds for batch in values for seconds in batch]) for name, values in runs.items()
+    }
     figures["poll"] = quantiles([*sides["empty"].polls, *sides["full"].polls])
     figures["p99 full to empty"] = round(figures["full"]["p99_us"] / figures["empty"]["p99_us"], 2)
     for side in sides.values():
