@@ -19,42 +19,113 @@ model's pace and no model (tests/support/mock_replica.py); their blocks really m
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
+import os
 import random
 import signal
 import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import uvloop
 from pairs import Pair, alternate, arguments, compare, quantile, record, rounded, serving, summary, wait_ready
-from route_load import ANSWER, Load, ask, load, request
 from tests.support.peer_rig import free_addresses
 from tests.support.router_fleet import MockReplica, mock_replicas
 from tests.support.slow_hash import v1_chain
 
+from penstock.engine.commands.bench.http_client import Client, Target
+
 LOADS = f"{sys.path[0]}/route_load.py"
 ROUTE = (sys.executable, "-m", "penstock.cli", "route", "--port", "0", "--max-requests", "4096")
 EVENTS = 200  # of a stream
-SMALL = request(b'{"model":"m","max_tokens":16,"temperature":0,"prompt":"' + b"word " * 190 + b'"}')
-STREAM = request(b'{"model":"m","stream":true,"num_events":%d,"prompt":"word"}' % EVENTS)
 SETTLE_S = 1.0  # until the answers of `split` stream
+
+
+class Answer(NamedTuple):
+    status: int
+    sent_s: float
+    times_s: list[float]  # when each part of the body was read
+    body: bytes
+
+
+async def ask(client: Client, fields: dict[str, Any]) -> Answer:
+    content = client.target.request("POST", "/v1/completions", json.dumps(fields, separators=(",", ":")).encode(), {})
+    return await send(client, content)
+
+
+async def send(client: Client, content: bytes) -> Answer:
+    sent_s, times, parts = time.perf_counter(), list[float](), list[bytes]()
+
+    def take(_: int, data: bytes, now_s: float) -> None:
+        times.append(now_s)
+        parts.append(data)
+
+    status = await client.exchange(content, take)
+    return Answer(status, sent_s, times, b"".join(parts))
+
+
+@contextlib.contextmanager
+def client_of(port: int) -> Iterator[Client]:
+    client = Client(Target.of(f"http://127.0.0.1:{port}"))
+    yield client
+    client.close()
+
+
+async def repeat(port: int, connections: int, seconds: float, next_call: Callable[[], dict[str, Any]]) -> list[Answer]:
+    """Each connection asks one thing after the other."""
+    end_s = time.perf_counter() + seconds
+    with client_of(port) as client:
+
+        async def one() -> list[Answer]:
+            found = []
+            while time.perf_counter() < end_s:
+                found.append(await ask(client, next_call()))
+            return found
+
+        return [answer for each in await asyncio.gather(*(one() for _ in range(connections))) for answer in each]
 
 
 # -- cost --------------------------------------------------------------------------------------------------------
 
+SMALL = {"model": "m", "max_tokens": 16, "temperature": 0, "prompt": "word " * 190}
+STREAM = {"model": "m", "stream": True, "num_events": EVENTS, "prompt": "word"}
+
+
+async def paced(port: int, rate: float, seconds: float) -> list[float]:
+    """Milliseconds of requests at even times. Spins: a loop's timers are a millisecond coarse, and would send what is due
+    in one as a volley."""
+    with client_of(port) as client:
+        due_s = time.perf_counter()
+        end_s, tasks = due_s + seconds, []
+        while (now_s := time.perf_counter()) < end_s:
+            while due_s <= now_s:
+                tasks.append(asyncio.create_task(ask(client, SMALL)))
+                due_s += 1 / rate
+            await asyncio.sleep(0)
+        answers = [await task for task in tasks]
+    return [1000 * (answer.times_s[-1] - answer.sent_s) for answer in answers]
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of CPU that the process has used, with all its threads."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
 
 def cost(args: argparse.Namespace) -> dict[str, Any]:
-    def loaded(port: int, pid: int, what: bytes, end: bytes, rate: float | None = None) -> Load:
-        return uvloop.run(load(port, pid, what, end, connections=32, seconds=args.seconds, rate=rate))
-
     def per_cpu_second(proxy: tuple[int, int], streams: bool) -> float:
-        found = loaded(*proxy, *((STREAM, b"0\r\n\r\n") if streams else (SMALL, ANSWER[-16:])))
-        return len(found.times_s) * (EVENTS if streams else 1) / found.cpu_s
+        port, pid = proxy
+        begun_s = cpu_s(pid)
+        answers = uvloop.run(repeat(port, 32, args.seconds, lambda: STREAM if streams else SMALL))
+        assert all(answer.status == 200 for answer in answers)
+        return len(answers) * (EVENTS if streams else 1) / (cpu_s(pid) - begun_s)
 
     figures: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
@@ -65,31 +136,22 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
         if args.peer_python:
             peer = stack.enter_context(serving(args.peer_python, LOADS, "aiohttp", str(backend)))
         for what, streams in (("requests", False), ("chunks", True)):
-            per_cpu_second(router, streams)
+            ours, theirs = partial(per_cpu_second, router, streams), partial(per_cpu_second, peer or router, streams)
+            ours(), theirs()
             if peer is None:
-                alone = statistics.median(per_cpu_second(router, streams) for _ in range(args.pairs))
+                alone = statistics.median(ours() for _ in range(args.pairs))
                 print(f"{what}: router {alone:,.0f} per CPU second (no --peer-python: nothing beside it)")
                 figures[what] = {"router": round(alone)}
                 continue
-            per_cpu_second(peer, streams)
-            figures[what] = compare(
-                what,
-                lambda streams=streams: per_cpu_second(router, streams),
-                lambda streams=streams: per_cpu_second(peer, streams),
-                args.pairs,
-                "per CPU second",
-                higher_is_better=True,
-                sides=("router", "aiohttp"),
-            )
-        flat_out = loaded(*router, SMALL, ANSWER[-16:])
-        rate = len(flat_out.times_s) / flat_out.seconds / 2
+            sides = ("router", "aiohttp")
+            unit = "per CPU second"
+            figures[what] = compare(what, ours, theirs, args.pairs, unit, higher_is_better=True, sides=sides)
+        rate = len(uvloop.run(repeat(router[0], 32, args.seconds, lambda: SMALL))) / args.seconds / 2
         added: dict[float, list[float]] = {0.5: [], 0.99: []}
         for _ in range(args.pairs):
-            through, straight = (
-                loaded(port, router[1], SMALL, ANSWER[-16:], rate).times_s for port in (router[0], backend)
-            )
+            through, straight = (uvloop.run(paced(port, rate, args.seconds)) for port in (router[0], backend))
             for share, values in added.items():
-                values.append(1000 * (quantile(through, share) - quantile(straight, share)))
+                values.append(quantile(through, share) - quantile(straight, share))
     latency = {f"added_p{100 * share:.0f}_ms": rounded(statistics.median(values)) for share, values in added.items()}
     print(f"added at {rate:,.0f} requests/s: {latency}")
     return figures | {"latency": latency | {"requests_per_s": round(rate)}}
@@ -119,29 +181,25 @@ def run_router(backend: int) -> None:
 
 
 async def first_bytes(port: int, contents: list[bytes], clients: int) -> tuple[list[float], float]:
-    """Seconds to the first byte of each request, and of the whole run."""
-    times: list[float] = []
-    waiting = list(contents)
+    """Seconds to the first byte of each answer, and of the whole run."""
+    begun_s, room = time.perf_counter(), asyncio.Semaphore(clients)
+    with client_of(port) as client:
 
-    async def client() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
-        while waiting:
-            status, first_s, body = await ask(reader, writer, waiting.pop())
-            assert status == 200, body
-            times.append(first_s)
-        writer.close()
+        async def one(content: bytes) -> Answer:
+            async with room:
+                return await send(client, content)
 
-    begun_s = time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return times, time.perf_counter() - begun_s
+        answers = await asyncio.gather(*map(one, contents))
+    assert all(answer.status == 200 for answer in answers)
+    return [answer.times_s[0] - answer.sent_s for answer in answers], time.perf_counter() - begun_s
 
 
 def hashed(args: argparse.Namespace) -> dict[str, Any]:
-    rng = random.Random(1)
-    contents = []
-    for _ in range(args.requests):
+    rng, contents = random.Random(1), []
+    for _ in range(args.requests):  # encoded before the clock starts: each has 200 KB
         body = {"model": "m", "prompt": rng.choices(range(50_000), k=args.tokens), "max_tokens": 1}
-        contents.append(request(json.dumps(body, separators=(",", ":")).encode()))
+        content = json.dumps(body, separators=(",", ":")).encode()
+        contents.append(Target("bench", 80).request("POST", "/v1/completions", content, {}))
     p95: dict[str, list[float]] = {"C": [], "Python": []}
     with contextlib.ExitStack() as stack:
         backend, _ = stack.enter_context(serving(sys.executable, LOADS, "backend"))
@@ -168,36 +226,23 @@ def hashed(args: argparse.Namespace) -> dict[str, Any]:
 
 async def out_of_rotation(port: int, victim: MockReplica) -> float:
     """Kill it; the seconds until the router lists it as not available."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     victim.send(signal.SIGKILL)
     killed_s = time.perf_counter()
-    while True:
-        _, _, body = await ask(reader, writer, b"GET /replicas HTTP/1.1\r\nhost: x\r\n\r\n")
-        if not next(each for each in json.loads(body)["replicas"] if each["url"] == victim.url)["is_available"]:
-            writer.close()
-            return time.perf_counter() - killed_s
-        await asyncio.sleep(0.002)
+    with client_of(port) as client:
+        while True:
+            _, body = await client.fetch("GET", "/replicas")
+            if not next(each for each in json.loads(body)["replicas"] if each["url"] == victim.url)["is_available"]:
+                return time.perf_counter() - killed_s
+            await asyncio.sleep(0.002)
 
 
 async def one_kill(port: int, victim: MockReplica, clients: int, seconds: float) -> tuple[Counter[int], float]:
-    statuses = Counter[int]()
-    end_s = time.perf_counter() + seconds
-
-    async def client(number: int) -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        turn = 0
-        while time.perf_counter() < end_s:
-            turn += 1
-            body = b'{"prompt":"client %d asks for the %d. time","max_tokens":4}' % (number, turn)
-            status, _, _ = await ask(reader, writer, request(body))
-            statuses[status] += 1
-        writer.close()
-
-    asking = asyncio.gather(*(client(number) for number in range(clients)))
+    turns = itertools.count()
+    calls = repeat(port, clients, seconds, lambda: {"prompt": f"the {next(turns)}. question", "max_tokens": 4})
+    asking = asyncio.create_task(calls)
     await asyncio.sleep(seconds / 2)
     took_s = await out_of_rotation(port, victim)
-    await asking
-    return statuses, took_s
+    return Counter(answer.status for answer in await asking), took_s
 
 
 def failover(args: argparse.Namespace) -> dict[str, Any]:
@@ -222,58 +267,43 @@ def failover(args: argparse.Namespace) -> dict[str, Any]:
 # -- split -------------------------------------------------------------------------------------------------------
 
 
-@contextlib.asynccontextmanager
-async def asked(port: int, num_tokens: int, max_tokens: int, rng: random.Random) -> AsyncIterator[asyncio.StreamReader]:
-    """The rest of an answer, once it has begun."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    prompt = [rng.randrange(256) for _ in range(num_tokens)]
-    body = json.dumps({"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}).encode()
-    writer.write(request(body).replace(b"accept: */*", b"connection: close"))
-    try:
-        first = await reader.read(65536)
-        assert first.startswith(b"HTTP/1.1 200"), first
-        yield reader
-    finally:
-        writer.transport.abort()
-
-
 async def gaps_and_first_tokens(
     port: int, args: argparse.Namespace, seconds: float, rng: random.Random
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds between two tokens of the streams, and to the first tokens of the long prompts."""
-    gaps: list[float] = []
-    first_tokens: list[float] = []
+    """Milliseconds between two tokens of 16 streams, and to the first tokens of the long prompts beside them."""
+
+    def prompt(num_tokens: int, max_tokens: int) -> dict[str, Any]:
+        tokens = [rng.randrange(256) for _ in range(num_tokens)]
+        return {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+
     begin_s = time.perf_counter() + SETTLE_S
-    end_s = begin_s + seconds
+    times: list[list[float]] = []
+    with client_of(port) as client:
 
-    async def stream() -> None:
-        async with asked(port, 64, 10_000, rng) as reader:
-            last_s = time.perf_counter()
-            while last_s < end_s:
-                assert await reader.read(65536), "an answer ended too early"
-                now_s = time.perf_counter()
-                if last_s > begin_s:
-                    gaps.append(1000 * (now_s - last_s))
-                last_s = now_s
+        async def stream() -> None:
+            content = client.target.request("POST", "/v1/completions", json.dumps(prompt(64, 10_000)).encode(), {})
+            times.append(mine := [])
+            await client.exchange(content, lambda _status, _data, now_s: mine.append(now_s))
 
-    async def long_prompt() -> None:
-        asked_s = time.perf_counter()
-        async with asked(port, args.prompt_tokens, 16, rng) as reader:
-            first_tokens.append(1000 * (time.perf_counter() - asked_s))
-            await reader.read()
-
-    async def prompts() -> None:
+        streams = [asyncio.create_task(stream()) for _ in range(16)]
         await asyncio.sleep(SETTLE_S)
-        async with asyncio.TaskGroup() as group:
-            while time.perf_counter() < end_s:
-                group.create_task(long_prompt())
-                await asyncio.sleep(args.every)
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(16):
-            group.create_task(stream())
-        group.create_task(prompts())
-    return gaps, first_tokens
+        asked = []
+        while time.perf_counter() < begin_s + seconds:
+            asked.append(asyncio.create_task(ask(client, prompt(args.prompt_tokens, 16))))
+            await asyncio.sleep(args.every)
+        end_s = time.perf_counter()
+        answers = [await task for task in asked]
+        assert not any(task.done() for task in streams), "an answer ended too early"
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    gaps = [
+        1000 * (after - before)
+        for mine in times
+        for before, after in itertools.pairwise(mine)
+        if before > begin_s and after < end_s
+    ]
+    return gaps, [1000 * (answer.times_s[0] - answer.sent_s) for answer in answers]
 
 
 def split(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,19 +1,15 @@
-"""The two ends around a router that is measured, as small as they can be: a backend with canned answers, clients of raw
-connections, and an aiohttp proxy that only passes on, to compare with.
+"""What stands around a router that is measured, as small as it can be: a backend with canned answers, and an aiohttp proxy
+that only passes on, to compare with.
 
     python benchmarks/route_load.py backend            each prints its port and serves until its input closes
     python benchmarks/route_load.py aiohttp PORT
 
-Backend and clients are asyncio protocols without a framework, so that on two cores the proxy is what is busy.
+The backend is an asyncio protocol without a framework, so that on two cores the proxy is what is busy.
 """
 
 import asyncio
 import os
 import sys
-import time
-from collections import deque
-from pathlib import Path
-from typing import NamedTuple
 
 EVENT = b'data: {"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":" word","logprobs":null}]}\n\n'
 ANSWER = b'{"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":"' + b"x" * 900 + b'"}]}'
@@ -102,115 +98,6 @@ async def backend() -> None:
     await loop.run_in_executor(None, sys.stdin.buffer.read)
     producing.cancel()
     os._exit(0)
-
-
-# -- clients -----------------------------------------------------------------------------------------------------
-
-
-class Client(asyncio.Protocol):
-    """Times requests: one after the other, or, with `idle`, those that `pace` has it send; between them it waits there."""
-
-    def __init__(
-        self, request: bytes, end: bytes, times: list[float], until_s: float, idle: "deque[Client] | None"
-    ) -> None:
-        self.request, self.end, self.times, self.until_s, self.idle = request, end, times, until_s, idle
-        self.done = asyncio.get_running_loop().create_future()
-        self.tail = b""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.transport = transport
-        if self.idle is None:
-            self.send(time.perf_counter())
-        else:
-            self.idle.append(self)
-
-    def send(self, due_s: float) -> None:
-        self.sent_s = due_s
-        self.transport.write(self.request)
-
-    def data_received(self, data: bytes) -> None:
-        self.tail = (self.tail + data)[-len(self.end) :]
-        if self.tail != self.end:
-            return
-        self.tail = b""
-        now_s = time.perf_counter()
-        self.times.append(now_s - self.sent_s)
-        if now_s > self.until_s:
-            self.end_here()
-        elif self.idle is not None:
-            self.idle.append(self)
-        else:
-            self.send(now_s)
-
-    def end_here(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-        self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(RuntimeError(f"the connection was lost: {exc}"))
-
-
-async def pace(idle: deque[Client], rate: float, until_s: float) -> None:
-    """Send at even times, each over a connection that is idle; where none is it is late, and timed from when it was
-    due. Spins: a loop's timers are a millisecond coarse, and would send what is due in one as a volley."""
-    due_s = time.perf_counter()
-    while (now_s := time.perf_counter()) < until_s:
-        while due_s <= now_s and idle:
-            idle.popleft().send(due_s)
-            due_s += 1 / rate
-        await asyncio.sleep(0)
-    for client in idle:
-        client.end_here()
-
-
-class Load(NamedTuple):
-    times_s: list[float]  # from sending a request to the end of its answer
-    seconds: float
-    cpu_s: float  # of the proxy
-
-
-def request(body: bytes) -> bytes:
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nuser-agent: bench/1.0\r\naccept: */*\r\n"
-        b"content-type: application/json\r\nauthorization: Bearer sk-none\r\ncontent-length: %d\r\n\r\n" % len(body)
-    ) + body
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of CPU that the process has used, with all its threads."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-
-async def load(
-    port: int, pid: int, what: bytes, end: bytes, *, connections: int, seconds: float, rate: float | None = None
-) -> Load:
-    """Each connection sends one request after the other, or all together `rate` per second."""
-    loop, times = asyncio.get_running_loop(), list[float]()
-    idle: deque[Client] | None = None if rate is None else deque()
-    begun_s, begun_cpu_s = time.perf_counter(), cpu_s(pid)
-    clients = []
-    for _ in range(connections):
-        _, client = await loop.create_connection(
-            lambda: Client(what, end, times, begun_s + seconds, idle), "127.0.0.1", port
-        )
-        clients.append(client)
-    if idle is not None and rate is not None:
-        await pace(idle, rate, begun_s + seconds)
-    await asyncio.gather(*(client.done for client in clients))
-    return Load(times, time.perf_counter() - begun_s, cpu_s(pid) - begun_cpu_s)
-
-
-async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, content: bytes) -> tuple[int, float, bytes]:
-    """One request over a connection that stays open: its status, the seconds until the answer began, its body."""
-    begun_s = time.perf_counter()
-    writer.write(content)
-    head = await reader.readuntil(b"\r\n\r\n")
-    first_s = time.perf_counter() - begun_s
-    length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
-    return int(head.split(b" ", 2)[1]), first_s, await reader.readexactly(length)
 
 
 # -- the other proxy ---------------------------------------------------------------------------------------------

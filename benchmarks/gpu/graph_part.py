@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks.gpu.batches import fill
-from benchmarks.gpu.figures import open_device, set_launch, tell
+from benchmarks.gpu.figures import open_device, report, set_launch
 from benchmarks.gpu.shapes import config_of
 from benchmarks.gpu.traffic import Planned, Traffic
 
@@ -65,7 +65,7 @@ def compare(model: str, device: torch.device, size: Size, is_tiny: bool) -> None
                 executor, traffic.steps(size.steps, copies), traffic, 1 if eager else executor.info.max_in_flight
             )
             damaged = num_damaged(executor, size, kept) if copies else 0
-            tell(
+            report(
                 f"{model}: {name}",
                 ok=not wrong and not damaged,
                 steps=size.steps,
@@ -79,7 +79,7 @@ def compare(model: str, device: torch.device, size: Size, is_tiny: bool) -> None
     expected = found["eager"][0]
     for name in ("graphs", "graphs beside copies"):
         differing = diverged(found[name][0], expected)
-        tell(
+        report(
             f"{model}: {name} and eager",
             ok=len(differing) <= DIVERGED * len(expected),
             requests=len(expected),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_blocks, pages_of
-from benchmarks.gpu.figures import Timer, ceilings, open_device, set_launch, tell
+from benchmarks.gpu.figures import Timer, ceilings, open_device, report, set_launch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.executor.kernels import Ops, select_ops, select_sampling_ops, torch_ops, torch_sampling
@@ -28,20 +28,20 @@ def main(job: dict) -> None:
     set_launch(job)
     timer = Timer(device, 3 if is_tiny else 30)
     copy, product = ceilings(timer, device, dtype, is_tiny)
-    tell("copy", gb_per_s=copy / 1e9)
-    tell("matrix product", tflop_per_s=product / 1e12)
+    report("copy", gb_per_s=copy / 1e9)
+    report("matrix product", tflop_per_s=product / 1e12)
     ops = select_ops(device, dtype, 128)
     for make in (attention_cases, latent_cases, linear_cases, row_cases, expert_cases, sampling_cases):
         for name, call, num_bytes, operations in make(ops, device, dtype, is_tiny):
             try:
                 seconds = timer.seconds(call)
             except Exception as error:  # one that this device or this torch refuses must not hide the others
-                tell(name, skipped=f"{type(error).__name__}: {str(error)[:300]}")
+                report(name, skipped=f"{type(error).__name__}: {str(error)[:300]}")
                 continue
             rates = {"gb_per_s": num_bytes / seconds / 1e9, "tflop_per_s": operations / seconds / 1e12}
             shares = {"gb_per_s": rates["gb_per_s"] * 1e9 / copy, "tflop_per_s": rates["tflop_per_s"] * 1e12 / product}
             bound = max(shares, key=lambda unit: shares[unit])  # the nearer of the two ceilings is the one that counts
-            tell(name, us=seconds * 1e6, **rates, bound=bound, of_ceiling=shares[bound])
+            report(name, us=seconds * 1e6, **rates, bound=bound, of_ceiling=shares[bound])
 
 
 def attention_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> Iterator[Case]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from benchmarks.gpu.figures import tell
+from benchmarks.gpu.figures import report
 from benchmarks.gpu.model_part import prompts
 from benchmarks.gpu.shapes import config_of
 
@@ -49,7 +49,7 @@ def main(job: dict[str, Any]) -> None:
     lengths = [len(result.generated_tokens) for result in results.values()]
     if lengths != [answer] * num:
         raise SystemExit(f"transformers gave {len(lengths)} answers of {sorted(set(lengths))} tokens")
-    tell(
+    report(
         "throughput of transformers",
         seconds=seconds,
         requests=num,

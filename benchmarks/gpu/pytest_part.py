@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from benchmarks.gpu.figures import open_device, tell
+from benchmarks.gpu.figures import open_device, report
 from benchmarks.gpu.machine import ROOT
 from benchmarks.gpu.processes import lines
 
@@ -48,10 +48,10 @@ def main(job: dict[str, Any]) -> None:
             counts[outcome.lower()] += 1
             if outcome in ("FAILED", "ERROR"):
                 failed.append(test)
-                tell(test, ok=False)
+                report(test, ok=False)
     code = process.poll()
     process.kill()
-    tell("tests", ok=code == 0, **counts, exit_code=code, was_ended=code is None, failures=failed)
+    report("tests", ok=code == 0, **counts, exit_code=code, was_ended=code is None, failures=failed)
 
 
 def num_processes() -> int:

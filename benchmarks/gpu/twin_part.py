@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_blocks, pages_of
-from benchmarks.gpu.figures import open_device, set_launch, tell
+from benchmarks.gpu.figures import open_device, report, set_launch
 
 from penstock.executor.kernels import InputOps, Ops, SamplingOps, torch_fp8, torch_inputs, torch_ops, torch_sampling
 from penstock.executor.kernels.state import OPTIONS, Places
@@ -56,7 +56,7 @@ def main(job: dict) -> None:
     torch.manual_seed(0)
     kit = open_kit(device, job["tiny"])
     if kit is None:
-        tell("twins", skipped="no triton here")
+        report("twins", skipped="no triton here")
         return
     index, count = job["share"]
     for place, make in enumerate(MAKERS):
@@ -86,9 +86,9 @@ def compare(case: Case, dtype: torch.dtype) -> None:
         error = max(float((got - wanted).norm() / wanted.norm().clamp(min=1e-30)) for got, wanted in pairs)
     except Exception as error_:  # one kernel that fails must not hide the others
         traceback.print_exc()
-        tell(case.name, ok=False, problem=f"{type(error_).__name__}: {str(error_)[:300]}")
+        report(case.name, ok=False, problem=f"{type(error_).__name__}: {str(error_)[:300]}")
         return
-    tell(case.name, ok=error <= allowed, error=error, allowed=allowed, largest=largest)
+    report(case.name, ok=error <= allowed, error=error, allowed=allowed, largest=largest)
 
 
 def flat(made: Any) -> list[torch.Tensor]:
