@@ -9,7 +9,7 @@
 of band in the ring beside masks inside the pickle. `structured`: a server on the default model under `penstock bench
 serve`, 80 % of the requests after a JSON schema beside none, at the same length; within 5 % is the aim. `jump`: the
 default model after a schema, jumping over what the grammar forces beside sampling it. `drafts`: it copies, summarises
-and tells stories, with drafts and without. The answers of both sides must be the same, but for `structured`.
+and writes stories, with drafts and without. The answers of both sides must be the same, but for `structured`.
 """
 
 import argparse

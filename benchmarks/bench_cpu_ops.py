@@ -1,10 +1,10 @@
-"""The C kernels for the CPU beside torch's: products by oneDNN's prepacked ones, attention by torch's own, experts of a
-layer in one call by one after the other.
+"""The products of the C kernels for the CPU: beside oneDNN's prepacked ones; experts of a layer in one call beside one
+after the other.
 
-    python benchmarks/bench_cpu_ops.py [--dtype bfloat16] [--threads 2] [--pairs 11] [--only attention]
+    python benchmarks/bench_cpu_ops.py [--dtype bfloat16] [--threads 2] [--pairs 11] [--only experts]
 
-The sizes are those of SmolLM2-135M, the default model. Every case goes round over as many copies of its weights or
-pages as do not fit in the caches, as the layers of a model do, and the two sides alternate. Above 1 ours is faster.
+The sizes are those of SmolLM2-135M, the default model. Every case goes round over as many copies of its weights as
+do not fit in the caches, as the layers of a model do, and the two sides alternate. Above 1 ours is faster.
 """
 
 import itertools
@@ -14,17 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from gpu.batches import make_batch, make_cache, num_blocks, pages_of
 from pairs import arguments, compare, record
 
-from penstock.executor.kernels import Ops, cpu_ops
+from penstock.executor.kernels import cpu_ops
 from penstock.executor.kernels.cpu_linear import CpuLinear
 
 HIDDEN, INNER, VOCABULARY, Q_HEADS, KV_HEADS, DIM = 576, 1536, 49152, 9, 3, 64
 EXPERT = 384  # columns of an expert in the cases with experts
 CACHE_BYTES = 96 * 2**20  # three times the largest cache of the machine the figures in the docs are from
-CPU, SCALE = torch.device("cpu"), DIM**-0.5
 
 Run = Callable[[int], object]  # given the index of the copy
 
@@ -34,32 +31,6 @@ class Case(NamedTuple):
     num_copies: int
     ours: Run
     theirs: Run
-
-
-def attention_cases(ops: Ops, dtype: torch.dtype) -> Iterator[Case]:
-    """Torch gets its keys and values for nothing: gathered, heads first, a head group folded into the queries, which is
-    its fastest form of GQA here."""
-    group = Q_HEADS // KV_HEADS
-    for rows, count, context in ((1, 1, 128), (1, 1, 1024), (1, 1, 8192), (16, 1, 512), (1, 512, 512), (1, 512, 2048)):
-        given = [(count, context)] * rows
-        width = KV_HEADS * DIM
-        num_copies = max(1, CACHE_BYTES // (rows * context * 2 * width * dtype.itemsize)) if count == 1 else 4
-        kv = make_cache(num_blocks(given), num_copies, 2, width, dtype, CPU)
-        batch = make_batch(given, CPU)
-        q = torch.randn(rows * count, Q_HEADS, DIM).to(dtype)
-        folded = torch.randn(rows, KV_HEADS, group * count, DIM).to(dtype)
-        gathered = torch.randn(num_copies, 2, rows, KV_HEADS, context, DIM).to(dtype)
-        mask = None
-        if count > 1:
-            mask = (torch.arange(context) <= torch.arange(context - count, context)[:, None]).repeat(group, 1)
-
-        def ours(copy: int, q=q, kv=kv, batch=batch) -> object:
-            return ops.paged_attention(q, *pages_of(kv, copy), batch, SCALE)
-
-        def theirs(copy: int, q=folded, kv=gathered, mask=mask) -> object:
-            return F.scaled_dot_product_attention(q, kv[copy, 0], kv[copy, 1], attn_mask=mask, scale=SCALE)
-
-        yield Case(f"attention, {rows} × {count} at {context}", num_copies, ours, theirs)
 
 
 def linear_cases(dtype: torch.dtype, num_threads: int) -> Iterator[Case]:
@@ -115,7 +86,6 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     cases = itertools.chain(
-        attention_cases(cpu_ops.make_ops(dtype, DIM, args.threads), dtype),
         linear_cases(dtype, args.threads),
         expert_cases(dtype, args.threads),
     )

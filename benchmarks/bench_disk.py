@@ -1,18 +1,16 @@
-"""The disk tier: what storing costs the caller; bandwidth beside raw O_DIRECT; lookup; restart.
+"""The disk tier: what storing costs the caller; lookup; restart.
 
     python benchmarks/bench_disk.py --dir DIR [--rounds 10]
 
 A store of 2,048 tokens is eight chunks of 8 MiB. Its cost on the calling thread is taken on an empty disk and with
-20,000 resident chunks where every further one evicts, in turn; writing and unlinking are left out. Bandwidth is that of real files in DIR (3 GiB are needed), with the same buffers and slots as the raw calls of
-two threads that it is compared with. Prints what it finds and one line of JSON.
+20,000 resident chunks where every further one evicts, in turn; writing and unlinking are left out. A restart opens
+100,000 records. DIR is on the disk to measure.
 """
 
 import argparse
 import os
-import select
 import shutil
 import statistics
-import threading
 import time
 import timeit
 from collections.abc import Sequence
@@ -21,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pairs import alternate, arguments, record, rounds, summary
+from pairs import arguments, record, rounds
 
 from penstock.cache.tiers.disk.calls import Calls
 from penstock.cache.tiers.disk.directory import SLAB_BYTES, open_directory, slab_name
 from penstock.cache.tiers.disk.journal import ROWS, Geometry, Journal
-from penstock.cache.tiers.disk.record import HEADER_BYTES, namespace_of, slot_bytes
+from penstock.cache.tiers.disk.record import namespace_of, slot_bytes
 from penstock.cache.tiers.disk.tier import DiskTier, slots_within
 from penstock.cache.tiers.memory import huge_array
 
@@ -35,8 +33,6 @@ BATCH = 8
 RESIDENT = 20_000
 MANY = 100_000
 BATCHES_A_ROUND = 30
-CHUNKS_A_RUN = 96
-RAW_THREADS = 2  # more add latency, and no bandwidth
 FINGERPRINT = b"benchmark"
 
 
@@ -139,87 +135,6 @@ def store_path(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def bandwidth(args: argparse.Namespace) -> dict[str, Any]:
-    folder = args.dir / "bandwidth"
-    shutil.rmtree(folder, ignore_errors=True)
-    capacity = (CHUNKS_A_RUN * 2 + 4) * slot_bytes(CHUNK) + 2**24
-    chunks = huge_array(BATCH, CHUNK)
-    chunks[:] = np.random.default_rng(2).integers(0, 256, chunks.shape, np.uint8)
-    views = [memoryview(chunk) for chunk in chunks]
-    with DiskTier(folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT) as tier:
-        raw = Raw(folder / "raw", views)
-        keys: list[bytes] = []
-
-        def write() -> float:
-            started_s = time.perf_counter()
-            keys[:] = [os.urandom(32) for _ in range(CHUNKS_A_RUN)]
-            return _move(tier, [(key, views[at % BATCH]) for at, key in enumerate(keys)], tier.put, started_s)
-
-        def read() -> float:
-            jobs = [(key, views[at % BATCH]) for at, key in enumerate(keys)]
-            return _move(tier, jobs, tier.start_load, time.perf_counter())
-
-        tier._admission.admits = lambda key: True  # type: ignore[method-assign]  # every store is to be written
-        for _ in range(2):
-            write(), raw.write()  # every block has been written once
-        writes = alternate(write, raw.write, args.rounds)
-        reads = alternate(read, raw.read, args.rounds)
-        figures: dict[str, Any] = {"is_direct": tier.stats()["is_direct"]}
-        raw.close()
-    for name, pairs in (("write", writes), ("verified read", reads)):
-        figures[name] = summary(name, pairs, "GB/s", higher_is_better=True, sides=("tier", "raw"))
-    return figures
-
-
-def _move(tier: DiskTier, jobs: list[tuple[bytes, memoryview]], start: Any, started_s: float) -> float:
-    """GB/s of these loads or stores, at most eight in flight so that each has a buffer of its own."""
-    ahead = len(jobs)
-    in_flight = 0
-    at = 0
-    while at < ahead or in_flight:
-        while at < ahead and in_flight < BATCH:
-            assert start(*jobs[at]), tier.stats()
-            at, in_flight = at + 1, in_flight + 1
-        select.select([tier], [], [])
-        for completion in tier.poll():
-            assert completion.ok
-            in_flight -= 1
-    return ahead * CHUNK / (time.perf_counter() - started_s) / 1e9
-
-
-class Raw:
-    """The same transfers without a tier: as many threads, O_DIRECT, one call for a header and a chunk."""
-
-    def __init__(self, path: Path, views: list[memoryview]) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._file, 0, CHUNKS_A_RUN * slot_bytes(CHUNK))
-        self._views = views
-        self._headers = [memoryview(header) for header in huge_array(RAW_THREADS, HEADER_BYTES)]
-
-    def write(self) -> float:
-        return self._run(os.pwritev)
-
-    def read(self) -> float:
-        return self._run(os.preadv)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def _run(self, call: Any) -> float:
-        def work(worker: int) -> None:
-            for at in range(worker, CHUNKS_A_RUN, RAW_THREADS):
-                parts = [self._headers[worker], self._views[at % BATCH]]
-                assert call(self._file, parts, at * slot_bytes(CHUNK)) == slot_bytes(CHUNK)
-
-        started_s = time.perf_counter()
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(RAW_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return CHUNKS_A_RUN * CHUNK / (time.perf_counter() - started_s) / 1e9
-
-
 def restart_and_lookup(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.dir / "restart"
     shutil.rmtree(folder, ignore_errors=True)
@@ -246,7 +161,7 @@ def main() -> None:
     args = arguments(__doc__, dir=Path("."), rounds=10)
     args.dir = args.dir / "penstock-bench-disk"
     try:
-        figures = {"store path": store_path(args), "bandwidth": bandwidth(args), "restart": restart_and_lookup(args)}
+        figures = {"store path": store_path(args), "restart": restart_and_lookup(args)}
     finally:
         shutil.rmtree(args.dir, ignore_errors=True)
     for title, values in figures.items():

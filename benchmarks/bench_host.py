@@ -8,7 +8,7 @@ the scheduler, the packed copy of the step's inputs, the tokens' way back. Repla
 own calls (a copy, two graphs, some events) are not in it. A step is hidden where its time is less than the device takes.
 
 `layers`: a step with prompts, which no graph replays, in 28 layers of Qwen3-0.6B's kind. Everything in `model.forward` is
-real but the device (idle_gpu.py): torch's allocations, views and products, the launchers' Python, Triton's launcher in C.
+real but the device (tests/support/idle_gpu.py): torch's allocations, views and products, the launchers' Python, Triton's launcher in C.
 The sizes are tiny, which the host does not notice. In turn: launches as they are, and in Triton's own way. The driver's own
 part of a launch is not in it, cuBLAS's only as the call of a tiny product.
 """
@@ -26,12 +26,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import idle_gpu
 import numpy as np
 import torch
 from gpu.batches import PAGE, make_batch
 from gpu.shapes import MODELS
 from pairs import arguments, compare, record, rounded, rounds, table
+from tests.support import idle_gpu
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage

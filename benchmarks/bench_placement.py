@@ -6,7 +6,7 @@
 
 `decision`: keys of a long prompt, the match, and the whole way to a charged replica, where every replica holds as many
 other blocks as a real one; microseconds on the clock and of this thread's CPU. `trace`: a recorded hour of requests under
-simulated time (route_model.py), by every policy, beside one cache of the size of all replicas' together and without
+simulated time (tests/support/route_model.py), by every policy, beside one cache of the size of all replicas' together and without
 delay; idle means one request at a time.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 from pairs import arguments, compare, quantile, record, table
-from route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
+from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
 from tests.support.slow_hash import v1_chain
 
 from penstock.cache.keys import block_keys_v1

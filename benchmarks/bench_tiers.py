@@ -4,13 +4,10 @@
                                             blocks written to the disk by the caller, as connectors once did
     python benchmarks/bench_tiers.py ttft   time to first token of a prompt found on the disk, and of one found at a peer,
                                             against computing it
-    python benchmarks/bench_tiers.py link   bytes per second through the peer tier, with and without a secret, beside one
-                                            socket that moves the same bytes between two threads
 
-All engines of a run, and both ends of a link, live side by side in this process and take turns, so that a busy machine
-meets them all. Floors: host / none ≤ 1.03, host+disk / host ≤ 1.01; found / computed ≤ 1.05 always and ≤ 0.3 at 2,000
-tokens on the default model; a link without a secret ≥ 0.3 of the socket. The secret's price is CURVE's: each byte is
-encrypted and decrypted, here by the same cores. Disks are temporary directories under --disk-path.
+All engines of a run live side by side in this process and take turns, so that a busy machine meets them all. Floors:
+host / none ≤ 1.03, host+disk / host ≤ 1.01; found / computed ≤ 1.05 always and ≤ 0.3 at 2,000 tokens on the default
+model. Disks are temporary directories under --disk-path.
 """
 
 import argparse
@@ -18,24 +15,16 @@ import random
 import socket
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
-import numpy as np
-from pairs import Pair, arguments, compare, record, rounded, rounds, summary
+from pairs import Pair, arguments, record, rounded, rounds, summary
 
 from penstock import LLM, SamplingParams
-from penstock.cache.tiers.memory import huge_array
-from penstock.cache.tiers.peer.server import PeerServer
-from penstock.cache.tiers.peer.store import PeerTier
 
 FIRST_ID = 1000
-SECRET = "a secret for the benchmark alone"
-FINGERPRINT = b"benchmark".ljust(32, b"\0")
 
 
 class Bench:
@@ -164,101 +153,13 @@ def wait_for_keys(llm: LLM, count: int) -> None:
         time.sleep(0.001)
 
 
-# -- link --------------------------------------------------------------------------------------------------------
-
-
-class Shelf:
-    """A source that has everything in memory."""
-
-    def __init__(self, blocks: np.ndarray) -> None:
-        self._blocks = {number.to_bytes(32, "big"): block for number, block in enumerate(blocks)}
-
-    def keys(self) -> list[bytes]:
-        return list(self._blocks)
-
-    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
-        return [], []
-
-    def copy(self, key: bytes, out: memoryview) -> bool:
-        np.copyto(np.frombuffer(out, np.uint8), self._blocks[key])
-        return True
-
-    def start_read(self, key: bytes, out: memoryview) -> int | None:
-        return None
-
-    def take_reads(self) -> list[tuple[int, bool]]:
-        return []
-
-
-def through_tier(tier: PeerTier, keys: list[bytes], into: np.ndarray) -> float:
-    """GB per second for all blocks, checked and in place."""
-    started_s = time.perf_counter()
-    for key, target in zip(keys, into, strict=True):
-        assert tier.start_load(key, memoryview(target)) is not None
-    num_left = len(into)
-    while num_left:
-        for completion in tier.poll():
-            assert completion.ok, tier.stats()
-            num_left -= 1
-        time.sleep(0.0002)
-    return into.nbytes / (time.perf_counter() - started_s) / 1e9
-
-
-def through_socket(blocks: np.ndarray, into: np.ndarray) -> float:
-    """The same bytes over one connection, as fast as the kernel moves them."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        ours = socket.create_connection(listening.getsockname())
-        theirs, _ = listening.accept()
-    with ours, theirs:
-        started_s = time.perf_counter()
-        sender = threading.Thread(target=lambda: [theirs.sendall(block) for block in blocks])
-        sender.start()
-        for target in into:
-            view = memoryview(target)
-            while view:
-                view = view[ours.recv_into(view) :]
-        elapsed_s = time.perf_counter() - started_s
-        sender.join()
-    return into.nbytes / elapsed_s / 1e9
-
-
-def link(bench: Bench) -> dict[str, Any]:
-    results = {}
-    for size in bench.args.block_bytes:
-        blocks = huge_array(max(bench.args.move_bytes // size, 1), size)
-        np.copyto(blocks, np.random.default_rng(1).integers(0, 256, blocks.shape, np.uint8))
-        into, shelf = huge_array(*blocks.shape), Shelf(blocks)
-        for secret in ("", SECRET):
-            same = {"chunk_bytes": size, "fingerprint": FINGERPRINT, "secret": secret}
-            server = PeerServer("tcp://127.0.0.1:*", shelf, serve_bytes=128 * 2**20, **same)
-            server.start()
-            tier = PeerTier(server.endpoint, **same)
-            while len(tier) < len(blocks):
-                time.sleep(0.01)
-            through_tier(tier, shelf.keys(), into)  # touches the memory
-            assert np.array_equal(into, blocks)
-            name = f"{size >> 10} KiB, {'secret' if secret else 'open'}"
-            results[name] = compare(
-                name,
-                partial(through_tier, tier, shelf.keys(), into),
-                partial(through_socket, blocks, into),
-                bench.args.pairs,
-                "GB/s",
-                higher_is_better=True,
-                sides=("tier", "socket"),
-            )
-            tier.close()
-            server.close()
-    return results
-
-
-MODES = {"cost": cost, "ttft": ttft, "link": link}
+MODES = {"cost": cost, "ttft": ttft}
 
 
 def main() -> None:
     options = {"model": None, "load_format": "auto", "vocab": 40_000, "disk_path": None, "pairs": 10, "seed": 0}
     options |= {"prompts": 8, "input_len": 256, "output_len": 16, "shared": [32, 128, 512, 2000]}
-    args = arguments(__doc__, *MODES, block_bytes=[2**18, 2**20, 2**22], move_bytes=2**28, **options)
+    args = arguments(__doc__, *MODES, **options)
     with ExitStack() as stack:
         record(f"tiers-{args.mode}", MODES[args.mode](Bench(args, stack)))
 

@@ -84,17 +84,10 @@ def judge(pairs: Sequence[Pair], *, higher_is_better: bool) -> Verdict:
 
 
 def compare(
-    name: str,
-    ours: Callable[[], float],
-    theirs: Callable[[], float],
-    count: int,
-    unit: str,
-    *,
-    higher_is_better: bool = False,
-    sides: tuple[str, str] = ("ours", "theirs"),
+    name: str, ours: Callable[[], float], theirs: Callable[[], float], count: int, unit: str, **how: Any
 ) -> dict[str, Any]:
-    """`alternate` and `judge`, with a line of the table; the figures of the result."""
-    return summary(name, alternate(ours, theirs, count), unit, higher_is_better=higher_is_better, sides=sides)
+    """`alternate` and `summary`."""
+    return summary(name, alternate(ours, theirs, count), unit, **how)
 
 
 def summary(

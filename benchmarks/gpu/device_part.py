@@ -1,12 +1,10 @@
 """What this machine is: the device, the versions, tools, what a copy and a matrix product reach. The first rung."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
 import subprocess
-import sys
 
 import torch
 from benchmarks.gpu.figures import Timer, ceilings, open_device, report
@@ -55,7 +53,3 @@ def driver() -> str | None:
         return subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         return None
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -1,15 +1,14 @@
 """Graphs with two steps in flight: do the host and the device hold the same tokens, and are they the eager ones?
 
-    python -m benchmarks.gpu.graph_part '{"device": "cuda", "tiny": false, "dependent": false}'
+    python -m benchmarks.gpu graph_part '{"device": "cuda", "tiny": false, "dependent": false}'
 
-Steps overlap only on a GPU, and only with two of them under way: what the host is told of step N is copied while step
+Steps overlap only on a GPU, and only with two of them in flight: what the host gets of step N is copied while step
 N + 1 computes, beside the tiers' copies, which here leave the way to the host no pause. Thousands of steps, whose number
 of rows drifts, are played three times: from graphs, from graphs beside copies, and one by one without graphs. The
 device's table is the truth for the first two, exactly; the third may differ from them by near ties alone.
 """
 
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -27,7 +26,7 @@ from benchmarks.gpu.traffic import Planned, Traffic
 from penstock.executor.protocol import Executor, ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 
-Answers = dict[int, list[int]]  # request → what the host was told it sampled
+Answers = dict[int, list[int]]  # request → what the host was sent of its samples
 MAX_SHOWN = 5
 
 
@@ -132,14 +131,14 @@ class Opened:
 
 
 def play(executor: Executor, steps: Iterable[Planned], traffic: Traffic, in_flight: int) -> tuple[Answers, list[Any]]:
-    """What the host was told, and where the device's table has another token: request, place, told, in the table."""
+    """What was sent to the host, and where the device's table has another token: request, place, sent, in the table."""
     answers: Answers = {}
     wrong: list[Any] = []
     unseen: set[int] = set()
-    under_way: deque[Planned] = deque()
+    waiting: deque[Planned] = deque()
 
     def collect() -> None:
-        planned = under_way.popleft()
+        planned = waiting.popleft()
         result = executor.collect()
         if result.errors:
             raise SystemExit(f"a row failed: {result.errors}")
@@ -149,12 +148,12 @@ def play(executor: Executor, steps: Iterable[Planned], traffic: Traffic, in_flig
             unseen.add(request_id)
 
     for planned in steps:
-        while len(under_way) >= in_flight:
+        while len(waiting) >= in_flight:
             collect()
         executor.submit(planned.step)
-        under_way.append(planned)
+        waiting.append(planned)
         if planned.look:
-            while under_way:
+            while waiting:
                 collect()
             wrong += look(executor, {request_id: answers[request_id] for request_id in unseen}, traffic)
             unseen.clear()
@@ -164,12 +163,12 @@ def play(executor: Executor, steps: Iterable[Planned], traffic: Traffic, in_flig
 def look(executor: Executor, answers: Answers, traffic: Traffic) -> list[Any]:
     table = executor._runner._slots.tokens.cpu()  # type: ignore[attr-defined]
     wrong = []
-    for request_id, told in sorted(answers.items()):
+    for request_id, sent in sorted(answers.items()):
         slot, first = traffic.slots[request_id]
-        held = table[slot, first : first + len(told)].tolist()
+        held = table[slot, first : first + len(sent)].tolist()
         wrong += [
             [request_id, place, token, other]
-            for place, (token, other) in enumerate(zip(told, held, strict=True))
+            for place, (token, other) in enumerate(zip(sent, held, strict=True))
             if token != other
         ]
     return wrong
@@ -179,9 +178,9 @@ def diverged(answers: Answers, expected: Answers) -> list[Any]:
     """Request, and the first place where it went another way."""
     assert answers.keys() == expected.keys()
     return [
-        [request_id, next(place for place, (a, b) in enumerate(zip(told, answers[request_id], strict=True)) if a != b)]
-        for request_id, told in expected.items()
-        if told != answers[request_id]
+        [request_id, next(place for place, (a, b) in enumerate(zip(sent, answers[request_id], strict=True)) if a != b)]
+        for request_id, sent in expected.items()
+        if sent != answers[request_id]
     ]
 
 
@@ -202,7 +201,3 @@ def num_damaged(executor: Executor, size: Size, kept: torch.Tensor) -> int:
     kv = executor._rank.kv[reserved(executor, size) :]  # type: ignore[attr-defined]
     same = [(part.flatten(1) == kept.flatten(1)).all(1) for part in (kv[: size.copies], kv[size.copies :])]
     return int((~torch.stack(same).all(0)).sum())
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -1,13 +1,11 @@
 """Kernels against what the device can do: bytes per second beside a copy, operations beside a matrix product.
 
-    python -m benchmarks.gpu.kernel_part '{"device": "cuda", "tiny": false, "dependent": false}'
+    python -m benchmarks.gpu kernel_part '{"device": "cuda", "tiny": false, "dependent": false}'
 
 The bytes are those that have to move, each input read and each output written once; the operations those of the result.
 """
 
 import functools
-import json
-import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,6 +19,7 @@ from penstock.executor.kernels import Ops, select_ops, select_sampling_ops, torc
 Case = tuple[str, Callable[[], object], float, float]  # name, call, bytes, operations
 
 
+@torch.inference_mode()
 def main(job: dict) -> None:
     device, is_tiny = open_device(job), job["tiny"]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
@@ -167,8 +166,3 @@ def sampling_cases(ops: Ops, device: torch.device, dtype: torch.dtype, is_tiny: 
             return choose(logits, options[0], options[1], top_ks, options[2], seeds, seeds)
 
         yield f"sampling, {name}", call, logits.nbytes, 0
-
-
-if __name__ == "__main__":
-    with torch.inference_mode():
-        main(json.loads(sys.argv[1]))

@@ -29,7 +29,7 @@ def main(job: dict) -> None:
         report("memcheck", skipped=f"no {NAME}: not on the PATH, with the CUDA toolkit or in a package of nvidia's")
         return
     open_device(job)
-    part = [sys.executable, "-m", "benchmarks.gpu.twin_part", json.dumps(job | {"tiny": True})]
+    part = [sys.executable, "-m", "benchmarks.gpu", "twin_part", json.dumps(job | {"tiny": True})]
     command = [tool, "--tool", "memcheck", "--target-processes", "application-only", "--error-exitcode", "99"]
     command += ["--print-limit", "20", *part]
     said: list[str] = []
@@ -63,7 +63,3 @@ def find_sanitizer() -> str | None:
             if path.is_file() and os.access(path, os.X_OK):
                 return str(path)
     return None
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -1,6 +1,6 @@
 """Models on made-up weights: start, decoding, prompts, and a batch of requests through the whole engine.
 
-    python -m benchmarks.gpu.model_part '{"models": ["qwen3-0.6b"], "device": "cuda", "tiny": false, "parts": ["decode"], …}'
+    python -m benchmarks.gpu model_part '{"models": ["qwen3-0.6b"], "device": "cuda", "tiny": false, "parts": ["decode"], …}'
 
 Decoding and prompts go to the executor directly: no scheduler, requests that are "at" a length because the cache holds
 random numbers there. The batch of requests goes through `LLM`. Without `engine` in the job there is no engine and no
@@ -12,7 +12,6 @@ import gc
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -256,7 +255,3 @@ def throughput(llm: Any, config: dict[str, Any], is_tiny: bool) -> None:
 def prompts(config: dict[str, Any], num: int, length: int, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [rng.choices(range(config["vocab_size"]), k=length) for _ in range(num)]
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

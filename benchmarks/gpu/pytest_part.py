@@ -1,10 +1,9 @@
-"""The tests that need a GPU, on many cores: one that hangs is ended with its process, one that fails is told at once.
+"""The tests that need a GPU, on many cores: one that hangs is ended with its process, one that fails is reported at once.
 
-python -m benchmarks.gpu.pytest_part '{"device": "cuda", "paths": ["tests/executor/kernels"], "marks": "gpu"}'
+python -m benchmarks.gpu pytest_part '{"device": "cuda", "paths": ["tests/executor/kernels"], "marks": "gpu"}'
 """
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -66,7 +65,3 @@ def plugins() -> list[str]:
     if importlib.util.find_spec("pytest_timeout"):
         options += ["--timeout", str(TEST_LIMIT_S), "--timeout-method", "thread"]
     return options
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

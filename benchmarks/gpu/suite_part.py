@@ -7,8 +7,6 @@ what it had reported stands, what it had not is reported as skipped.
 """
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -86,7 +84,3 @@ def missing(job: Job, found: Figures, problem: str | None) -> str | None:
     if not unheard and not problem:
         return None
     return f"{unheard or 'the rest of its figures'}: {problem or 'it reported nothing of it'}"
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

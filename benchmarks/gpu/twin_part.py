@@ -1,13 +1,11 @@
 """One call of every kernel at the shapes of models people serve, beside its plain-torch twin on the same device.
 
-    python -m benchmarks.gpu.twin_part '{"device": "cuda", "tiny": false, "dependent": false, "share": [0, 1]}'
+    python -m benchmarks.gpu twin_part '{"device": "cuda", "tiny": false, "dependent": false, "share": [0, 1]}'
 
 Cheaper than the tests and nearer to the engine: its pages, its contexts, its numbers of tokens. Several processes each
 take a share of the cases, so that kernels are compiled on many cores. On a CPU the kernels are interpreted.
 """
 
-import json
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -44,12 +42,13 @@ class Kit(NamedTuple):
         return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
 
     def cache(self, rows: Rows, parts: int, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Three layers, of which only the middle one holds numbers: whoever takes another stride finds NaN."""
+        """Three layers, of which only the middle one holds numbers: another stride finds NaN."""
         kv = make_cache(num_blocks(rows), 3, parts, width, self.dtype, self.device)
         kv[:, ::2] = torch.nan
         return kv if dtype is None else kv.to(dtype)
 
 
+@torch.inference_mode()
 def main(job: dict) -> None:
     device = open_device(job)
     set_launch(job)
@@ -184,7 +183,7 @@ def rope_cases(kit: Kit) -> Iterator[Case]:
         ("rotate and store, normed", (*norms, 1e-6), None, None),
         ("rotate and store, eight-bit pages", (*norms, 1e-6), torch.float8_e4m3fn, 5e-2),
     ):
-        # Cells that nobody writes are the same on both sides.
+        # Cells that are not written are the same on both sides.
         kv = torch.zeros_like(make_cache(num_blocks(rows), 3, 2, kv_heads * dim, page_dtype or kit.dtype, kit.device))
 
         def call(ops: Ops, kv: torch.Tensor = kv, weights: Any = weights) -> Tensors:
@@ -334,8 +333,3 @@ MAKERS = (
     *(decode_cases, chunk_cases, other_head_cases, latent_cases, expanded_cases, rope_cases, row_cases),
     *(few_expert_cases, many_expert_cases, block_cases, sampling_cases, input_cases),
 )
-
-
-if __name__ == "__main__":
-    with torch.inference_mode():
-        main(json.loads(sys.argv[1]))
