@@ -256,7 +256,8 @@ class Asked:
 
     def close(self) -> None:
         self._signal(signal.SIGKILL)
-        self._process.wait()
+        with self._process:  # waits, and closes its pipes
+            self._log.close()
 
     def __enter__(self) -> "Asked":
         return self
@@ -274,8 +275,9 @@ class Asked:
         raise SystemExit(f"the process that was asked ended with {self._process.wait()}:\n{last}")
 
     def _signal(self, kind: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, kind)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, kind)
 
 
 def answer_questions(answer: Callable[[Any], Any], started: Any = None) -> None:

@@ -35,11 +35,11 @@ def plain(name: str) -> str:
 
 def test_the_page_names_every_metric_of_a_server_and_no_other() -> None:
     names = {plain(name) for name in exported() if name.startswith(("vllm:", "penstock:"))}
-    told = NAME.findall((DOCS / "operations.md").read_text())
-    groups = tuple(name for name, is_group in told if is_group)
-    alone = {text for name, is_group in told if not is_group for text in (name, plain(name))}
+    found = NAME.findall((DOCS / "operations.md").read_text())
+    groups = tuple(name for name, is_group in found if is_group)
+    alone = {text for name, is_group in found if not is_group for text in (name, plain(name))}
     assert {name for name in names if not name.startswith(groups)} - alone == set()
-    whole = {name for name, is_group in told if not is_group and not name.startswith(groups)}
+    whole = {name for name, is_group in found if not is_group and not name.startswith(groups)}
     assert {name for name in whole if not {name, plain(name)} & names} == set()
 
 
