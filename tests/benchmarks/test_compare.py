@@ -1,6 +1,7 @@
 """Servers side by side, and results against earlier ones."""
 
 import asyncio
+import importlib
 import json
 import sys
 import threading
@@ -10,11 +11,10 @@ from typing import Any
 import pytest
 from benchmarks import pairs
 
-sys.path.insert(0, str(Path(pairs.__file__).parent))  # its scripts import each other as scripts do
-import compare
-import pairs as script_pairs
-
 from tests.support.bench_endpoint import Endpoint, speak_openai
+
+sys.path.insert(0, str(pairs.HERE))  # its scripts import each other as scripts do
+compare, script_pairs = importlib.import_module("compare"), importlib.import_module("pairs")
 
 
 @pytest.fixture(autouse=True)

@@ -99,7 +99,7 @@ def test_without_a_gpu_a_rung_says_so(monkeypatch: pytest.MonkeyPatch, rung: lad
     job = {"device": "cuda", "tiny": False, "dependent": False, "share": [0, 1], "output": ".", "suite": []}
     part = importlib.import_module(f"benchmarks.gpu.{rung.module}")
     with pytest.raises(SystemExit, match="sees no GPU"):
-        part.main(job | {"limit_s": 60.0} | rung.argument)
+        part.main(job | {"limit_s": 60.0} | dict(rung.argument))
 
 
 def test_a_rung_that_fails_leaves_its_line_and_the_next_begins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

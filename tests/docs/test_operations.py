@@ -19,7 +19,9 @@ ENDINGS = ("_total", "_bucket", "_sum", "_count", "_created")
 def exported() -> set[str]:
     """Every sample that a server with tiers and experts exports."""
     shares = array("f", [0.5, 0.5]).tobytes()
-    tiers = {tier: {"hit_tokens": 1, "used_blocks": 2, "corrupt_reads": 0} for tier in ("host", "disk")}
+    tiers: dict[str, dict[str, float]] = {
+        tier: {"hit_tokens": 1, "used_blocks": 2, "corrupt_reads": 0} for tier in ("host", "disk")
+    }
     with running() as server:
         server.engine.stats = Stats(
             num_blocks=4, tiers=tiers, experts=ExpertUpdate(balance=1.0, rank_load=shares, expert_load=shares)
