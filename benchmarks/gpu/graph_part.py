@@ -11,12 +11,13 @@ device's table is the truth for the first two, exactly; the third may differ fro
 import json
 import time
 from collections import deque
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from benchmarks.gpu.batches import fill
 from benchmarks.gpu.figures import open_device, report, set_launch
@@ -55,8 +56,7 @@ def main(job: dict) -> None:
 def compare(model: str, device: torch.device, size: Size, is_tiny: bool) -> None:
     found = {}
     for name, eager, copies in (("graphs", False, 0), ("graphs beside copies", False, size.copies), ("eager", True, 0)):
-        with ExitStack() as stack:
-            executor = stack.enter_context(Opened(model, device, size, is_tiny, eager))
+        with opened(model, device, size, is_tiny, eager) as executor:
             kept = fill_reserved(executor, size)
             traffic = Traffic(executor.info, size.slots, reserved(executor, size), size.longest)
             started_s = time.monotonic()
@@ -87,18 +87,16 @@ def compare(model: str, device: torch.device, size: Size, is_tiny: bool) -> None
         )
 
 
-class Opened:
+@contextmanager
+def opened(model: str, device: torch.device, size: Size, is_tiny: bool, eager: bool) -> Iterator[Executor]:
     """An executor of the model's shape with few layers, made-up weights and a host tier. On a CPU graphs are made up."""
-
-    def __init__(self, model: str, device: torch.device, size: Size, is_tiny: bool, eager: bool) -> None:
-        self._device, self._stack = device, ExitStack()
-        self._folder = TemporaryDirectory()
-        config = config_of(model, is_tiny) | {"num_hidden_layers": size.layers, "vocab_size": size.vocab_size}
-        if "n_routed_experts" in config:
-            config["n_routed_experts"] //= 4  # they are made on the host, three times
-        (Path(self._folder.name) / "config.json").write_text(json.dumps(config))
-        self._config = ExecutorConfig(
-            model=self._folder.name,
+    config = config_of(model, is_tiny) | {"num_hidden_layers": size.layers, "vocab_size": size.vocab_size}
+    if "n_routed_experts" in config:
+        config["n_routed_experts"] //= 4  # they are made on the host, three times
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        options = ExecutorConfig(
+            model=folder,
             device=device.type,  # type: ignore[arg-type]
             # Rounding must not decide between tokens: buckets have other sums than the rows alone.
             dtype="float32",
@@ -110,24 +108,15 @@ class Opened:
             block_size=16 if not is_tiny else 4,
             enforce_eager=eager,
         )
-
-    def __enter__(self) -> Executor:
-        self._stack.enter_context(self._folder)
-        if self._device.type == "cpu":
+        if device.type == "cpu":
             from benchmarks.gpu.rehearsal import pretend_a_gpu
 
-            self._stack.enter_context(pretend_a_gpu())
-        self._executor = UniprocExecutor(self._config)
-        if self._device.type == "cpu":
-            import msgspec
-
-            self._executor.info = msgspec.structs.replace(self._executor.info, max_in_flight=2)
-        return self._executor
-
-    def __exit__(self, *_: Any) -> None:
-        self._executor.close()
-        del self._executor
-        self._stack.close()
+            stack.enter_context(pretend_a_gpu())
+        executor = UniprocExecutor(options)
+        stack.callback(executor.close)
+        if device.type == "cpu":
+            executor.info = msgspec.structs.replace(executor.info, max_in_flight=2)
+        yield executor
 
 
 def play(executor: Executor, steps: Iterable[Planned], traffic: Traffic, in_flight: int) -> tuple[Answers, list[Any]]:

@@ -66,7 +66,7 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_every_rung_runs_with_no_more_than_a_bare_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hidden = hidden_names()
     assert {"ray", "httpx2", "openai", "jsonschema"} & hidden and not {"msgspec", "torch", "cffi"} & hidden
@@ -192,7 +192,7 @@ def test_made_up_traffic_is_what_a_scheduler_might_send() -> None:
 def test_tokens_that_reach_the_host_wrong_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the next step writes where the last one's tokens are still being copied from."""
     size = graph_part.TINY._replace(steps=60)
-    with graph_part.Opened("qwen3-0.6b", CPU, size, is_tiny=True, eager=False) as executor:
+    with graph_part.opened("qwen3-0.6b", CPU, size, is_tiny=True, eager=False) as executor:
         collect, calls = executor.collect, 0
 
         def overtaken() -> Any:
