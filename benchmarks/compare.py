@@ -1,4 +1,4 @@
-"""One workload on several servers by turns, with ratios and their spread; and results against earlier ones.
+"""One workload on several servers in turn, with ratios and their spread; and results against earlier ones.
 
     python benchmarks/compare.py servers --side ours=penstock --side theirs=vllm:PYTHON --model DIR
     python benchmarks/compare.py servers --side a=http://10.0.0.1:8000 --side b=http://10.0.0.2:8000
@@ -22,16 +22,16 @@ import os
 import shlex
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pairs import Pair, judge, record
+from pairs import Pair, record, rounds, summary
 
 from penstock.engine.commands.bench import serving as serve
 from penstock.engine.commands.bench.startup import free_port, stop
@@ -48,6 +48,7 @@ FIGURES = {  # of the result → whether more is better
 # A figure's direction by the end of its name; what has none is not compared.
 HIGHER = ("per_s", "_throughput", "ratio", "tok_s", "per_cpu_second", "_hit", "speedup")
 LOWER = ("_ms", "_us", "_s", "seconds")
+NOT_FIGURES = ("machine", "date", "command", "commit", "options", "workload")
 
 
 class Side(NamedTuple):
@@ -55,25 +56,27 @@ class Side(NamedTuple):
     url: str
     process: "subprocess.Popen[bytes] | None" = None
 
-    def wake(self, is_awake: bool) -> None:
+    def signal(self, kind: signal.Signals) -> None:
         if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGCONT if is_awake else signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, kind)
 
 
 def command_of(what: str, model: str | None) -> list[str]:
     """The words of a side that is started here."""
     kind, _, by = what.partition(":")
-    given = [model] if model else []
+    commands = {
+        "vllm": [by, "-m", "vllm.entrypoints.openai.api_server", "--model", model or ""],
+        "transformers": [str(Path(by).with_name("transformers")) if by else "", "serve", model or ""],
+        "llama.cpp": [by, "-m", model or ""],
+    }
     if kind == "penstock":
-        return [sys.executable, "-m", "penstock.cli", "serve", *given, "--port", "{port}"]
-    if kind in ("vllm", "transformers", "llama.cpp") and by and not model:
-        raise SystemExit(f"model: none given, and {kind} needs one")
-    if kind == "vllm" and by:
-        return [by, "-m", "vllm.entrypoints.openai.api_server", "--model", *given, "--port", "{port}"]
-    if kind == "transformers" and by:
-        return [str(Path(by).with_name("transformers")), "serve", *given, "--continuous-batching", "--port", "{port}"]
-    if kind == "llama.cpp" and by:
-        return [by, "-m", *given, "--port", "{port}"]
+        return [sys.executable, "-m", "penstock.cli", "serve", *([model] if model else []), "--port", "{port}"]
+    if kind in commands and by:
+        if not model:
+            raise SystemExit(f"model: none given, and {kind} needs one")
+        more = ["--continuous-batching"] if kind == "transformers" else []
+        return [*commands[kind], *more, "--port", "{port}"]
     words = shlex.split(what)
     if not any("{port}" in word for word in words):
         raise SystemExit(
@@ -91,12 +94,13 @@ def started(name: str, what: str, model: str | None) -> Iterator[Side]:
     words = [word.replace("{port}", str(port)) for word in command_of(what, model)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        side = Side(name, f"http://127.0.0.1:{port}", process)
         try:
             wait_until_it_listens(name, process, port, log)
-            yield Side(name, f"http://127.0.0.1:{port}", process)
+            side.signal(signal.SIGSTOP)
+            yield side
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGCONT)
+            side.signal(signal.SIGCONT)
             stop(process)
 
 
@@ -113,23 +117,17 @@ def wait_until_it_listens(name: str, process: "subprocess.Popen[bytes]", port: i
     raise SystemExit(f"side {name}: nothing listens after {START_TIMEOUT_S:g} s")
 
 
-def measure(side: Side, options: Sequence[str], seed: int) -> dict[str, float]:
+def measure(side: Side, options: Sequence[str], seeds: Iterator[int]) -> dict[str, float]:
     """The figures of one round. Every round has prompts of its own, so no cache knows them."""
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
-    words = [
-        "--base-url",
-        side.url,
-        "--seed",
-        str(seed),
-        "--disable-tqdm",
-        "--ready-check-timeout-sec",
-        "900",
-        *options,
-    ]
-    result = asyncio.run(serve.measure(parser.parse_args(words)))
+    words = ["--base-url", side.url, "--seed", str(next(seeds)), "--disable-tqdm"]
+    side.signal(signal.SIGCONT)
+    result = asyncio.run(serve.measure(parser.parse_args([*words, "--ready-check-timeout-sec", "900", *options])))
+    side.signal(signal.SIGSTOP)
     if result["failed"] or not result["completed"]:
         raise SystemExit(f"side {side.name}: {result['failed']} of {result['num_prompts']} requests failed")
+    print(f"  {side.name}: {result['output_throughput']:.1f} tok/s", flush=True)
     return {name: float(result[name]) for name in FIGURES}
 
 
@@ -137,45 +135,24 @@ def servers(args: argparse.Namespace) -> int:
     named = [text.partition("=") for text in args.side]
     if len(named) < 2 or not all(name and separator and what for name, separator, what in named):
         raise SystemExit("side: at least two are needed, each NAME=WHAT")
-    found: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in named}
-    if len(found) < len(named):
+    if len({name for name, _, _ in named}) < len(named):
         raise SystemExit("side: two have the same name")
     with contextlib.ExitStack() as stack:
-        sides = []
-        for name, _, what in named:
-            print(f"starting {name}", file=sys.stderr)
-            sides.append(stack.enter_context(started(name, what, args.model)))
-            sides[-1].wake(False)
-        for number in range(-1, args.rounds):  # the first warms up
-            turn = max(number, 0) % len(sides)
-            for side in sides[turn:] + sides[:turn]:
-                side.wake(True)
-                figures = measure(side, args.bench, seed=number + 1)
-                side.wake(False)
-                if number >= 0:
-                    found[side.name].append(figures)
-                    print(f"round {number + 1}, {side.name}: {figures['output_throughput']:.1f} tok/s", flush=True)
-    record("compare", {"rounds": args.rounds, "options": args.bench, "sides": found, "ratios": table(found)})
-    return 0
-
-
-def table(found: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, Any]]:
-    """Print the medians, and how many times as good the first side is; the ratios by side and figure."""
+        sides = [stack.enter_context(started(name, what, args.model)) for name, _, what in named]
+        # Every side counts its own rounds, so that all have the same prompts in a round; the first warms up.
+        runs = {side.name: partial(measure, side, args.bench, iter(range(args.rounds + 1))) for side in sides}
+        rounds(runs, 1)
+        print(f"{args.rounds} rounds")
+        found = rounds(runs, args.rounds)
     first, *others = found
-    width = max(map(len, found)) + 2
-    print(f"\n{'':24}" + "".join(f"{name:>{width + 8}}" for name in found))
     ratios: dict[str, dict[str, Any]] = {name: {} for name in others}
-    for figure, is_higher in FIGURES.items():
-        medians = {name: statistics.median(run[figure] for run in runs) for name, runs in found.items()}
-        line = f"{figure:24}" + "".join(f"{medians[name]:>{width + 8}.2f}" for name in found)
-        for other in others:
+    for other in others:
+        for figure, is_higher in FIGURES.items():
             both = [Pair(a[figure], b[figure]) for a, b in zip(found[first], found[other], strict=True)]
             if min(min(pair) for pair in both) > 0:
-                verdict = judge(both, higher_is_better=is_higher)
-                ratios[other][figure] = dict(verdict._asdict().items())
-                line += f"   {first}/{other} {verdict}"
-        print(line)
-    return ratios
+                ratios[other][figure] = summary(figure, both, "", higher_is_better=is_higher, sides=(first, other))
+    record("compare", {"rounds": args.rounds, "options": args.bench, "sides": found, "ratios": ratios})
+    return 0
 
 
 # -- results against earlier ones --------------------------------------------------------------------------------
@@ -194,18 +171,10 @@ def figures_of(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
     """Every number in a result with its path, but for what describes the run."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key not in ("machine", "date", "command", "commit", "options", "workload"):
+            if key not in NOT_FIGURES:
                 yield from figures_of(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         yield name, float(value)
-
-
-def direction(name: str) -> int:
-    """1: more is better; -1: less is; 0: it cannot be told."""
-    last = name.rpartition(".")[2]
-    if last.endswith(HIGHER):
-        return 1
-    return -1 if last.endswith(LOWER) else 0
 
 
 def against(args: argparse.Namespace) -> int:
@@ -213,11 +182,12 @@ def against(args: argparse.Namespace) -> int:
     num_compared = num_worse = 0
     for bench in sorted(old.keys() & new.keys()):
         for name in sorted(old[bench].keys() & new[bench].keys()):
-            before, after, way = old[bench][name], new[bench][name], direction(name)
-            if way == 0 or min(before, after) <= 0:
+            before, after = old[bench][name], new[bench][name]
+            is_higher, is_lower = name.endswith(HIGHER), name.endswith(LOWER)
+            if not (is_higher or is_lower) or min(before, after) <= 0:
                 continue
             num_compared += 1
-            gain = after / before if way > 0 else before / after
+            gain = after / before if is_higher else before / after
             if abs(gain - 1) > args.tolerance:
                 num_worse += gain < 1
                 word = "worse" if gain < 1 else "better"

@@ -1,20 +1,17 @@
-"""The other side of bench_eplb.py, run by the interpreter that has vLLM: one JSON line in, one out, until the end.
+"""The other side of bench_eplb.py, run by the interpreter that has vLLM.
 
 Times are CPU milliseconds of this thread, as on our side.
 """
 
-import json
-import sys
 import time
 from typing import Any
 
 import numpy as np
 import torch
+from pairs import answer_questions
 from vllm.distributed.eplb.eplb_state import compute_logical_maps
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 from vllm.distributed.eplb.rebalance_execute import move_to_buffer
-
-MARK = "EPLB "  # before every answer: vLLM prints too
 
 
 class NoWire:
@@ -47,14 +44,10 @@ def transfers(ask: dict[str, Any]) -> float:
     return time.thread_time() - start
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    print(MARK + json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        ask = json.loads(line)
-        took = {"plan": plan, "transfers": transfers}[ask["do"]](ask)
-        print(MARK + json.dumps({"ms": took * 1e3}), flush=True)
+def answer(ask: dict[str, Any]) -> float:
+    return {"plan": plan, "transfers": transfers}[ask["do"]](ask) * 1e3
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    answer_questions(answer)

@@ -1,24 +1,43 @@
-"""Two things measured by turns, and what may be said about their ratio. Benchmarks share this page.
+"""The one harness of the benchmarks: two things measured in turn in one run, what may be said about their ratio, and the
+line of JSON that it ends in. Arguments, processes that answer and servers that are asked are started here too.
 
-A busy neighbour, a warm CPU or a slow hour meets both sides when they alternate, so the ratio stands where
-the figures drift. It is reported as the median over the pairs with its interval, never as the best of them.
+A busy machine, a warm CPU or a slow hour meets both sides when they alternate, so the ratio stands where the figures
+drift. It is reported as the median over the pairs with its interval, never as the best of them. This module needs
+nothing but Python's own library: the other side's interpreter imports it as well.
 """
 
+import argparse
+import contextlib
 import datetime
 import json
 import math
 import os
 import platform
+import re
+import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-RESULTS = Path(__file__).parent / "results"
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
 CONFIDENCE = 0.95
+MARK = "=> "  # begins an answer of a process; all else that it prints is passed over
 _LOAD_BEFORE = os.getloadavg()[0]
+if str(ROOT) not in sys.path:
+    sys.path.append(str(ROOT))  # scripts here use tests/support
+
+Found = TypeVar("Found")
+
+
+# -- pairs -------------------------------------------------------------------------------------------------------
 
 
 class Pair(NamedTuple):
@@ -41,16 +60,20 @@ class Verdict(NamedTuple):
 
 
 def alternate(ours: Callable[[], float], theirs: Callable[[], float], count: int) -> list[Pair]:
-    """Measure both `count` times; whoever was second goes first the next time."""
-    pairs = []
-    for index in range(count):
-        if index % 2 == 0:
-            first = ours()
-            pairs.append(Pair(first, theirs()))
-        else:
-            second = theirs()
-            pairs.append(Pair(ours(), second))
-    return pairs
+    """Measure both `count` times; the one that was second goes first the next time."""
+    measured = rounds({"ours": ours, "theirs": theirs}, count)
+    return [Pair(*pair) for pair in zip(measured["ours"], measured["theirs"], strict=True)]
+
+
+def rounds(sides: Mapping[str, Callable[[], Found]], count: int) -> dict[str, list[Found]]:
+    """As `alternate` for any number of sides: each begins in its turn, and goes on to the others."""
+    names = list(sides)
+    found: dict[str, list[Found]] = {name: [] for name in names}
+    for number in range(count):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            found[name].append(sides[name]())
+    return found
 
 
 def judge(pairs: Sequence[Pair], *, higher_is_better: bool) -> Verdict:
@@ -58,6 +81,31 @@ def judge(pairs: Sequence[Pair], *, higher_is_better: bool) -> Verdict:
     rank = _interval_rank(len(ratios))
     low, high = (None, None) if rank is None else (ratios[rank], ratios[-1 - rank])
     return Verdict(statistics.median(ratios), low, high, ratios[0], ratios[-1])
+
+
+def compare(
+    name: str, ours: Callable[[], float], theirs: Callable[[], float], count: int, unit: str, **how: Any
+) -> dict[str, Any]:
+    """`alternate` and `summary`."""
+    return summary(name, alternate(ours, theirs, count), unit, **how)
+
+
+def summary(
+    name: str,
+    pairs: Sequence[Pair],
+    unit: str,
+    *,
+    higher_is_better: bool = False,
+    sides: tuple[str, str] = ("ours", "theirs"),
+) -> dict[str, Any]:
+    """A line of the table: the medians of both sides and their verdict; the same as figures of the result."""
+    verdict = judge(pairs, higher_is_better=higher_is_better)
+    medians = [statistics.median(side) for side in zip(*pairs, strict=True)]
+    both = ", ".join(f"{side} {value:,.4g}" for side, value in zip(sides, medians, strict=True))
+    print(f"{name}: {both} {unit}; {verdict}", flush=True)
+    return {side: rounded(value) for side, value in zip(sides, medians, strict=True)} | {
+        key: rounded(value) for key, value in verdict._asdict().items()
+    }
 
 
 def _interval_rank(count: int) -> int | None:
@@ -75,11 +123,59 @@ def _interval_rank(count: int) -> int | None:
     return rank
 
 
-def record(name: str, figures: dict[str, Any]) -> None:
+def quantile(values: Iterable[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of every figure that the runs have."""
+    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def rounded(value: float | None) -> float | None:
+    """To four digits, and whole numbers whole."""
+    if value is None or value == 0 or not math.isfinite(value):
+        return value
+    return round(value, max(0, 3 - math.floor(math.log10(abs(value)))))
+
+
+# -- arguments, tables, results ----------------------------------------------------------------------------------
+
+
+def arguments(doc: str | None, *modes: str, argv: Sequence[str] | None = None, **defaults: Any) -> argparse.Namespace:
+    """An option for every default: its type is the option's. The first of `modes`, if there are any, is the default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if modes:
+        parser.add_argument("mode", choices=modes, nargs="?", default=modes[0])
+    for name, default in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, list):
+            parser.add_argument(flag, nargs="+", type=type(default[0]), default=default, help=f"default: {default}")
+        else:
+            kind = str if default is None else type(default)
+            parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
+    return parser.parse_args(argv)
+
+
+def table(rows: Sequence[Mapping[str, Any]], width: int = 12) -> None:
+    """The rows under the names of their columns; the first column is as wide as it needs to be."""
+    first, *others = rows[0]
+    left = max(len(str(row[first])) for row in [*rows, {first: first}])
+    print(f"{first:<{left}}" + "".join(f"{name:>{max(width, len(name) + 2)}}" for name in others))
+    for row in rows:
+        cells = (f"{row[name]:,.4g}" if isinstance(row[name], float) else str(row[name]) for name in others)
+        widths = (max(width, len(name) + 2) for name in others)
+        print(f"{row[first]!s:<{left}}" + "".join(f"{cell:>{wide}}" for cell, wide in zip(cells, widths, strict=True)))
+
+
+def record(name: str, figures: Mapping[str, Any]) -> None:
     """Print one JSON line and add it to results/<name>.jsonl."""
     line = {
         "bench": name,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),  # noqa: UP017 (vLLM's Python)
         "command": _command(),
         "commit": commit(),
         "machine": machine(),
@@ -94,10 +190,8 @@ def record(name: str, figures: dict[str, Any]) -> None:
 
 def machine() -> dict[str, Any]:
     """What the figures depend on. Where something else ran before the benchmark did, do not trust them."""
-    model = next(
-        (line.partition(":")[2].strip() for line in _read("/proc/cpuinfo").splitlines() if "model name" in line),
-        platform.processor(),
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if "model name" in line), platform.processor())
     return {
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -107,15 +201,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
-
-
 def _command() -> str:
-    """As it was typed, with paths cut to their last part: where somebody keeps things is not a result."""
+    """As it was typed, with paths cut to their last part: where a user keeps things is not a result."""
     words = [f"…/{Path(word).name}" if word.startswith(("/", "~", "..")) else word for word in sys.argv[1:]]
     script = Path(sys.argv[0]).parts
     inside = script[-1:] if "benchmarks" not in script[:-1] else script[-script[::-1].index("benchmarks") :]
@@ -124,9 +211,111 @@ def _command() -> str:
 
 def commit() -> str:
     """The commit that was measured, with a + when the tree had changes."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
+    asked = ["git", "-C", str(HERE), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         answer = subprocess.run(asked, capture_output=True, text=True, check=False)
     except FileNotFoundError:  # no git here
         return "unknown"
     return answer.stdout.strip() or "unknown"
+
+
+# -- processes ---------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A side in a process of its own, often under another interpreter: it answers each question with a line of JSON
+    (`answer_questions`), and is stopped, in the sense of SIGSTOP, unless it is asked. `started` is its first answer."""
+
+    def __init__(self, *command: str, env: Mapping[str, str] | None = None) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=env,
+            start_new_session=True,  # a group, so that the processes it starts are stopped and ended with it
+        )
+        try:
+            self.started = self._answer()
+        except BaseException:
+            self.close()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def ask(self, question: Any) -> Any:
+        self._signal(signal.SIGCONT)
+        try:
+            assert self._process.stdin is not None
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            return self._answer()
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        self._signal(signal.SIGKILL)
+        with self._process:  # waits, and closes its pipes
+            self._log.close()
+
+    def __enter__(self) -> "Asked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line[len(MARK) :])
+        self._log.seek(0)
+        last = "\n".join(self._log.read().decode(errors="replace").splitlines()[-25:])
+        raise SystemExit(f"the process that was asked ended with {self._process.wait()}:\n{last}")
+
+    def _signal(self, kind: signal.Signals) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, kind)
+
+
+def answer_questions(answer: Callable[[Any], Any], started: Any = None) -> None:
+    """The other end of `Asked`, until nothing more is asked; then all processes of the group end."""
+    print(f"\n{MARK}{json.dumps(started)}", flush=True)
+    for line in sys.stdin:
+        print(f"\n{MARK}{json.dumps(answer(json.loads(line)))}", flush=True)
+    os.killpg(0, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def serving(*command: str) -> Iterator[tuple[int, int]]:
+    """A server as a child: its port, which stands at the end of a line that it prints, and its process."""
+    path = os.pathsep.join((str(ROOT / "src"), str(ROOT)))
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+        text=True,
+    )
+    assert child.stdin is not None and child.stdout is not None
+    try:
+        found = (re.search(r"(?:^|:)(\d+)/?\s*$", line) for line in child.stdout)
+        port = next((int(match[1]) for match in found if match), None)
+        if port is None:
+            raise SystemExit(f"{' '.join(command)}: it ended with {child.wait()} before it said its port")
+        yield port, child.pid
+    finally:
+        child.stdin.close()
+        child.terminate()
+        child.wait(20)
+        child.stdout.close()
+
+
+def wait_ready(port: int, path: str = "/ready") -> None:
+    for _ in range(400):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=1):
+            return
+        time.sleep(0.05)
+    raise SystemExit(f"what listens at {port} did not become ready")

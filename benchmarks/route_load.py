@@ -1,23 +1,21 @@
-"""The two ends around a proxy that is measured: a backend with canned answers, and a client of raw connections.
+"""What stands around a router that is measured, as small as it can be: a backend with canned answers, and an aiohttp proxy
+that only passes on, to compare with.
 
-Both are asyncio protocols without a framework, so that on two cores the proxy is what is busy. `python
-benchmarks/route_load.py backend` prints its port and serves until its standard input closes.
+    python benchmarks/route_load.py backend            each prints its port and serves until its input closes
+    python benchmarks/route_load.py aiohttp PORT
+
+The backend is an asyncio protocol without a framework, so that on two cores the proxy is what is busy.
 """
 
 import asyncio
 import os
 import sys
-import time
-from collections import deque
-from pathlib import Path
-from typing import NamedTuple
-
-import uvloop
 
 EVENT = b'data: {"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":" word","logprobs":null}]}\n\n'
-DONE = b"data: [DONE]\n\n"
 ANSWER = b'{"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":"' + b"x" * 900 + b'"}]}'
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model"}]}'
+STEP_S = 0.005
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def whole(body: bytes) -> bytes:
@@ -28,20 +26,19 @@ def chunk(body: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(body), body)
 
 
-STEP_S = 0.005
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-STREAM_END = chunk(DONE) + b"0\r\n\r\n"
+# -- the backend -------------------------------------------------------------------------------------------------
 
 
 class Backend(asyncio.Protocol):
-    """Answers a POST with 1 KB of JSON, or with `max_tokens` events, one of each open stream at a time."""
+    """Answers a POST with 1 KB of JSON, or with `num_events` events, one of each open stream at a time."""
 
-    streams: dict["Backend", int] = {}
+    def __init__(self, streams: "dict[Backend, int]") -> None:
+        self.streams = streams
+        self.data = b""
+        self.is_paused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
-        self.data = b""
-        self.is_paused = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.streams.pop(self, None)
@@ -75,146 +72,69 @@ class Backend(asyncio.Protocol):
             self.transport.write(whole(ANSWER))
 
 
-async def produce() -> None:
+async def produce(streams: dict[Backend, int]) -> None:
     """The steps of an engine: every 5 ms each open stream gets an event. Paced, so that no proxy meets several events
     in one read: what is compared is the cost of one."""
     event = chunk(EVENT)
     while True:
-        for stream, left in list(Backend.streams.items()):
+        for stream, left in list(streams.items()):
             if stream.is_paused:
                 continue
             if left:
-                Backend.streams[stream] = left - 1
+                streams[stream] = left - 1
                 stream.transport.write(event)
             else:
-                del Backend.streams[stream]
-                stream.transport.write(STREAM_END)
+                del streams[stream]
+                stream.transport.write(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
         await asyncio.sleep(STEP_S)
 
 
 async def backend() -> None:
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(Backend, "127.0.0.1", 0, backlog=1024)
+    streams: dict[Backend, int] = {}
+    server = await loop.create_server(lambda: Backend(streams), "127.0.0.1", 0, backlog=1024)
     print(server.sockets[0].getsockname()[1], flush=True)
-    producing = loop.create_task(produce())
+    producing = loop.create_task(produce(streams))
     await loop.run_in_executor(None, sys.stdin.buffer.read)
     producing.cancel()
     os._exit(0)
 
 
-class Client(asyncio.Protocol):
-    """Times requests: one after the other, or, with `idle`, those that `pace` has it send; between them it lies there."""
-
-    def __init__(
-        self, request: bytes, end: bytes, times: list[float], until_s: float, idle: "deque[Client] | None"
-    ) -> None:
-        self.request, self.end, self.times, self.until_s, self.idle = request, end, times, until_s, idle
-        self.done = asyncio.get_running_loop().create_future()
-        self.tail = b""
-        self.num_bytes = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        self.transport = transport
-        if self.idle is None:
-            self.send(time.perf_counter())
-        else:
-            self.idle.append(self)
-
-    def send(self, due_s: float) -> None:
-        self.sent_s = due_s
-        self.transport.write(self.request)
-
-    def data_received(self, data: bytes) -> None:
-        self.num_bytes += len(data)
-        self.tail = (self.tail + data)[-len(self.end) :]
-        if self.tail != self.end:
-            return
-        self.tail = b""
-        now_s = time.perf_counter()
-        self.times.append(now_s - self.sent_s)
-        if now_s > self.until_s:
-            self.end_here()
-        elif self.idle is not None:
-            self.idle.append(self)
-        else:
-            self.send(now_s)
-
-    def end_here(self) -> None:
-        if not self.done.done():
-            self.done.set_result(None)
-        self.transport.close()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(RuntimeError(f"the connection was lost: {exc}"))
+# -- the other proxy ---------------------------------------------------------------------------------------------
 
 
-async def pace(idle: deque[Client], rate: float, until_s: float) -> None:
-    """Send at even times, each over a connection that lies idle; where none does it is late, and timed from when it was
-    due. Spins: a loop's timers are a millisecond coarse, and would send what is due in one as a volley."""
-    due_s = time.perf_counter()
-    while (now_s := time.perf_counter()) < until_s:
-        while due_s <= now_s and idle:
-            idle.popleft().send(due_s)
-            due_s += 1 / rate
-        await asyncio.sleep(0)
-    for client in idle:
-        client.end_here()
+async def aiohttp_proxy(backend_port: str) -> None:
+    """The least that such a proxy can do: no routing, no limits, no retries."""
+    from aiohttp import ClientSession, TCPConnector, web
 
+    session = ClientSession(connector=TCPConnector(limit=0), auto_decompress=False)
 
-class Load(NamedTuple):
-    times_s: list[float]  # from sending a request to the end of its answer
-    seconds: float
-    cpu_s: float  # of the proxy
+    async def relay(request: web.Request) -> web.StreamResponse:
+        body, url = await request.read(), f"http://127.0.0.1:{backend_port}{request.path_qs}"
+        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
+        async with session.request(request.method, url, data=body, headers=headers) as answer:
+            if "event-stream" not in (kind := answer.headers.get("content-type", "")):
+                return web.Response(body=await answer.read(), status=answer.status, content_type=kind)
+            response = web.StreamResponse(status=answer.status, headers={"content-type": "text/event-stream"})
+            await response.prepare(request)
+            async for piece in answer.content.iter_any():
+                await response.write(piece)
+            await response.write_eof()
+            return response
 
-    def quantile_ms(self, share: float) -> float:
-        ordered = sorted(self.times_s)
-        return 1000 * ordered[min(int(share * len(ordered)), len(ordered) - 1)]
-
-
-def request(body: bytes) -> bytes:
-    return (
-        b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\nuser-agent: bench/1.0\r\naccept: */*\r\n"
-        b"content-type: application/json\r\nauthorization: Bearer sk-none\r\ncontent-length: %d\r\n\r\n" % len(body)
-    ) + body
-
-
-def json_request() -> bytes:
-    return request(b'{"model":"m","max_tokens":16,"temperature":0,"prompt":"' + b"word " * 190 + b'"}')
-
-
-def stream_request(num_events: int) -> bytes:
-    return request(b'{"model":"m","stream":true,"num_events":%d,"prompt":"word"}' % num_events)
-
-
-def cpu_s(pid: int) -> float:
-    """Seconds of CPU that the process has used, with all its threads."""
-    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def load(
-    port: int, pid: int, what: bytes, end: bytes, *, connections: int, seconds: float, rate: float | None = None
-) -> Load:
-    """Each connection sends one request after the other, or all together `rate` per second."""
-
-    async def run() -> Load:
-        loop, times = asyncio.get_running_loop(), list[float]()
-        idle: deque[Client] | None = None if rate is None else deque()
-        begun_s, begun_cpu_s = time.perf_counter(), cpu_s(pid)
-        clients = []
-        for _ in range(connections):
-            _, client = await loop.create_connection(
-                lambda: Client(what, end, times, begun_s + seconds, idle), "127.0.0.1", port
-            )
-            clients.append(client)
-        if idle is not None and rate is not None:
-            await pace(idle, rate, begun_s + seconds)
-        await asyncio.gather(*(client.done for client in clients))
-        return Load(times, time.perf_counter() - begun_s, cpu_s(pid) - begun_cpu_s)
-
-    return uvloop.run(run())
+    application = web.Application(client_max_size=1 << 26)
+    application.router.add_route("*", "/{path:.*}", relay)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    print(site._server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    uvloop.run(backend())
+    try:
+        from uvloop import run
+    except ImportError:  # the other interpreter need not have it
+        from asyncio import run
+    run(backend() if sys.argv[1] == "backend" else aiohttp_proxy(sys.argv[2]))

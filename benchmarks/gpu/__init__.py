@@ -1,3 +1,3 @@
-"""The parts of benchmarks/gpu_suite.py. Each is a process that prints a JSON line per figure; killed, it has said the rest."""
+"""What runs on a GPU: a ladder of parts. Each is a process that prints a JSON line per figure; killed, it has reported the rest."""
 
 MARK = "=> "  # begins such a line

@@ -1,15 +1,13 @@
 """What this machine is: the device, the versions, tools, what a copy and a matrix product reach. The first rung."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
 import subprocess
-import sys
 
 import torch
-from benchmarks.gpu.figures import Timer, ceilings, open_device, tell
+from benchmarks.gpu.figures import Timer, ceilings, open_device, report
 from benchmarks.gpu.machine import PACKAGES, is_installed
 from benchmarks.gpu.memcheck_part import find_sanitizer
 
@@ -17,15 +15,15 @@ VERSIONS = ("torch", "triton", "transformers", "numpy", "pytest", *PACKAGES)
 
 
 def main(job: dict) -> None:
-    tell("machine", python=platform.python_version(), cores=os.cpu_count(), glibc=platform.libc_ver()[1])
-    tell("versions", **{name: importlib.metadata.version(name) for name in VERSIONS if is_installed(name)})
-    tell("lacking", packages=[name for name in VERSIONS if not is_installed(name)], extension=extension())
+    report("machine", python=platform.python_version(), cores=os.cpu_count(), glibc=platform.libc_ver()[1])
+    report("versions", **{name: importlib.metadata.version(name) for name in VERSIONS if is_installed(name)})
+    report("lacking", packages=[name for name in VERSIONS if not is_installed(name)], extension=extension())
     tools = ("nvcc", "ncu", "cc")
-    tell("tools", **{name: shutil.which(name) for name in tools}, sanitizer=find_sanitizer())
+    report("tools", **{name: shutil.which(name) for name in tools}, sanitizer=find_sanitizer())
     device = open_device(job)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        tell(
+        report(
             "device",
             name=properties.name,
             capability=list(torch.cuda.get_device_capability(device)),
@@ -36,8 +34,8 @@ def main(job: dict) -> None:
         )
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     copy, product = ceilings(Timer(device, 3 if job["tiny"] else 30), device, dtype, job["tiny"])
-    tell("copy", gb_per_s=copy / 1e9)
-    tell("matrix product", tflop_per_s=product / 1e12)
+    report("copy", gb_per_s=copy / 1e9)
+    report("matrix product", tflop_per_s=product / 1e12)
 
 
 def extension() -> str | None:
@@ -55,7 +53,3 @@ def driver() -> str | None:
         return subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         return None
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -12,7 +12,7 @@ from benchmarks.gpu import MARK
 FLUSH_BYTES = 256 << 20  # written between two calls, so that none finds its input in the cache
 
 
-def tell(name: str, prefix: str = "", **figures: Any) -> None:
+def report(name: str, prefix: str = "", **figures: Any) -> None:
     """One figure of the part: who started it collects these lines, whatever else is printed."""
     print(f"{MARK}{json.dumps({'name': prefix + name, **figures}, ensure_ascii=False)}", flush=True)
 

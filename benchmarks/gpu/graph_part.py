@@ -1,33 +1,33 @@
 """Graphs with two steps in flight: do the host and the device hold the same tokens, and are they the eager ones?
 
-    python -m benchmarks.gpu.graph_part '{"device": "cuda", "tiny": false, "dependent": false}'
+    python -m benchmarks.gpu graph_part '{"device": "cuda", "tiny": false, "dependent": false}'
 
-Steps overlap only on a GPU, and only with two of them under way: what the host is told of step N is copied while step
+Steps overlap only on a GPU, and only with two of them in flight: what the host gets of step N is copied while step
 N + 1 computes, beside the tiers' copies, which here leave the way to the host no pause. Thousands of steps, whose number
 of rows drifts, are played three times: from graphs, from graphs beside copies, and one by one without graphs. The
 device's table is the truth for the first two, exactly; the third may differ from them by near ties alone.
 """
 
 import json
-import sys
 import time
 from collections import deque
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from benchmarks.gpu.batches import fill
-from benchmarks.gpu.figures import open_device, set_launch, tell
+from benchmarks.gpu.figures import open_device, report, set_launch
 from benchmarks.gpu.shapes import config_of
 from benchmarks.gpu.traffic import Planned, Traffic
 
 from penstock.executor.protocol import Executor, ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
 
-Answers = dict[int, list[int]]  # request → what the host was told it sampled
+Answers = dict[int, list[int]]  # request → what the host was sent of its samples
 MAX_SHOWN = 5
 
 
@@ -56,8 +56,7 @@ def main(job: dict) -> None:
 def compare(model: str, device: torch.device, size: Size, is_tiny: bool) -> None:
     found = {}
     for name, eager, copies in (("graphs", False, 0), ("graphs beside copies", False, size.copies), ("eager", True, 0)):
-        with ExitStack() as stack:
-            executor = stack.enter_context(Opened(model, device, size, is_tiny, eager))
+        with opened(model, device, size, is_tiny, eager) as executor:
             kept = fill_reserved(executor, size)
             traffic = Traffic(executor.info, size.slots, reserved(executor, size), size.longest)
             started_s = time.monotonic()
@@ -65,7 +64,7 @@ def compare(model: str, device: torch.device, size: Size, is_tiny: bool) -> None
                 executor, traffic.steps(size.steps, copies), traffic, 1 if eager else executor.info.max_in_flight
             )
             damaged = num_damaged(executor, size, kept) if copies else 0
-            tell(
+            report(
                 f"{model}: {name}",
                 ok=not wrong and not damaged,
                 steps=size.steps,
@@ -79,7 +78,7 @@ def compare(model: str, device: torch.device, size: Size, is_tiny: bool) -> None
     expected = found["eager"][0]
     for name in ("graphs", "graphs beside copies"):
         differing = diverged(found[name][0], expected)
-        tell(
+        report(
             f"{model}: {name} and eager",
             ok=len(differing) <= DIVERGED * len(expected),
             requests=len(expected),
@@ -88,18 +87,16 @@ def compare(model: str, device: torch.device, size: Size, is_tiny: bool) -> None
         )
 
 
-class Opened:
+@contextmanager
+def opened(model: str, device: torch.device, size: Size, is_tiny: bool, eager: bool) -> Iterator[Executor]:
     """An executor of the model's shape with few layers, made-up weights and a host tier. On a CPU graphs are made up."""
-
-    def __init__(self, model: str, device: torch.device, size: Size, is_tiny: bool, eager: bool) -> None:
-        self._device, self._stack = device, ExitStack()
-        self._folder = TemporaryDirectory()
-        config = config_of(model, is_tiny) | {"num_hidden_layers": size.layers, "vocab_size": size.vocab_size}
-        if "n_routed_experts" in config:
-            config["n_routed_experts"] //= 4  # they are made on the host, three times
-        (Path(self._folder.name) / "config.json").write_text(json.dumps(config))
-        self._config = ExecutorConfig(
-            model=self._folder.name,
+    config = config_of(model, is_tiny) | {"num_hidden_layers": size.layers, "vocab_size": size.vocab_size}
+    if "n_routed_experts" in config:
+        config["n_routed_experts"] //= 4  # they are made on the host, three times
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        options = ExecutorConfig(
+            model=folder,
             device=device.type,  # type: ignore[arg-type]
             # Rounding must not decide between tokens: buckets have other sums than the rows alone.
             dtype="float32",
@@ -111,35 +108,26 @@ class Opened:
             block_size=16 if not is_tiny else 4,
             enforce_eager=eager,
         )
-
-    def __enter__(self) -> Executor:
-        self._stack.enter_context(self._folder)
-        if self._device.type == "cpu":
+        if device.type == "cpu":
             from benchmarks.gpu.rehearsal import pretend_a_gpu
 
-            self._stack.enter_context(pretend_a_gpu())
-        self._executor = UniprocExecutor(self._config)
-        if self._device.type == "cpu":
-            import msgspec
-
-            self._executor.info = msgspec.structs.replace(self._executor.info, max_in_flight=2)
-        return self._executor
-
-    def __exit__(self, *_: Any) -> None:
-        self._executor.close()
-        del self._executor
-        self._stack.close()
+            stack.enter_context(pretend_a_gpu())
+        executor = UniprocExecutor(options)
+        stack.callback(executor.close)
+        if device.type == "cpu":
+            executor.info = msgspec.structs.replace(executor.info, max_in_flight=2)
+        yield executor
 
 
 def play(executor: Executor, steps: Iterable[Planned], traffic: Traffic, in_flight: int) -> tuple[Answers, list[Any]]:
-    """What the host was told, and where the device's table has another token: request, place, told, in the table."""
+    """What was sent to the host, and where the device's table has another token: request, place, sent, in the table."""
     answers: Answers = {}
     wrong: list[Any] = []
     unseen: set[int] = set()
-    under_way: deque[Planned] = deque()
+    waiting: deque[Planned] = deque()
 
     def collect() -> None:
-        planned = under_way.popleft()
+        planned = waiting.popleft()
         result = executor.collect()
         if result.errors:
             raise SystemExit(f"a row failed: {result.errors}")
@@ -149,12 +137,12 @@ def play(executor: Executor, steps: Iterable[Planned], traffic: Traffic, in_flig
             unseen.add(request_id)
 
     for planned in steps:
-        while len(under_way) >= in_flight:
+        while len(waiting) >= in_flight:
             collect()
         executor.submit(planned.step)
-        under_way.append(planned)
+        waiting.append(planned)
         if planned.look:
-            while under_way:
+            while waiting:
                 collect()
             wrong += look(executor, {request_id: answers[request_id] for request_id in unseen}, traffic)
             unseen.clear()
@@ -164,12 +152,12 @@ def play(executor: Executor, steps: Iterable[Planned], traffic: Traffic, in_flig
 def look(executor: Executor, answers: Answers, traffic: Traffic) -> list[Any]:
     table = executor._runner._inputs.tokens.cpu()  # type: ignore[attr-defined]
     wrong = []
-    for request_id, told in sorted(answers.items()):
+    for request_id, sent in sorted(answers.items()):
         slot, first = traffic.slots[request_id]
-        held = table[slot, first : first + len(told)].tolist()
+        held = table[slot, first : first + len(sent)].tolist()
         wrong += [
             [request_id, place, token, other]
-            for place, (token, other) in enumerate(zip(told, held, strict=True))
+            for place, (token, other) in enumerate(zip(sent, held, strict=True))
             if token != other
         ]
     return wrong
@@ -179,9 +167,9 @@ def diverged(answers: Answers, expected: Answers) -> list[Any]:
     """Request, and the first place where it went another way."""
     assert answers.keys() == expected.keys()
     return [
-        [request_id, next(place for place, (a, b) in enumerate(zip(told, answers[request_id], strict=True)) if a != b)]
-        for request_id, told in expected.items()
-        if told != answers[request_id]
+        [request_id, next(place for place, (a, b) in enumerate(zip(sent, answers[request_id], strict=True)) if a != b)]
+        for request_id, sent in expected.items()
+        if sent != answers[request_id]
     ]
 
 
@@ -202,7 +190,3 @@ def num_damaged(executor: Executor, size: Size, kept: torch.Tensor) -> int:
     kv = executor._rank.kv[reserved(executor, size) :]  # type: ignore[attr-defined]
     same = [(part.flatten(1) == kept.flatten(1)).all(1) for part in (kv[: size.copies], kv[size.copies :])]
     return int((~torch.stack(same).all(0)).sum())
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

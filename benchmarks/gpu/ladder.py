@@ -14,14 +14,15 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO
 
 from benchmarks import pairs
-from benchmarks.gpu import machine
+from benchmarks.gpu import machine, roofline
 from benchmarks.gpu.processes import run_shares
 
 
@@ -29,21 +30,22 @@ class Rung(NamedTuple):
     name: str
     limit_s: float
     module: str
-    argument: dict[str, Any] = {}
+    argument: Mapping[str, Any] = MappingProxyType({})
     processes: int = 1  # at once, each with its share: what takes long at first is compiling
 
 
 KERNEL_TESTS = ["tests/executor/kernels"]
+DECODED = ["qwen3-0.6b", "llama-3.1-8b"]
 MODEL_TESTS = ["tests/executor/test_graphs.py", "tests/executor/test_on_a_gpu.py"]
 
 RUNGS = (
     Rung("device", 30, "device_part"),
-    Rung("twins", 60, "twin_part", {}, 8),
-    Rung("memcheck", 60, "memcheck_part", {}, 8),
+    Rung("twins", 60, "twin_part", processes=8),
+    Rung("memcheck", 60, "memcheck_part", processes=8),
     Rung("kernel tests", 90, "pytest_part", {"paths": KERNEL_TESTS, "marks": "gpu and not slow"}),
     Rung("graphs", 70, "graph_part"),
     Rung("ceilings", 70, "kernel_part"),
-    Rung("decoding", 100, "decode_part", {"models": ["qwen3-0.6b", "llama-3.1-8b"]}),
+    Rung("decoding", 100, "model_part", {"models": DECODED, "parts": ["startup", "decode", "profile"]}),
     Rung("models", 130, "pytest_part", {"paths": MODEL_TESTS, "marks": "gpu"}),
     Rung("suite", 420, "suite_part"),
 )
@@ -72,6 +74,8 @@ def main() -> int:
             found.append(line)
         for line in found:
             hear(summary(line))
+        for text in roofline.table([*read_lines(record)][::-1]):
+            hear(text)
     return 0 if all(line["ok"] for line in found) else 1
 
 
@@ -82,7 +86,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="also rungs that have their line")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see that it runs")
-    parser.add_argument("--suite", default="", help="options of benchmarks.gpu_suite, for the last rung")
+    parser.add_argument("--suite", default="", help="options of the last rung: --parts, --models")
     return parser.parse_args()
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.gpu.figures import open_device, tell
+from benchmarks.gpu.figures import open_device, report
 from benchmarks.gpu.processes import lines
 
 NAME = "compute-sanitizer"
@@ -26,10 +26,10 @@ def main(job: dict) -> None:
     started_s, tool = time.monotonic(), find_sanitizer()
     name = f"memcheck {job['share'][0]}"
     if tool is None:
-        tell("memcheck", skipped=f"no {NAME}: not on the PATH, with the CUDA toolkit or in a package of nvidia's")
+        report("memcheck", skipped=f"no {NAME}: not on the PATH, with the CUDA toolkit or in a package of nvidia's")
         return
     open_device(job)
-    part = [sys.executable, "-m", "benchmarks.gpu.twin_part", json.dumps(job | {"tiny": True})]
+    part = [sys.executable, "-m", "benchmarks.gpu", "twin_part", json.dumps(job | {"tiny": True})]
     command = [tool, "--tool", "memcheck", "--target-processes", "application-only", "--error-exitcode", "99"]
     command += ["--print-limit", "20", *part]
     said: list[str] = []
@@ -44,7 +44,7 @@ def main(job: dict) -> None:
         process.kill()
     errors = sum("Invalid" in line or line.startswith("Program hit") for line in said)
     figures = {} if code is not None else {"skipped": "its time was over before the end"}
-    tell(name, ok=not errors and code in (0, None), errors=errors, exit_code=code, said=said, **figures)
+    report(name, ok=not errors and code in (0, None), errors=errors, exit_code=code, said=said, **figures)
 
 
 def find_sanitizer() -> str | None:
@@ -63,7 +63,3 @@ def find_sanitizer() -> str | None:
             if path.is_file() and os.access(path, os.X_OK):
                 return str(path)
     return None
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

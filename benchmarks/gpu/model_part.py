@@ -1,15 +1,17 @@
-"""One model on made-up weights: its start, decoding, prompts, and a batch of requests through the whole engine.
+"""Models on made-up weights: start, decoding, prompts, and a batch of requests through the whole engine.
 
-    python -m benchmarks.gpu.model_part '{"model": "qwen3-0.6b", "device": "cuda", "tiny": false, "parts": ["decode"], …}'
+    python -m benchmarks.gpu model_part '{"models": ["qwen3-0.6b"], "device": "cuda", "tiny": false, "parts": ["decode"], …}'
 
 Decoding and prompts go to the executor directly: no scheduler, requests that are "at" a length because the cache holds
-random numbers there. The batch of requests goes through `LLM`.
+random numbers there. The batch of requests goes through `LLM`. Without `engine` in the job there is no engine and no
+measuring of memory, the shortest way from nothing to a step's time; then kernels are launched as usual, and once more
+as those that may start early.
 """
 
+import gc
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.gpu.batches import fill
-from benchmarks.gpu.figures import open_device, set_launch, tell
+from benchmarks.gpu.figures import open_device, report, set_launch
 from benchmarks.gpu.shapes import config_of, decode_bytes
 from torch import profiler
 from torch.profiler import ProfilerActivity
@@ -29,36 +31,54 @@ from penstock.executor.protocol import Admission, Executor, ExecutorConfig, Row,
 
 GREEDY = Sampling(temperature=0.0)
 NUM_KERNELS = 15  # of a profile, those that take longest
+KV_BYTES = 40 << 30  # 256 requests of a Llama-3.1-8B at 1,100 positions; beside its weights an H100 holds that
 
 
 def main(job: dict[str, Any]) -> None:
-    config, is_tiny = config_of(job["model"], job["tiny"]), job["tiny"]
     open_device(job)
+    for model in job["models"]:
+        if job.get("engine"):
+            measure(model, job, "")
+            continue
+        for dependent in (False, True) if job["device"] == "cuda" else (False,):
+            prefix = f"{model}, {'dependent' if dependent else 'usual'} launch: "
+            measure(model, job | {"dependent": dependent}, prefix)
+            gc.collect()
+            if job["device"] == "cuda":
+                torch.cuda.empty_cache()
+
+
+def measure(model: str, job: dict[str, Any], prefix: str) -> None:
+    config, started_s = config_of(model, job["tiny"]), time.time()
     set_launch(job)
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         llm, executor = open_model(folder, config, job)
         if "startup" in job["parts"]:
-            tell("startup", seconds=time.time() - job["started_s"], memory=executor.info.memory)
-        Bench(executor, config, job).run()
+            began_s = job["started_s"] if job.get("engine") else started_s
+            report("startup", prefix, seconds=time.time() - began_s, memory=executor.info.memory)
+        Bench(executor, config, job, prefix).run()
         if "throughput" in job["parts"]:
             if llm is None:
-                tell("throughput", skipped="penstock.LLM cannot be imported on this machine")
+                report("throughput", prefix, skipped="penstock.LLM cannot be imported on this machine")
             else:
-                throughput(llm, config, is_tiny)
+                throughput(llm, config, job["tiny"])
+        executor.close() if llm is None else llm.shutdown()
 
 
 def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tuple[Any, Executor]:
-    """The engine and its executor; without the engine's packages the executor alone."""
-    options = {
+    """The engine and its executor; without the engine's packages, or where none is asked for, the executor alone."""
+    options: dict[str, Any] = {
         "device": job["device"],
         "load_format": "dummy",
         "max_model_len": min(8192, config["max_position_embeddings"]),
         "enforce_eager": job["eager"],
-        "max_num_seqs": 256,
+        "max_num_seqs": 8 if job["tiny"] else 256,
     }
     if job["tiny"]:
-        options |= {"kv_cache_bytes": 2**22, "max_num_seqs": 8}
+        options["kv_cache_bytes"] = 2**22
+    if not job.get("engine"):
+        return None, open_executor(ExecutorConfig(model=folder, **{"kv_cache_bytes": KV_BYTES} | options))
     try:
         from penstock import LLM
 
@@ -74,10 +94,10 @@ def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tupl
 class Bench:
     """Steps made by hand: every request has its slot and blocks, and nothing is ever freed."""
 
-    def __init__(self, executor: Executor, config: dict[str, Any], job: dict[str, Any]) -> None:
+    def __init__(self, executor: Executor, config: dict[str, Any], job: dict[str, Any], prefix: str) -> None:
         self._executor, self._config, self._job = executor, config, job
         self._info, self._rng, self._step_id = executor.info, random.Random(0), -1
-        self._tell = partial(tell, prefix=job.get("prefix", ""))
+        self._report = partial(report, prefix=prefix)
 
     def run(self) -> None:
         is_tiny = self._job["tiny"]
@@ -100,11 +120,8 @@ class Bench:
     def decode(self, batch: int, context: int, num_steps: int) -> None:
         """Steps of `batch` rows; the first are not counted."""
         name, warm = f"decode {batch} at {context}", max(4, num_steps // 4)
-        blocks = self._blocks(batch, context + num_steps + warm)
+        blocks = self._blocks(name, batch, context + num_steps + warm)
         if blocks is None:
-            self._tell(
-                name, skipped=f"the cache has only {self._info.num_blocks} blocks of {self._info.block_bytes} bytes"
-            )
             return
         ends = list(self._steps(blocks, context, warm + num_steps))
         step_s = (ends[-1] - ends[warm - 1]) / num_steps
@@ -112,7 +129,7 @@ class Bench:
         kv = batch * (context + warm + num_steps // 2) * self._info.block_bytes // self._info.block_size
         itemsize = getattr(torch, self._info.dtype).itemsize
         read = decode_bytes(self._config, self._info.memory["weights"], itemsize, batch) + kv
-        self._tell(
+        self._report(
             name,
             step_ms=step_s * 1e3,
             longest_ms=longest_s * 1e3,
@@ -124,11 +141,8 @@ class Bench:
     def profile(self, batch: int, context: int, num_steps: int) -> None:
         """What one step's kernels take, the longest first."""
         name, warm = f"profile {batch} at {context}", 4
-        blocks = self._blocks(batch, context + num_steps + warm)
+        blocks = self._blocks(name, batch, context + num_steps + warm)
         if blocks is None:
-            self._tell(
-                name, skipped=f"the cache has only {self._info.num_blocks} blocks of {self._info.block_bytes} bytes"
-            )
             return
         steps = self._steps(blocks, context, warm + num_steps)
         for _ in range(warm):
@@ -145,7 +159,7 @@ class Bench:
         kernels = [
             {"kernel": key, "us": us / num_steps, "calls": count / num_steps} for us, count, key in spans[:NUM_KERNELS]
         ]
-        self._tell(
+        self._report(
             name,
             busy_us=sum(us for us, _, _ in spans) / num_steps,
             launches=sum(count for _, count, _ in spans) / num_steps,
@@ -153,7 +167,7 @@ class Bench:
         )
 
     def _steps(self, blocks: np.ndarray, context: int, count: int) -> Iterator[float]:
-        """Steps of one token for each row, as many under way as may be; when each of them was collected."""
+        """Steps of one token for each row, as many in flight as may be; when each of them was collected."""
         submitted = 0
         for collected in range(count):
             while submitted < count and submitted - collected < self._info.max_in_flight:
@@ -168,11 +182,8 @@ class Bench:
 
     def prefill(self, rows: int, count: int) -> None:
         name, num_steps = f"prefill {rows} × {count}", 5
-        blocks = self._blocks(rows, count)
+        blocks = self._blocks(name, rows, count)
         if blocks is None:
-            self._tell(
-                name, skipped=f"the cache has only {self._info.num_blocks} blocks of {self._info.block_bytes} bytes"
-            )
             return
         found = []
         for _ in range(num_steps + 1):
@@ -182,12 +193,15 @@ class Bench:
             self._collect()
             found.append(time.perf_counter() - began_s)
         seconds = statistics.median(found[1:])
-        self._tell(name, step_ms=seconds * 1e3, tokens_per_s=rows * count / seconds)
+        self._report(name, step_ms=seconds * 1e3, tokens_per_s=rows * count / seconds)
 
-    def _blocks(self, rows: int, length: int) -> np.ndarray | None:
-        """[rows, blocks of a request], in a random order as after a while of serving; None if the cache is too small."""
+    def _blocks(self, name: str, rows: int, length: int) -> np.ndarray | None:
+        """[rows, blocks of a request], in a random order as after a while of serving; None, and reported, if the cache is
+        too small."""
         each = -(-min(length + 1, self._info.max_model_len) // self._info.block_size)
         if rows * each >= self._info.num_blocks:
+            has = f"{self._info.num_blocks} blocks of {self._info.block_bytes} bytes"
+            self._report(name, skipped=f"the cache has only {has}")
             return None
         chosen = list(range(1, self._info.num_blocks))
         self._rng.shuffle(chosen)
@@ -227,7 +241,7 @@ def throughput(llm: Any, config: dict[str, Any], is_tiny: bool) -> None:
     results = llm.generate(asked, params, use_tqdm=False)
     seconds = time.perf_counter() - started_s
     assert all(len(result.outputs[0].token_ids) == answer for result in results)
-    tell(
+    report(
         "throughput",
         seconds=seconds,
         requests=num,
@@ -241,7 +255,3 @@ def throughput(llm: Any, config: dict[str, Any], is_tiny: bool) -> None:
 def prompts(config: dict[str, Any], num: int, length: int, seed: int) -> list[list[int]]:
     rng = random.Random(seed)
     return [rng.choices(range(config["vocab_size"]), k=length) for _ in range(num)]
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

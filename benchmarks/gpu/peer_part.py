@@ -1,11 +1,10 @@
 """The same batch of requests through transformers' continuous batching, on weights of the same shape.
 
-python -m benchmarks.gpu.peer_part '{"model": "qwen3-0.6b", "device": "cuda", "tiny": false}'
+python -m benchmarks.gpu peer_part '{"model": "qwen3-0.6b", "device": "cuda", "tiny": false}'
 """
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from benchmarks.gpu.figures import tell
+from benchmarks.gpu.figures import report
 from benchmarks.gpu.model_part import prompts
 from benchmarks.gpu.shapes import config_of
 
@@ -49,7 +48,7 @@ def main(job: dict[str, Any]) -> None:
     lengths = [len(result.generated_tokens) for result in results.values()]
     if lengths != [answer] * num:
         raise SystemExit(f"transformers gave {len(lengths)} answers of {sorted(set(lengths))} tokens")
-    tell(
+    report(
         "throughput of transformers",
         seconds=seconds,
         requests=num,
@@ -58,8 +57,4 @@ def main(job: dict[str, Any]) -> None:
         output_tokens_per_s=num * answer / seconds,
         total_tokens_per_s=num * (length + answer) / seconds,
     )
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
     os._exit(0)  # its manager's thread would keep the process

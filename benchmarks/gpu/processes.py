@@ -25,7 +25,7 @@ def run_part(
     ends_s = time.monotonic() + limit_s
     argument = argument | {"started_s": time.time(), "limit_s": limit_s}
     process = subprocess.Popen(
-        [sys.executable, "-m", f"benchmarks.gpu.{module}", json.dumps(argument)],
+        [sys.executable, "-m", "benchmarks.gpu", module, json.dumps(argument)],
         cwd=ROOT,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -57,7 +57,7 @@ def run_part(
 def run_shares(
     module: str, argument: dict[str, Any], count: int, limit_s: float, hear: Callable[[str], None] = print
 ) -> tuple[Figures, str | None]:
-    """As `run_part`, in so many processes at once, each of which is told its share."""
+    """As `run_part`, in so many processes at once, each of which gets its share."""
     shares = [argument | {"share": [index, count]} for index in range(count)]
     with ThreadPoolExecutor(count) as pool:
         parts = list(pool.map(lambda share: run_part(module, share, limit_s, hear), shares))

@@ -1,10 +1,9 @@
-"""The tests that need a GPU, on many cores: one that hangs is ended with its process, one that fails is told at once.
+"""The tests that need a GPU, on many cores: one that hangs is ended with its process, one that fails is reported at once.
 
-python -m benchmarks.gpu.pytest_part '{"device": "cuda", "paths": ["tests/executor/kernels"], "marks": "gpu"}'
+python -m benchmarks.gpu pytest_part '{"device": "cuda", "paths": ["tests/executor/kernels"], "marks": "gpu"}'
 """
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -13,7 +12,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from benchmarks.gpu.figures import open_device, tell
+from benchmarks.gpu.figures import open_device, report
 from benchmarks.gpu.machine import ROOT
 from benchmarks.gpu.processes import lines
 
@@ -48,10 +47,10 @@ def main(job: dict[str, Any]) -> None:
             counts[outcome.lower()] += 1
             if outcome in ("FAILED", "ERROR"):
                 failed.append(test)
-                tell(test, ok=False)
+                report(test, ok=False)
     code = process.poll()
     process.kill()
-    tell("tests", ok=code == 0, **counts, exit_code=code, was_ended=code is None, failures=failed)
+    report("tests", ok=code == 0, **counts, exit_code=code, was_ended=code is None, failures=failed)
 
 
 def num_processes() -> int:
@@ -66,7 +65,3 @@ def plugins() -> list[str]:
     if importlib.util.find_spec("pytest_timeout"):
         options += ["--timeout", str(TEST_LIMIT_S), "--timeout-method", "thread"]
     return options
-
-
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))

@@ -1,7 +1,7 @@
 """Steps made up ahead of time: requests come and go, their number drifts, and nothing depends on what is sampled.
 
 So the same steps can be played to several executors, and what they sample compared. In some the caller is asked to wait
-until nothing is under way and to look: all requests that ended since the last look are still in their slots then.
+until nothing is in flight and to look: all requests that ended since the last look are still in their slots then.
 """
 
 import random

@@ -3,11 +3,14 @@
 import json
 import random
 import statistics
+import sys
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from benchmarks import pairs
-from benchmarks.pairs import Pair, alternate, judge
+from benchmarks.pairs import Asked, Pair, alternate, arguments, judge, rounded, rounds
 
 
 def test_both_sides_take_turns_at_going_first() -> None:
@@ -71,3 +74,49 @@ def test_a_record_is_one_line_without_anybodys_paths(
     assert lines[0]["command"] == "python benchmarks/x.py all --peer-python …/python --pairs 3"
     assert {"bench", "date", "commit", "machine"} <= set(lines[0])
     assert json.loads(capsys.readouterr().out.splitlines()[0]) == lines[0]
+
+
+def test_every_side_begins_in_its_turn() -> None:
+    order: list[str] = []
+
+    def run(name: str) -> int:
+        order.append(name)
+        return len(order)
+
+    found = rounds({name: partial(run, name) for name in "abc"}, 3)
+    assert "".join(order) == "abcbcacab" and found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+
+
+def test_options_have_the_types_of_their_defaults() -> None:
+    words = ["two", "--pairs", "3", "--seconds", "0.5", "--batches", "1", "2", "--peer-python", "x", "--all"]
+    defaults = {"pairs": 6, "seconds": 2.0, "batches": [8], "peer_python": None, "all": False}
+    args = arguments("", "one", "two", argv=words, **defaults)
+    assert vars(args) == {"mode": "two", "pairs": 3, "seconds": 0.5, "batches": [1, 2], "peer_python": "x", "all": True}
+    assert vars(arguments("", "one", "two", argv=[], **defaults)) == {"mode": "one", **defaults}
+
+
+def test_figures_keep_four_digits() -> None:
+    assert [rounded(value) for value in (0.00123456, 12.3456, 123456.7, 0, None)] == [0.001235, 12.35, 123457, 0, None]
+
+
+SIDE = "import os, sys; sys.path.insert(0, {folder!r}); from pairs import answer_questions; {code}"
+
+
+def side(code: str) -> tuple[str, str, str]:
+    return sys.executable, "-c", SIDE.format(folder=str(pairs.HERE), code=code)
+
+
+def test_a_process_answers_what_it_is_asked_and_is_stopped_in_between() -> None:
+    with Asked(*side("print('a library speaks'); answer_questions(lambda n: [n, os.getpid()], 'ready')")) as asked:
+        assert asked.started == "ready"
+        number, pid = asked.ask(5)
+        assert number == 5
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            time.sleep(0.01)
+        assert asked.ask(6)[0] == 6
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_process_that_ends_is_reported_with_its_last_words() -> None:
+    with pytest.raises(SystemExit, match="ended with 1:\nno such model"):
+        Asked(*side("raise SystemExit('no such model')"))

@@ -6,20 +6,18 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from benchmarks import pairs
-from benchmarks.published import __main__ as published
-from benchmarks.published import report
-from benchmarks.published.report import MARKS, PAGE, Report, Row, show, write_page
+from benchmarks import pairs, published
+from benchmarks.published import MARKS, PAGE, Report, Row, show, write_page
 
 ROWS = [Row("requests", 20.0, 50.0, "per second"), Row("first <byte>", 3.0, 0.5, "s", False)]
-FOUND = Report("thing", "A thing & more", "the way it was", "the way it is", "1 → 2 (somebody).", ROWS, "A note.")
+FOUND = Report("thing", "A thing & more", "the way it was", "the way it is", "1 → 2 (others).", ROWS, "A note.")
 
 
 @pytest.fixture(autouse=True)
 def rooms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(pairs, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(report, "IMAGES", tmp_path / "img")
-    monkeypatch.setattr(report, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(published, "IMAGES", tmp_path / "img")
+    monkeypatch.setattr(published, "PAGE", tmp_path / "page.md")
     return tmp_path
 
 

@@ -1,4 +1,4 @@
-"""Kernels compiled and launched over a driver library that notes what it is given: benchmarks/idle_gpu.py.
+"""Kernels compiled and launched over a driver library that notes what it is given: tests/support/idle_gpu.py.
 
 A process of its own, as where kernels are interpreted they cannot be compiled. Run as
 
@@ -14,7 +14,8 @@ import warnings
 from typing import Any
 
 import torch
-from benchmarks import idle_gpu
+
+from tests.support import idle_gpu
 
 LIBRARY, GPU = idle_gpu.install(sys.argv[1])
 ctypes.c_uint32.in_dll(LIBRARY, "num_given").value = 5

@@ -12,9 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from penstock.executor.kernels.card import current_card
 
-ENABLED = (
-    False  # no GPU has shown what it gains: benchmarks/gpu_suite.py --dependent-launch turns it on to measure that
-)
+ENABLED = False  # no GPU has shown what it gains: the seventh rung of `make gpu-first` measures that
 
 
 def launching() -> dict[str, bool]:

@@ -2,7 +2,7 @@
 
 Nothing of the router is replaced but its clock and its sockets: event frames arrive after a lag, first tokens and ends
 are reported to the charges. A model replica prefills one prompt after the other, keeps a least-recently-used cache of
-blocks, and decodes at a fixed pace; answers under way may slow its prefill.
+blocks, and decodes at a fixed pace; answers in flight may slow its prefill.
 """
 
 import heapq
@@ -134,7 +134,7 @@ class Settings(NamedTuple):
     num_blocks: int = 1_000_000 // BLOCK_SIZE
     lag_s: float = 0.010
     token_s: float = 0.02
-    interference: float = 0.0  # of its prefill speed, what each answer under way costs a replica
+    interference: float = 0.0  # of its prefill speed, what each answer in flight costs a replica
 
 
 class Simulation:

@@ -1,0 +1,217 @@
+"""The router's placement without its sockets: what a decision costs, how it grows, and what it is worth.
+
+    python benchmarks/bench_placement.py decision [--tokens 39000] [--replicas 8] [--rounds 1000]
+    python benchmarks/bench_placement.py scale [--blocks-each 8192]      8 to 1,000 replicas: memory, updates, decisions
+    python benchmarks/bench_placement.py trace --trace TRACE.jsonl       Mooncake's format: timestamp, lengths, hash_ids
+
+`decision`: keys of a long prompt, the match, and the whole way to a charged replica, where every replica holds as many
+other blocks as a real one; microseconds on the clock and of this thread's CPU. `trace`: a recorded hour of requests under
+simulated time (tests/support/route_model.py), by every policy, beside one cache of the size of all replicas' together and without
+delay; idle means one request at a time.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from itertools import islice, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pairs import arguments, compare, quantile, record, table
+from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
+from tests.support.slow_hash import v1_chain
+
+from penstock.cache.keys import block_keys_v1
+from penstock.engine.http.kv_stream import Changes
+from penstock.router.placement.hasher import route_keys
+from penstock.router.placement.placement import Placement, ReplicaInfo
+from penstock.router.placement.policy import POLICIES, PolicyConfig
+
+BLOCKS_EACH = 65_536
+UPDATE_BLOCKS = 64  # stored, and as many removed, in one update
+
+
+def filled(num_replicas: int, num_blocks: int, block_size: int, max_facts: int) -> tuple[Placement, dict[str, Any]]:
+    """Replicas that hold so many blocks each; the keys of these."""
+    placement = Placement(PolicyConfig(max_facts=max_facts))
+    rng = np.random.default_rng(0)
+    held = {f"r{number}": rng.integers(0, 2**64, num_blocks, dtype=np.uint64) for number in range(num_replicas)}
+    for name, keys in held.items():
+        placement.add_replica(name, ReplicaInfo(b"model", block_size, num_blocks))
+        placement.set_available(name, True)
+        placement.apply_snapshot(name, keys.tobytes())
+    return placement, held
+
+
+# -- decision ----------------------------------------------------------------------------------------------------
+
+
+def measure(call: Callable[..., Any], rounds: int, given: Iterable[tuple[Any, ...]] = repeat(())) -> dict[str, float]:
+    """Microseconds of one call, without what it takes to make the arguments that it is given."""
+    wall, cpu = [], []
+    for arguments_ in islice(given, rounds):
+        cpu_start, start = time.thread_time_ns(), time.perf_counter_ns()
+        call(*arguments_)
+        wall.append((time.perf_counter_ns() - start) / 1000)
+        cpu.append((time.thread_time_ns() - cpu_start) / 1000)
+    return {
+        f"{clock}{part}": quantile(times, share)
+        for clock, times in (("", wall), ("CPU ", cpu))
+        for part, share in (("p50", 0.5), ("p99", 0.99))
+    }
+
+
+def decision(args: argparse.Namespace) -> dict[str, Any]:
+    ids = np.random.default_rng(0).integers(0, 150_000, args.tokens, dtype="<i4")
+    tokens, as_list, root = ids.tobytes(), ids.tolist(), bytes(32)
+    figures = {
+        "v1 keys, block 32": measure(lambda: block_keys_v1(tokens, 32), args.rounds),
+        "v1 keys, block 32, pure Python": measure(lambda: v1_chain(as_list, 32), 10),
+        "SHA-256 keys, block 32": measure(lambda: route_keys(tokens, 32, root=root), args.rounds),
+        "SHA-256 keys, block 16": measure(lambda: route_keys(tokens, 16, root=root), args.rounds),
+    }
+    for block_size in (32, 16):
+        placement, _ = filled(args.replicas, BLOCKS_EACH - 2**13, block_size, PolicyConfig().max_facts)
+        found = decisions(placement, tokens, args.rounds)
+        figures |= {f"{name}, block {block_size}": each for name, each in found.items()}
+    table([{"µs": name} | row for name, row in figures.items()])
+    faster = compare(
+        "v1 keys in C and in a Python loop (floor 250)",
+        lambda: measure(lambda: block_keys_v1(tokens, 32), 20)["CPU p50"],
+        lambda: measure(lambda: v1_chain(as_list, 32), 1)["CPU p50"],
+        10,
+        "µs",
+    )
+    return {"tokens": args.tokens, "replicas": args.replicas, "us": figures, "v1_speedup": faster}
+
+
+def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dict[str, float]]:
+    """The replicas hold the prompt to different depths, one of them all of it."""
+    keys = placement.prepare(tokens).matches[0][1].keys
+    for number, replica in enumerate(placement.view()):
+        placement.apply_snapshot(replica, keys[: len(keys) * (number + 1) // len(placement.view())].tobytes())
+
+    def place(prepared: Any) -> None:
+        charge = placement.choose(prepared, num_tokens=len(tokens) // 4)
+        assert charge is not None
+        charge.release(True)
+
+    prompt = placement.prepare(tokens)
+    fresh = np.random.default_rng(1).integers(0, 150_000, (rounds, 8), dtype="<i4")
+    new = ((row.tobytes() + tokens[32:],) for row in fresh)
+    return {
+        f"match of {len(keys):,} keys": measure(lambda: placement.knowledge.index.match(keys), 10 * rounds),
+        "keys and match in one call": measure(lambda: placement.prepare(tokens), rounds),
+        "choose and charge": measure(lambda: place(prompt), rounds),
+        "whole decision, known prompt": measure(lambda: place(placement.prepare(tokens)), rounds),
+        "whole decision, new prompt": measure(lambda tokens: place(placement.prepare(tokens)), rounds, new),
+    }
+
+
+# -- scale -------------------------------------------------------------------------------------------------------
+
+
+def scale(args: argparse.Namespace) -> dict[str, Any]:
+    rows = [grown(count, args.blocks_each, args.tokens) for count in (8, 64, 250, 1000)]
+    table(rows)
+    return {"blocks_each": args.blocks_each, "num_tokens": args.tokens, "rows": rows}
+
+
+def grown(num_replicas: int, blocks_each: int, num_tokens: int) -> dict[str, float]:
+    """A full index, updates at full speed, and decisions in the midst of them. CPU time of this process."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    placement, held = filled(num_replicas, blocks_each, 32, max(2 * num_replicas * blocks_each, 2**16))
+    memory_mb = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 150_000, num_tokens, dtype="<i4").tobytes() for _ in range(20)]
+    seqs = dict.fromkeys(held, 0)
+    decide_us, choose_us, num_events, updates_s = [], [], 0, 0.0
+    for number in range(300):
+        updates = []
+        for name in rng.choice(list(held), 8, replace=False):
+            seqs[name] += 1
+            at = rng.integers(0, blocks_each - UPDATE_BLOCKS)
+            keys = held[name][at : at + UPDATE_BLOCKS]
+            gone = keys.tobytes()
+            keys[:] = rng.integers(0, 2**64, UPDATE_BLOCKS, dtype=np.uint64)
+            updates.append((name, Changes(seqs[name], "device", keys.tobytes(), gone)))
+        start = time.thread_time()
+        for name, changes in updates:
+            placement.apply_events(name, [changes])
+        updates_s += time.thread_time() - start
+        num_events += len(updates) * 2 * UPDATE_BLOCKS
+        start = time.thread_time()
+        prompt = placement.prepare(prompts[number % len(prompts)])
+        middle = time.thread_time()
+        charge = placement.choose(prompt, num_tokens=num_tokens)
+        end = time.thread_time()
+        assert charge is not None
+        charge.first_token(None)
+        charge.release(True)
+        decide_us.append((end - start) * 1e6)
+        choose_us.append((end - middle) * 1e6)
+    placement.check()
+    return {
+        "replicas": num_replicas,
+        "facts": placement.knowledge.index.stats().num_facts,
+        "memory_mb": memory_mb,
+        "events_per_cpu_s": num_events / updates_s,
+        "decision_p50_us": statistics.median(decide_us),
+        "decision_p99_us": quantile(decide_us, 0.99),
+        "choose_p50_us": statistics.median(choose_us),
+    }
+
+
+# -- trace -------------------------------------------------------------------------------------------------------
+
+
+def read_trace(path: Path) -> list[Arrival]:
+    """Mooncake's traces. A hash id stands for a block and all before it, so it is a key; the last may not be full."""
+    arrivals = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        ids = np.array(row["hash_ids"][: row["input_length"] // BLOCK_SIZE], dtype=np.uint64)
+        keys = (ids + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        arrivals.append(Arrival(row["timestamp"] / 1000, row["input_length"], row["output_length"], keys))
+    return arrivals
+
+
+def trace(args: argparse.Namespace) -> dict[str, Any]:
+    if args.trace is None:
+        raise SystemExit("--trace: none given; Mooncake's conversation_trace.jsonl is what the page shows")
+    blocks = args.cache_tokens // BLOCK_SIZE
+    settings = Settings(args.replicas, args.tokens_per_s, blocks, interference=args.interference)
+    arrivals = read_trace(Path(args.trace))
+    pooled = pooled_hit(arrivals, settings.num_replicas * settings.num_blocks)
+    print(f"{len(arrivals)} requests; a pooled cache would hit {pooled:.3f}")
+
+    def play(name: str, policy: Any, given: list[Arrival]) -> dict[str, Any]:
+        simulation = Simulation(settings, PolicyConfig(name=policy))
+        simulation.run(given)
+        report = simulation.report()
+        return {"policy": name, **report, "of_pooled": report["hit"] / pooled}
+
+    rows = [play(name, name, arrivals) for name in POLICIES]
+    one_by_one = [arrival._replace(at_s=number * args.idle_gap_s) for number, arrival in enumerate(arrivals)]
+    rows.append(play(f"{POLICIES[0]}, idle", POLICIES[0], one_by_one))
+    table(rows)
+    return {"settings": settings._asdict(), "pooled_hit": pooled, "policies": rows}
+
+
+MODES = {"decision": decision, "scale": scale, "trace": trace}
+
+
+def main() -> None:
+    options = {"tokens": 39_000, "replicas": 8, "rounds": 1000, "blocks_each": 8192, "trace": None}
+    # Of a replica: its prefill speed, its cache, and what each answer in flight costs of that speed.
+    options |= {"tokens_per_s": 12_000.0, "cache_tokens": 1_000_000, "interference": 0.0, "idle_gap_s": 6.0}
+    args = arguments(__doc__, *MODES, **options)
+    record(f"placement-{args.mode}", MODES[args.mode](args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Calls of every kernel at the shapes of models people serve: one table, for the rung that holds them against their twins
+and for the one that measures them. Nearer to the engine than the tests: its pages, its contexts, its numbers of tokens.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_blocks, pages_of
+
+from penstock.executor.kernels import InputOps, Ops, SamplingOps, torch_fp8, torch_inputs, torch_ops, torch_sampling
+from penstock.executor.kernels.state import OPTIONS, Places
+
+Tensors = tuple[torch.Tensor, ...]
+Heads = tuple[int, int, int]  # of queries, of keys and values; dimension
+
+
+class Kernels(NamedTuple):
+    """A set of kernels, or their twins."""
+
+    ops: Ops
+    sampling: SamplingOps
+    inputs: InputOps
+    attends_in: torch.dtype | None = None  # attention's numbers are given in; None: as they are
+    is_held: bool = True  # against its twin: each writes to pages of its own
+
+    def wide(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.attends_in is None else x.to(self.attends_in)
+
+
+# Attention's twin computes in float32 from the same numbers.
+TWINS = Kernels(
+    dataclasses.replace(torch_ops.OPS, fused_experts=torch_ops.fused_experts, blocks=torch_fp8.OPS),
+    torch_sampling.SAMPLING_OPS,
+    torch_inputs.INPUT_OPS,
+    torch.float32,
+)
+
+
+class Case(NamedTuple):
+    name: str
+    call: Callable[[Kernels], Any]
+    error: float | None = None  # beside the twin; None: what the dtype allows
+    num_bytes: float = 0  # that have to move: each input read and each output written once
+    operations: float = 0  # of the result
+    is_choice: bool = False  # tokens, which are the same or not
+
+
+class Kit(NamedTuple):
+    """What cases are made with."""
+
+    device: torch.device
+    dtype: torch.dtype
+    is_tiny: bool
+    layers: int = 3  # of a cache; only the middle one holds numbers, and another stride finds NaN
+
+    def random(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device=self.device) * scale).to(self.dtype)
+
+    def cache(self, rows: Rows, parts: int, width: int) -> torch.Tensor:
+        kv = make_cache(num_blocks(rows), self.layers, parts, width, self.dtype, self.device)
+        kv[:, : self.middle] = kv[:, self.middle + 1 :] = torch.nan
+        return kv
+
+    @property
+    def middle(self) -> int:
+        return self.layers // 2
+
+
+def attention(
+    kit: Kit, name: str, rows: Rows, heads: Heads, longest: int = 0, window: int | None = None
+) -> Iterator[Case]:
+    num, kv_heads, dim = (4, 2, 16) if kit.is_tiny else heads
+    rows = [(count, min(context, 50)) for count, context in rows] if kit.is_tiny else rows
+    batch = make_batch(rows, kit.device, min(longest, 64) if kit.is_tiny else longest)
+    kv = kit.cache(rows, 2, kv_heads * dim)
+    q = kit.random(sum(count for count, _ in rows), num, dim)
+
+    def attend(kernels: Kernels) -> torch.Tensor:
+        k, v = (kernels.wide(pages) for pages in pages_of(kv, kit.middle))
+        return kernels.ops.paged_attention(kernels.wide(q), k, v, batch, dim**-0.5, window)
+
+    seen = sum(count * context - count * (count - 1) // 2 for count, context in rows)  # pairs of a query and a position
+    num_bytes = kit.dtype.itemsize * (2 * sum(context for _, context in rows) * kv_heads * dim + 2 * q.numel())
+    yield Case(name, attend, None, num_bytes, 4 * seen * num * dim)
+
+
+def latents(kit: Kit, name: str, rows: Rows, num_heads: int, longest: int = 0) -> Iterator[Case]:
+    heads, rope, rank = (4, 16, 64) if kit.is_tiny else (num_heads, 64, 512)
+    batch = make_batch(rows, kit.device, longest)
+    kv = kit.cache(rows, 1, rope + rank)
+    q = kit.random(sum(count for count, _ in rows), heads, rope + rank)
+
+    def attend(kernels: Kernels) -> torch.Tensor:
+        pages = kernels.wide(pages_of(kv, kit.middle)[0])
+        return kernels.ops.latent_attention(kernels.wide(q), pages, batch, 0.1, rope)
+
+    seen = sum(count * context - count * (count - 1) // 2 for count, context in rows)
+    num_bytes = kit.dtype.itemsize * (sum(context for _, context in rows) * (rope + rank) + 2 * q.numel())
+    yield Case(name, attend, None, num_bytes, 4 * seen * heads * (rope + rank))
+
+
+def expanded_cases(kit: Kit) -> Iterator[Case]:
+    heads, rope, nope, value, rank = (3, 16, 32, 16, 64) if kit.is_tiny else (16, 64, 128, 128, 512)
+    rows = [(1, 20), (2, 9), *((40, 40), (41, 60))] if kit.is_tiny else [(1, 300), (2, 9), (512, 4096), (1001, 1001)]
+    batch, first = make_batch(rows, kit.device), 2
+    kv = kit.cache(rows, 1, rope + rank)
+    q = kit.random(sum(count for count, _ in rows[first:]), heads, rope + nope)
+    expand = kit.random(heads, nope + value, rank, scale=rank**-0.5)
+
+    def attend(kernels: Kernels) -> torch.Tensor:
+        assert kernels.ops.expanded_attention is not None
+        given = kernels.wide(q), kernels.wide(pages_of(kv, kit.middle)[0]), kernels.wide(expand)
+        return kernels.ops.expanded_attention(*given, batch, first, 0.1, rope)
+
+    yield Case("expanded latents", attend)
+
+
+def rope_cases(kit: Kit, num_tokens: int) -> Iterator[Case]:
+    tokens, heads, kv_heads, dim = (7, 4, 2, 16) if kit.is_tiny else (num_tokens, 32, 8, 128)
+    rows = [(tokens, tokens)]
+    batch = make_batch(rows, kit.device)
+    angles = torch.randn(tokens, dim // 2, device=kit.device)
+    tables = angles.cos(), angles.sin(), batch.positions
+    merged = kit.random(tokens, heads + 2 * kv_heads, dim)
+    norms = [1 + 0.1 * torch.randn(dim, device=kit.device) for _ in range(2)]
+    for name, weights, page_dtype, error in (
+        ("rotate and store", (None, None, 0.0), None, None),
+        ("rotate and store, normed", (*norms, 1e-6), None, None),
+        ("rotate and store, eight-bit pages", (*norms, 1e-6), torch.float8_e4m3fn, 5e-2),
+    ):
+        # Cells that are not written are the same on both sides.
+        dtype = page_dtype or kit.dtype
+        kv = torch.zeros_like(make_cache(num_blocks(rows), kit.layers, 2, kv_heads * dim, dtype, kit.device))
+
+        def call(kernels: Kernels, kv: torch.Tensor = kv, weights: Any = weights) -> Tensors:
+            q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
+            mine = kv.clone() if kernels.is_held else kv
+            pages = pages_of(mine, kit.middle)
+            return kernels.ops.rope_and_store(q, k, v, *tables, *pages, batch.kv_slots, *weights), mine
+
+        yield Case(name, call, error, 2 * merged.nbytes + 2 * angles.nbytes)
+
+
+def row_cases(kit: Kit, num_rows: int) -> Iterator[Case]:
+    rows, width = (3, 64) if kit.is_tiny else (num_rows, 4096)
+    x, residual, gate_up = kit.random(rows, width), kit.random(rows, width), kit.random(rows, 2 * width)
+    weight = 1 + 0.1 * torch.randn(width, device=kit.device)
+    yield Case("norm", lambda kernels: kernels.ops.rms_norm(x, weight, 1e-6), None, 2 * x.nbytes)
+    yield Case("add and norm", lambda kernels: kernels.ops.add_rms_norm(x, residual, weight, 1e-6), None, 4 * x.nbytes)
+    yield Case("silu and multiply", lambda kernels: kernels.ops.silu_mul(gate_up), None, 3 * x.nbytes)
+    yield Case("gelu and multiply", lambda kernels: kernels.ops.gelu_tanh_mul(gate_up), None, 3 * x.nbytes)
+
+
+def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
+    """As Qwen3-30B-A3B's, in the model's dtype and in eight bits; a favourite makes some tiles full and some empty."""
+    num, width, inner, top_k = (5, 128, 128, 2) if kit.is_tiny else (128, 2048, 768, 8)
+    gate_up = kit.random(num, 2 * inner, width, scale=width**-0.5)
+    down = kit.random(num, width, inner, scale=inner**-0.5)
+    eight = [tensor for weight in (gate_up, down) for tensor in in_blocks(weight)]
+
+    def product(name: str, kernels: Kernels) -> Callable[..., torch.Tensor]:
+        ops = kernels.ops if name == "experts" else kernels.ops.blocks
+        assert ops is not None and ops.fused_experts is not None
+        return ops.fused_experts
+
+    for tokens in counts:
+        hidden, wishes = kit.random(tokens, width), torch.rand(tokens, num, device=kit.device)
+        wishes[:, 0] += 0.5
+        slots = wishes.topk(top_k).indices
+        shares = torch.rand(tokens, top_k, device=kit.device)
+        for name, weights in (("experts", [gate_up, down]), ("eight-bit experts", eight)):
+            given = hidden, slots, shares, *weights, 0, "silu"
+            num_bytes = slots.unique().numel() * sum(weight[0].nbytes for weight in weights) + 2 * hidden.nbytes
+            yield Case(
+                f"{name}, {tokens} tokens",
+                lambda kernels, name=name, given=given: product(name, kernels)(*given),
+                2e-2,
+                num_bytes,
+                6 * tokens * top_k * width * inner,
+            )
+
+
+def block_cases(kit: Kit) -> Iterator[Case]:
+    """Eight bits. 509 and 1001 rows are no multiple of anything; above 256 the product is cuBLAS's."""
+    width, depth = (256, 384) if kit.is_tiny else (6144, 4096)
+    weight, scales = in_blocks(kit.random(width, depth, scale=depth**-0.5))
+    norm = 1 + 0.1 * torch.randn(depth, device=kit.device)
+    for rows in (1, 20) if kit.is_tiny else (1, 64, 256, 509, 1001):
+        x, residual, gate_up = kit.random(rows, depth), kit.random(rows, depth), kit.random(rows, 2 * depth)
+
+        def quantize(kernels: Kernels, x: Any = x, residual: Any = residual, gate_up: Any = gate_up) -> list[Any]:
+            ops = kernels.ops.blocks
+            assert ops is not None
+            made, total = ops.add_rms_norm_quantize(x, residual, norm, 1e-6)
+            quantized = ops.quantize(x), ops.silu_mul_quantize(gate_up), made
+            return [total, *(values.float() * widen(scales) for values, scales in quantized)]
+
+        def multiply(kernels: Kernels, x: Any = x) -> torch.Tensor:
+            assert kernels.ops.blocks is not None
+            return kernels.ops.blocks.block_linear(torch_fp8.quantize(x), weight, scales, kit.dtype)
+
+        yield Case(f"quantize {rows} rows", quantize, 2e-2)
+        yield Case(f"eight-bit product of {rows} rows", multiply)
+
+
+def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[…, N, K], multiples of 128 -> eight bits, and the scales as the kernels take them."""
+    blocks = weight.float().unflatten(-2, (-1, 128)).unflatten(-1, (-1, 128))  # […, N / 128, 128, K / 128, 128]
+    scales = blocks.abs().amax((-3, -1)) / torch_fp8.FP8_MAX
+    values = (blocks / scales[..., :, None, :, None]).to(torch.float8_e4m3fn)
+    return values.reshape(weight.shape), torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
+
+
+def widen(scales: torch.Tensor) -> torch.Tensor:
+    return scales.repeat_interleave(torch_fp8.BLOCK, 1)
+
+
+def sampling_cases(kit: Kit) -> Iterator[Case]:
+    """Of 256 rows two may draw another token than the twin's, by near ties."""
+    rows, vocab_size = (4, 5000) if kit.is_tiny else (256, 151_936)
+    logits, device = kit.random(rows, vocab_size, scale=4.0), kit.device
+    seeds = torch.arange(rows, device=device) * -(2**40) + 12345
+    for name, temperature, min_p, top_k, top_p in (
+        ("greedy", 0.0, 0.0, 0, 1.0),
+        ("drawn", 1.0, 0.0, 0, 1.0),
+        ("top-k and top-p", 0.8, 0.0, 50, 0.9),
+        ("min-p", 1.0, 0.05, 0, 1.0),
+    ):
+        floats = [torch.full((rows,), value, device=device) for value in (temperature, min_p, top_p)]
+        top_ks = torch.full((rows,), top_k, dtype=torch.int32, device=device)
+        given = logits, *floats[:2], top_ks, floats[2], seeds, seeds.abs() % 1000
+
+        def choose(kernels: Kernels, given: Any = given) -> torch.Tensor:
+            return kernels.sampling.choose(*given)[0]
+
+        yield Case(f"choose, {name}", choose, 0.1, logits.nbytes, is_choice=True)
+    numbers = torch.randperm(rows, device=device)[: rows // 2]
+    counts = torch.randint(0, 3, (rows, vocab_size), dtype=torch.int32, device=device)
+    coefficients = 1 + torch.rand(len(numbers), 3, device=device)
+    masks = torch.randint(-(2**31), 2**31, (len(numbers), -(-vocab_size // 32)), device=device).int()
+
+    def edit(kernels: Kernels) -> Tensors:
+        penalized, masked = logits.clone(), logits.clone()
+        kernels.sampling.penalize(penalized, numbers, numbers, counts, 1 << 30, coefficients)
+        kernels.sampling.mask(masked, numbers, masks)
+        return penalized, masked.isinf()
+
+    yield Case("penalize and mask", edit)
+
+
+def input_cases(kit: Kit) -> Iterator[Case]:
+    slots, length = 8, 700 if kit.is_tiny else 8192
+    blocks = -(-length // PAGE)
+    places = Places(length + 1, (slots + 1) * (length + 1), blocks, 0, slots * (length + 1), PAGE)
+    places = places._replace(options_at=places.blocks_at + slots * blocks)
+    state = torch.randint(0, 2**20, (places.options_at + slots * OPTIONS,), dtype=torch.int32, device=kit.device)
+    counts, first = [1, 1, 3, 400, 1], [17, 600, 100, 200, 0]  # the last one only pads
+    starts = torch.tensor([0, *counts]).cumsum(0).tolist()
+    numbers = [4, 0, 0, 0, *starts, 3, 0, 4, 1, 0, *first, 0, 601, 102, 390, 0]
+    packed = torch.tensor(numbers, dtype=torch.int32, device=kit.device)
+    runs = torch.tensor([10, 6, 300, 650, 306, 7, *range(307)], dtype=torch.int32, device=kit.device)
+
+    def prepare(kernels: Kernels) -> list[torch.Tensor]:
+        mine = state.clone()
+        kernels.inputs.apply_runs(runs, mine, 0, 2, 300)
+        return [mine, *kernels.inputs.prepare(packed, mine, places, len(counts), sum(counts), max(counts), blocks)]
+
+    yield Case("a step's inputs", prepare, 0.0)
