@@ -2,7 +2,7 @@
  *
  * The queries of a row are cut into runs that share a pass over the keys; where that leaves too large a job (one row
  * decoding over a long context), a pass is cut into pieces, which are runs of tiles. The pieces' results are kept
- * tile by tile, and whoever finishes the last piece folds them, so that neither the cut nor the number of threads
+ * tile by tile, and the thread that finishes the last piece folds them, so that neither the cut nor the number of threads
  * changes a bit of the result (see cpu_attention.h). */
 #include "cpu_plan.h"
 

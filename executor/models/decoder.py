@@ -16,7 +16,7 @@ from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.moe import Experts, MoeMlp
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.vocabulary import Embedding
+from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
 
 
@@ -29,7 +29,7 @@ class Decoder:
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         self._layers = weights.layers(self.num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        self._vocabulary = Embedding(
+        self._vocabulary = Vocabulary(
             weights,
             "model.embed_tokens",
             spec.vocab_size,

@@ -16,7 +16,7 @@ from penstock.executor.kernels.linear import Linear
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.attention import heads_of
 from penstock.executor.models.moe import Experts
-from penstock.executor.models.vocabulary import Embedding
+from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
 
 POSITION_OFFSET = 2  # the first two rows of the position table are padding's
@@ -68,7 +68,7 @@ class Opt:
         self.kv_width = heads_of(spec.num_heads, spec.num_heads, weights.group)[1] * spec.head_dim
         self.experts: list[Experts] = []
         prefix = "model.decoder."
-        self._vocabulary = Embedding(
+        self._vocabulary = Vocabulary(
             weights,
             f"{prefix}embed_tokens",
             spec.vocab_size,

@@ -8,7 +8,7 @@ from penstock.executor.kernels.linear import Linear, tied
 from penstock.executor.models.weights import Weights
 
 
-class Embedding:
+class Vocabulary:
     """An embedding [size, width] by `name`, and a head: the same table if `head` is None, else the one named."""
 
     def __init__(self, weights: Weights, name: str, size: int, width: int, head: str | None) -> None:

@@ -35,7 +35,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     reader: int = 0
 
 
-class LoadProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
+class RankProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):
     line: str
 
 
@@ -64,4 +64,4 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     is_consequence: bool  # the ranks lost each other: another one's failure, or death, is the cause
 
 
-FromWorker = LoadProgress | ModelLoaded | Beat | Done | Failed
+FromWorker = RankProgress | ModelLoaded | Beat | Done | Failed

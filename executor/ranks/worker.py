@@ -22,7 +22,7 @@ from penstock.executor.process_life import Reporter, begin, leave, leave_with, s
 from penstock.executor.protocol import ExecutorError, Step, TransferResult
 from penstock.executor.ranks.join import join
 from penstock.executor.ranks.rank import Rank, choose_device
-from penstock.executor.ranks.wire import CLOSE, MASKS, STEP, Beat, Done, Failed, LoadProgress, ModelLoaded, Start
+from penstock.executor.ranks.wire import CLOSE, MASKS, STEP, Beat, Done, Failed, ModelLoaded, RankProgress, Start
 from penstock.executor.ring.queue import MessageQueue
 from penstock.executor.step.runner import Launched
 
@@ -69,7 +69,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
     reporter.doing = "waiting for the other ranks to join"
     group = join(rank, start.world, start.rendezvous, device)
     reporter.doing = "loading the model"
-    ours = Rank(config, group, device, lambda line: reporter.report(LoadProgress(line)) if rank == 0 else None)
+    ours = Rank(config, group, device, lambda line: reporter.report(RankProgress(line)) if rank == 0 else None)
     reporter.report(ModelLoaded(ours.info))
     finisher = Finisher(ours, group, reporter)
     decoder = msgspec.msgpack.Decoder(Step)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock import _csrc
-from penstock.executor.kernels import SamplingOps, torch_sampling
+from penstock.executor.kernels import SamplingOps
 from penstock.executor.protocol import Sampling, is_penalized
 from penstock.executor.staging import send, send_list
 
@@ -45,7 +45,7 @@ class RowMasks(NamedTuple):
         if ops is None and logits.device.type == "cpu":
             self._apply_on_cpu(logits)
             return
-        mask = torch_sampling.mask if ops is None else ops.mask
+        mask = _mask if ops is None else ops.mask
         mask(logits, send_list(self.rows, torch.int64, logits.device), send(self.masks, logits.device))
 
     def _apply_on_cpu(self, logits: Tensor) -> None:
@@ -62,6 +62,13 @@ class RowMasks(NamedTuple):
             *self.masks.shape,
             logits.shape[1],
         )
+
+
+def _mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
+    """`SamplingOps.mask` on a GPU that has no kernel for it."""
+    token = torch.arange(logits.shape[1], device=logits.device)
+    banned = (masks[:, token // 32] >> (token % 32)) & 1 == 0
+    logits.index_copy_(0, rows, logits[rows].masked_fill_(banned, -torch.inf))
 
 
 class Seen:

@@ -132,11 +132,11 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
     for variable in KEY_VARIABLES:
         if variable in size.env:
             raise DeployError(f"replicas.env.{variable}: keys are not written here; set it where deploy is started")
-    engine_words, engine = Table("model", serve, folder, ("host", "port", "api-key", "drain-timeout")).read(
+    engine_words, engine = CommandTable("model", serve, folder, ("host", "port", "api-key", "drain-timeout")).read(
         {key: value for key, value in model.items() if key != "model"}, model.get("model")
     )
     room = _own(RouterTable, "router", {"cpus": router["cpus"]} if "cpus" in router else {})
-    edge_words, _ = Table(
+    edge_words, _ = CommandTable(
         "router",
         route,
         folder,
@@ -161,7 +161,7 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
     )
 
 
-class Table:
+class CommandTable:
     """A command's flags as the keys of a table; those that `deploy` sets itself are refused."""
 
     def __init__(

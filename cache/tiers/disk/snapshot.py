@@ -48,7 +48,7 @@ class IndexHeader(NamedTuple):
         return fields + _CHECKSUM.pack(checksum(fields))
 
 
-class Snapshot(NamedTuple):
+class IndexSnapshot(NamedTuple):
     header: IndexHeader
     rows: np.ndarray  # of live cells in the order of their stamps
 
@@ -80,7 +80,7 @@ def room_bytes(num_cells: int) -> int:
     return 2 * (_AROUND_BYTES + num_cells * _ROW.size)
 
 
-def read_snapshot(calls: SystemCalls, directory: int, namespace: bytes | None = None) -> Snapshot | None:
+def read_snapshot(calls: SystemCalls, directory: int, namespace: bytes | None = None) -> IndexSnapshot | None:
     """None if there is none that can be trusted; one of another namespace cannot."""
     try:
         file = calls.open(directory, INDEX, os.O_RDONLY)
@@ -102,7 +102,7 @@ def read_snapshot(calls: SystemCalls, directory: int, namespace: bytes | None = 
     if JOURNAL in os.listdir(directory):
         header = header._replace(clean=0)
     rows = np.frombuffer(body, ROWS)
-    return Snapshot(header, rows[np.argsort(rows["stamp"], kind="stable")])
+    return IndexSnapshot(header, rows[np.argsort(rows["stamp"], kind="stable")])
 
 
 def write_snapshot(

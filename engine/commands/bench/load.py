@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.engine.commands.bench.http_client import Client
-from penstock.engine.commands.bench.stream import Reply
+from penstock.engine.commands.bench.stream import MeasuredAnswer
 from penstock.engine.commands.bench.summary import Outcome
 
 REFRESH_S = 0.5
@@ -61,7 +61,7 @@ async def drive(
 async def _send(client: Client, call: EncodedCall, room: asyncio.Semaphore, watch: "Watch") -> Outcome:
     queued = time.perf_counter()
     async with room:
-        reply = Reply(time.perf_counter())
+        reply = MeasuredAnswer(time.perf_counter())
         watch.running[reply] = None
         queue_s = reply.start_s - queued
         try:
@@ -80,7 +80,7 @@ class Watch:
     """The live line: what has ended, what runs, and how fast tokens come."""
 
     def __init__(self, num_calls: int) -> None:
-        self.running: dict[Reply, None] = {}
+        self.running: dict[MeasuredAnswer, None] = {}
         self._num_calls = num_calls
         self._num_ended = self._num_failed = self._num_tokens = 0
         self._ttft_s = 0.0

@@ -22,7 +22,7 @@ from penstock.engine.commands.bench.datasets import DatasetOptions
 from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.bench.load import Run, drive
 from penstock.engine.commands.bench.report import serving_table
-from penstock.engine.commands.bench.results import description, explain_failures, save
+from penstock.engine.commands.bench.result_file import description, explain_failures, save
 from penstock.engine.commands.bench.structured import StructuredOptions
 from penstock.engine.commands.bench.summary import METRICS, OBJECTIVES, details, summarize
 from penstock.engine.config import ConfigError

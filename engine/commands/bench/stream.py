@@ -75,7 +75,7 @@ class _Event(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(_Event)
 
 
-class Reply:
+class MeasuredAnswer:
     """One answer while it arrives. Times are of the caller's clock, in seconds."""
 
     def __init__(self, start_s: float) -> None:

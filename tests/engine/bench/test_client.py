@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.commands.bench.http_client import Target
-from penstock.engine.commands.bench.stream import Reply
+from penstock.engine.commands.bench.stream import MeasuredAnswer
 from tests.support.bench_endpoint import Answer, Asked, Endpoint, completion, plain, speak_openai
 
 
@@ -37,8 +37,8 @@ def post(endpoint: Endpoint, body: dict[str, Any]) -> bytes:
     return endpoint.client.target.request("POST", "/v1/completions", json.dumps(body).encode(), {"X-Id": "7"})
 
 
-async def complete(endpoint: Endpoint) -> Reply:
-    reply = Reply(0.0)
+async def complete(endpoint: Endpoint) -> MeasuredAnswer:
+    reply = MeasuredAnswer(0.0)
     status = await endpoint.client.exchange(post(endpoint, {"max_tokens": 3}), reply.take)
     reply.status = status  # type: ignore[attr-defined]
     return reply

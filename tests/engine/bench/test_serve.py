@@ -14,7 +14,7 @@ import pytest
 from penstock.engine.commands.bench import serving as serve
 from penstock.engine.commands.bench.load import EncodedCall, drive
 from penstock.engine.commands.bench.report import serving_table
-from penstock.engine.commands.bench.results import save
+from penstock.engine.commands.bench.result_file import save
 from penstock.engine.config import ConfigError
 from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, speak_openai
 

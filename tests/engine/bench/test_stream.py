@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.commands.bench.stream import Events, Reply
+from penstock.engine.commands.bench.stream import Events, MeasuredAnswer
 
 STREAM = b': ping\n\ndata: {"a": "\xc3\xa9"}\n\ndata:{"b": 2}\n\nevent: x\ndata: one\ndata: two\n\ndata: [DONE]\n\n'
 PAYLOADS = [b'{"a": "\xc3\xa9"}', b'{"b": 2}', b"one\ntwo", b"[DONE]"]
@@ -21,9 +21,9 @@ def test_events_are_whole_wherever_the_stream_is_cut(stream: bytes) -> None:
     assert [payload for byte in stream for payload in events.feed(bytes([byte]))] == PAYLOADS
 
 
-def reply_to(*events: Any, start_s: float = 10.0, step_s: float = 1.0) -> Reply:
+def reply_to(*events: Any, start_s: float = 10.0, step_s: float = 1.0) -> MeasuredAnswer:
     """A reply whose events arrive one step apart; a string is sent as it is."""
-    reply = Reply(start_s)
+    reply = MeasuredAnswer(start_s)
     for index, event in enumerate(events):
         payload = event if isinstance(event, str) else json.dumps(event)
         reply.take(200, f"data: {payload}\n\n".encode(), start_s + (index + 1) * step_s)
@@ -96,7 +96,7 @@ def test_an_event_that_is_no_completion_is_a_failure() -> None:
 
 
 def test_a_refusal_keeps_the_beginning_of_its_body() -> None:
-    reply = Reply(0.0)
+    reply = MeasuredAnswer(0.0)
     for _ in range(1000):
         reply.take(429, b"too many ", 1.0)
     outcome = reply.outcome(429, 3)
