@@ -11,7 +11,6 @@ from concurrent.futures import Future
 
 from penstock.engine.grammar.compiler import Compiler, GrammarRefused, Job, Work
 from penstock.engine.grammar.matcher import Matcher
-from penstock.engine.grammar.source import grammar_source
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 
 COMPILE_LIMIT_S = 2.0  # of the compiling thread's own work, so that a busy machine takes what an idle one does
@@ -27,7 +26,7 @@ class GrammarCheck:
 
     def now(self, wanted: StructuredOutputs, field: str | None = None) -> str:
         """The grammar's text, for the core; waits until it is compiled."""
-        source = grammar_source(wanted, self._special_tokens, field)
+        source = self._source(wanted, field)
         if self._compiler.cached(source) is None:
             job = self._compiler.start(source)
             work = job.began.result()
@@ -42,7 +41,7 @@ class GrammarCheck:
 
     async def soon(self, wanted: StructuredOutputs, field: str | None = None) -> str:
         """The same, without holding up the event loop."""
-        source = grammar_source(wanted, self._special_tokens, field)
+        source = self._source(wanted, field)
         if self._compiler.cached(source) is None:
             job = self._compiler.start(source)
             try:
@@ -53,6 +52,12 @@ class GrammarCheck:
                 self._compiler.give_up(job)  # unless it is done
             _judge(job.result, wanted, field)
         return source
+
+    def _source(self, wanted: StructuredOutputs, field: str | None) -> str:
+        # Read when it is asked for: the readers of schemas are a thousand lines that most processes never need.
+        from penstock.engine.grammar.source import grammar_source
+
+        return grammar_source(wanted, self._special_tokens, field)
 
     def warm(self) -> None:
         self._compiler.warm()

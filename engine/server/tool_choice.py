@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.grammar.opposites import TYPES
-from penstock.engine.grammar.tool_calls import arguments_alone, grammar
 from penstock.engine.http.errors import clip
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.server.reading import ReadingPlan
@@ -25,6 +23,8 @@ from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import Thinking
 
+# What the `type` of a tool's arguments may not be; what is no type at all is refused with the schema.
+NOT_OBJECTS = ("null", "boolean", "integer", "number", "string", "array")
 log = logging.getLogger("penstock.server")
 
 MAX_TOOLS = 128
@@ -98,6 +98,8 @@ class Tools:
     async def looser(self, calls: Calls, compiled: Callable[[Wanted], Awaitable[object]]) -> Calls | None:
         """For calls whose grammar was refused: those whose arguments no grammar expresses take any object. Raises
         InvalidRequest naming one that is strict; None: it is not the fault of any."""
+        from penstock.engine.grammar.tool_calls import arguments_alone
+
         functions = []
         for function in calls.functions:
             try:
@@ -123,6 +125,8 @@ class Tools:
         # The text before a structural tag is free anyway, so reasoning fits into it.
         if calls is None and (answer is None or thought is None or answer.kind == "structural_tag"):
             return answer
+        from penstock.engine.grammar.tool_calls import grammar
+
         return StructuredOutputs(grammar=grammar(self._special_ids, calls, answer, thought))
 
 
@@ -187,7 +191,7 @@ def _schema(field: str, given: dict[str, Any] | None) -> dict[str, Any]:
     size_bytes = len(msgspec.json.encode(given))
     if size_bytes > MAX_SCHEMA_BYTES:
         raise InvalidRequest(field, f"{size_bytes} bytes of JSON; at most {MAX_SCHEMA_BYTES} are allowed")
-    if given.get("type", "object") != "object" and given["type"] in (*TYPES, "integer"):
+    if given.get("type", "object") in NOT_OBJECTS:
         raise InvalidRequest(f"{field}.type", f"{clip(str(given['type']))!r}; arguments are an object")
     return given
 

@@ -4,6 +4,8 @@ Sizes are the rank's own: heads and MLP columns are shared out between ranks. Th
 weights and tables; keys and values live in the pages that `forward` is given.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -11,13 +13,15 @@ from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops, Pages
 from penstock.executor.kernels.linear import Narrow
 from penstock.executor.models.attention import GroupedAttention, heads_of
-from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
-from penstock.executor.models.moe import Experts, MoeMlp
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
+
+if TYPE_CHECKING:  # else imported by models that have them
+    from penstock.executor.models.latent import LatentAttention
+    from penstock.executor.models.moe import Experts, MoeMlp
 
 
 class Decoder:
@@ -38,9 +42,9 @@ class Decoder:
         )
 
     @property
-    def experts(self) -> list[Experts]:
+    def experts(self) -> "list[Experts]":
         """Those of every layer that has any."""
-        return [layer.mlp.experts for layer in self._layers if isinstance(layer.mlp, MoeMlp)]
+        return [layer.mlp.experts for layer in self._layers if not isinstance(layer.mlp, Mlp)]
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
@@ -73,13 +77,20 @@ class _Layer:
         self._attention_norm = norm("post_attention_layernorm") if spec.sandwich_norms else None
         self._mlp_norm = norm("pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm")
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
-        attention = GroupedAttention if spec.latent is None else LatentAttention
-        self._attention = attention(spec, index, weights, ops, tables)
+        self._attention: "GroupedAttention | LatentAttention"  # noqa: UP037  (imported below)
+        if spec.latent is None:
+            self._attention = GroupedAttention(spec, index, weights, ops, tables)
+        else:
+            from penstock.executor.models.latent import LatentAttention
+
+            self._attention = LatentAttention(spec, index, weights, ops, tables)
         moe = spec.layers[index].moe
-        self.mlp: Mlp | MoeMlp
+        self.mlp: "Mlp | MoeMlp"  # noqa: UP037  (imported below)
         if moe is None:
             self.mlp = Mlp(spec, spec.intermediate_size, projections(f"{prefix}mlp."), weights, ops)
         else:
+            from penstock.executor.models.moe import MoeMlp
+
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
 
     def forward(
@@ -109,7 +120,11 @@ class _Layer:
         return update, residual
 
     def _norm_before(
-        self, part: GroupedAttention | LatentAttention | Mlp | MoeMlp, update: Tensor, residual: Tensor, weight: Tensor
+        self,
+        part: "GroupedAttention | LatentAttention | Mlp | MoeMlp",
+        update: Tensor,
+        residual: Tensor,
+        weight: Tensor,
     ) -> tuple[Tensor | Narrow, Tensor]:
         """What `part` reads, in eight bits if that is all it reads, and the sum of update and stream."""
         blocks, eps = self._ops.blocks, self._spec.norm_eps

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from penstock.eplb import Plan, plan
 from penstock.executor.kernels import Ops, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
 from penstock.executor.loading.checkpoint import open_checkpoint
@@ -18,6 +18,9 @@ from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
+
+if TYPE_CHECKING:
+    from penstock.eplb import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class LoadedModel:
     num_positions: int  # the tables' length: no position beyond can be computed
     fingerprint: bytes
     memory: dict[str, int]  # what the weights take
-    placement: Plan | None  # of experts, where ranks share out whole ones
+    placement: "Plan | None"  # of experts, where ranks share out whole ones
 
 
 def load_model(
@@ -81,7 +84,7 @@ def _memory(weights: Weights, dtype: torch.dtype) -> dict[str, int]:
     return {"weights": weights.num_bytes - weights.num_widened_bytes, name: weights.num_widened_bytes}
 
 
-def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | None:
+def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> "Plan | None":
     """Where experts lie before anything is known of the load. Every rank has as many slots; what is left over, and
     what is asked for beyond, holds second copies."""
     if not config.enable_expert_parallel:
@@ -92,6 +95,8 @@ def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> Plan | No
     if world == 1:
         return None
     asked = sparse[0].num_experts + (config.eplb_config.redundant_experts if config.enable_eplb else 0)
+    from penstock.eplb import plan
+
     return plan(np.ones((len(sparse), sparse[0].num_experts)), -(-asked // world) * world, world)
 
 

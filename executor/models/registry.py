@@ -1,7 +1,11 @@
-"""Which architectures there are, by the name that config.json gives, and how each is built."""
+"""Which architectures there are, by the name that config.json gives, and how each is built.
+
+Their modules are imported when a model asks for them: a dense model loads no experts and none of `penstock.eplb`.
+"""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -9,11 +13,11 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models import families, moe_families
 from penstock.executor.models.decoder import Decoder
-from penstock.executor.models.moe import Experts
-from penstock.executor.models.opt import Opt, read_opt
 from penstock.executor.models.weights import Weights
+
+if TYPE_CHECKING:
+    from penstock.executor.models.moe import Experts
 
 
 class Spec(Protocol):
@@ -32,7 +36,7 @@ class CausalModel(Protocol):
     kv_width: int  # of each part, of one position in one layer
 
     @property
-    def experts(self) -> list[Experts]: ...
+    def experts(self) -> "list[Experts]": ...
 
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Final hidden states of the tokens `batch.wanted`: [W, hidden]."""
@@ -45,23 +49,23 @@ class CausalModel(Protocol):
 
 class Architecture(NamedTuple):
     read_spec: Callable[[Fields], Any]
-    build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel] = (
-        Decoder  # spec, weights, ops, positions, device
-    )
+    build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel]  # spec, weights, ops, positions, device
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    "DeepseekV2ForCausalLM": Architecture(moe_families.deepseek_v2),
-    "DeepseekV3ForCausalLM": Architecture(moe_families.deepseek_v3),
-    "Gemma3ForCausalLM": Architecture(families.gemma3),
-    "LlamaForCausalLM": Architecture(families.llama),
-    "MistralForCausalLM": Architecture(families.mistral),
-    "MixtralForCausalLM": Architecture(moe_families.mixtral),
-    "OPTForCausalLM": Architecture(read_opt, Opt),
-    "Qwen2ForCausalLM": Architecture(families.qwen2),
-    "Qwen2MoeForCausalLM": Architecture(moe_families.qwen2_moe),
-    "Qwen3ForCausalLM": Architecture(families.qwen3),
-    "Qwen3MoeForCausalLM": Architecture(moe_families.qwen3_moe),
+# The module beside this one, and the function in it that reads the settings. A module that has no `build` of its own
+# makes settings of `Decoder`.
+ARCHITECTURES = {
+    "DeepseekV2ForCausalLM": ("moe_families", "deepseek_v2"),
+    "DeepseekV3ForCausalLM": ("moe_families", "deepseek_v3"),
+    "Gemma3ForCausalLM": ("families", "gemma3"),
+    "LlamaForCausalLM": ("families", "llama"),
+    "MistralForCausalLM": ("families", "mistral"),
+    "MixtralForCausalLM": ("moe_families", "mixtral"),
+    "OPTForCausalLM": ("opt", "read_opt"),
+    "Qwen2ForCausalLM": ("families", "qwen2"),
+    "Qwen2MoeForCausalLM": ("moe_families", "qwen2_moe"),
+    "Qwen3ForCausalLM": ("families", "qwen3"),
+    "Qwen3MoeForCausalLM": ("moe_families", "qwen3_moe"),
 }
 
 
@@ -70,4 +74,6 @@ def find_architecture(fields: Fields) -> tuple[str, Architecture]:
     names = fields.texts("architectures") or []
     if not names or names[0] not in ARCHITECTURES:
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
-    return names[0], ARCHITECTURES[names[0]]
+    home, reader = ARCHITECTURES[names[0]]
+    module = import_module(f"penstock.executor.models.{home}")
+    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder))

@@ -9,13 +9,12 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
-from penstock.eplb import Plan
 from penstock.executor.kernels import BlockOps
 from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
@@ -23,6 +22,9 @@ from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
+
+if TYPE_CHECKING:
+    from penstock.eplb import Plan
 
 Layer = TypeVar("Layer")
 # Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
@@ -80,7 +82,7 @@ class Weights:
         device: torch.device,
         group: RankGroup,
         progress: Callable[[str], None],
-        placement: Plan | None = None,
+        placement: "Plan | None" = None,
         block_ops: BlockOps | None = None,
     ) -> None:
         """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`."""

@@ -6,6 +6,7 @@ With one rank this is the whole model, and `UniprocExecutor` drives it in place;
 
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,12 +27,14 @@ from penstock.executor.step.memory import (
     naming_options,
     plan_kv,
 )
-from penstock.executor.step.rebalance import Rebalancer
 from penstock.executor.step.runner import ModelRunner
 from penstock.executor.step.warmup import KV_BLOCKS, warm_up
 from penstock.executor.tiers.cuda_copies import CudaCopier
 from penstock.executor.tiers.open_tiers import open_tiers
 from penstock.executor.tiers.transfers import Copier, NumpyCopier, RankTransfers
+
+if TYPE_CHECKING:
+    from penstock.executor.step.rebalance import Rebalancer
 
 
 class Rank:
@@ -128,7 +131,7 @@ class Rank:
         kv: torch.Tensor,
         max_model_len: int,
         transfers: RankTransfers | None = None,
-        rebalancer: Rebalancer | None = None,
+        rebalancer: "Rebalancer | None" = None,
         buckets: Sequence[int] = (),
     ) -> ModelRunner:
         """With slots and a sampler of its own, over the blocks of `kv`. `buckets`: of its graphs, to be captured."""
@@ -152,12 +155,14 @@ class Rank:
         blocks = self.kv.view(len(self.kv), -1).view(torch.uint8)  # [blocks, bytes of a block]
         return CudaCopier(blocks, arena) if blocks.is_cuda else NumpyCopier(blocks.numpy(), arena)
 
-    def _make_rebalancer(self) -> Rebalancer | None:
+    def _make_rebalancer(self) -> "Rebalancer | None":
         if not self._config.enable_eplb:
             return None
         loaded, group = self._loaded, self._group
         if loaded.placement is None:
             raise ExecutorError("enable_eplb: given; experts move only with enable_expert_parallel and several ranks")
+        from penstock.executor.step.rebalance import Rebalancer
+
         links = group.twin("experts on the move")
         return Rebalancer(self._config.eplb_config, loaded.placement, loaded.model.experts, group, links)
 

@@ -7,6 +7,7 @@ nothing that an earlier step has still to bring to the host, `finish` waits.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -25,8 +26,10 @@ from penstock.executor.step.inputs import Ends, Inputs
 from penstock.executor.step.layout import Layout
 from penstock.executor.step.memory import naming_options
 from penstock.executor.step.pooling import Pooler
-from penstock.executor.step.rebalance import Rebalancer
 from penstock.executor.tiers.transfers import RankTransfers
+
+if TYPE_CHECKING:
+    from penstock.executor.step.rebalance import Rebalancer
 
 STEP_OPTIONS = "lower gpu_memory_utilization, kv_cache_bytes, max_num_batched_tokens or max_num_seqs"
 PROMPT_LOGPROB_ROWS = 128  # logits of so many prompt positions at a time: a whole prompt's would fill the memory
@@ -54,7 +57,7 @@ class ModelRunner:
         device: torch.device,
         group: RankGroup,
         transfers: RankTransfers | None = None,
-        rebalancer: Rebalancer | None = None,
+        rebalancer: "Rebalancer | None" = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model, self._pages, self._sampler, self._device = model, pages, sampler, device
