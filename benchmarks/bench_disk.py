@@ -58,7 +58,7 @@ class Ours:
             folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT, calls=NoWrites()
         )
         if full:  # the records that fit into what the capacity leaves beside them
-            self._fill(self.tier.stats()["cells"] - len(self.tier) + BATCH)
+            self._fill(self.tier.stats()["slots"] - len(self.tier) + BATCH)
             self.tier._admission.admits = lambda key: True  # type: ignore[method-assign]  # every store evicts
         self._chunks = [memoryview(chunk) for chunk in huge_array(BATCH, CHUNK)]
         self.polls: list[float] = []

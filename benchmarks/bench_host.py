@@ -191,9 +191,13 @@ def built() -> tuple[CausalModel, KvPages]:
 
 @contextmanager
 def tritons_own_way() -> Iterator[None]:
+    from penstock.executor.kernels.cuda.dependent import launching
     from penstock.executor.kernels.cuda.launch import Kernel
 
-    with mock.patch.object(Kernel, "__getitem__", lambda self, grid: self._jit[grid]):
+    def launch(kernel: Kernel, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(kernel._jit[grid], **(launching() if kernel._takes_turns else {}))
+
+    with mock.patch.object(Kernel, "__getitem__", launch):
         yield
 
 
