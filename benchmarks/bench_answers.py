@@ -30,7 +30,6 @@ from penstock.engine.commands.bench import serving as load
 from penstock.engine.core.drafts import Drafter
 from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.sampling_params import StructuredOutputs
-from penstock.executor.ranks import multiproc
 from penstock.executor.ring.queue import MessageQueue
 
 NEVER = 1 << 40
@@ -91,7 +90,7 @@ def ids(results: list[Any]) -> Answers:
 @contextlib.contextmanager
 def two_ranks(requests: int, **ring: int) -> Iterator[LLM]:
     options = {"max_model_len": 256, "max_num_seqs": requests, "kv_cache_bytes": 2**26, "hf_overrides": WIDE}
-    with mock.patch.object(multiproc.MessageQueue, "create", partial(MessageQueue.create, **ring)):
+    with mock.patch.object(MessageQueue, "create", partial(MessageQueue.create, **ring)):
         llm = LLM(device="cpu", executor="multiproc", tensor_parallel_size=2, load_format="dummy", **options)  # type: ignore[arg-type]
     with llm:
         yield llm
@@ -154,7 +153,7 @@ def jump(args: argparse.Namespace) -> dict[str, Any]:
     def asked(batch: int) -> Asked:
         return [("Describe a city as JSON.", SamplingParams(seed=seed, **options)) for seed in range(batch)]  # type: ignore[arg-type]
 
-    without = mock.patch.object(Matcher, "forced", lambda self: [])
+    without: Any = mock.patch.object(Matcher, "forced", lambda self: [])
     work = {f"after a schema, batch {batch}": asked(batch) for batch in args.batches}
     return with_and_without("jumping", work, args.pairs, without)
 

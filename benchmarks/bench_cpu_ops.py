@@ -11,10 +11,12 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from pairs import arguments, compare, record
+from torch import Tensor
 
 from penstock.executor.kernels import cpu_ops
 from penstock.executor.kernels.cpu_linear import CpuLinear
@@ -44,11 +46,18 @@ def linear_cases(dtype: torch.dtype, num_threads: int) -> Iterator[Case]:
         packed = [reorder(weight, 8) for weight in weights]
         for rows in (1, 16, 512) if width < VOCABULARY else (1, 16):
             x = torch.randn(rows, depth).to(dtype)
+
+            def by_ours(copy: int, x: Tensor = x, ours: list[CpuLinear] = ours) -> object:
+                return ours[copy](x)
+
+            def by_onednn(copy: int, x: Tensor = x, packed: list[Tensor] = packed) -> object:
+                return run(x, packed[copy], None, "none", [], "")
+
             yield Case(
                 f"linear {depth} to {width}, {rows}, by oneDNN",
                 num_copies if rows < 512 else 2,
-                lambda copy, x=x, ours=ours: ours[copy](x),
-                lambda copy, x=x, packed=packed: run(x, packed[copy], None, "none", [], ""),
+                by_ours,
+                by_onednn,
             )
 
 
@@ -60,15 +69,13 @@ def expert_cases(dtype: torch.dtype, num_threads: int) -> Iterator[Case]:
         chosen, counts = (found.tolist() for found in ids.unique(return_counts=True))
         asked, x = [linears[expert] for expert in chosen], torch.randn(8 * tokens, HIDDEN).to(dtype)
 
-        def one_by_one(_: int, asked=asked, counts=counts, x=x) -> object:
+        def together(_: int, asked: Any = asked, counts: Any = counts, x: Tensor = x) -> object:
+            return CpuLinear.each(asked, counts, x)
+
+        def one_by_one(_: int, asked: Any = asked, counts: Any = counts, x: Tensor = x) -> object:
             return torch.cat([linear(part) for linear, part in zip(asked, x.split(counts), strict=True)])
 
-        yield Case(
-            f"experts {HIDDEN} to {2 * EXPERT}, {tokens}, one by one",
-            5,
-            lambda _, asked=asked, counts=counts, x=x: CpuLinear.each(asked, counts, x),
-            one_by_one,
-        )
+        yield Case(f"experts {HIDDEN} to {2 * EXPERT}, {tokens}, one by one", 5, together, one_by_one)
 
 
 def microseconds(run: Run, num_copies: int) -> float:
@@ -92,9 +99,7 @@ def main() -> None:
     results = {}
     for case in cases:
         if args.only in case.name:
-            ours, theirs = (
-                lambda run=run, count=case.num_copies: microseconds(run, count) for run in (case.ours, case.theirs)
-            )
+            ours, theirs = (partial(microseconds, run, case.num_copies) for run in (case.ours, case.theirs))
             ours(), theirs()
             results[case.name] = compare(case.name, ours, theirs, args.pairs, "µs")
     given = {"dtype": args.dtype, "threads": args.threads, "level": cpu_ops.levels()[-1]}

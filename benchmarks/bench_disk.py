@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 from pairs import arguments, record, rounds
-from penstock.cache.tiers.disk.journal import ROWS, Geometry, Journal
 
-from penstock.cache.tiers.disk.calls import Calls
+from penstock.cache.tiers.disk.calls import SystemCalls
 from penstock.cache.tiers.disk.directory import SLAB_BYTES, open_directory, slab_name
-from penstock.cache.tiers.disk.record import namespace_of, slot_bytes
-from penstock.cache.tiers.disk.tier import DiskTier, slots_within
+from penstock.cache.tiers.disk.record import Geometry, cell_bytes, namespace_of
+from penstock.cache.tiers.disk.snapshot import ROWS, write_snapshot
+from penstock.cache.tiers.disk.tier import DiskTier, cells_within
 from penstock.cache.tiers.memory import huge_array
 
 CHUNK = 8 * 2**20
@@ -36,7 +36,7 @@ BATCHES_A_ROUND = 30
 FINGERPRINT = b"benchmark"
 
 
-class NoWrites(Calls):
+class NoWrites(SystemCalls):
     """Records go nowhere; all else is as always."""
 
     def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
@@ -51,8 +51,8 @@ class Ours:
 
     def __init__(self, folder: Path, resident: int, full: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        slots = resident if full else resident + 10**4
-        capacity = slots * (slot_bytes(CHUNK) + 4096) + 2**26
+        cells = resident if full else resident + 10**4
+        capacity = cells * (cell_bytes(CHUNK) + 4096) + 2**26
         make_records(folder, resident, capacity)
         self.tier = DiskTier(
             folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT, calls=NoWrites()
@@ -100,16 +100,15 @@ def make_records(folder: Path, count: int, capacity: int) -> None:
     rows = np.zeros(count, ROWS)
     rows["key"] = np.random.default_rng(1).integers(0, 256, (count, 32), np.uint8).view("V32")[:, 0]
     rows["sequence"] = rows["stamp"] = np.arange(1, count + 1)
-    rows["slot"] = np.arange(count)
+    rows["cell"] = np.arange(count)
     rows["live"] = 1
-    num_slots = slots_within(capacity, CHUNK)
-    Journal(Calls(), directory, Geometry(namespace, slot_bytes(CHUNK), num_slots), 0).snapshot(
-        rows, count + 1, clean=True
-    )
-    per_slab = SLAB_BYTES // slot_bytes(CHUNK)
+    num_cells = cells_within(capacity, CHUNK)
+    geometry = Geometry(namespace, cell_bytes(CHUNK), num_cells)
+    write_snapshot(SystemCalls(), directory, geometry, rows, count + 1, clean=True)
+    per_slab = SLAB_BYTES // cell_bytes(CHUNK)
     for slab in range(-(-count // per_slab)):
         file = os.open(slab_name(slab), os.O_CREAT | os.O_RDWR, 0o600, dir_fd=directory)
-        os.ftruncate(file, min(per_slab, num_slots - slab * per_slab) * slot_bytes(CHUNK))
+        os.ftruncate(file, min(per_slab, num_cells - slab * per_slab) * cell_bytes(CHUNK))
         os.close(file)
     os.close(directory)
 
@@ -138,7 +137,7 @@ def store_path(args: argparse.Namespace) -> dict[str, Any]:
 def restart_and_lookup(args: argparse.Namespace) -> dict[str, Any]:
     folder = args.dir / "restart"
     shutil.rmtree(folder, ignore_errors=True)
-    capacity = MANY * (slot_bytes(CHUNK) + 4096) + 2**26
+    capacity = MANY * (cell_bytes(CHUNK) + 4096) + 2**26
     make_records(folder, MANY, capacity)
     seconds = []
     for _ in range(args.rounds):
@@ -146,9 +145,10 @@ def restart_and_lookup(args: argparse.Namespace) -> dict[str, Any]:
         tier = DiskTier(folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT)
         seconds.append(time.perf_counter() - started_s)
         assert len(tier) == MANY
-        names = {"contains": tier.contains, "keys": tier.keys()[::10]}
+        keys = tier.keys()[::10]
+        names = {"contains": tier.contains, "keys": keys}
         walk = min(timeit.repeat("[contains(key) for key in keys]", number=1, repeat=5, globals=names))
-        lookup_s = walk / len(names["keys"])
+        lookup_s = walk / len(keys)
         tier.close()
     return {
         "entries": MANY,

@@ -24,6 +24,8 @@ from penstock.eplb.bench import make, print_table
 from penstock.eplb.maps import Plan
 from penstock.eplb.workloads import CELLS, DRIFTING, DRIFTS, KINDS, Cell, drifted, load
 
+Rows = list[dict[str, Any]]
+
 
 class Peer:
     """vLLM's policy in its own process."""
@@ -34,17 +36,16 @@ class Peer:
 
     def plan(self, cell: Cell, counts: np.ndarray, old: np.ndarray | None = None) -> tuple[float, np.ndarray]:
         """(milliseconds, the expert in every slot)."""
-        ask = {"do": "plan", "load": self._save("load", counts), "out": str(self._folder / "out.npy")}
+        ask: dict[str, Any] = {"do": "plan", "load": self._save("load", counts), "out": str(self._folder / "out.npy")}
         ask |= {"slots": cell.slots, "ranks": cell.ranks, "groups": cell.groups, "nodes": cell.nodes}
         if old is not None:
             ask["old"] = self._save("old", old)
-        ms = self._process.ask(ask)
+        ms: float = self._process.ask(ask)
         return ms, np.load(ask["out"])
 
     def transfers(self, cell: Cell, old: np.ndarray, new: np.ndarray) -> float:
-        return self._process.ask(
-            {"do": "transfers", "old": self._save("old", old), "new": self._save("new", new), "ranks": cell.ranks}
-        )
+        ask = {"do": "transfers", "old": self._save("old", old), "new": self._save("new", new), "ranks": cell.ranks}
+        return float(self._process.ask(ask))
 
     def close(self) -> None:
         self._process.close()
@@ -75,7 +76,7 @@ def compare_plans(peer: Peer, cell: Cell, kind: str, args: argparse.Namespace) -
         ours.append(balance(counts, make(cell, counts)).mean())
         theirs.append(balance(counts, Plan.of(placed, cell.experts, cell.ranks)).mean())
         bounds.append(bound(counts, cell.slots, cell.ranks).mean())
-    row = {"shape": cell.name, "load": kind}
+    row: dict[str, Any] = {"shape": cell.name, "load": kind}
     row |= {"ours ms": statistics.median(pair.ours for pair in pairs)}
     row |= {"vLLM ms": statistics.median(pair.theirs for pair in pairs)}
     row |= {"times": statistics.median(pair.theirs / pair.ours for pair in pairs)}
@@ -109,7 +110,7 @@ def arrivals(old: np.ndarray, new: np.ndarray, cell: Cell) -> float:
     has = np.zeros((2, cell.layers, cell.ranks, cell.experts), bool)
     for which, placed in enumerate((old, new)):
         np.put_along_axis(has[which], placed.reshape(cell.layers, cell.ranks, -1).astype(np.int64), True, axis=2)
-    return 100 * (has[1] & ~has[0]).sum() / old.size
+    return float(100 * (has[1] & ~has[0]).sum() / old.size)
 
 
 def compare_transfers(peer: Peer, cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
@@ -125,7 +126,7 @@ def compare_transfers(peer: Peer, cell: Cell, args: argparse.Namespace) -> dict[
     return row | {"times": statistics.median(pair.theirs / pair.ours for pair in pairs)}
 
 
-def verdict(plans: list[dict], moves: list[dict], sent: list[dict]) -> dict[str, Any]:
+def verdict(plans: Rows, moves: Rows, sent: Rows) -> dict[str, Any]:
     """The figures that floors are set for."""
     redundant = {cell.name for cell in CELLS if cell.is_redundant and cell.nodes == 1}
     of_bound = [row["balance"] / row["bound"] for row in plans if row["shape"] in redundant]

@@ -31,20 +31,18 @@ import torch
 from gpu.batches import PAGE, make_batch
 from gpu.shapes import MODELS
 from pairs import arguments, compare, record, rounded, rounds, table
-from penstock.executor.step.slots import Slots, slot_sizes
 from tests.support import idle_gpu
+from tests.support.twins import sampling as sampling_twin
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
 from penstock.engine.messages import Submit
 from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.kernels import RowTensors, linear, torch_sampling
-from penstock.executor.kernels.state import DeviceState
-from penstock.executor.kernels.torch_inputs import INPUT_OPS
+from penstock.executor.kernels import RowTensors, linear, torch_inputs
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.registry import Model, find_architecture
+from penstock.executor.models.registry import CausalModel, find_architecture
 from penstock.executor.models.weights import Weights
-from penstock.executor.parallel import Group
+from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, Sampling, Step, StepResult
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.step.inputs import DeviceInputs
@@ -103,14 +101,12 @@ class NoModel:
 
 class NoDevice:
     def __init__(self, num_slots: int) -> None:
-        state = DeviceState(num_slots, *slot_sizes(LENGTH, PAGE), PAGE, CPU)
-        slots = Slots(num_slots, LENGTH, PAGE, state)
-        inputs = DeviceInputs(state, INPUT_OPS, num_slots, 4096)
-        sampler = Sampler(VOCAB_SIZE, num_slots, CPU, torch_sampling.SAMPLING_OPS)
+        inputs = DeviceInputs(num_slots, LENGTH, PAGE, 4096, torch_inputs, CPU)
+        sampler = Sampler(VOCAB_SIZE, num_slots, CPU, sampling_twin)
         graphs: Any = IdleGraphs(inputs, num_slots)
         model: Any = NoModel()
         pages: Any = None
-        self._runner = ModelRunner(model, pages, sampler, slots, inputs, CPU, Group(), graphs=graphs)
+        self._runner = ModelRunner(model, pages, sampler, inputs, CPU, RankGroup(), graphs=graphs)
         self._in_flight: deque[Launched] = deque()
         self.info = ModelInfo(
             architecture="None",
@@ -165,7 +161,7 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
     if args.profile:
         profile(lambda: step_us(args.profile, SAMPLINGS["greedy"], args.steps))
         raise SystemExit
-    rows = []
+    rows: list[dict[str, Any]] = []
     for batch in args.batches:
         sides = {name: partial(step_us, batch, sampling, args.steps) for name, sampling in SAMPLINGS.items()}
         for name, runs in rounds(sides, args.pairs).items():
@@ -180,13 +176,13 @@ def step(args: argparse.Namespace) -> dict[str, Any]:
 # -- layers ------------------------------------------------------------------------------------------------------
 
 
-def built() -> tuple[Model, KvPages]:
+def built() -> tuple[CausalModel, KvPages]:
     from penstock.executor.kernels.cuda.ops import OPS
 
     fields = Fields(MODELS["qwen3-0.6b"] | TINY)
     architecture = find_architecture(fields)[1]
     spec = architecture.read_spec(fields)
-    weights = Weights(lambda _, shape: torch.zeros(shape), torch.float32, CPU, Group(), lambda _: None)
+    weights = Weights(lambda _, shape: torch.zeros(shape), torch.float32, CPU, RankGroup(), lambda _: None)
     with mock.patch.object(linear, "is_repacked", return_value=False):
         model = architecture.build(spec, weights, OPS, TINY["max_position_embeddings"], CPU)
     kv = torch.zeros(2, model.num_layers, 2, PAGE, model.kv_width)
@@ -195,14 +191,18 @@ def built() -> tuple[Model, KvPages]:
 
 @contextmanager
 def tritons_own_way() -> Iterator[None]:
+    from penstock.executor.kernels.cuda.dependent import launching
     from penstock.executor.kernels.cuda.launch import Kernel
 
-    with mock.patch.object(Kernel, "__getitem__", lambda self, grid: self._jit[grid]):
+    def launch(kernel: Kernel, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(kernel._jit[grid], **(launching() if kernel._takes_turns else {}))
+
+    with mock.patch.object(Kernel, "__getitem__", launch):
         yield
 
 
 @torch.inference_mode()
-def forward_ms(model: Model, pages: KvPages, given: ForwardBatch) -> float:
+def forward_ms(model: CausalModel, pages: KvPages, given: ForwardBatch) -> float:
     """The least of some steps: what else runs on the core only adds."""
 
     def once() -> float:

@@ -206,7 +206,7 @@ MODES = {"decision": decision, "scale": scale, "trace": trace}
 
 
 def main() -> None:
-    options = {"tokens": 39_000, "replicas": 8, "rounds": 1000, "blocks_each": 8192, "trace": None}
+    options: dict[str, Any] = {"tokens": 39_000, "replicas": 8, "rounds": 1000, "blocks_each": 8192, "trace": None}
     # Of a replica: its prefill speed, its cache, and what each answer in flight costs of that speed.
     options |= {"tokens_per_s": 12_000.0, "cache_tokens": 1_000_000, "interference": 0.0, "idle_gap_s": 6.0}
     args = arguments(__doc__, *MODES, **options)

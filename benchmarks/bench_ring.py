@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import Pipe, Process, set_start_method
 from typing import Any
 
@@ -167,11 +168,11 @@ class Bench:
 
 
 def against(what: str, ours: Asked, kind: str, other: Asked, pairs: int) -> dict[str, Any]:
-    figures = {}
+    figures: dict[str, dict[str, float | None]] = {}
     print(f"  {what} of a round trip")
     for name, size in SIZES.items():
         question = what, size, COUNTS[size]
-        found = alternate(lambda q=question: ours.ask(q), lambda q=question: other.ask(q), pairs)  # type: ignore[misc]
+        found = alternate(partial(ours.ask, question), partial(other.ask, question), pairs)
         verdict = judge(found, higher_is_better=False)
         least = min(pair.ours for pair in found), min(pair.theirs for pair in found)
         print(f"  {name:>6}: ours {least[0]:10.1f} µs, {kind} {least[1]:10.1f} µs at best; {verdict}", flush=True)

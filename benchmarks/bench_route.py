@@ -162,10 +162,11 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
 
 def run_router(backend: int) -> None:
     """The router with the Python loop run first and on the event loop, as a published one did before each decision."""
+    from penstock.engine.http.listen import bind_socket
     from penstock.router.config import RouterConfig, resolve
     from penstock.router.placement.placement import Placement
     from penstock.router.placement.prompts import Texts
-    from penstock.router.serve import bind_socket, serve
+    from penstock.router.serve import serve_alone
 
     prepare = Placement.prepare
 
@@ -177,7 +178,7 @@ def run_router(backend: int) -> None:
     Texts.is_long = lambda self, path, body: False  # type: ignore[method-assign]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     config = resolve(RouterConfig(backends=(f"http://127.0.0.1:{backend}",), port=0, max_requests=4096), {})
-    uvloop.run(serve(config, bind_socket(config.host, 0), announce=True))
+    uvloop.run(serve_alone(config, bind_socket(config.host, 0)))
 
 
 async def first_bytes(port: int, contents: list[bytes], clients: int) -> tuple[list[float], float]:
@@ -215,10 +216,10 @@ def hashed(args: argparse.Namespace) -> dict[str, Any]:
         for port in ports.values():
             wait_ready(port)
         pairs = alternate(lambda: rate("C"), lambda: rate("Python"), args.pairs)
-    sides = {"higher_is_better": True, "sides": ("C", "Python")}
-    requests = summary("requests", pairs, "per second", **sides)  # type: ignore[arg-type]
+    sides = "C", "Python"
+    requests = summary("requests", pairs, "per second", higher_is_better=True, sides=sides)
     seconds = [Pair(*pair) for pair in zip(p95["C"], p95["Python"], strict=True)]
-    return {"requests": requests, "first_byte_p95": summary("first byte p95", seconds, "s", sides=("C", "Python"))}
+    return {"requests": requests, "first_byte_p95": summary("first byte p95", seconds, "s", sides=sides)}
 
 
 # -- failover ----------------------------------------------------------------------------------------------------
@@ -314,7 +315,7 @@ def split(args: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         (first,) = stack.enter_context(mock_replicas(1, kv_peer_listen=address, **pace))
         (second,) = stack.enter_context(mock_replicas(1, kv_peer=address, **pace))
-        roles = ("--prefill", f"{first.url}={address}", "--decode", second.url)
+        roles: tuple[str, ...] = ("--prefill", f"{first.url}={address}", "--decode", second.url)
         roles += ("--prefill-threshold", str(args.prefill_threshold))
         both = ("--backend", first.url, "--backend", second.url)
         ports = {
@@ -353,7 +354,14 @@ MODES = {"cost": cost, "hash": hashed, "failover": failover, "split": split}
 
 
 def main() -> None:
-    options = {"peer_python": None, "pairs": 5, "seconds": 4.0, "backend": 0, "replicas": 8, "prefill_threshold": 512}
+    options: dict[str, Any] = {
+        "peer_python": None,
+        "pairs": 5,
+        "seconds": 4.0,
+        "backend": 0,
+        "replicas": 8,
+        "prefill_threshold": 512,
+    }
     options |= {"tokens": 39_000, "clients": 128, "requests": 256, "prompt_tokens": 6000, "every": 0.5}
     args = arguments(__doc__, *MODES, **options)
     if args.backend:  # the slow router of `hash`, in its own process

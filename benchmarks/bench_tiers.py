@@ -157,7 +157,14 @@ MODES = {"cost": cost, "ttft": ttft}
 
 
 def main() -> None:
-    options = {"model": None, "load_format": "auto", "vocab": 40_000, "disk_path": None, "pairs": 10, "seed": 0}
+    options: dict[str, Any] = {
+        "model": None,
+        "load_format": "auto",
+        "vocab": 40_000,
+        "disk_path": None,
+        "pairs": 10,
+        "seed": 0,
+    }
     options |= {"prompts": 8, "input_len": 256, "output_len": 16, "shared": [32, 128, 512, 2000]}
     args = arguments(__doc__, *MODES, **options)
     with ExitStack() as stack:

@@ -25,7 +25,7 @@ class Engine:
 
             self._llm = engine.LLM(job["model"], skip_tokenizer=True, **job["options"])
         else:
-            import vllm as engine  # type: ignore[no-redef]
+            import vllm as engine  # type: ignore[import-not-found, no-redef]
 
             self._llm = engine.LLM(job["model"], skip_tokenizer_init=True, **job["options"])
         self._params = engine.SamplingParams

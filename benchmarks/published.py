@@ -181,8 +181,6 @@ def hasher(is_full: bool) -> Report:
 
 
 def eplb(is_full: bool) -> Report:
-    from penstock.eplb.reference import plan_by_definition
-
     from penstock.eplb import workloads
     from penstock.eplb.bench import make
     from penstock.eplb.maps import Plan
@@ -200,7 +198,7 @@ def eplb(is_full: bool) -> Report:
         load = workloads.load(cell, "zipf", 0)
 
         def by_definition(cell: workloads.Cell = cell, load: Any = load) -> object:
-            placed = plan_by_definition(load, cell.slots, cell.ranks, cell.groups, cell.nodes)
+            placed = workloads.plan_by_definition(load, cell.slots, cell.ranks, cell.groups, cell.nodes)
             return Plan.of(placed, cell.experts, cell.ranks)
 
         after = cpu_ms(lambda cell=cell, load=load: make(cell, load), 20)  # type: ignore[misc]

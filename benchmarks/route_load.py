@@ -8,8 +8,11 @@ The backend is an asyncio protocol without a framework, so that on two cores the
 """
 
 import asyncio
+import contextlib
 import os
 import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 EVENT = b'data: {"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":" word","logprobs":null}]}\n\n'
 ANSWER = b'{"id":"cmpl-1","object":"text_completion","model":"m","choices":[{"index":0,"text":"' + b"x" * 900 + b'"}]}'
@@ -133,8 +136,9 @@ async def aiohttp_proxy(backend_port: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        from uvloop import run
-    except ImportError:  # the other interpreter need not have it
-        from asyncio import run
+    run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
+    with contextlib.suppress(ImportError):  # the other interpreter need not have it
+        import uvloop
+
+        run = uvloop.run
     run(backend() if sys.argv[1] == "backend" else aiohttp_proxy(sys.argv[2]))

@@ -2,14 +2,27 @@
 and for the one that measures them. Nearer to the engine than the tests: its pages, its contexts, its numbers of tokens.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_blocks, pages_of
+from tests.support.twins import changed, eight_bits, sampling
+from tests.support.twins.experts import fused_experts
 
-from penstock.executor.kernels import InputOps, Ops, SamplingOps, torch_fp8, torch_inputs, torch_ops, torch_sampling
+from penstock.executor.kernels import (
+    NO_NORMS,
+    Activation,
+    HeadNorms,
+    InputOps,
+    Ops,
+    Rotation,
+    SamplingOps,
+    Scaled,
+    torch_inputs,
+    torch_ops,
+)
+from penstock.executor.kernels.eight_bits import BLOCK, FP8_MAX
 from penstock.executor.kernels.state import OPTIONS, Places
 
 Tensors = tuple[torch.Tensor, ...]
@@ -31,9 +44,9 @@ class Kernels(NamedTuple):
 
 # Attention's twin computes in float32 from the same numbers.
 TWINS = Kernels(
-    dataclasses.replace(torch_ops.OPS, fused_experts=torch_ops.fused_experts, blocks=torch_fp8.OPS),
-    torch_sampling.SAMPLING_OPS,
-    torch_inputs.INPUT_OPS,
+    changed(torch_ops, fused_experts=fused_experts, blocks=eight_bits),
+    sampling,
+    torch_inputs,
     torch.float32,
 )
 
@@ -122,23 +135,24 @@ def rope_cases(kit: Kit, num_tokens: int) -> Iterator[Case]:
     rows = [(tokens, tokens)]
     batch = make_batch(rows, kit.device)
     angles = torch.randn(tokens, dim // 2, device=kit.device)
-    tables = angles.cos(), angles.sin(), batch.positions
+    rotation = Rotation(angles.cos(), angles.sin(), batch.positions)
     merged = kit.random(tokens, heads + 2 * kv_heads, dim)
-    norms = [1 + 0.1 * torch.randn(dim, device=kit.device) for _ in range(2)]
-    for name, weights, page_dtype, error in (
-        ("rotate and store", (None, None, 0.0), None, None),
-        ("rotate and store, normed", (*norms, 1e-6), None, None),
-        ("rotate and store, eight-bit pages", (*norms, 1e-6), torch.float8_e4m3fn, 5e-2),
+    weights = [1 + 0.1 * torch.randn(dim, device=kit.device) for _ in range(2)]
+    head_norms: HeadNorms = weights[0], weights[1], 1e-6
+    for name, norms, page_dtype, error in (
+        ("rotate and store", NO_NORMS, None, None),
+        ("rotate and store, normed", head_norms, None, None),
+        ("rotate and store, eight-bit pages", head_norms, torch.float8_e4m3fn, 5e-2),
     ):
         # Cells that are not written are the same on both sides.
         dtype = page_dtype or kit.dtype
         kv = torch.zeros_like(make_cache(num_blocks(rows), kit.layers, 2, kv_heads * dim, dtype, kit.device))
 
-        def call(kernels: Kernels, kv: torch.Tensor = kv, weights: Any = weights) -> Tensors:
+        def call(kernels: Kernels, kv: torch.Tensor = kv, norms: HeadNorms = norms) -> Tensors:
             q, k, v = merged.split((heads, kv_heads, kv_heads), dim=1)
             mine = kv.clone() if kernels.is_held else kv
             pages = pages_of(mine, kit.middle)
-            return kernels.ops.rope_and_store(q, k, v, *tables, *pages, batch.kv_slots, *weights), mine
+            return kernels.ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, norms), mine
 
         yield Case(name, call, error, 2 * merged.nbytes + 2 * angles.nbytes)
 
@@ -149,8 +163,8 @@ def row_cases(kit: Kit, num_rows: int) -> Iterator[Case]:
     weight = 1 + 0.1 * torch.randn(width, device=kit.device)
     yield Case("norm", lambda kernels: kernels.ops.rms_norm(x, weight, 1e-6), None, 2 * x.nbytes)
     yield Case("add and norm", lambda kernels: kernels.ops.add_rms_norm(x, residual, weight, 1e-6), None, 4 * x.nbytes)
-    yield Case("silu and multiply", lambda kernels: kernels.ops.silu_mul(gate_up), None, 3 * x.nbytes)
-    yield Case("gelu and multiply", lambda kernels: kernels.ops.gelu_tanh_mul(gate_up), None, 3 * x.nbytes)
+    yield Case("silu and multiply", lambda kernels: kernels.ops.gate(gate_up, "silu"), None, 3 * x.nbytes)
+    yield Case("gelu and multiply", lambda kernels: kernels.ops.gate(gate_up, "gelu_tanh"), None, 3 * x.nbytes)
 
 
 def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
@@ -158,28 +172,25 @@ def experts(kit: Kit, counts: tuple[int, ...]) -> Iterator[Case]:
     num, width, inner, top_k = (5, 128, 128, 2) if kit.is_tiny else (128, 2048, 768, 8)
     gate_up = kit.random(num, 2 * inner, width, scale=width**-0.5)
     down = kit.random(num, width, inner, scale=inner**-0.5)
-    eight = [tensor for weight in (gate_up, down) for tensor in in_blocks(weight)]
-
-    def product(name: str, kernels: Kernels) -> Callable[..., torch.Tensor]:
-        ops = kernels.ops if name == "experts" else kernels.ops.blocks
-        assert ops is not None and ops.fused_experts is not None
-        return ops.fused_experts
+    sixteen: tuple[Scaled, Scaled] = (gate_up, None), (down, None)
+    eight: tuple[Scaled, Scaled] = in_blocks(gate_up), in_blocks(down)
+    activation: Activation = "silu"
 
     for tokens in counts:
         hidden, wishes = kit.random(tokens, width), torch.rand(tokens, num, device=kit.device)
         wishes[:, 0] += 0.5
         slots = wishes.topk(top_k).indices
         shares = torch.rand(tokens, top_k, device=kit.device)
-        for name, weights in (("experts", [gate_up, down]), ("eight-bit experts", eight)):
-            given = hidden, slots, shares, *weights, 0, "silu"
-            num_bytes = slots.unique().numel() * sum(weight[0].nbytes for weight in weights) + 2 * hidden.nbytes
-            yield Case(
-                f"{name}, {tokens} tokens",
-                lambda kernels, name=name, given=given: product(name, kernels)(*given),
-                2e-2,
-                num_bytes,
-                6 * tokens * top_k * width * inner,
-            )
+        for name, weights in (("experts", sixteen), ("eight-bit experts", eight)):
+            given = hidden, slots, shares, *weights, 0, activation
+
+            def multiply(kernels: Kernels, given: Any = given) -> torch.Tensor:
+                assert kernels.ops.fused_experts is not None
+                return kernels.ops.fused_experts(*given)
+
+            read = [tensor for weight in weights for tensor in weight if tensor is not None]
+            num_bytes = slots.unique().numel() * sum(tensor[0].nbytes for tensor in read) + 2 * hidden.nbytes
+            yield Case(f"{name}, {tokens} tokens", multiply, 2e-2, num_bytes, 6 * tokens * top_k * width * inner)
 
 
 def block_cases(kit: Kit) -> Iterator[Case]:
@@ -190,16 +201,18 @@ def block_cases(kit: Kit) -> Iterator[Case]:
     for rows in (1, 20) if kit.is_tiny else (1, 64, 256, 509, 1001):
         x, residual, gate_up = kit.random(rows, depth), kit.random(rows, depth), kit.random(rows, 2 * depth)
 
-        def quantize(kernels: Kernels, x: Any = x, residual: Any = residual, gate_up: Any = gate_up) -> list[Any]:
+        def quantize(
+            kernels: Kernels, x: Any = x, residual: Any = residual, gate_up: Any = gate_up
+        ) -> list[torch.Tensor]:
             ops = kernels.ops.blocks
             assert ops is not None
             made, total = ops.add_rms_norm_quantize(x, residual, norm, 1e-6)
             quantized = ops.quantize(x), ops.silu_mul_quantize(gate_up), made
-            return [total, *(values.float() * widen(scales) for values, scales in quantized)]
+            return [total, *map(eight_bits.widen_rows, quantized)]
 
         def multiply(kernels: Kernels, x: Any = x) -> torch.Tensor:
             assert kernels.ops.blocks is not None
-            return kernels.ops.blocks.block_linear(torch_fp8.quantize(x), weight, scales, kit.dtype)
+            return kernels.ops.blocks.block_linear(eight_bits.quantize(x), weight, scales, kit.dtype)
 
         yield Case(f"quantize {rows} rows", quantize, 2e-2)
         yield Case(f"eight-bit product of {rows} rows", multiply)
@@ -207,14 +220,10 @@ def block_cases(kit: Kit) -> Iterator[Case]:
 
 def in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[…, N, K], multiples of 128 -> eight bits, and the scales as the kernels take them."""
-    blocks = weight.float().unflatten(-2, (-1, 128)).unflatten(-1, (-1, 128))  # […, N / 128, 128, K / 128, 128]
-    scales = blocks.abs().amax((-3, -1)) / torch_fp8.FP8_MAX
+    blocks = weight.float().unflatten(-2, (-1, BLOCK)).unflatten(-1, (-1, BLOCK))  # […, N / 128, 128, K / 128, 128]
+    scales = blocks.abs().amax((-3, -1)) / FP8_MAX
     values = (blocks / scales[..., :, None, :, None]).to(torch.float8_e4m3fn)
     return values.reshape(weight.shape), torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4))
-
-
-def widen(scales: torch.Tensor) -> torch.Tensor:
-    return scales.repeat_interleave(torch_fp8.BLOCK, 1)
 
 
 def sampling_cases(kit: Kit) -> Iterator[Case]:

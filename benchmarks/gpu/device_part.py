@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import subprocess
+from typing import Any
 
 import torch
 from benchmarks.gpu.figures import Timer, ceilings, open_device, report
@@ -14,18 +15,18 @@ from benchmarks.gpu.memcheck_part import find_sanitizer
 VERSIONS = ("torch", "triton", "transformers", "numpy", "pytest", *PACKAGES)
 
 
-def main(job: dict) -> None:
+def main(job: dict[str, Any]) -> None:
     report("machine", python=platform.python_version(), cores=os.cpu_count(), glibc=platform.libc_ver()[1])
-    report("versions", **{name: importlib.metadata.version(name) for name in VERSIONS if is_installed(name)})
+    report("versions", "", **{name: importlib.metadata.version(name) for name in VERSIONS if is_installed(name)})
     report("lacking", packages=[name for name in VERSIONS if not is_installed(name)], extension=extension())
     tools = ("nvcc", "ncu", "cc")
-    report("tools", **{name: shutil.which(name) for name in tools}, sanitizer=find_sanitizer())
+    report("tools", "", **{name: shutil.which(name) for name in tools}, sanitizer=find_sanitizer())
     device = open_device(job)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         report(
             "device",
-            name=properties.name,
+            model=properties.name,
             capability=list(torch.cuda.get_device_capability(device)),
             processors=properties.multi_processor_count,
             gib=properties.total_memory / 2**30,

@@ -68,7 +68,7 @@ class Timer:
             end.record()
             spans.append((begin, end))
         torch.cuda.synchronize()
-        return statistics.median(begin.elapsed_time(end) for begin, end in spans) / 1e3
+        return float(statistics.median(begin.elapsed_time(end) for begin, end in spans)) / 1e3
 
 
 def ceilings(timer: Timer, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> tuple[float, float]:

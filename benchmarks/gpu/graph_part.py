@@ -45,7 +45,7 @@ REAL, TINY = Size(4, 48, 160, 2000, 64, 1 << 29, 32_000), Size(2, 8, 60, 120, 3,
 DIVERGED = 0.02  # of the requests, from where on it is no matter of near ties any more
 
 
-def main(job: dict) -> None:
+def main(job: dict[str, Any]) -> None:
     device = open_device(job)
     set_launch(job)
     size = TINY if job["tiny"] else REAL
@@ -179,7 +179,7 @@ def reserved(executor: Executor, size: Size) -> int:
 
 
 def fill_reserved(executor: Executor, size: Size) -> torch.Tensor:
-    kv = executor._rank.kv[reserved(executor, size) :]  # type: ignore[attr-defined]
+    kv: torch.Tensor = executor._rank.kv[reserved(executor, size) :]  # type: ignore[attr-defined]
     with torch.inference_mode():
         fill(kv)
     return kv[: size.copies].clone()

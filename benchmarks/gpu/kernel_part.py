@@ -6,7 +6,6 @@ The calls are those of the twins' table, at sizes that fill the device: pages wi
 contexts cut as its graphs cut them, and torch's own attention and products beside them.
 """
 
-import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from benchmarks.gpu import cases
 from benchmarks.gpu.batches import PAGE, Rows, num_blocks
 from benchmarks.gpu.cases import TWINS, Case, Kernels, Kit
 from benchmarks.gpu.figures import Timer, ceilings, open_device, report, set_launch
+from tests.support.twins import changed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from penstock.executor.kernels import select_input_ops, select_ops, select_sampling_ops
@@ -33,7 +33,8 @@ def main(job: dict[str, Any]) -> None:
     report("copy", gb_per_s=copy / 1e9)
     report("matrix product", tflop_per_s=product / 1e12)
     ops = select_ops(device, dtype, 128)
-    ops = dataclasses.replace(ops, fused_experts=ops.fused_experts or TWINS.ops.fused_experts)
+    if ops.fused_experts is None:
+        ops = changed(ops, fused_experts=TWINS.ops.fused_experts)
     sampling = select_sampling_ops(device) or TWINS.sampling
     kernels = Kernels(ops, sampling, select_input_ops(device), is_held=False)
     for case in table(Kit(device, dtype, is_tiny)):
@@ -51,7 +52,7 @@ def measure(case: Case, kernels: Kernels, timer: Timer, copy: float, product: fl
     rates = {"gb_per_s": case.num_bytes / seconds / 1e9, "tflop_per_s": case.operations / seconds / 1e12}
     shares = {"gb_per_s": rates["gb_per_s"] * 1e9 / copy, "tflop_per_s": rates["tflop_per_s"] * 1e12 / product}
     bound = max(shares, key=lambda unit: shares[unit])  # the nearer of the two ceilings is the one that counts
-    report(case.name, us=seconds * 1e6, **rates, bound=bound, of_ceiling=shares[bound])
+    report(case.name, "", us=seconds * 1e6, **rates, bound=bound, of_ceiling=shares[bound])
 
 
 def table(kit: Kit) -> Iterator[Case]:
@@ -116,6 +117,9 @@ def linear_cases(kit: Kit) -> Iterator[Case]:
         for rows in (1, 8, 32):
             x = kit.random(rows, depth)
             num_bytes = weight.nbytes + x.nbytes + rows * width * kit.dtype.itemsize
-            call = functools.partial(F.linear, x, weight)
+
+            def multiply(_: Kernels, x: torch.Tensor = x, weight: torch.Tensor = weight) -> torch.Tensor:
+                return F.linear(x, weight)
+
             name = f"linear {rows} × {depth} to {width}"
-            yield Case(name, lambda _, call=call: call(), None, num_bytes, 2 * rows * depth * width)
+            yield Case(name, multiply, None, num_bytes, 2 * rows * depth * width)

@@ -122,7 +122,7 @@ def climb(number: int, rung: Rung, args: argparse.Namespace, hear: Any) -> dict[
     common = {"device": args.device, "tiny": args.tiny, "eager": False, "dependent": False}
     common |= {"output": str(args.output.resolve()), "suite": shlex.split(args.suite)}
     count = rung.processes if args.device == "cuda" else 1
-    figures, problem = run_shares(rung.module, common | rung.argument, count, limit_s, hear)
+    figures, problem = run_shares(rung.module, {**common, **rung.argument}, count, limit_s, hear)
     wrong = [name for name, figure in figures.items() if figure.get("ok") is False]
     return {
         "rung": number,

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.figures import open_device, report
 from benchmarks.gpu.processes import lines
@@ -22,7 +23,7 @@ MAX_LINES = 60  # of what the tool says
 MARGIN_S = 4.0  # of the part's time, to say what there was until then
 
 
-def main(job: dict) -> None:
+def main(job: dict[str, Any]) -> None:
     started_s, tool = time.monotonic(), find_sanitizer()
     name = f"memcheck {job['share'][0]}"
     if tool is None:
@@ -43,7 +44,7 @@ def main(job: dict) -> None:
         code = process.poll()
         process.kill()
     errors = sum("Invalid" in line or line.startswith("Program hit") for line in said)
-    figures = {} if code is not None else {"skipped": "its time was over before the end"}
+    figures: dict[str, Any] = {} if code is not None else {"skipped": "its time was over before the end"}
     report(name, ok=not errors and code in (0, None), errors=errors, exit_code=code, said=said, **figures)
 
 

@@ -33,12 +33,13 @@ def main(job: dict[str, Any]) -> None:
     settings = {"num_blocks": 16, "max_batch_tokens": 64, "page_size": 16} if job["tiny"] else {}
 
     def generate(wanted: list[list[int]]) -> dict[str, Any]:
-        return model.generate_batch(
+        answers: dict[str, Any] = model.generate_batch(
             wanted,
             generation_config=asked,
             continuous_batching_config=transformers.ContinuousBatchingConfig(**settings),
             persistent_manager=True,  # else every call would allocate its cache and capture its graphs again
         )
+        return answers
 
     generate(prompts(config, 4, length, seed=1))
     wanted = prompts(config, num, length, seed=2)

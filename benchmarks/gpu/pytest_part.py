@@ -50,7 +50,7 @@ def main(job: dict[str, Any]) -> None:
                 report(test, ok=False)
     code = process.poll()
     process.kill()
-    report("tests", ok=code == 0, **counts, exit_code=code, was_ended=code is None, failures=failed)
+    report("tests", "", ok=code == 0, **counts, exit_code=code, was_ended=code is None, failures=failed)
 
 
 def num_processes() -> int:

@@ -43,9 +43,10 @@ def open_kernels(device: torch.device) -> Kernels | None:
 
         if not conftest.HAS_TRITON:
             return None
-    from penstock.executor.kernels.cuda.ops import INPUT_OPS, OPS, SAMPLING_OPS
+    from penstock.executor.kernels.cuda import step_inputs
+    from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 
-    return Kernels(OPS, SAMPLING_OPS, INPUT_OPS)
+    return Kernels(OPS, SAMPLING_OPS, step_inputs)
 
 
 def compare(case: Case, kernels: Kernels, dtype: torch.dtype) -> None:
