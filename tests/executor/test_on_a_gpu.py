@@ -135,7 +135,7 @@ MISTAKES: dict[str, Callable[..., Ops]] = {
     ),
     "sums are rounded to four bits more coarsely": lambda ops: changed(
         ops,
-        gate=lambda gate_up, activation: ops.gate(gate_up, activation).to(torch.float8_e4m3fn).to(gate_up.dtype),
+        gated_linear=lambda x, *more: ops.gated_linear(x, *more).to(torch.float8_e4m3fn).to(x.dtype),
     ),
 }
 

@@ -112,6 +112,7 @@ def test_when_a_prefill_replica_is_killed_under_load_nobody_notices() -> None:
 
         def ask(number: int) -> int:
             if number == 10:
+                until(lambda: router.fleet.replicas[prefills[1].url].num_in_flight > 0)
                 prefills[1].send(signal.SIGKILL)
             rng = random.Random(number)
             return router.complete([rng.randrange(256) for _ in range(1000)], ignore_eos=True).status_code
