@@ -136,7 +136,7 @@ def running_router(
         assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     waiter = threading.Event()
     for _ in range(int(timeout_s / 0.01)):
         if condition():
