@@ -125,7 +125,6 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):
     """Once a second from a thread of its own. `overdue_s` > 0: the running step is beyond its deadline."""
 
     num_steps: int
-    step_age_s: float
     overdue_s: float
 
 

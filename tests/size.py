@@ -50,7 +50,7 @@ def counted(*folders: str) -> list[Path]:
 def loaded_by_a_chat() -> list[Path]:
     """The files of ours behind one chat over HTTP: those that server and core import, and the C beneath them."""
     with tempfile.TemporaryDirectory() as folder:
-        model, seen = Path(folder) / "model", Path(folder) / "imports"
+        model, seen, log = (Path(folder) / name for name in ("model", "imports", "log"))
         model.mkdir()
         template = "{% for message in messages %}{{ message.content }}{% endfor %}"
         text_samples.folder(
@@ -60,13 +60,16 @@ def loaded_by_a_chat() -> list[Path]:
         ours = {"PYTHONPATH": f"{folder}:{ROOT / 'src'}", "PENSTOCK_IMPORTS": str(seen)}
         environment = os.environ | ours | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "penstock.cli", "serve", str(model), "--load-format", "dummy", "--port", "0"]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as server,
+        ):
             assert server.stdout is not None
             try:
                 said = ""
                 while not (found := re.search(r"http://[\d.]+:\d+", said)):
                     line = server.stdout.readline()
-                    assert line, f"the server ended: {said}"
+                    assert line, f"the server ended: {said}{log.read_text()}"
                     said += line
                 ask(found[0])
             finally:

@@ -156,7 +156,7 @@ def _heartbeat(core: EngineCore) -> Heartbeat:
     """How old the running step is."""
     started = core.step_started_s
     age = 0.0 if started is None else time.monotonic() - started
-    return Heartbeat(core.num_collected, age, max(age - core.step_deadline_s, 0.0))
+    return Heartbeat(core.num_collected, max(age - core.step_deadline_s, 0.0))
 
 
 if __name__ == "__main__":

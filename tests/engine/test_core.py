@@ -88,7 +88,7 @@ def test_health_fails_on_an_overdue_step_and_not_on_a_long_one() -> None:
     engine._ready = loop.create_future()
     loop.close()
     engine._ready.set_result(OracleExecutor(CONFIG.executor).info)
-    engine._receive(Heartbeat(num_steps=1, step_age_s=900.0, overdue_s=0.0))
+    engine._receive(Heartbeat(num_steps=1, overdue_s=0.0))
     assert engine.health().ready
-    engine._receive(Heartbeat(num_steps=1, step_age_s=2000.0, overdue_s=12.0))
+    engine._receive(Heartbeat(num_steps=1, overdue_s=12.0))
     assert not engine.health().alive and "12 s beyond its deadline" in engine.health().reason

@@ -2,6 +2,7 @@
 
 import json
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from penstock.engine.text.gguf_splits import SPLITS
 from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support import text_samples as samples
 
-gguf = pytest.importorskip("gguf")
+gguf = import_module("gguf")
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -64,7 +65,7 @@ def default_file() -> Path | None:
 
 @pytest.mark.parametrize("pre", ["qwen2", "qwen35", "tekken", "llama4", "gpt-2"])
 def test_byte_level_vocabularies_tokenize_as_transformers_has_them(tmp_path: Path, pre: str) -> None:
-    conversion = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    conversion = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
     path, _, _ = byte_level_file(tmp_path / "m.gguf", pre)
     backend, _ = conversion.convert_gguf_tokenizer(*conversion.get_gguf_tokenizer(str(path))[:2])
     if SPLITS[pre].nfc:  # transformers takes the class of GPT-2 for all and leaves out what Qwen's own adds
@@ -124,7 +125,7 @@ def published_smollm(tokens: list[str], merges: list[str], num_special: int) -> 
 
 
 def test_llama_s_scores_become_the_merges_that_transformers_derives(tmp_path: Path) -> None:
-    base = pytest.importorskip("transformers.tokenization_utils_base")
+    base = import_module("transformers.tokenization_utils_base")
     path = sentencepiece_file(tmp_path / "m.gguf")
     model = json.loads(load(path).backend.to_str())["model"]
     learned = {token: index for token, index in model["vocab"].items() if index >= 259}
@@ -144,7 +145,7 @@ def test_sentencepiece_vocabularies_tokenize_like_the_tokenizer_they_came_from(t
 
 
 def test_gemma_s_runs_of_spaces_and_order_of_merges_are_as_transformers_has_them(tmp_path: Path) -> None:
-    conversion = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    conversion = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
     model = json.loads(samples.sentencepiece().to_str())["model"]
     tokens = [*sorted(model["vocab"], key=model["vocab"].get), "  ", "   ", "<start_of_turn>", "<end_of_turn>"]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * (len(tokens) - 261), CONTROL, CONTROL]

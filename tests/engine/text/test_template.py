@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ ECHO = "{% for m in messages %}{{ m | tojson }}\n{% endfor %}"
 
 @pytest.fixture(scope="module")
 def transformers_render() -> Callable[..., str]:
-    utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    utils = import_module("transformers.utils.chat_template_utils")
 
     def render(source: str, messages: list[Any], **options: Any) -> str:
         texts, _ = utils.render_jinja_template([messages], chat_template=source, **SPECIAL, **options)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,6 @@ def test_tokenizer_code_of_a_folder_is_refused_and_not_run(tmp_path: Path) -> No
 
 
 def test_another_format_is_converted_by_transformers_in_a_process_of_its_own(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     backend = samples.byte_level()
     folder = samples.folder(tmp_path / "m", backend, tokenizer_config={"tokenizer_class": "GPT2Tokenizer"})
     (folder / "tokenizer.json").unlink()
@@ -135,7 +135,6 @@ def test_another_format_is_converted_by_transformers_in_a_process_of_its_own(tmp
 
 
 def test_a_format_that_cannot_be_converted_is_refused_with_the_reason(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
     folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config={"tokenizer_class": "LlamaTokenizer"})
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.model").write_bytes(b"\x00not a model")
@@ -177,7 +176,7 @@ def test_ids_that_end_a_text_but_are_no_tokens_are_left_out(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("make", [samples.byte_level, samples.sentencepiece])
 def test_transformers_loads_what_was_saved_and_tokenizes_alike(tmp_path: Path, make: Callable[[], Any]) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = import_module("transformers")
     ends = {"bos_token": "<s>", "eos_token": "</s>"} if make is samples.sentencepiece else {"eos_token": "<|im_end|>"}
     config = {**ends, "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}{{ eos_token }}"}
     folder = samples.folder(tmp_path / "a", make(), tokenizer_config=config, generation_config={"eos_token_id": [0, 2]})
