@@ -16,6 +16,8 @@ import faulthandler
 import os
 import selectors
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -29,6 +31,7 @@ import msgspec
 PR_SET_PDEATHSIG = 1
 HEARTBEAT_S = 1.0
 EXIT_S = 1.0  # between the end of a process's socket and the moment when it can be waited for
+STALL_S = 8  # a child that stops within a message, or reads none, counts as gone
 LOOK_S = 0.1  # how often `wait_for` looks
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -42,7 +45,7 @@ def send(channel: Connection, message: msgspec.Struct) -> None:
 
 
 def receive(channel: Connection) -> bytes | None:
-    """The next message, encoded; waits for it. None: the other side is gone."""
+    """The next message, encoded; waits for it. None: the other side is gone, or has stopped in the middle of one."""
     try:
         return channel.recv_bytes()
     except (EOFError, OSError):
@@ -122,6 +125,9 @@ def start_child(
     """`python -m MODULE`, which hears `start` first; one that dies before that is seen by its channel. `may_finish`:
     where we are killed, it may go on for as long as it decides to."""
     ours, theirs = Pipe()
+    with socket.socket(fileno=os.dup(ours.fileno())) as end:  # a call to a stopped child must not wait for ever
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", STALL_S, 0))
     with theirs:
         # The kernel ties a child to the thread that started it, and only the main one surely lasts.
         is_tied = not may_finish and threading.current_thread() is threading.main_thread()

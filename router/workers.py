@@ -126,8 +126,12 @@ class Parent:
                 self._peers[message.url] = message.peer
         for other, worker in self._workers.items():
             if other != index:
-                with contextlib.suppress(OSError):  # it is ending; its channel will say so
+                try:
                     send(worker.channel, message)
+                except BlockingIOError:  # it has stopped reading, with half a message in its channel: another takes its place
+                    worker.kill()
+                except OSError:
+                    pass  # it is ending; its channel will say so
 
 
 def main() -> int:

@@ -5,12 +5,14 @@ import contextlib
 import os
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
 
 import msgspec
+import pytest
 
 from penstock.executor.process_life import (
     STOP_SIGNALS,
@@ -27,6 +29,8 @@ from penstock.executor.process_life import (
     wait_for,
 )
 
+HALF = "half a message"
+
 
 class Order(msgspec.Struct, tag="order"):
     text: str
@@ -34,13 +38,17 @@ class Order(msgspec.Struct, tag="order"):
 
 
 def main() -> int:
-    """A child that repeats how long its start was, and what it reads; then it waits, or ends with the code."""
+    """A child that repeats how long its start was, and what it reads; then it waits, or ends with the code. Asked for HALF, it
+    stops within a message."""
     start, channel = begin(Order)
     reporter = Reporter(partial(send, channel))
     reporter.report(Order(str(len(start.text))))
     said = receive(channel)
     assert said is not None
     order = msgspec.msgpack.decode(said, type=Order)
+    if order.text == HALF:
+        os.write(channel.fileno(), struct.pack("!i", 1 << 20) + b"the first bytes")
+        time.sleep(100)
     reporter.report(order)
     if order.exit_code:
         return order.exit_code
@@ -69,6 +77,19 @@ def running(text: str, order: Order) -> Iterator[tuple[ChildProcess, Iterator[st
     finally:
         child.kill()
         channels.close()
+
+
+def test_a_child_that_stops_within_a_message_counts_as_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.executor.process_life.STALL_S", 1)
+    with running("x", Order(HALF)) as (_, reports):
+        assert [next(reports), next(reports)] == ["1", None]
+
+
+def test_a_child_that_reads_nothing_does_not_hold_its_parent_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.executor.process_life.STALL_S", 1)
+    with running("x", Order(HALF)) as (child, _), pytest.raises(BlockingIOError):
+        while True:
+            send(child.channel, Order("x" * 10_000))
 
 
 def test_a_start_of_any_size_arrives_whole_and_what_follows_it_is_not_lost() -> None:
