@@ -20,6 +20,7 @@ from penstock.executor.staging import send, send_list
 MINUS_INFINITY = {torch.float32: 0xFF800000, torch.bfloat16: 0xFF80, torch.float16: 0xFC00}  # as bits
 _IN_PROMPT = 1 << 30  # beside the number of times a token was sampled
 _MIN_HISTORY = 1024
+MASK_BYTES = 32 << 20  # at once, of masks spread out, on a GPU without kernels
 
 
 def is_edited(sampling: Sampling) -> bool:
@@ -66,9 +67,12 @@ class RowMasks(NamedTuple):
 
 def _mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
     """`SamplingOps.mask` on a GPU that has no kernel for it."""
-    token = torch.arange(logits.shape[1], device=logits.device)
-    banned = (masks[:, token // 32] >> (token % 32)) & 1 == 0
-    logits.index_copy_(0, rows, logits[rows].masked_fill_(banned, -torch.inf))
+    token = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
+    word, shift = (token // 32).long(), token % 32
+    step = max(1, MASK_BYTES // (4 * len(token)))
+    for some, masked in zip(rows.split(step), masks.split(step), strict=True):
+        banned = (masked[:, word] >> shift) & 1 == 0
+        logits.index_copy_(0, some, logits[some].masked_fill_(banned, -torch.inf))
 
 
 class Seen:
