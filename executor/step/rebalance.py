@@ -197,7 +197,10 @@ class Rebalancer:
                     self._run(move, source, slots)
             move.state = ARRIVED
         except CollectiveError:
-            move.state = FAILED
+            pass
+        finally:  # whatever it was, memory that ran out too: the step's boundary must not wait for this rank for ever
+            if move.state == RUNNING:
+                move.state = FAILED
 
     def _errands(self, layer: int) -> list[tuple[int, list[int]]]:
         """What has to be done for a layer, in an order that all ranks share: two ranks that exchange experts meet at

@@ -5,7 +5,7 @@ One rank of two, on a made-up device; the other one, and the threads, are made u
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -91,3 +91,16 @@ def test_experts_arrive_beside_steps_and_are_put_in_place_between_them(
         update = rebalancer.take_update()
         moved = moved if update is None else update.num_moved
     assert moved >= 2 * LAYERS and gpu.stream not in other.streams
+
+
+def test_whatever_goes_wrong_in_the_thread_the_move_has_failed() -> None:
+    """Else every step from then on would ask all ranks whether this one is there."""
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory for what arrives")
+
+    here = cast(rebalance.Rebalancer, SimpleNamespace(_stream=None, _run=fail))
+    move = rebalance.Move(layer=0, errands=[(0, [1])])
+    with pytest.raises(MemoryError):
+        rebalance.Rebalancer._bring(here, move)
+    assert move.state == rebalance.FAILED
