@@ -34,7 +34,7 @@ def open_multiproc(
         host, port = listener.getsockname()
         for rank in range(world):
             fds = [listener.fileno()] if rank == 0 else []
-            start = Start(config, rank, world, world, rank, Rendezvous(host, port, host, *fds), handle, rank)
+            start = Start(config, rank, world, world, rank, Rendezvous(host, port, host, *fds), handle)
             worker = start_child("penstock.executor.ranks.worker", f"rank {rank}", start, fds)
             workers.append(worker)
             channels.add(rank, worker.channel)

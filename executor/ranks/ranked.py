@@ -22,6 +22,7 @@ from penstock.executor.tiers.transfers import Merge
 RING_SLOTS = 8
 SLOT_BYTES = 1 << 20
 CLOSE_TIMEOUT_S = 1.0
+REASON_S = 1.0  # for a worker to say why it does not take a step
 
 
 class Broadcast(Protocol):
@@ -99,7 +100,9 @@ class RankedExecutor:
         try:
             self._broadcast.send(message, timeout_s=max(0.0, timeout_s))
         except (ConnectionError, TimeoutError) as error:
-            self._receive(1.0)  # raises if the worker watch knows of it, with more to say
+            until_s = time.monotonic() + REASON_S
+            while (left_s := until_s - time.monotonic()) > 0:
+                self._receive(left_s)  # raises if the worker watch learns of it, with more to say
             self.worker_watch.give_up(f"a step could not be handed out: {error}; {self.worker_watch.whereabouts()}")
 
     def _receive(self, timeout_s: float) -> None:

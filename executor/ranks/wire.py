@@ -31,8 +31,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     neighbours: int  # ranks on this machine, this one included: they share its cores
     device_index: int
     rendezvous: Rendezvous
-    ring: bytes | None  # the handle of the ring and the reader's number, for a rank on the executor's machine
-    reader: int = 0
+    ring: bytes | None  # the handle of the ring, for a rank on the executor's machine
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):

@@ -121,12 +121,11 @@ class WorkerWatch:
         self._end(why)
 
     def stop(self) -> None:
-        """Wait for workers that were asked to close; one that does not is killed."""
+        """Wait for workers that were asked to close; `close` kills the others."""
         until_s = time.monotonic() + STOP_GRACE_S
         for worker in self.workers:
             if not worker.wait(max(0.0, until_s - time.monotonic())):
                 break
-        self.close()
 
     def close(self) -> None:
         for worker in self.workers:
@@ -149,8 +148,9 @@ class WorkerWatch:
                     each.doing = message.doing
                 case ModelLoaded():
                     each.loaded = message
-                case Failed():
-                    each.failed = message
+                case Failed():  # of the Finisher's and the main thread's the one that is no consequence
+                    if each.failed is None or each.failed.is_consequence:
+                        each.failed = message
                 case _:
                     yield message
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -16,6 +16,8 @@ from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Sampling, Step
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.ranks.ranked import RankedExecutor
+from penstock.executor.ranks.wire import Failed
+from penstock.executor.ranks.worker_watch import Reports, WorkerWatch
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_models import prompts
 from tests.support.driver import Driver
@@ -283,3 +285,38 @@ def test_masks_for_no_row_let_two_ranks_go_on() -> None:
         executor.set_masks(1, np.empty(0, np.int32), np.empty((0, 0), np.int32))
         expected = greedy("llama", prompt, 1)[0][0]
         assert executor.collect().tokens == [expected, expected]
+
+
+class OneRank:
+    """A worker that has ended, and what it reported before."""
+
+    name, pid = "rank 0 (process 1)", 1
+
+    def __init__(self, *reports: Failed) -> None:
+        self._reports = [*reports, None]
+
+    def hear(self, timeout_s: float) -> Iterator[tuple[int, Failed | None]]:
+        heard, self._reports = self._reports, []
+        yield from ((0, message) for message in heard)
+
+    def fileno(self) -> int:
+        raise NotImplementedError
+
+    def dump_stacks(self) -> None: ...
+    def kill(self) -> None: ...
+    def close(self) -> None: ...
+
+    def wait(self, timeout_s: float) -> bool:
+        return True
+
+    def death(self) -> str:
+        return "ended with code 1"
+
+
+def test_of_two_failures_of_a_rank_the_one_that_is_no_consequence_is_named() -> None:
+    """Its two threads report both, in any order."""
+    cause, consequence = Failed("CUDA error", "trace", False), Failed("the ranks lost each other", None, True)
+    for reports in ((cause, consequence), (consequence, cause)):
+        rank = OneRank(*reports)
+        with pytest.raises(ExecutorError, match="CUDA error"):
+            WorkerWatch([rank], cast(Reports, rank)).hear(1.0)
