@@ -9,6 +9,7 @@ import pytest
 
 from penstock.cache.tiers.disk.directory import DirectoryInUse
 from penstock.cache.tiers.disk.record import cell_bytes
+from penstock.cache.tiers.disk.snapshot import Table
 from penstock.cache.tiers.disk.tier import DiskLimits, DiskTier
 from tests.support.disk_rig import CHUNK, Rig, capacity_for, key_of, payload_of, start_python
 
@@ -199,3 +200,20 @@ def test_wrong_keys_and_buffers_are_named(tmp_path: Path) -> None:
         rig.store("a")
         with pytest.raises(ValueError, match="out: a buffer that can be written to"):
             rig.tier.start_load(key_of("a"), bytes(CHUNK))
+
+
+def test_a_row_that_is_being_written_is_in_no_snapshot() -> None:
+    """Its cell comes last but one: caught before that, a key would stand for what lies in cell 0."""
+    table = Table(4)
+    for cell in range(4):
+        table.set(cell, key_of(cell), cell + 1, cell)
+    table.rows["cell"][2] = 0
+    assert [bytes(row["key"]) for row in table.whole_rows()] == [key_of(0), key_of(1), key_of(3)]
+    assert list(table.whole_rows()["cell"]) == [0, 1, 3]
+
+
+def test_a_closed_tier_takes_no_buffer(tmp_path: Path) -> None:
+    tier = Rig(tmp_path).tier
+    tier.close()
+    assert tier.put(key_of(1), payload_of(1, CHUNK)) is False
+    assert tier.stats()["drops"]["closed"] == 1

@@ -80,7 +80,7 @@ class Keeper:
         num_changes = self._table.num_changes
         if num_changes == self._num_saved and not clean:
             return
-        rows = self._table.rows[self._table.rows["live"] == 1]
+        rows = self._table.whole_rows()
         self._due_s = time.monotonic() + rows.nbytes / SNAPSHOT_BYTES_PER_S
         try:
             self._write(rows, clean)

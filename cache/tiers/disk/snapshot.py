@@ -69,6 +69,13 @@ class Table:
         _ROW.pack_into(self._bytes, cell * _ROW.size, b"", 0, 0, cell, 0)
         self.num_changes += 1
 
+    def whole_rows(self) -> np.ndarray:
+        """A copy of those of live cells, without the ones that are being written meanwhile."""
+        cells = np.flatnonzero(self.rows["live"] == 1)
+        rows = self.rows[cells]
+        whole: np.ndarray = rows[(rows["cell"] == cells) & (rows["live"] == 1)]
+        return whole
+
     def record_in(self, cell: int) -> tuple[bytes, int]:
         """Key and sequence of what lies there, or did until its cell was given to another record."""
         key, sequence, _, _, _ = _ROW.unpack_from(self._bytes, cell * _ROW.size)

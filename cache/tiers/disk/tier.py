@@ -232,6 +232,7 @@ class DiskTier:
         if self._is_closed:
             return
         self._is_closed = True
+        self._max_storing = 0
         self._cancel("closed")
         ended = self._workers.stop(self._limits.close_s)
         self._settle()
