@@ -329,6 +329,8 @@ class Exchange:
 
     def client_gone(self) -> None:
         """Dropping the connection is how an engine learns that its answer is not read any more."""
+        if self.state == "over":  # it is we who cut the stream
+            return
         self.app.metrics.counts["client_gone",] += 1
         if self.attempt is not None:
             self._settle("gone")

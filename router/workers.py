@@ -128,7 +128,9 @@ class Parent:
             if other != index:
                 try:
                     send(worker.channel, message)
-                except BlockingIOError:  # it has stopped reading, with half a message in its channel: another takes its place
+                except (
+                    BlockingIOError
+                ):  # it has stopped reading, with half a message in its channel: another takes its place
                     worker.kill()
                 except OSError:
                     pass  # it is ending; its channel will say so

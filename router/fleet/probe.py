@@ -46,20 +46,20 @@ class Prober:
         self._fleet = fleet
         self._config = config
         self._on_info = on_info
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._wake: dict[str, asyncio.Event] = {}
-        self._known: dict[str, tuple[str, ...]] = {}
+        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._wake: dict[Replica, asyncio.Event] = {}
+        self._known: dict[Replica, tuple[str, ...]] = {}
         key = config.backend_api_key
         self._headers: Headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
-        self._path: dict[str, str] = {}
+        self._path: dict[Replica, str] = {}
 
     def watch(self, replica: Replica) -> None:
         """Probe it now, and from now on."""
-        if replica.url in self._tasks:
-            self._wake[replica.url].set()
+        if replica in self._tasks:
+            self._wake[replica].set()
             return
-        self._wake[replica.url] = asyncio.Event()
-        self._tasks[replica.url] = asyncio.get_running_loop().create_task(self._watch(replica))
+        self._wake[replica] = asyncio.Event()
+        self._tasks[replica] = asyncio.get_running_loop().create_task(self._watch(replica))
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -67,7 +67,7 @@ class Prober:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _watch(self, replica: Replica) -> None:
-        wake = self._wake[replica.url]
+        wake = self._wake[replica]
         try:
             while replica.state != "removing":
                 wake.clear()
@@ -78,8 +78,8 @@ class Prober:
             if self._fleet.replicas.get(replica.url) is replica:
                 self._fleet.forget(replica)
         finally:
-            self._tasks.pop(replica.url, None)
-            self._wake.pop(replica.url, None)
+            for kept in (self._tasks, self._wake, self._known, self._path):
+                kept.pop(replica, None)
 
     async def _probe(self, replica: Replica) -> None:
         try:
@@ -101,11 +101,11 @@ class Prober:
 
     async def _ask_ready(self, replica: Replica) -> int:
         """/ready, or /health of an engine that has no /ready."""
-        path = self._path.get(replica.url, "/ready")
+        path = self._path.get(replica, "/ready")
         timeout_s = self._config.patience.probe_timeout_s
         status, _ = await fetch(replica.pool, path, self._headers, timeout_s)
         if status == 404 and path == "/ready":
-            self._path[replica.url] = "/health"
+            self._path[replica] = "/health"
             status, _ = await fetch(replica.pool, "/health", self._headers, timeout_s)
         return status
 
@@ -121,9 +121,9 @@ class Prober:
         first = served[0]
         names = tuple(model.id for model in served)
         said = (*names, str(first))
-        if replica.root is not None and self._known.get(replica.url) == said:
+        if replica.root is not None and self._known.get(replica) == said:
             return
-        self._known[replica.url] = said
+        self._known[replica] = said
         replica.text_digest = first.text_digest
         self._fleet.introduce(replica, first.root or first.id, names, replica_info(first))
         self._on_info(replica, first)

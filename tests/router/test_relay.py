@@ -181,3 +181,15 @@ def test_a_slow_reader_slows_the_replica_and_not_the_routers_memory(before: Runn
             assert held <= 512 * 1024
     finally:
         backend.answer = lambda seen, sock: whole()
+
+
+def test_a_replica_that_is_taken_out_and_added_again_beside_its_own_requests_is_asked_whether_it_is_ready() -> None:
+    with mock_replicas(1, inter_token_s=0.02) as slow, running_router(slow[0].url) as router:
+        url = slow[0].url
+        with connect(router.port) as sock:
+            sock.sendall(post(b'{"prompt":"abc","max_tokens":5000,"stream":true,"ignore_eos":true}'))
+            until(lambda: router.fleet.replicas[url].num_in_flight == 1)
+            router.call(lambda: router.app.apply("DELETE", url, None))
+            router.call(lambda: router.app.apply("POST", url, None))
+            until(lambda: router.fleet.replicas[url].state == "up")
+        assert router.complete().status_code == 200
