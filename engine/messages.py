@@ -124,7 +124,6 @@ class Ready(msgspec.Struct, frozen=True, tag="ready", array_like=True):
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", array_like=True):
     """Once a second from a thread of its own. `overdue_s` > 0: the running step is beyond its deadline."""
 
-    num_steps: int
     overdue_s: float
 
 

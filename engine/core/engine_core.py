@@ -17,7 +17,7 @@ from penstock.engine.core.constraints import Constraints
 from penstock.engine.core.scheduler import Scheduler, refusal
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.messages import CacheUpdate, Output, Stats, Submit
-from penstock.executor.protocol import STEP_DEADLINE_S, Executor, ExpertUpdate, ModelInfo, step_deadline_s
+from penstock.executor.protocol import STEP_DEADLINE_S, Executor, ExpertUpdate, ModelInfo, Step, step_deadline_s
 
 # Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
 POLL_S = 0.0005
@@ -44,10 +44,9 @@ class EngineCore:
             pools["host"] = self.scheduler.tiers.index.host
         self.cache_log = CacheLog(pools)
         self._clock = clock
-        self.last_step_tokens = 0
-        # What a heartbeat of another thread reads; each is one assignment.
-        self.num_collected = 0
+        self.last_step_tokens = 0  # of the step that `step` collected
         self._experts: ExpertUpdate | None = None
+        # What a heartbeat of another thread reads, of the step that runs; each is one assignment.
         self.step_started_s: float | None = None
         self.step_deadline_s = STEP_DEADLINE_S
         if executor.info.stores:
@@ -75,6 +74,11 @@ class EngineCore:
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
+    def _runs(self, step: Step | None) -> None:
+        """This step runs from now on, as the one before it has ended; None: no step does."""
+        self.step_started_s = None if step is None else self._clock()
+        self.step_deadline_s = STEP_DEADLINE_S if step is None else step_deadline_s(_num_tokens(step))
+
     def step(self) -> list[Output]:
         """Keep the executor's pipeline full, then take in the oldest result.
 
@@ -83,14 +87,13 @@ class EngineCore:
         """
         scheduler, constraints = self.scheduler, self._constraints
         outputs = [] if constraints is None else constraints.take_compiled()
+        self.last_step_tokens = 0
         while len(scheduler.in_flight) < self.info.max_in_flight:
             step = scheduler.schedule()
             if step is None:
                 break
-            self.last_step_tokens = sum(row.count for row in step.rows)
-            self.step_deadline_s = step_deadline_s(self.last_step_tokens)
             if self.step_started_s is None:
-                self.step_started_s = self._clock()
+                self._runs(step)
             if constraints is None or len(scheduler.in_flight) > 1:
                 self.executor.submit(step)
             else:
@@ -104,8 +107,8 @@ class EngineCore:
             assert not scheduler.has_work(), "requests wait, and nothing runs that could make room"
             return outputs
         result = self.executor.collect()
-        self.num_collected += 1
-        self.step_started_s = self._clock() if len(scheduler.in_flight) > 1 else None
+        self.last_step_tokens = _num_tokens(scheduler.in_flight[0].step)
+        self._runs(scheduler.in_flight[1].step if len(scheduler.in_flight) > 1 else None)
         self._experts = result.experts or self._experts
         outputs += scheduler.apply(result)
         if constraints is not None and scheduler.in_flight:
@@ -148,6 +151,10 @@ class EngineCore:
         if self._constraints is not None:
             self._constraints.close()
         self.executor.close()
+
+
+def _num_tokens(step: Step) -> int:
+    return sum(row.count for row in step.rows)
 
 
 def settle_garbage() -> None:

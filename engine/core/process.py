@@ -140,9 +140,11 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
                 link.send(CacheReset(message.number, core.reset_prefix_cache()))
             elif isinstance(message, Shutdown):
                 return
+        num_tokens = 0
         if core.has_work():
             outputs += core.step()
-        link.send(Outputs(outputs, core.stats(), core.last_step_tokens))
+            num_tokens = core.last_step_tokens
+        link.send(Outputs(outputs, core.stats(), num_tokens))
         for update in core.cache_updates():
             link.send(update)
 
@@ -156,7 +158,7 @@ def _heartbeat(core: EngineCore) -> Heartbeat:
     """How old the running step is."""
     started = core.step_started_s
     age = 0.0 if started is None else time.monotonic() - started
-    return Heartbeat(core.num_collected, max(age - core.step_deadline_s, 0.0))
+    return Heartbeat(max(age - core.step_deadline_s, 0.0))
 
 
 if __name__ == "__main__":

@@ -59,6 +59,19 @@ def test_the_deadline_grows_with_the_positions_of_the_step() -> None:
     assert deadlines[1] == step_deadline_s(1)
 
 
+def test_with_two_steps_in_flight_deadline_and_size_are_those_of_the_step_that_runs() -> None:
+    """Not of the one behind it, which is submitted while a long prompt is computed."""
+    executor = Watched(2)
+    core = executor.core = EngineCore(CONFIG, executor, clock=lambda: executor.now_s)
+    core.submit(submit("a", [1] * 2048, max_tokens=3))
+    sizes = []
+    while core.has_work():
+        core.step()
+        sizes.append(core.last_step_tokens)
+    assert [deadline for _, deadline in executor.seen[:3]] == [step_deadline_s(n) for n in (2048, 2048, 1)]
+    assert sizes[0] == 2048 and set(sizes[1:]) == {1}
+
+
 def test_a_core_settles_with_a_step_in_flight_and_then_forgets_on_request() -> None:
     """The last requests' blocks are in flight to a slow disk, and a step asks after them."""
     executor_config = msgspec.structs.replace(CONFIG.executor, kv_host_bytes=64 * ALIGNMENT)
@@ -88,7 +101,7 @@ def test_health_fails_on_an_overdue_step_and_not_on_a_long_one() -> None:
     engine._ready = loop.create_future()
     loop.close()
     engine._ready.set_result(OracleExecutor(CONFIG.executor).info)
-    engine._receive(Heartbeat(num_steps=1, overdue_s=0.0))
+    engine._receive(Heartbeat(overdue_s=0.0))
     assert engine.health().ready
-    engine._receive(Heartbeat(num_steps=1, overdue_s=12.0))
+    engine._receive(Heartbeat(overdue_s=12.0))
     assert not engine.health().alive and "12 s beyond its deadline" in engine.health().reason

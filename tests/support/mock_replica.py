@@ -79,7 +79,7 @@ class MockEngine(AsyncEngine):
         core, beaten_s = self._core, 0.0
         while True:
             if (now_s := time.monotonic()) > beaten_s + 1.0:
-                self._receive(Heartbeat(core.num_collected, 0.0))
+                self._receive(Heartbeat(0.0))
                 beaten_s = now_s
             if not core.has_work() and not core.is_settled:
                 core.step()  # blocks in flight to the host tier
