@@ -103,6 +103,7 @@ class AsyncEngine:
         self._ready: asyncio.Future[ModelInfo] | None = None
         self._process: ChildProcess | None = None
         self._gone = asyncio.Event()  # its process has ended
+        self._ending: asyncio.Future[None] | None = None
         self._directory: Path | None = None
         self.on_step: Callable[[Outputs], None] | None = None  # the server's metrics listen here
         self.on_cache_update: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
@@ -191,12 +192,14 @@ class AsyncEngine:
         is_continuation: bool = False,
         shown_ids: frozenset[int] = frozenset(),
         kv_transfer: KvTransfer | None = None,
+        like: Answer | None = None,
         **fields: Unpack[SubmitFields],
     ) -> Answer:
         """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates.
 
         `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own.
         `shown_ids`: special tokens that stand in the text whatever the request says.
+        `like`: one with the same `params` but for seed and length, which need not be checked and converted again.
         `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
         `grammar` in `fields`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
         """
@@ -211,6 +214,7 @@ class AsyncEngine:
             self.abort,
             max_logprobs=self._max_logprobs,
             kv_transfer=kv_transfer,
+            like=like,
             **fields,
         )
         if fields.get("pooling") is None:
@@ -311,8 +315,12 @@ class AsyncEngine:
             self._receive(msgspec.msgpack.decode(message, type=Heartbeat))
             return
         asyncio.get_running_loop().remove_reader(process.channel)
+        self._ending = asyncio.ensure_future(self._end(process))
+
+    async def _end(self, process: ChildProcess) -> None:
+        how = await asyncio.to_thread(process.death) or "is gone"  # it may take a while to leave
         self._drain()
-        self._die("the engine is closed" if self._closing else f"the engine core {process.death() or 'is gone'}")
+        self._die("the engine is closed" if self._closing else f"the engine core {how}")
         self._gone.set()
 
     def _die(self, reason: str) -> None:

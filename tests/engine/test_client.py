@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.front.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, QueueFull
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import ExecutorConfig
 from tests.support.programs import Program, all_gone
 from tests.support.simulation import alone, submit
@@ -155,6 +157,24 @@ def test_a_killed_core_ends_every_request_with_an_error_that_says_so() -> None:
                 engine.generate([1], GREEDY)
 
     asyncio.run(run())
+
+
+def test_the_loop_serves_others_while_a_dead_core_takes_its_time_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def death(process: ChildProcess) -> str:
+        threads.append(threading.current_thread())
+        return "has left"
+
+    async def run() -> None:
+        async with running() as engine:
+            answer = engine.generate([1], SamplingParams(max_tokens=900_000, detokenize=False))
+            os.kill(pid_of(engine), signal.SIGKILL)
+            assert "has left" in str((await read(answer))[0].error)
+
+    monkeypatch.setattr(ChildProcess, "death", death)
+    asyncio.run(run())
+    assert threads and threading.main_thread() not in threads
 
 
 def test_a_stopped_core_fails_the_health_check_and_comes_back() -> None:
