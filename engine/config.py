@@ -95,8 +95,10 @@ class EngineOptions:
     )
     max_num_seqs: Count | None = flag("sequences computed at a time (default: 256)", "N")
     max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048)", "N")
-    max_queued_requests: int | None = flag("beyond this many, requests get 429 (default: 4096)", "N")
-    patience_s: float | None = None
+    max_queued_requests: Annotated[int, Meta(ge=0)] | None = flag(
+        "beyond this many, requests get 429 (default: 4096)", "N"
+    )
+    patience_s: Annotated[float, Meta(ge=0)] | None = None
     block_size: Count | None = flag("tokens per KV block (default: 16)", "N")
     enable_prefix_caching: bool | None = flag(
         "keep finished blocks for later requests with the same beginning (default: on)", has_off=True

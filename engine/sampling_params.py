@@ -174,9 +174,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.structured_outputs is not None:
             self.structured_outputs.check()
 
-    def sampling(self, eos_ids: Iterable[int], index: int = 0) -> Sampling:
-        """The executor's view, for choice `index` of `n`. An absent seed is drawn here, once."""
-        seed = secrets.randbits(64) if self.seed is None else (self.seed + index) % 2**64
+    def seed_of(self, index: int) -> int:
+        """Of choice `index` of `n`. An absent one is drawn here, once."""
+        return secrets.randbits(64) if self.seed is None else (self.seed + index) % 2**64
+
+    def sampling(self, eos_ids: Iterable[int]) -> Sampling:
+        """The executor's view, of the first choice."""
         stop_ids = set(self.stop_token_ids or ()) | (set() if self.ignore_eos else set(eos_ids))
         return Sampling(
             temperature=0.0 if self.temperature < 1e-5 else self.temperature,
@@ -186,7 +189,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            seed=seed,
+            seed=self.seed_of(0),
             logit_bias=tuple(sorted((self.logit_bias or {}).items())),
             allowed_ids=tuple(self.allowed_token_ids or ()),
             banned_ids=tuple(self.banned_token_ids or ()),

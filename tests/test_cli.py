@@ -59,6 +59,8 @@ def test_every_command_has_help(command: str) -> None:
         (["serve", "--port", "70000"], "port: 70000 given; expected `int` <= 65535"),
         (["serve", "--drain-timeout", "-1"], "drain_timeout_s: -1.0 given; expected `float` >= 0.0"),
         (["serve", "--max-num-seqs", "0"], "max_num_seqs: 0 given"),
+        (["serve", "--max-queued-requests", "-1"], "max_queued_requests: -1 given"),
+        (["serve", "--max-logprobs", "-1"], "max_logprobs: -1 given"),
         (["serve", "--gpu-memory-utilization", "nan"], "gpu_memory_utilization: nan given"),
         (["serve", "--api-key", ""], "api_keys: a key must be printable"),
         (["route", "--backend", "http://127.0.0.1:1", "--api-key", ""], "api_keys: a key must be printable"),

@@ -193,13 +193,24 @@ class LLM:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         spread = zip(prompts, _spread(sampling_params, len(prompts)), strict=True)
-        begun = [self._begin(prompt, params, is_continuation=is_continuation) for prompt, params in spread]
+        begun: list[_Begun] = []
+        previous = None
+        for prompt, params in spread:
+            like = begun[-1].answer if params is previous else None
+            begun.append(self._begin(prompt, params, is_continuation=is_continuation, like=like))
+            previous = params
         self._run([each.answer for each in begun], use_tqdm)
         text = None if self.tokenizer is None else self.tokenizer.token_text
         return [completed(each.answer, each.prompt, text) for each in begun]
 
     def _begin(
-        self, prompt: Prompt, params: SamplingParams, *, is_continuation: bool = True, pooling: Pooling | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        is_continuation: bool = True,
+        pooling: Pooling | None = None,
+        like: Answer | None = None,
     ) -> "_Begun":
         info = self._running().info
         given, cache_salt = _plain(prompt)
@@ -225,6 +236,7 @@ class LLM:
             self.tokenizer.eos_ids if self.tokenizer else (),
             stream,
             self._abort,
+            like=like,
             cache_salt=cache_salt,
             pooling=pooling,
             grammar=self._grammar(params),

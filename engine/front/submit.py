@@ -12,7 +12,7 @@ from penstock.engine.front.answer import Answer, Choice
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.detokenize import TextStream
-from penstock.executor.protocol import ModelInfo
+from penstock.executor.protocol import ModelInfo, Sampling
 
 Pooling = Literal["last", "mean"]
 
@@ -76,20 +76,23 @@ def submissions(
     eos_ids: Iterable[int],
     *,
     kv_transfer: KvTransfer | None = None,
+    sampling: Sampling | None = None,
     **fields: Unpack[SubmitFields],
 ) -> list[Submit]:
-    """One message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache."""
+    """One message per choice, named `request_id.index`. The choices find each other's prompt in the prefix cache.
+    `sampling`: what `params` come to, where that is known but for the seed."""
     has_grammar = fields.get("grammar") is not None
     assert (params.structured_outputs is None) != has_grammar, "engine/front/grammar_check.py makes one of the other"
     peer = None if kv_transfer is None else peer_name(kv_transfer.peer)
     if kv_transfer is not None and peer not in info.stores:  # the operator alone says with whom this engine connects
         raise InvalidRequest("kv_transfer_params.peer", f"{kv_transfer.peer[:64]!r} is none of this engine's --kv-peer")
     room = info.max_model_len - len(prompt) // 4
+    sampling = sampling or params.sampling(eos_ids)
     return [
         Submit(
             f"{request_id}.{index}",
             prompt,
-            params.sampling(eos_ids, index),
+            msgspec.structs.replace(sampling, seed=params.seed_of(index)),
             room if params.max_tokens is None else min(params.max_tokens, room),
             peer=peer,
             peer_wait_s=0.0 if kv_transfer is None else kv_transfer.wait_s,
@@ -110,14 +113,18 @@ def begin_answer(
     *,
     max_logprobs: int = MAX_LOGPROBS,
     kv_transfer: KvTransfer | None = None,
+    like: Answer | None = None,
     **fields: Unpack[SubmitFields],
 ) -> Answer:
     """Check a request; what comes of it, with the messages that start it in the core. `stream` makes the text of a
-    choice, where text is wanted."""
-    params.check(info.vocab_size, max_logprobs)
+    choice, where text is wanted. `like`: an answer to the same `params` but for seed and length: lists of thousands of
+    ids take milliseconds to check and to sort, and a call may have a thousand prompts."""
+    if like is None:
+        params.check(info.vocab_size, max_logprobs)
     prompt = token_bytes(prompt_ids, info.vocab_size)
     check_length(len(prompt_ids), info)
-    messages = submissions(request_id, prompt, params, info, eos_ids, kv_transfer=kv_transfer, **fields)
+    known = None if like is None else like.messages[0].sampling
+    messages = submissions(request_id, prompt, params, info, eos_ids, kv_transfer=kv_transfer, sampling=known, **fields)
     if not params.detokenize:
         stream = None
     choices = [Choice(index, params, None if stream is None else stream()) for index in range(params.n)]

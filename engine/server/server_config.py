@@ -3,9 +3,10 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from penstock.engine.front.submit import Pooling
 from penstock.engine.http.auth import Keys
@@ -74,7 +75,7 @@ class ServerConfig:
         has_off=True,
         default=False,
     )
-    max_logprobs: int = flag("limit (default: %(default)s)", "N", default=MAX_LOGPROBS)
+    max_logprobs: Annotated[int, Meta(ge=0)] = flag("limit (default: %(default)s)", "N", default=MAX_LOGPROBS)
     limits: Limits = Limits()
     drain_timeout_s: Delay = flag(
         "how long a stop waits for running requests (default: %(default)g)", "S", default=30.0

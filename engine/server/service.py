@@ -119,6 +119,7 @@ class Service:
 
         A length of the answer that the client did not ask for is cut to what the context leaves.
         """
+        like = None
         for ids in prompts:
             fitting = params
             if params.seed is None and self._seeds is not None:
@@ -127,7 +128,7 @@ class Service:
                 room = self.info.max_model_len - len(ids)
                 fitting = msgspec.structs.replace(fitting, max_tokens=min(params.max_tokens, room))
             priority, salt = request.priority or 0, request.cache_salt
-            answer = self.engine.generate(ids, fitting, priority=priority, cache_salt=salt, **options)
+            like = answer = self.engine.generate(ids, fitting, priority=priority, cache_salt=salt, like=like, **options)
             call.answers.append(answer)
             self._answers.add(answer)
 

@@ -47,6 +47,21 @@ def test_results_come_in_the_order_of_the_prompts_whatever_finishes_first(llm: L
         assert result.outputs[0].finish_reason == "length" and result.metrics.finished_s is not None
 
 
+def test_parameters_of_many_prompts_are_checked_and_converted_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of thousands of ids takes milliseconds each time."""
+    checked: list[SamplingParams] = []
+    monkeypatch.setattr(SamplingParams, "check", lambda params, *_: checked.append(params))
+    prompts = [[1, 2, number] for number in range(20)]
+    first = SamplingParams(temperature=1.0, max_tokens=6, detokenize=False)
+    second = SamplingParams(temperature=0.0, max_tokens=2, detokenize=False)
+    drawn = llm.generate([[1, 2, 3]] * 20, first)
+    assert checked == [first]
+    assert len({tuple(each.outputs[0].token_ids) for each in drawn}) > 10, "each has a seed of its own"
+    mixed = llm.generate(prompts, [first] * 10 + [second] * 10)
+    assert checked == [first, first, second]
+    assert [len(each.outputs[0].token_ids) for each in mixed] == [6] * 10 + [2] * 10
+
+
 def test_one_prompt_may_be_given_bare(llm: LLM) -> None:
     assert len(llm.generate([1, 2, 3], GREEDY, use_tqdm=False)) == 1
     assert llm.generate([], GREEDY, use_tqdm=False) == []
@@ -235,6 +250,9 @@ def test_the_progress_bar_counts_requests_and_tokens(llm: LLM, capsys: pytest.Ca
     [
         ({"max_seqs": 3}, "max_seqs: there is no such option"),
         ({"block_size": 0}, "block_size: 0 given"),
+        ({"max_queued_requests": -1}, "max_queued_requests: -1 given; expected `int` >= 0"),
+        ({"patience_s": -1.0}, "patience_s: -1.0 given; expected `float` >= 0"),
+        ({"patience_s": float("nan")}, "patience_s: nan given"),
         ({"max_num_seqs": 300, "max_num_batched_tokens": 200}, "max_num_batched_tokens: 200 is less"),
         ({"dtype": "int3"}, "int3"),
     ],

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
+from penstock.engine.sampling_params import SamplingParams
 from penstock.executor.protocol import ExecutorConfig
 from tests.engine.server.test_answers import events
 from tests.support.fake_engine import EOS, byte_tokenizer
@@ -44,6 +45,20 @@ def test_a_stream_and_a_whole_answer_are_the_same(server: Running) -> None:
     streamed = [event["choices"][0] for event in events(server.complete(**asked, stream=True))]
     assert [token for piece in streamed for token in piece["token_ids"]] == whole["token_ids"]
     assert "".join(piece["text"] for piece in streamed) == whole["text"]
+
+
+def test_one_small_request_of_many_prompts_checks_its_fields_once(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lists of thousands of ids, checked and sorted for each of a thousand prompts, would hold the loop for seconds."""
+    checked: list[SamplingParams] = []
+    check = SamplingParams.check
+    monkeypatch.setattr(SamplingParams, "check", lambda params, *given: (checked.append(params), check(params, *given)))
+    lists = {"stop_token_ids": list(range(100)), "allowed_token_ids": list(range(100, 120))}
+    answer = server.complete([[number] for number in range(100)], max_tokens=5, temperature=1, **lists).json()
+    assert len(checked) <= 2  # once as a request, once by the engine
+    told = [choice["text"] for choice in answer["choices"]]
+    assert len(told) == 100 and len(set(told)) > 10, "each has a seed of its own"
 
 
 def test_a_second_prompt_finds_the_first_one_s_prefix_unless_its_salt_differs(server: Running) -> None:
