@@ -158,10 +158,14 @@ def test_the_three_commands_of_the_docs_serve_the_default_model(tmp_path: Path) 
         flags = ("--prefill", f"{prefill}={address}", "--decode", decode, "--prefill-threshold", "64")
         router = url_of(stack.enter_context(command("route", *flags, "--tokenizer", str(path))))
         asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        asked |= {"messages": [{"role": "user", "content": "Speak of " + ", ".join(WORDS * 4) + "."}]}
         with httpx.Client(timeout=60) as http:
             until(lambda: [each["state"] for each in http.get(router + "/replicas").json()["replicas"]] == ["up", "up"])
-            ids, usage = streamed(http, router + "/v1/chat/completions", asked)
-            expected, _ = streamed(http, prefill + "/v1/chat/completions", asked)
-            assert ids == expected and len(ids) == 12
-            assert cached(usage) >= 128
+            for number in range(5):  # on a busy machine a prompt may take longer than blocks are waited for
+                text = f"{number}: speak of " + ", ".join(WORDS * 4) + "."
+                asked["messages"] = [{"role": "user", "content": text}]
+                ids, usage = streamed(http, router + "/v1/chat/completions", asked)
+                expected, _ = streamed(http, prefill + "/v1/chat/completions", asked)
+                assert ids == expected and len(ids) == 12
+                if cached(usage) >= 128:
+                    return
+    raise AssertionError("the decode engine never read the prompt's blocks from its peer")
