@@ -1,13 +1,13 @@
-/* The kernels for AVX2 and FMA (Haswell, Zen and newer). Compiled for it by pragma, whatever the flags: cpu_ops.c asks the CPU. */
+/* The kernels for AVX2, FMA and F16C (Haswell, Zen and newer). Compiled for it by pragma, whatever the flags: cpu_ops.c asks the CPU. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,f16c")
 #endif
 #define LANES 8
 #define HAS_DOT 0

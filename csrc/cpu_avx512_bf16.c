@@ -1,13 +1,13 @@
-/* The kernels for AVX-512 with the bfloat16 dot product (Cooper Lake, Zen 4 and newer). Compiled for it by pragma, whatever the flags: cpu_ops.c asks the CPU. */
+/* The kernels for AVX-512 with its dot products, of bfloat16 and of integers (Cooper Lake, Zen 4 and newer). Compiled for it by pragma, whatever the flags: cpu_ops.c asks the CPU. */
 #if defined(__x86_64__)
 #include <immintrin.h>
 #include <stdint.h>
 #include <string.h>
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16")
 #endif
 #define LANES 16
 #define HAS_DOT 1

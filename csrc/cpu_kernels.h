@@ -12,6 +12,8 @@
 
 #include "cpu_linear.h"
 
+#include "cpu_coded.h"
+
 const struct cpu_level LEVEL = {
     .name = LEVEL_NAME,
     .norm = {norm_float32, norm_bfloat16},
@@ -22,4 +24,7 @@ const struct cpu_level LEVEL = {
     .scratch_bytes = scratch_bytes,
     .linear = {linear_float32, linear_bfloat16},
     .columns = COLUMNS,
+    .quantize = {quantize_float32, quantize_bfloat16},
+    .coded = {coded_float32, coded_bfloat16},
+    .coded_columns = CODED_COLUMNS,
 };

@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include "codes.h"
+
 enum element { FLOAT32 = 0, BFLOAT16 = 1 };
 enum activation { SILU = 0, GELU_TANH = 1 };
 
@@ -84,6 +86,34 @@ struct linear {
     int64_t row_parts;
 };
 
+/* Inputs [rows, depth] as integers of 16 bits, with a scale for each chunk and a sum for each half of one. For a few
+ * rows also as two of 8 bits, value = 256 · upper + lower: a word of four neighbours' upper ones, in the order of
+ * BYTE_OF, then one of the lower ones. */
+struct integers {
+    int16_t *values;
+    float *scales;
+    int32_t *sums;
+    uint32_t *bytes; /* NULL: there are more rows */
+};
+#define FEW_ROWS 2
+
+struct quantize {
+    const void *x;
+    int64_t x_stride, depth;
+    struct integers to;
+};
+
+/* The same product with a weight that is kept as codes. */
+struct coded {
+    const struct code_type *type;
+    struct integers x;
+    const uint8_t *weight;
+    const float *bias; /* NULL: none */
+    void *y;
+    int64_t first_row, rows, depth, width, y_stride;
+    int64_t row_parts;
+};
+
 struct cpu_level {
     const char *name;
     void (*norm[2])(const struct norm *, int64_t first, int64_t end);
@@ -96,6 +126,9 @@ struct cpu_level {
     int64_t (*scratch_bytes)(int head_dim, int rows);
     void (*linear[2])(const struct linear *, int64_t first_part, int64_t end_part);
     int columns; /* of a block of a linear's weight */
+    void (*quantize[2])(const struct quantize *, int64_t first_row, int64_t end_row);
+    void (*coded[2])(const struct coded *, int64_t first_part, int64_t end_part);
+    int coded_columns; /* of a panel of codes */
 };
 
 extern const struct cpu_level cpu_level_portable, cpu_level_avx2, cpu_level_avx512, cpu_level_avx512_bf16;

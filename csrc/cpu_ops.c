@@ -21,11 +21,11 @@ static const struct cpu_level *const levels[] = {
 
 int penstock_cpu_best_level(void) {
 #if defined(__x86_64__)
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("f16c")) return 0;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
         !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl"))
         return 1;
-    return __builtin_cpu_supports("avx512bf16") ? 3 : 2;
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") ? 3 : 2;
 #else
     return 0;
 #endif
@@ -220,5 +220,73 @@ int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
     int num_threads = cost < PRODUCTS_WORTH_A_FORK ? 1 : cpu->num_threads;
     spread(linears_some, &w, parts, parts / (16 * num_threads) + 1, num_threads);
     free(linears);
+    return 0;
+}
+
+struct quantize_work {
+    const struct cpu_level *level;
+    int type;
+    struct quantize quantize;
+};
+
+static void quantize_some(const void *work, int64_t first, int64_t end, int thread) {
+    const struct quantize_work *w = work;
+    w->level->quantize[w->type](&w->quantize, first, end);
+}
+
+struct coded_work {
+    const struct cpu_level *level;
+    int type, num;
+    struct coded layers[];
+};
+
+static int64_t parts_of(const struct coded_work *w, int i) {
+    const struct coded *l = &w->layers[i];
+    return (l->width + w->level->coded_columns - 1) / w->level->coded_columns * l->row_parts;
+}
+
+static void coded_some(const void *work, int64_t first, int64_t end, int thread) {
+    const struct coded_work *w = work;
+    for (int i = 0; first < end; i++) {
+        int64_t parts = parts_of(w, i);
+        if (first < parts) w->level->coded[w->type](&w->layers[i], first, end < parts ? end : parts);
+        first = first > parts ? first - parts : 0, end -= parts;
+    }
+}
+
+int64_t penstock_coded_scratch(int64_t rows, int64_t depth) { return rows * (depth * 4 + depth / CHUNK * 12); }
+int penstock_coded_columns(int level) { return levels[level]->coded_columns; }
+
+/* A code read from memory takes a core as long as this many multiplications. */
+#define PRODUCTS_PER_CODE_READ 3
+
+int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t scratch, int num,
+                   const struct penstock_coded *parts, uintptr_t y, int64_t rows, int64_t depth, int64_t width) {
+    const struct cpu_level *level = levels[cpu->level];
+    int64_t chunks = rows * depth / CHUNK;
+    struct integers all_rows = {.scales = (float *)scratch, .sums = (int32_t *)scratch + chunks,
+                                .values = (int16_t *)((int32_t *)scratch + 3 * chunks)};
+    if (rows <= FEW_ROWS) all_rows.bytes = (uint32_t *)(all_rows.values + rows * depth);
+    struct quantize_work q = {level, cpu->is_bfloat16,
+                              {.x = (const void *)x, .x_stride = x_stride, .depth = depth, .to = all_rows}};
+    spread(quantize_some, &q, rows, chunk_of(rows, depth, cpu->num_threads), cpu->num_threads);
+    struct coded_work *w = malloc(sizeof *w + num * sizeof *w->layers);
+    if (!w) return -1;
+    *w = (struct coded_work){level, cpu->is_bfloat16, num};
+    int64_t all = 0, cost = 0;
+    for (int i = 0; i < num; i++) {
+        const struct penstock_coded *p = &parts[i];
+        int64_t count = p->num_rows < 0 ? rows : p->num_rows, first = p->first_row;
+        w->layers[i] = (struct coded){
+            .type = &code_types[p->type], .x = all_rows, .weight = (const uint8_t *)p->weight,
+            .bias = (const float *)p->bias, .first_row = first,
+            .y = (char *)y + p->column * (cpu->is_bfloat16 ? 2 : 4), .rows = count, .depth = depth,
+            .width = p->width, .y_stride = width, .row_parts = (count + LINEAR_ROWS - 1) / LINEAR_ROWS};
+        all += parts_of(w, i);
+        cost += depth * p->width * (count + PRODUCTS_PER_CODE_READ);
+    }
+    int num_threads = cost < PRODUCTS_WORTH_A_FORK ? 1 : cpu->num_threads;
+    spread(coded_some, w, all, all / (16 * num_threads) + 1, num_threads);
+    free(w);
     return 0;
 }

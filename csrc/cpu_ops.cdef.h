@@ -47,3 +47,18 @@ int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
 int penstock_linear_rows(const struct penstock_cpu *cpu, uintptr_t weight, uintptr_t numbers, uintptr_t y, int64_t rows,
                          int64_t depth, int64_t width);
 int penstock_cpu_columns(int level);
+
+/* A part of a layer whose weight is kept as codes (codes.cdef.h): these rows of x give these columns of y. */
+struct penstock_coded {
+    int type;
+    uintptr_t weight, bias;      /* panels of penstock_coded_columns(level) rows; float32, 0: none */
+    int64_t column, width;
+    int64_t first_row, num_rows; /* -1: all */
+};
+
+/* y [rows, width] from x [rows, depth], depth in whole blocks of every type. `scratch` has penstock_coded_scratch bytes.
+ * -1 if there is no memory for the work, else 0. */
+int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t scratch, int num,
+                   const struct penstock_coded *parts, uintptr_t y, int64_t rows, int64_t depth, int64_t width);
+int64_t penstock_coded_scratch(int64_t rows, int64_t depth);
+int penstock_coded_columns(int level);

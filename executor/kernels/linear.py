@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.kernels import BlockOps
+from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
 
 
@@ -42,6 +43,8 @@ def multiply_each(linears: Sequence[Linear], counts: Sequence[int], x: Tensor) -
 
     They are alike in kind and shape, without bias, and none of the counts is 0.
     """
+    if isinstance(linears[0], CodedLinear):
+        return CodedLinear.each(cast("Sequence[CodedLinear]", linears), counts, x)
     if isinstance(linears[0], CpuLinear):
         return CpuLinear.each(cast("Sequence[CpuLinear]", linears), counts, x)
     return torch.cat([linear(part) for linear, part in zip(linears, x.split(list(counts)), strict=True)])
@@ -59,9 +62,11 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return Plain(weight, bias)
 
 
-def tied(table: Tensor) -> tuple[Linear, Callable[[Tensor], Tensor]]:
+def tied(table: Tensor | CodedLinear) -> tuple[Linear, Callable[[Tensor], Tensor]]:
     """The head that shares an embedding's weight [size, width], and the embedding: tokens [T] -> [T, width]. Where
     the layer has repacked the weight its rows are gathered from there, so that it is kept once."""
+    if isinstance(table, CodedLinear):
+        return table, table.rows
     if not is_repacked(table):
         return Plain(table, None), partial(table.index_select, 0)
     head = CpuLinear(table)

@@ -4,11 +4,13 @@
 tensors are stored so, the file says; config.json says that there are any, and every other scheme is refused by it.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.executor.kernels.codes import Coded
 from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
 from penstock.executor.loading.fields import Fields
 
@@ -46,6 +48,10 @@ class WeightPart(NamedTuple):
     row: int = 0
     column: int = 0
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
     def narrow(self, dim: int, start: int, size: int) -> "WeightPart":
         row, column = (self.row + start, self.column) if dim == 0 else (self.row, self.column + start)
         return WeightPart(self.values.narrow(dim, start, size), self.scales, row, column)
@@ -77,8 +83,11 @@ class Blocks(NamedTuple):
     scales: Tensor
 
 
-def whole_blocks(parts: list[WeightPart], device: torch.device) -> Blocks | None:
+def whole_blocks(given: Sequence[WeightPart | Coded], device: torch.device) -> Blocks | None:
     """The parts on top of each other, if the blocks of each are blocks of the whole and the kernels take the shape."""
+    parts = [part for part in given if isinstance(part, WeightPart) and part.scales is not None]
+    if len(parts) < len(given):
+        return None
     rows = [len(part.values) for part in parts]
     starts = [part.row for part in parts] + [part.column for part in parts]
     # Only at the very end may a block have fewer than 128 rows.
@@ -88,8 +97,7 @@ def whole_blocks(parts: list[WeightPart], device: torch.device) -> Blocks | None
         return None
     scales = []
     for part in parts:
-        if part.scales is None:
-            return None
+        assert part.scales is not None
         deep, wide = scales_shape(*part.values.shape)
         row, column = part.row // BLOCK, part.column // BLOCK
         scales.append(part.scales[row : row + deep, column : column + wide])

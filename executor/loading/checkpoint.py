@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from penstock.executor.kernels.codes import Coded
 from penstock.executor.loading.block_scales import check_quantization
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 
@@ -25,7 +26,7 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str) -> Tensor | Coded: ...
 
 
 def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> Checkpoint:

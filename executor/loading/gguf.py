@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.executor.loading.dequantize import dequantize
+from penstock.executor.kernels.codes import Coded
 from penstock.executor.loading.gguf_config import config_of
 from penstock.executor.loading.gguf_file import GgufFile, open_gguf
 from penstock.executor.protocol import ExecutorError
@@ -26,7 +26,7 @@ class _Source(NamedTuple):
 
 
 class GgufCheckpoint:
-    """The Checkpoint protocol over one GGUF file. Quantized tensors are read as float32, others as they are.
+    """The Checkpoint protocol over one GGUF file. Quantized matrices are read as codes.
 
     Raises ExecutorError when a tensor is missing, unknown, or of another shape than the metadata says.
     """
@@ -43,16 +43,26 @@ class GgufCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._sources[name].shape
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor | Coded:
         source = self._sources[name]
         entry = self._file.tensors[source.name]
         raw = torch.frombuffer(self._file.data, dtype=torch.uint8, count=entry.size_bytes, offset=entry.offset)
         if source.permuted_heads:
-            # Stored: pairs (i, i + dim/2) side by side. Moved as bytes, before they grow to float32.
+            # Stored: pairs (i, i + dim/2) side by side.
             rows = raw.view(source.permuted_heads, -1, 2, raw.numel() // source.shape[0])
             raw = rows.transpose(1, 2).reshape(-1)
-        values = dequantize(raw, entry.type.name, source.shape)
+        codes, is_matrix = entry.type.codes, len(source.shape) > 1
+        if codes is None:
+            values = raw.view(_FLOATS[entry.type.name]).view(source.shape)
+        else:
+            coded = Coded(source.name, codes, raw.view(source.shape[0] if is_matrix else 1, -1))
+            if is_matrix and not source.plus_one:
+                return coded
+            values = coded.numbers(torch.device("cpu"), torch.float32).view(source.shape)
         return values - 1 if source.plus_one else values
+
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def _sources(config: dict[str, Any]) -> dict[str, _Source]:

@@ -1,5 +1,5 @@
-"""A GGUF file: its metadata (executor/gguf_header.py) and where each tensor's bytes lie. Nothing about models, and no
-torch; checked like the header."""
+"""A GGUF file: its metadata (executor/gguf_header.py) and where each tensor's bytes lie. Nothing about models; checked
+like the header."""
 
 import math
 import mmap
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.executor.gguf_header import MAX_NAME_BYTES, GgufHeader
+from penstock.executor.kernels.codes import CODE_TYPES, CodeType
 
 MAX_DIMS = 4
 MAX_ALIGNMENT = 65536
@@ -19,22 +20,15 @@ class TensorType(NamedTuple):
     name: str
     block: int
     size_bytes: int
+    codes: CodeType | None = None  # the values are codes
 
 
 # GGML type number → format, for the types that can be read.
-TENSOR_TYPES = {
-    0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2),
-    2: TensorType("Q4_0", 32, 18),
-    3: TensorType("Q4_1", 32, 20),
-    6: TensorType("Q5_0", 32, 22),
-    7: TensorType("Q5_1", 32, 24),
-    8: TensorType("Q8_0", 32, 34),
-    12: TensorType("Q4_K", 256, 144),
-    13: TensorType("Q5_K", 256, 176),
-    14: TensorType("Q6_K", 256, 210),
-    30: TensorType("BF16", 1, 2),
-}
+TENSOR_TYPES = {0: TensorType("F32", 1, 4), 1: TensorType("F16", 1, 2), 30: TensorType("BF16", 1, 2)}
+_NUMBERS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13}
+_NUMBERS |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39}
+for kind in CODE_TYPES.values():
+    TENSOR_TYPES[_NUMBERS[kind.name]] = TensorType(kind.name, kind.block, kind.size_bytes, kind)
 
 
 @dataclass(frozen=True)

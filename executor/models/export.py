@@ -65,12 +65,15 @@ def _write_weights(
 
 
 def _numbers(checkpoint: Checkpoint, name: str, dtype: torch.dtype) -> Tensor:
-    values, scales = checkpoint.read(name), None
-    if values.dtype is EIGHT_BITS:
+    stored = checkpoint.read(name)
+    part = WeightPart(stored) if isinstance(stored, Tensor) else stored
+    if isinstance(stored, Tensor) and stored.dtype is EIGHT_BITS:
         read = CheckpointReader(checkpoint, "the model to export")
-        scales = read(f"{name}{SUFFIX}", scales_shape(*values.shape))
+        scales = read(f"{name}{SUFFIX}", scales_shape(*stored.shape))
+        assert isinstance(scales, Tensor)
+        part = WeightPart(stored, scales)
     # A copy: what the checkpoint gives may be a view of its own file.
-    return WeightPart(values, scales).numbers(values.device, dtype, copy=True).contiguous()
+    return part.numbers(torch.device("cpu"), dtype, copy=True).contiguous()
 
 
 def _shards(sizes: dict[str, int], limit: int) -> list[list[str]]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.executor.kernels import Ops, select_ops
+from penstock.executor.kernels import Ops, codes, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
@@ -57,12 +57,15 @@ def load_model(
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     reader: CheckpointReader | None = None
     placement = first_placement(config, spec, group.world)
+    # Codes are for few rows what memory allows, and for many more than twice as fast as numbers; who asks for a dtype
+    # gets numbers of it.
+    keeps_codes = config.dtype == "auto" and device.type == "cpu" and codes.is_computed()
     if config.load_format == "dummy":
         dummy = DummyWeights(config.seed, dtype, has_blocks)
         weights = Weights(dummy, dtype, device, group, progress, placement, ops.blocks)
     else:
         reader = CheckpointReader(checkpoint, config.model)
-        weights = Weights(reader, dtype, device, group, progress, placement, ops.blocks)
+        weights = Weights(reader, dtype, device, group, progress, placement, ops.blocks, keeps_codes)
     model = architecture.build(spec, weights, ops, num_positions, device)
     if reader is not None:
         # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
@@ -72,16 +75,16 @@ def load_model(
         )
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
+    computed += ["codes"] if weights.num_code_bytes else []
     fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
     memory = _memory(weights, dtype)
     return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement)
 
 
 def _memory(weights: Weights, dtype: torch.dtype) -> dict[str, int]:
-    if not weights.num_widened_bytes:
-        return {"weights": weights.num_bytes}
-    name = f"FP8 weights as {str(dtype).removeprefix('torch.')}"
-    return {"weights": weights.num_bytes - weights.num_widened_bytes, name: weights.num_widened_bytes}
+    widened, kept = weights.num_widened_bytes, weights.num_code_bytes
+    parts = {f"FP8 weights as {str(dtype).removeprefix('torch.')}": widened, "weights as codes": kept}
+    return {"weights": weights.num_bytes - widened - kept} | {name: size for name, size in parts.items() if size}
 
 
 def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> "Plan | None":

@@ -1,9 +1,11 @@
 """The two ends of a model, tokens in and logits out, with the vocabulary shared out between the ranks."""
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
+from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.linear import Linear, tied
 from penstock.executor.models.weights import Weights
 
@@ -13,17 +15,16 @@ class Vocabulary:
 
     def __init__(self, weights: Weights, name: str, size: int, width: int, head: str | None) -> None:
         self._group, self._size = weights.group, size
-        table = weights.tensor(f"{name}.weight", (size, width), split="rows")
+        table = weights.table(f"{name}.weight", (size, width))
         self._first, end = self._group.share(size)
         self._last = end - self._first - 1
         self._head: Linear
+        self._rows: Callable[[Tensor], Tensor]
         if head is None:
             self._head, self._rows = tied(table)
         else:
-            self._head, self._rows = (
-                weights.linear((head,), (size,), width, split="rows"),
-                partial(table.index_select, 0),
-            )
+            self._head = weights.linear((head,), (size,), width, split="rows")
+            self._rows = table.rows if isinstance(table, CodedLinear) else partial(table.index_select, 0)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, width]"""

@@ -16,6 +16,7 @@ import xxhash
 from torch import Tensor
 
 from penstock.executor.kernels import BlockOps
+from penstock.executor.kernels.codes import Coded, CodedLinear
 from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
@@ -45,7 +46,7 @@ class CheckpointReader:
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded:
         if name not in self._names and name.removeprefix("model.") in self._names:
             name = name.removeprefix("model.")  # saved without its head, as embedding models are
         if name not in self._names:
@@ -77,27 +78,37 @@ class Weights:
 
     def __init__(
         self,
-        read: Callable[[str, tuple[int, ...]], Tensor],
+        read: Callable[[str, tuple[int, ...]], Tensor | Coded],
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup,
         progress: Callable[[str], None],
         placement: "Plan | None" = None,
         block_ops: BlockOps | None = None,
+        keeps_codes: bool = False,
     ) -> None:
-        """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`."""
+        """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
+        codes do unless they are kept."""
         self._read, self._dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank …
         self.num_widened_bytes = 0  # … of which these were eight bits each, and are not here
-        self._block_ops = block_ops
+        self.num_code_bytes = 0  # … and these are codes
+        self._block_ops, self._keeps_codes = block_ops, keeps_codes
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
     def tensor(self, name: str, shape: tuple[int, ...], split: Split = None, units: int | None = None) -> Tensor:
         part = self._cut(self._fetch(name, shape), split, units)
         # A copy also where nothing is converted: the original may be a view of a mapped file.
+        return self._count(self._numbers(part, copy=True))
+
+    def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear:
+        """The rank's rows of an embedding; kept as codes a layer that has them."""
+        part = self._cut(self._fetch(name, shape), "rows", None)
+        if self._keeps_codes and isinstance(part, Coded):
+            return self._coded([part], None)
         return self._count(self._numbers(part, copy=True))
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
@@ -131,20 +142,29 @@ class Weights:
         named = list(zip(names, rows, splits, units or (None,) * len(names), strict=True))
         parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
         added = self._bias(named, parts, biases) if any(biases) else None
-        blocks = None if self._block_ops is None else whole_blocks(parts, self._device)
-        if blocks is not None:
-            assert self._block_ops is not None
+        coded = [part for part in parts if isinstance(part, Coded)]
+        if self._keeps_codes and len(coded) == len(parts):
+            return self._coded(coded, added)
+        if self._block_ops is not None and (blocks := whole_blocks(parts, self._device)) is not None:
             return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
 
+    def _coded(self, parts: list[Coded], bias: Tensor | None) -> CodedLinear:
+        layer = CodedLinear(parts, self._dtype, bias)
+        size = sum(tensor.numel() for tensor in layer.tensors() if tensor.dtype is torch.uint8)
+        with self._lock:
+            self.num_bytes += size
+            self.num_code_bytes += size
+        return layer
+
     def _bias(
-        self, named: list[tuple[str, int, Split, int | None]], parts: list[WeightPart], given: tuple[bool, ...]
+        self, named: list[tuple[str, int, Split, int | None]], parts: list[WeightPart | Coded], given: tuple[bool, ...]
     ) -> Tensor | None:
         """The biases side by side, zero where one of several layers has none."""
         biases = [
             self.tensor(f"{name}.bias", (size,), "rows" if split == "rows" else None, units)
             if is_given
-            else torch.zeros(len(part.values), dtype=self._dtype, device=self._device)
+            else torch.zeros(part.shape[0], dtype=self._dtype, device=self._device)
             for (name, size, split, units), part, is_given in zip(named, parts, given, strict=True)
         ]
         if named[0][2] == "columns" and not self.group.is_first:
@@ -167,36 +187,46 @@ class Weights:
             total.update(f"{len(other)}:{other}".encode())
         return total.digest()
 
-    def _fetch(self, name: str, shape: tuple[int, ...]) -> WeightPart:
+    def _fetch(self, name: str, shape: tuple[int, ...]) -> WeightPart | Coded:
         values = self._stored(name, shape)
+        if isinstance(values, Coded):
+            return values
         if values.dtype is not EIGHT_BITS:
             return WeightPart(values)
         if len(shape) != 2:
             raise ExecutorError(f"tensor {name!r} of shape {list(shape)} is stored in eight bits; only matrices can be")
-        return WeightPart(values, self._stored(f"{name}{SUFFIX}", scales_shape(*shape)))
+        scales = self._stored(f"{name}{SUFFIX}", scales_shape(*shape))
+        assert isinstance(scales, Tensor)
+        return WeightPart(values, scales)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._read(name, shape).contiguous()
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded:
+        stored = self._read(name, shape)
+        kind, tensor = (stored.type.name, stored.rows) if isinstance(stored, Coded) else (str(stored.dtype), stored)
+        tensor = tensor.contiguous()
         content = xxhash.xxh3_128(tensor.view(torch.uint8).numpy().data if tensor.dim() else b"").digest()
         with self._lock:
-            self._digests[name] = f"{tensor.dtype}{list(shape)}".encode() + content
-        return tensor
+            self._digests[name] = f"{kind}{list(shape)}".encode() + content
+        return stored if isinstance(stored, Coded) else tensor
 
-    def _numbers(self, part: WeightPart, copy: bool = False) -> Tensor:
+    def _numbers(self, part: WeightPart | Coded, copy: bool = False) -> Tensor:
         numbers = part.numbers(self._device, self._dtype, copy)
-        if part.scales is not None:
+        if isinstance(part, WeightPart) and part.scales is not None:
             with self._lock:
                 self.num_widened_bytes += numbers.numel() * numbers.element_size()
         return numbers
 
-    def _cut(self, part: WeightPart, split: Split, units: int | None) -> WeightPart:
+    def _cut(self, part: WeightPart | Coded, split: Split, units: int | None) -> WeightPart | Coded:
         if split is None:
             return part
         dim = 0 if split == "rows" else 1
-        size = part.values.shape[dim]
+        size = part.shape[dim]
         first, end = self.group.share(units or size)
         unit_size = size // (units or size)
-        return part.narrow(dim, first * unit_size, (end - first) * unit_size)
+        start, size = first * unit_size, (end - first) * unit_size
+        cut = part.narrow(dim, start, size)
+        if cut is None:  # through blocks
+            cut = WeightPart(part.numbers(self._device, torch.float32)).narrow(dim, start, size)
+        return cut
 
     def _count(self, tensor: Tensor) -> Tensor:
         with self._lock:

@@ -1,0 +1,252 @@
+/* Quantized weights: reading the blocks of a GGUF file, and keeping them as codes.h says.
+ *
+ * The layouts of blocks are GGML's: https://github.com/ggml-org/ggml, src/ggml-common.h. */
+#include "codes.h"
+
+#include <stddef.h>
+#include <string.h>
+
+#include "codes.cdef.h"
+
+static uint16_t half_at(const uint8_t *bytes) { return (uint16_t)(bytes[0] | bytes[1] << 8); }
+
+/* 16 bytes: the first half of 32 codes in their lower nibbles, the second in the upper ones. */
+static void read_nibbles(const uint8_t *bytes, int count, uint8_t *codes) {
+    for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15, codes[count + i] = bytes[i] >> 4;
+}
+
+static void read_fifth_bits(const uint8_t *bytes, uint8_t *codes) {
+    for (int i = 0; i < 32; i++) codes[i] |= (bytes[i / 8] >> i % 8 & 1) << 4;
+}
+
+static void read_q4_0(const uint8_t *bytes, struct code_block *block) {
+    block->scale = half_at(bytes);
+    read_nibbles(bytes + 2, 16, block->codes);
+}
+
+/* Files add the minimum of these two. */
+static void read_q4_1(const uint8_t *bytes, struct code_block *block) {
+    block->scale = half_at(bytes), block->minimum = half_at(bytes + 2) ^ 0x8000;
+    read_nibbles(bytes + 4, 16, block->codes);
+}
+
+static void read_q5_0(const uint8_t *bytes, struct code_block *block) {
+    block->scale = half_at(bytes);
+    read_nibbles(bytes + 6, 16, block->codes);
+    read_fifth_bits(bytes + 2, block->codes);
+}
+
+static void read_q5_1(const uint8_t *bytes, struct code_block *block) {
+    block->scale = half_at(bytes), block->minimum = half_at(bytes + 2) ^ 0x8000;
+    read_nibbles(bytes + 8, 16, block->codes);
+    read_fifth_bits(bytes + 4, block->codes);
+}
+
+static void read_q8_0(const uint8_t *bytes, struct code_block *block) {
+    block->scale = half_at(bytes);
+    for (int i = 0; i < 32; i++) block->codes[i] = bytes[2 + i] ^ 128;
+}
+
+/* The scale is 2^(byte - 127), and the table has twice the values. The codes are turned round: 0 is the smallest. */
+static void read_mxfp4(const uint8_t *bytes, struct code_block *block) {
+    block->scale = bytes[0] < 2 ? 0x20 << bytes[0] : bytes[0] == 255 ? 0x7fc0 : (bytes[0] - 1) << 7;
+    read_nibbles(bytes + 1, 16, block->codes);
+    for (int i = 0; i < 32; i++) block->codes[i] = 15 - block->codes[i];
+}
+
+/* Four values of two bits in each byte: 32 bytes have 128 values, 32 at a time. */
+static void read_quarters(const uint8_t *bytes, uint8_t *codes) {
+    for (int i = 0; i < 256; i++) codes[i] = bytes[i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+}
+
+static void read_q2_k(const uint8_t *bytes, struct code_block *block) {
+    block->scale = half_at(bytes + 80), block->minimum = half_at(bytes + 82);
+    for (int i = 0; i < 16; i++) block->inner_scales[i] = bytes[i] & 15, block->inner_minima[i] = bytes[i] >> 4;
+    read_quarters(bytes + 16, block->codes);
+}
+
+static void read_q3_k(const uint8_t *bytes, struct code_block *block) {
+    const uint8_t *scales = bytes + 96;
+    block->scale = half_at(bytes + 108);
+    for (int i = 0; i < 16; i++)
+        block->inner_scales[i] = ((scales[i % 8] >> i / 8 * 4 & 15) | (scales[8 + i % 4] >> i / 4 * 2 & 3) << 4) - 32;
+    read_quarters(bytes + 32, block->codes);
+    for (int i = 0; i < 256; i++) block->codes[i] |= (bytes[i % 32] >> i / 32 & 1) << 2;
+}
+
+/* Eight scales and minima of six bits: four in whole bytes, of which the upper two bits belong to the other four. */
+static void read_k_scales(const uint8_t *bytes, struct code_block *block) {
+    block->scale = half_at(bytes), block->minimum = half_at(bytes + 2);
+    for (int i = 0; i < 4; i++) {
+        uint8_t scale = bytes[4 + i], minimum = bytes[8 + i], low = bytes[12 + i];
+        block->inner_scales[i] = scale & 63, block->inner_scales[4 + i] = (low & 15) | scale >> 6 << 4;
+        block->inner_minima[i] = minimum & 63, block->inner_minima[4 + i] = low >> 4 | minimum >> 6 << 4;
+    }
+}
+
+static void read_q4_k(const uint8_t *bytes, struct code_block *block) {
+    read_k_scales(bytes, block);
+    for (int i = 0; i < 4; i++) read_nibbles(bytes + 16 + 32 * i, 32, block->codes + 64 * i);
+}
+
+static void read_q5_k(const uint8_t *bytes, struct code_block *block) {
+    read_k_scales(bytes, block);
+    for (int i = 0; i < 4; i++) read_nibbles(bytes + 48 + 32 * i, 32, block->codes + 64 * i);
+    for (int i = 0; i < 256; i++) block->codes[i] |= (bytes[16 + i % 32] >> i / 32 & 1) << 4;
+}
+
+static void read_q6_k(const uint8_t *bytes, struct code_block *block) {
+    block->scale = half_at(bytes + 208);
+    memcpy(block->inner_scales, bytes + 192, 16);
+    for (int i = 0; i < 2; i++) read_nibbles(bytes + 64 * i, 64, block->codes + 128 * i);
+    for (int i = 0; i < 256; i++)
+        block->codes[i] |= (bytes[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3) << 4;
+}
+
+static void read_iq4_xs(const uint8_t *bytes, struct code_block *block) {
+    uint16_t high = half_at(bytes + 2);
+    block->scale = half_at(bytes);
+    for (int i = 0; i < 8; i++) {
+        block->inner_scales[i] = ((bytes[4 + i / 2] >> i % 2 * 4 & 15) | (high >> 2 * i & 3) << 4) - 32;
+        read_nibbles(bytes + 8 + 16 * i, 16, block->codes + 32 * i);
+    }
+}
+
+static const uint8_t nonlinear[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
+static const uint8_t four_bit_floats[16] = {0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12};
+
+const struct code_type code_types[] = {
+    {"Q4_0", read_q4_0, .values = 32, .bytes = 18, .low = 4, .groups = 1, .offset = 8},
+    {"Q4_1", read_q4_1, .values = 32, .bytes = 20, .low = 4, .groups = 1, .minima = 1},
+    {"Q5_0", read_q5_0, .values = 32, .bytes = 22, .low = 4, .high = 1, .groups = 1, .offset = 16},
+    {"Q5_1", read_q5_1, .values = 32, .bytes = 24, .low = 4, .high = 1, .groups = 1, .minima = 1},
+    {"Q8_0", read_q8_0, .values = 32, .bytes = 34, .low = 8, .groups = 1, .offset = 128},
+    {"Q2_K", read_q2_k, .values = 256, .bytes = 84, .low = 2, .groups = 2, .minima = 1, .inner = 1},
+    {"Q3_K", read_q3_k, .values = 256, .bytes = 110, .low = 2, .high = 1, .groups = 2, .inner = 1, .offset = 4},
+    {"Q4_K", read_q4_k, .values = 256, .bytes = 144, .low = 4, .groups = 1, .minima = 1, .inner = 1},
+    {"Q5_K", read_q5_k, .values = 256, .bytes = 176, .low = 4, .high = 1, .groups = 1, .minima = 1, .inner = 1},
+    {"Q6_K", read_q6_k, .values = 256, .bytes = 210, .low = 4, .high = 2, .groups = 2, .inner = 1, .offset = 32},
+    {"IQ4_NL", read_q4_0, .values = 32, .bytes = 18, .low = 4, .groups = 1, .offset = 127, .table = nonlinear},
+    {"IQ4_XS", read_iq4_xs, .values = 256, .bytes = 136, .low = 4, .groups = 1, .inner = 1, .offset = 127,
+     .table = nonlinear},
+    {"MXFP4", read_mxfp4, .values = 32, .bytes = 17, .low = 4, .groups = 1, .is_bfloat16 = 1, .offset = 12,
+     .table = four_bit_floats},
+};
+
+const char *penstock_code_name(int type) {
+    return (size_t)type < sizeof code_types / sizeof *code_types ? code_types[type].name : NULL;
+}
+
+int penstock_code_block_values(int type) { return code_types[type].values; }
+int penstock_code_block_bytes(int type) { return code_types[type].bytes; }
+
+static float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* Of a header. Its infinities and NaN were refused. */
+static float number(uint16_t bits, int is_bfloat16) {
+    if (is_bfloat16) return from_bits((uint32_t)bits << 16);
+    float size = from_bits((bits & 0x7fffu) << 13) * 0x1p112f; /* the exponent's bias is 15 there, 127 here */
+    return bits & 0x8000 ? -size : size;
+}
+
+static int is_finite(const struct code_type *t, const struct code_block *block) {
+    uint16_t exponent = t->is_bfloat16 ? 0x7f80 : 0x7c00;
+    return (block->scale & exponent) != exponent && (block->minimum & exponent) != exponent;
+}
+
+static void values_of(const struct code_type *t, const struct code_block *block, float *values) {
+    float scale = number(block->scale, t->is_bfloat16), minimum = number(block->minimum, t->is_bfloat16);
+    int group = CHUNK / t->groups;
+    for (int i = 0; i < t->values; i++) {
+        int code = block->codes[i], value = (t->table ? t->table[code] : code) - t->offset;
+        float by = t->inner ? scale * block->inner_scales[i / group] : scale;
+        float below = !t->minima ? 0 : t->inner ? minimum * block->inner_minima[i / group] : minimum;
+        values[i] = by * value - below;
+    }
+}
+
+int64_t penstock_code_values(int type, uintptr_t bytes, int64_t blocks, uintptr_t values) {
+    const struct code_type *t = &code_types[type];
+    for (int64_t i = 0; i < blocks; i++) {
+        struct code_block block = {.minimum = 0};
+        t->read((const uint8_t *)bytes + i * t->bytes, &block);
+        if (!is_finite(t, &block)) return i;
+        values_of(t, &block, (float *)values + i * t->values);
+    }
+    return -1;
+}
+
+int64_t penstock_code_bytes(int type, int64_t rows, int64_t depth, int columns) {
+    return (rows + columns - 1) / columns * panel_bytes(&code_types[type], depth, columns);
+}
+
+/* Bits `shift` and up of the codes of a word, in a plane with so many bits of each. */
+static uint32_t pack_word(const uint8_t *codes, int bits, int shift) {
+    uint32_t packed = 0, mask = (1u << bits) - 1;
+    for (int i = 0; i < 32 / bits; i++) packed |= (codes[i] >> shift & mask) << (i / 4 * bits + 8 * BYTE_OF(i));
+    return packed;
+}
+
+static void unpack_word(uint32_t packed, int bits, int shift, uint8_t *codes) {
+    uint32_t mask = (1u << bits) - 1;
+    for (int i = 0; i < 32 / bits; i++) codes[i] |= (packed >> (i / 4 * bits + 8 * BYTE_OF(i)) & mask) << shift;
+}
+
+/* A block goes into its column of a panel, or comes from there. */
+static void move_block(const struct code_type *t, struct code_block *block, uint8_t *panel, int64_t chunk, int column,
+                       int columns, int is_in) {
+#define MOVE(there, here) (is_in ? memcpy(there, here, sizeof *(here)) : memcpy(here, there, sizeof *(here)))
+    uint8_t *header = panel + header_at(t, chunk, columns);
+    MOVE(header + 2 * column, &block->scale);
+    if (t->minima) MOVE(header + 2 * (columns + column), &block->minimum);
+    for (int i = 0; i < t->values / CHUNK; i++) {
+        uint8_t *at = panel + chunk_at(t, chunk + i, columns) + 4 * column, *codes = block->codes + i * CHUNK;
+        for (int plane = 0, bits = t->low; plane < 2; plane++, bits = t->high)
+            for (int word = 0; word < bits; word++, at += 4 * columns) {
+                uint8_t *those = codes + word * (32 / bits);
+                uint32_t packed = is_in ? pack_word(those, bits, plane * t->low) : 0;
+                MOVE(at, &packed);
+                if (!is_in) unpack_word(packed, bits, plane * t->low, those);
+            }
+        at -= 3 * column;
+        for (int group = i * t->groups; t->inner && group < (i + 1) * t->groups; group++, at += columns) {
+            MOVE(at, block->inner_scales + group);
+            if (t->minima) MOVE(at + t->groups * columns, block->inner_minima + group);
+        }
+    }
+#undef MOVE
+}
+
+int64_t penstock_code_pack(int type, uintptr_t bytes, int64_t rows, int64_t depth, int columns, uintptr_t panels) {
+    const struct code_type *t = &code_types[type];
+    const uint8_t *from = (const uint8_t *)bytes;
+    for (int64_t row = 0; row < rows; row++) {
+        uint8_t *panel = (uint8_t *)panels + row / columns * panel_bytes(t, depth, columns);
+        for (int64_t at = 0; at < depth; at += t->values, from += t->bytes) {
+            struct code_block block = {.minimum = 0};
+            t->read(from, &block);
+            if (!is_finite(t, &block)) return row;
+            move_block(t, &block, panel, at / CHUNK, row % columns, columns, 1);
+        }
+    }
+    return -1;
+}
+
+void penstock_code_rows(int type, uintptr_t panels, int64_t depth, int columns, uintptr_t numbers, int64_t num,
+                        uintptr_t rows) {
+    const struct code_type *t = &code_types[type];
+    float *to = (float *)rows;
+    for (int64_t i = 0; i < num; i++) {
+        int64_t row = ((const int64_t *)numbers)[i];
+        uint8_t *panel = (uint8_t *)panels + row / columns * panel_bytes(t, depth, columns);
+        for (int64_t at = 0; at < depth; at += t->values, to += t->values) {
+            struct code_block block = {.minimum = 0};
+            move_block(t, &block, panel, at / CHUNK, row % columns, columns, 0);
+            values_of(t, &block, to);
+        }
+    }
+}

@@ -1,0 +1,397 @@
+/* Linear layers over weights that are kept as codes (codes.h), compiled once per level.
+ *
+ * Inputs become integers up to LARGEST with one scale for 32 neighbours in depth, which is nearer to them than bfloat16.
+ * Products are summed as integers, so exactly, for 16 or 32 of depth, and these sums are scaled and summed as floats in
+ * ascending order: an output is the same bits whatever other rows there are. */
+
+#define SPAN 8      /* chunks that are widened at a time */
+#define LARGEST 32512 /* 256 · 127: both bytes are signed */
+#define TINIEST 1e-30f /* below it everything is 0 */
+
+#define CODED_ROWS 6
+#define CODED_VECTORS 2
+#define CODED_COLUMNS (CODED_VECTORS * LANES)
+
+/* Compilers would put all products first and add them behind, which takes more registers than there are. */
+#if defined(__x86_64__)
+#define KEEP_ORDER(x) __asm__("" : "+v"(x))
+#else
+#define KEEP_ORDER(x) (void)(x)
+#endif
+
+typedef int16_t shorts_of_lanes __attribute__((vector_size(2 * LANES)));
+
+/* c plus, in every lane, the two products of the pairs of int16 in a and b. One instruction for both waits longer for
+ * the sum before it, which few sums cannot hide. */
+INLINE ivec add_products(pairs a, pairs b, ivec c, int is_one_of_few) {
+#if HAS_DOT
+    if (!is_one_of_few) return (ivec)_mm512_dpwssd_epi32((__m512i)c, (__m512i)a, (__m512i)b);
+#endif
+#if LANES == 16
+    return c + (ivec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif LANES == 8
+    return c + (ivec)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return c + ((ivec)a << 16 >> 16) * ((ivec)b << 16 >> 16) + ((ivec)a >> 16) * ((ivec)b >> 16);
+#endif
+}
+
+/* The table's values for codes of four bits in 16 each. */
+INLINE pairs look_up(const uint8_t *table, pairs codes) {
+#if LANES == 16
+    return (pairs)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)table)), (__m512i)codes);
+#elif LANES == 8
+    return (pairs)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const void *)table)),
+                                      (__m256i)codes);
+#else
+    for (int i = 0; i < 2 * LANES; i++) codes[i] = table[codes[i]];
+    return codes;
+#endif
+}
+
+INLINE vec header_numbers(const uint8_t *from, int is_bfloat16) {
+    halves bits;
+    memcpy(&bits, from, sizeof bits);
+    if (is_bfloat16) return widen(bits);
+#if LANES == 16
+    return (vec)_mm512_cvtph_ps((__m256i)bits);
+#elif LANES == 8
+    return (vec)_mm256_cvtph_ps((__m128i)bits);
+#else
+    uvec wide = __builtin_convertvector(bits, uvec);
+    vec size = (vec)((wide & 0x7fff) << 13) * 0x1p112f;
+    return (vec)((uvec)size | (wide & 0x8000) << 16);
+#endif
+}
+
+INLINE vec signed_bytes(const uint8_t *from) {
+#if LANES == 16
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from)));
+#elif LANES == 8
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from)));
+#else
+    vec numbers;
+    for (int i = 0; i < LANES; i++) numbers[i] = (int8_t)from[i];
+    return numbers;
+#endif
+}
+
+/* What a chunk of a panel is made of. */
+struct chunk {
+    const uint8_t *planes;
+    vec scales[2][CODED_VECTORS], minima[2][CODED_VECTORS]; /* by group */
+};
+
+static __attribute__((noinline)) void find_chunk(const struct code_type *t, const uint8_t *panel, int64_t number,
+                                                 struct chunk *c) {
+    const uint8_t *header = panel + header_at(t, number, CODED_COLUMNS);
+    c->planes = panel + chunk_at(t, number, CODED_COLUMNS);
+    const uint8_t *inner = c->planes + 4 * (t->low + t->high) * CODED_COLUMNS;
+    for (int v = 0; v < CODED_VECTORS; v++) {
+        vec scale = header_numbers(header + 2 * v * LANES, t->is_bfloat16), minimum = {0};
+        if (t->minima) minimum = header_numbers(header + 2 * (CODED_COLUMNS + v * LANES), t->is_bfloat16);
+        for (int group = 0; group < t->groups; group++) {
+            c->scales[group][v] = scale, c->minima[group][v] = minimum;
+            if (!t->inner) continue;
+            const uint8_t *at = inner + group * CODED_COLUMNS + v * LANES;
+            c->scales[group][v] *= signed_bytes(at);
+            if (t->minima) c->minima[group][v] *= signed_bytes(at + t->groups * CODED_COLUMNS);
+        }
+    }
+}
+
+/* Pair i of a chunk in a plane of so many bits. */
+INLINE pairs plane_pair(const uint8_t *plane, const int bits, const int i, const int v) {
+    pairs word;
+    memcpy(&word, plane + 4 * (i / 2 * bits / 8 * CODED_COLUMNS + v * LANES), sizeof word);
+    return word >> (uint16_t)(i / 2 * bits % 8 + i % 2 * 8) & (uint16_t)((1 << bits) - 1);
+}
+
+INLINE pairs code_pair(const uint8_t *planes, const int low, const int high, const uint8_t *table, const int i,
+                       const int v) {
+    pairs code = plane_pair(planes, low, i, v);
+    if (high) code |= plane_pair(planes + 4 * low * CODED_COLUMNS, high, i, v) << (uint16_t)low;
+    return table ? look_up(table, code) : code;
+}
+
+/* Sums of products of rows with some pairs of a chunk. */
+struct sums {
+    ivec of[CODED_ROWS][CODED_VECTORS];
+    float scale[CODED_ROWS], total[CODED_ROWS]; /* of a row's integers: what they are worth, and together */
+};
+
+INLINE void begin_sums(const int rows, const struct coded *l, int64_t row, int64_t number, int group, struct sums *s) {
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        const int32_t *parts = l->x.sums + (row + r) * (l->depth / 16) + number * 2 + group;
+        int32_t all = l->type->groups == 2 ? parts[0] : parts[0] + parts[1];
+        s->scale[r] = l->x.scales[(row + r) * (l->depth / CHUNK) + number];
+        s->total[r] = (float)all * s->scale[r];
+        for (int v = 0; v < CODED_VECTORS; v++) s->of[r][v] = (ivec){0} - l->type->offset * all;
+    }
+}
+
+INLINE void add_pair(const int rows, const struct coded *l, const uint32_t *x, const pairs codes[CODED_VECTORS],
+                     struct sums *s) {
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        pairs factor = (pairs)((uvec){0} + x[r * (l->depth / 2)]);
+#pragma GCC unroll 2
+        for (int v = 0; v < CODED_VECTORS; v++) {
+            s->of[r][v] = add_products(factor, codes[v], s->of[r][v], rows < 4);
+            KEEP_ORDER(s->of[r][v]);
+        }
+    }
+}
+
+INLINE void end_sums(const int rows, const struct coded *l, const struct chunk *c, int group, const struct sums *s,
+                     float *out) {
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < CODED_VECTORS; v++) {
+            vec so_far = load(out, r * CODED_COLUMNS + v * LANES, LANES, FLOAT32);
+            vec scaled = __builtin_convertvector(s->of[r][v], vec) * splat(s->scale[r]);
+            so_far = multiply_add(scaled, c->scales[group][v], so_far);
+            if (l->type->minima) so_far = multiply_add(splat(-s->total[r]), c->minima[group][v], so_far);
+            memcpy(out + r * CODED_COLUMNS + v * LANES, &so_far, sizeof so_far);
+        }
+}
+
+/* One row, codes of up to six bits: four at a time meet the bytes of the input. Sums of the products of bytes take 16
+ * bits as long as they can. */
+
+INLINE pairs code_quad(const uint8_t *planes, const int bits, const int i, const int v) {
+    pairs word;
+    memcpy(&word, planes + 4 * (i * bits / 8 * CODED_COLUMNS + v * LANES), sizeof word);
+    return word >> (uint16_t)(i * bits % 8) & (uint16_t)(0x101 * ((1 << bits) - 1));
+}
+
+/* c plus, in lanes of 16 bits, the products of a's bytes, unsigned, with b's, signed, two and two. */
+INLINE pairs add_byte_products(pairs a, pairs b, pairs c) {
+#if LANES == 16
+    return c + (pairs)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+#elif LANES == 8
+    return c + (pairs)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+#else
+    typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
+    shorts signed_b = (shorts)b;
+    return c + (pairs)((shorts)(a & 255) * (signed_b << 8 >> 8) + (shorts)(a >> 8) * (signed_b >> 8));
+#endif
+}
+
+INLINE void multiply_quads(const int low, const int high, const int groups, const struct coded *l, int64_t row,
+                           const uint8_t *panel, float *out) {
+    const int quads_in_group = 8 / groups, at_once = low + high == 6 ? 2 : low + high == 5 ? 4 : quads_in_group;
+    const pairs ones = (pairs){0} + 1;
+    for (int64_t number = 0; number < l->depth / CHUNK; number++) {
+        struct chunk c;
+        find_chunk(l->type, panel, number, &c);
+        const uint32_t *x = l->x.bytes + (row * l->depth + number * CHUNK) / 2;
+#pragma GCC unroll 2
+        for (int group = 0; group < groups; group++) {
+            struct sums s;
+            begin_sums(1, l, row, number, group, &s);
+#pragma GCC unroll 8
+            for (int first = 0; first < quads_in_group; first += at_once) {
+                pairs upper[CODED_VECTORS] = {{0}}, lower[CODED_VECTORS] = {{0}};
+#pragma GCC unroll 8
+                for (int i = group * quads_in_group + first; i < group * quads_in_group + first + at_once; i++) {
+                    pairs x_upper = (pairs)((uvec){0} + x[2 * i]), x_lower = (pairs)((uvec){0} + x[2 * i + 1]);
+#pragma GCC unroll 2
+                    for (int v = 0; v < CODED_VECTORS; v++) {
+                        pairs codes = code_quad(c.planes, low, i, v);
+                        if (high)
+                            codes |= code_quad(c.planes + 4 * low * CODED_COLUMNS, high, i, v) << (uint16_t)low;
+                        upper[v] = add_byte_products(codes, x_upper, upper[v]);
+                        lower[v] = add_byte_products(codes, x_lower, lower[v]);
+                        KEEP_ORDER(upper[v]);
+                        KEEP_ORDER(lower[v]);
+                    }
+                }
+#pragma GCC unroll 2
+                for (int v = 0; v < CODED_VECTORS; v++) {
+                    s.of[0][v] = add_products(lower[v], ones, s.of[0][v], 1);
+                    s.of[0][v] = add_products(upper[v], ones * 256, s.of[0][v], 1);
+                }
+            }
+            end_sums(1, l, &c, group, &s, out);
+        }
+    }
+}
+
+/* One row of other codes: they are widened in registers. */
+INLINE void multiply_one(const int low, const int high, const int groups, const uint8_t *table, const struct coded *l,
+                         int64_t row, const uint8_t *panel, float *out) {
+    for (int64_t number = 0; number < l->depth / CHUNK; number++) {
+        struct chunk c;
+        find_chunk(l->type, panel, number, &c);
+        const uint32_t *x = (const uint32_t *)(l->x.values + row * l->depth + number * CHUNK);
+#pragma GCC unroll 2
+        for (int group = 0; group < groups; group++) {
+            struct sums s;
+            begin_sums(1, l, row, number, group, &s);
+#pragma GCC unroll 16
+            for (int i = group * 16 / groups; i < (group + 1) * 16 / groups; i++) {
+                pairs codes[CODED_VECTORS];
+#pragma GCC unroll 2
+                for (int v = 0; v < CODED_VECTORS; v++) codes[v] = code_pair(c.planes, low, high, table, i, v);
+                add_pair(1, l, x + i, codes, &s);
+            }
+            end_sums(1, l, &c, group, &s, out);
+        }
+    }
+}
+
+static void multiply_row(const struct coded *l, int64_t row, const uint8_t *panel, float *out) {
+    const uint8_t *table = l->type->table;
+    switch (l->type->low * 4 + l->type->high) {
+    case 8: multiply_quads(2, 0, 2, l, row, panel, out); break;
+    case 9: multiply_quads(2, 1, 2, l, row, panel, out); break;
+    case 16:
+        if (table) multiply_one(4, 0, 1, table, l, row, panel, out);
+        else multiply_quads(4, 0, 1, l, row, panel, out);
+        break;
+    case 17: multiply_quads(4, 1, 1, l, row, panel, out); break;
+    case 18: multiply_quads(4, 2, 2, l, row, panel, out); break;
+    default: multiply_one(8, 0, 1, NULL, l, row, panel, out);
+    }
+}
+
+/* More rows: codes are widened once for all of them. */
+struct wide_chunk {
+    struct chunk chunk;
+    pairs codes[CHUNK / 2][CODED_VECTORS];
+};
+
+INLINE void widen_codes(const uint8_t *planes, const int low, const int high, const uint8_t *table,
+                        pairs out[CHUNK / 2][CODED_VECTORS]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < CHUNK / 2; i++)
+#pragma GCC unroll 2
+        for (int v = 0; v < CODED_VECTORS; v++) out[i][v] = code_pair(planes, low, high, table, i, v);
+}
+
+static void widen_chunk(const struct code_type *t, const uint8_t *panel, int64_t number, struct wide_chunk *out) {
+    find_chunk(t, panel, number, &out->chunk);
+    switch (t->low * 4 + t->high) {
+    case 8: widen_codes(out->chunk.planes, 2, 0, NULL, out->codes); break;
+    case 9: widen_codes(out->chunk.planes, 2, 1, NULL, out->codes); break;
+    case 16:
+        if (t->table) widen_codes(out->chunk.planes, 4, 0, t->table, out->codes);
+        else widen_codes(out->chunk.planes, 4, 0, NULL, out->codes);
+        break;
+    case 17: widen_codes(out->chunk.planes, 4, 1, NULL, out->codes); break;
+    case 18: widen_codes(out->chunk.planes, 4, 2, NULL, out->codes); break;
+    default: widen_codes(out->chunk.planes, 8, 0, NULL, out->codes);
+    }
+}
+
+INLINE void multiply_wide(const int rows, const struct coded *l, int64_t row, int64_t number, int count,
+                          const struct wide_chunk *w, float *out) {
+    const int pairs_in_group = CHUNK / 2 / l->type->groups;
+    for (int at = 0; at < count; at++, w++) {
+        const uint32_t *x = (const uint32_t *)(l->x.values + row * l->depth + (number + at) * CHUNK);
+        const pairs(*codes)[CODED_VECTORS] = w->codes;
+        for (int group = 0; group < l->type->groups; group++) {
+            struct sums s;
+            begin_sums(rows, l, row, number + at, group, &s);
+            for (int i = 0; i < pairs_in_group; i++) add_pair(rows, l, x++, *codes++, &s);
+            end_sums(rows, l, &w->chunk, group, &s, out);
+        }
+    }
+}
+
+INLINE void multiply_many(int rows, const struct coded *l, int64_t row, int64_t number, int count,
+                          const struct wide_chunk *w, float *out) {
+    switch (rows) {
+    case 1: multiply_wide(1, l, row, number, count, w, out); break;
+    case 2: multiply_wide(2, l, row, number, count, w, out); break;
+    case 3: multiply_wide(3, l, row, number, count, w, out); break;
+    case 4: multiply_wide(4, l, row, number, count, w, out); break;
+    case 5: multiply_wide(5, l, row, number, count, w, out); break;
+    default: multiply_wide(6, l, row, number, count, w, out);
+    }
+}
+
+/* Parts [first, end): part p is panel p / row_parts, for row part p % row_parts. */
+INLINE void coded_parts(const struct coded *l, int64_t first, int64_t end, enum element type) {
+    struct wide_chunk wide[SPAN];
+    float sums[LINEAR_ROWS * CODED_COLUMNS];
+    int64_t chunks = l->depth / CHUNK;
+    for (int64_t part = first; part < end; part++) {
+        int64_t block = part / l->row_parts, row = part % l->row_parts * LINEAR_ROWS;
+        int rows = (int)(l->rows - row < LINEAR_ROWS ? l->rows - row : LINEAR_ROWS);
+        row += l->first_row;
+        const uint8_t *panel = l->weight + block * panel_bytes(l->type, l->depth, CODED_COLUMNS);
+        memset(sums, 0, sizeof *sums * rows * CODED_COLUMNS);
+        if (l->x.bytes)
+            for (int r = 0; r < rows; r++) multiply_row(l, row + r, panel, sums + r * CODED_COLUMNS);
+        else
+            for (int64_t number = 0; number < chunks; number += SPAN) {
+                int count = (int)(chunks - number < SPAN ? chunks - number : SPAN);
+                for (int i = 0; i < count; i++) widen_chunk(l->type, panel, number + i, wide + i);
+                for (int r = 0; r < rows; r += CODED_ROWS)
+                    multiply_many(rows - r < CODED_ROWS ? rows - r : CODED_ROWS, l, row + r, number, count, wide,
+                                  sums + r * CODED_COLUMNS);
+            }
+        for (int r = 0; r < rows; r++)
+            for (int64_t i = 0, at = block * CODED_COLUMNS; i < CODED_COLUMNS && at < l->width;
+                 i += LANES, at += LANES) {
+                vec y = load(sums, r * CODED_COLUMNS + i, LANES, FLOAT32);
+                if (l->bias) y += load(l->bias, at, l->width - at, FLOAT32);
+                store(l->y, (row + r) * l->y_stride + at, l->width - at, y, type);
+            }
+    }
+}
+
+static void coded_float32(const struct coded *l, int64_t first, int64_t end) { coded_parts(l, first, end, FLOAT32); }
+static void coded_bfloat16(const struct coded *l, int64_t first, int64_t end) { coded_parts(l, first, end, BFLOAT16); }
+
+/* A chunk's integers as bytes. */
+INLINE void split_chunk(const int16_t *values, uint32_t *bytes) {
+    uint16_t upper[CHUNK], lower[CHUNK];
+    uint32_t up[2], low[2];
+    for (int i = 0; i < CHUNK; i++) upper[i] = (uint16_t)(values[i] + 128), lower[i] = (uint16_t)values[i];
+    for (int i = 0; i < CHUNK; i += 4) {
+        memcpy(up, upper + i, sizeof up);
+        memcpy(low, lower + i, sizeof low);
+        *bytes++ = (up[0] >> 8 & 0x00ff00ff) | (up[1] & 0xff00ff00);
+        *bytes++ = (low[0] & 0x00ff00ff) | (low[1] & 0x00ff00ff) << 8;
+    }
+}
+
+/* Rows of inputs as integers. A row with an infinity or a NaN has a NaN for a scale. */
+INLINE void quantize_rows(const struct quantize *q, int64_t first, int64_t end, enum element type) {
+    const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    for (int64_t row = first; row < end; row++)
+        for (int64_t at = 0; at < q->depth; at += CHUNK) {
+            vec x[CHUNK / LANES], top = {0}, zero = {0};
+            for (int i = 0; i < CHUNK / LANES; i++) {
+                x[i] = load(q->x, row * q->x_stride + at + i * LANES, LANES, type);
+                top = larger(top, (vec)((uvec)x[i] & 0x7fffffff));
+                zero += x[i] - x[i];
+            }
+            float largest = largest_lane(top), by = largest < TINIEST ? 0 : LARGEST / largest;
+            int16_t *to = q->to.values + row * q->depth + at;
+            for (int i = 0; i < CHUNK / LANES; i++) {
+                ivec whole = (ivec)(multiply_add(x[i], splat(by), magic)) - (ivec)magic;
+                shorts_of_lanes narrow_ones = __builtin_convertvector(whole, shorts_of_lanes);
+                memcpy(to + i * LANES, &narrow_ones, sizeof narrow_ones);
+            }
+            q->to.scales[(row * q->depth + at) / CHUNK] = largest / LARGEST + sum_lanes(zero);
+            if (q->to.bytes) split_chunk(to, q->to.bytes + (row * q->depth + at) / 2);
+            for (int half = 0; half < 2; half++) {
+                int32_t sum = 0;
+                for (int i = 0; i < 16; i++) sum += to[half * 16 + i];
+                q->to.sums[(row * q->depth + at) / 16 + half] = sum;
+            }
+        }
+}
+
+static void quantize_float32(const struct quantize *q, int64_t first, int64_t end) {
+    quantize_rows(q, first, end, FLOAT32);
+}
+static void quantize_bfloat16(const struct quantize *q, int64_t first, int64_t end) {
+    quantize_rows(q, first, end, BFLOAT16);
+}

@@ -1,0 +1,36 @@
+"""Random weights as GGUF files store them, and their values by the gguf package."""
+
+import math
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from penstock.executor.kernels.codes import CODE_TYPES, Coded
+
+HALVES_AT = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208], "MXFP4": []}
+HALVES_AT |= {kind: [0] for kind in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")}
+
+
+def packed(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Random rows of a storage type: any quants and inner scales, scales that stay finite."""
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if block == 1:
+        rows: np.ndarray = gguf.quants.quantize(
+            rng.standard_normal(shape, dtype=np.float32), GGMLQuantizationType[kind]
+        )
+        return rows
+    blocks = rng.integers(0, 256, (math.prod(shape) // block, size), dtype=np.uint8)
+    for at in HALVES_AT.get(kind, [0, 2]):
+        blocks[:, at : at + 2] = rng.uniform(-1, 1, len(blocks)).astype("<f2").view(np.uint8).reshape(-1, 2)
+    if kind == "MXFP4":
+        blocks[:, 0] = rng.integers(0, 140, len(blocks))
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def coded(rng: np.random.Generator, shape: tuple[int, int], kind: str) -> tuple[Coded, torch.Tensor]:
+    """A weight and its values [rows, columns] in float64."""
+    rows = packed(rng, shape, kind)
+    values = gguf.quants.dequantize(rows, GGMLQuantizationType[kind]).astype(np.float64)
+    return Coded("a weight", CODE_TYPES[kind], torch.from_numpy(rows)), torch.from_numpy(values)
