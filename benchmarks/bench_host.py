@@ -13,7 +13,6 @@ The sizes are tiny, which the host does not notice. In turn: launches as they ar
 part of a launch is not in it, cuBLAS's only as the call of a tiny product.
 """
 
-import argparse
 import cProfile
 import dataclasses
 import pstats
@@ -30,7 +29,7 @@ import numpy as np
 import torch
 from gpu.batches import PAGE, make_batch
 from gpu.shapes import MODELS
-from pairs import arguments, compare, record, rounded, rounds, table
+from pairs import compare, main, rounded, rounds, table
 from tests.support import idle_gpu
 from tests.support.twins import sampling as sampling_twin
 
@@ -51,6 +50,7 @@ from penstock.executor.step.runner import Launched, ModelRunner
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, PROMPT, LENGTH = 1000, 128, 4096
+BATCHES = [1, 8, 32, 256]
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0, stop_ids=(2,)),
     "drawn": Sampling(temperature=0.8, top_p=0.95, top_k=50, seed=1, stop_ids=(2,)),
@@ -62,7 +62,7 @@ LAYER_STEPS = 20
 STEP_KINDS = {"prefill": (0, 2), "mixed": (4, 2)}  # rows of one token, and of four
 
 
-def profile(call: Callable[[], object]) -> None:
+def print_profile(call: Callable[[], object]) -> None:
     with cProfile.Profile() as profiler:
         call()
     pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
@@ -155,16 +155,15 @@ def step_us(batch: int, sampling: Sampling, steps: int) -> float:
     return (time.thread_time() - started_s) / steps * 1e6
 
 
-def step(args: argparse.Namespace) -> dict[str, Any]:
-    if args.steps > LENGTH - PROMPT - 100:
-        raise SystemExit(f"--steps: {args.steps} given; at most {LENGTH - PROMPT - 100} fit into a request")
-    if args.profile:
-        profile(lambda: step_us(args.profile, SAMPLINGS["greedy"], args.steps))
-        raise SystemExit
+def step(batches: list[int] = BATCHES, steps: int = 2000, pairs: int = 5, profile: int = 0) -> dict[str, Any] | None:
+    if steps > LENGTH - PROMPT - 100:
+        raise SystemExit(f"--steps: {steps} given; at most {LENGTH - PROMPT - 100} fit into a request")
+    if profile:
+        return print_profile(lambda: step_us(profile, SAMPLINGS["greedy"], steps))
     rows: list[dict[str, Any]] = []
-    for batch in args.batches:
-        sides = {name: partial(step_us, batch, sampling, args.steps) for name, sampling in SAMPLINGS.items()}
-        for name, runs in rounds(sides, args.pairs).items():
+    for batch in batches:
+        sides = {name: partial(step_us, batch, sampling, steps) for name, sampling in SAMPLINGS.items()}
+        for name, runs in rounds(sides, pairs).items():
             median = float(np.median(runs))
             rows.append(
                 {"µs a step": f"batch {batch}, {name}", "median": median, "least": min(runs), "most": max(runs)}
@@ -213,7 +212,7 @@ def forward_ms(model: CausalModel, pages: KvPages, given: ForwardBatch) -> float
     return min(once() for _ in range(LAYER_STEPS)) * 1e3
 
 
-def layers(args: argparse.Namespace) -> dict[str, Any]:
+def layers(pairs: int = 15, profile: int = 0) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -229,20 +228,11 @@ def layers(args: argparse.Namespace) -> dict[str, Any]:
                     return ours()
 
             ours()  # compiles
-            if args.profile:
-                profile(ours)
-                raise SystemExit
-            found[kind] = compare(f"{kind} step", ours, theirs, args.pairs, "ms", sides=("ours", "Triton's own way"))
+            if profile:
+                return print_profile(ours)
+            found[kind] = compare(f"{kind} step", {"ours": ours, "Triton's own way": theirs}, pairs, "ms")
     return {"ms": found}
 
 
-MODES = {"step": step, "layers": layers}
-
-
-def main() -> None:
-    args = arguments(__doc__, *MODES, batches=[1, 8, 32, 256], steps=2000, pairs=5, profile=0)
-    record(f"host_{args.mode}", MODES[args.mode](args))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "host", step, layers)

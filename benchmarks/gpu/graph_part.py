@@ -8,20 +8,17 @@ of rows drifts, are played three times: from graphs, from graphs beside copies, 
 device's table is the truth for the first two, exactly; the third may differ from them by near ties alone.
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from benchmarks.gpu.batches import fill
 from benchmarks.gpu.figures import open_device, report, set_launch
-from benchmarks.gpu.shapes import config_of
+from benchmarks.gpu.shapes import config_of, model_folder
 from benchmarks.gpu.traffic import Planned, Traffic
 
 from penstock.executor.protocol import Executor, ExecutorConfig
@@ -93,8 +90,7 @@ def opened(model: str, device: torch.device, size: Size, is_tiny: bool, eager: b
     config = config_of(model, is_tiny) | {"num_hidden_layers": size.layers, "vocab_size": size.vocab_size}
     if "n_routed_experts" in config:
         config["n_routed_experts"] //= 4  # they are made on the host, three times
-    with TemporaryDirectory() as folder, ExitStack() as stack:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+    with model_folder(config) as folder, ExitStack() as stack:
         options = ExecutorConfig(
             model=folder,
             device=device.type,  # type: ignore[arg-type]
