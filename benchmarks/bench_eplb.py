@@ -15,7 +15,6 @@ runs has other prompts, and so other favourites. A rebalancing is spread over ma
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from gpu.shapes import MODELS, model_folder
 from gpu.steps import Steps
-from pairs import HERE, Asked, main, rounded, rounds, summary
+from pairs import HERE, Asked, cpu_ms, main, rounded, rounds, summary
 
 from penstock.eplb import balance, bound, plan, replan, transfers
 from penstock.eplb.bench import make, print_table
@@ -69,12 +68,6 @@ class Peer:
     def _save(self, name: str, array: np.ndarray) -> str:
         np.save(self._folder / f"{name}.npy", np.asarray(array, np.int64))
         return str(self._folder / f"{name}.npy")
-
-
-def cpu_ms(call: Callable[[], object]) -> float:
-    start = time.thread_time()
-    call()
-    return (time.thread_time() - start) * 1e3
 
 
 def beside(peer: Callable[[], float], ours: Callable[[], object], count: int) -> dict[str, list[float]]:
@@ -153,9 +146,6 @@ def verdict(plans: Rows, moves: Rows, sent: Rows) -> dict[str, Any]:
         "balance_least_lead": min(row["least lead"] for row in plans),
         "of_bound_least": min(of_bound),
         "moved_part_most": parts,
-        "moved_part_mean": {
-            drift: statistics.fmean(row["part"] for row in moves if row["drift"] == drift) for drift in DRIFTS
-        },
         "transfer_times_least": min(row["times"] for row in sent),
     }
 

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import torch
 from gpu.batches import PAGE, make_batch
@@ -41,8 +42,9 @@ from penstock.executor.kernels import RowTensors, linear, torch_inputs
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import CausalModel, find_architecture
 from penstock.executor.models.weights import Weights
+from penstock.executor.oracle import OracleExecutor
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig, ModelInfo, Sampling, Step, StepResult
+from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.step.layout import Layout
@@ -108,19 +110,13 @@ class NoDevice:
         pages: Any = None
         self._runner = ModelRunner(model, pages, sampler, inputs, CPU, RankGroup(), graphs=graphs)
         self._in_flight: deque[Launched] = deque()
-        self.info = ModelInfo(
-            architecture="None",
-            dtype="none",
-            device="cuda",
-            vocab_size=VOCAB_SIZE,
-            hidden_size=1,
+        config = ExecutorConfig(
             max_model_len=LENGTH,
             block_size=PAGE,
-            num_blocks=num_slots * LENGTH // PAGE + 1,
-            block_bytes=0,
-            fingerprint=b"none",
-            max_in_flight=2,
+            kv_cache_bytes=8 * (num_slots * LENGTH + PAGE),
+            hf_overrides={"vocab_size": VOCAB_SIZE},
         )
+        self.info = msgspec.structs.replace(OracleExecutor(config).info, device="cuda")
 
     def submit(self, step: Step) -> None:
         self._in_flight.append(self._runner.launch(step))

@@ -51,7 +51,6 @@ class Answer(NamedTuple):
     status: int
     sent_s: float
     times_s: list[float]  # when each part of the body was read
-    body: bytes
 
 
 async def ask(client: Client, fields: dict[str, Any]) -> Answer:
@@ -60,14 +59,9 @@ async def ask(client: Client, fields: dict[str, Any]) -> Answer:
 
 
 async def send(client: Client, content: bytes) -> Answer:
-    sent_s, times, parts = time.perf_counter(), list[float](), list[bytes]()
-
-    def take(_: int, data: bytes, now_s: float) -> None:
-        times.append(now_s)
-        parts.append(data)
-
-    status = await client.exchange(content, take)
-    return Answer(status, sent_s, times, b"".join(parts))
+    sent_s, times = time.perf_counter(), list[float]()
+    status = await client.exchange(content, lambda _status, _data, now_s: times.append(now_s))
+    return Answer(status, sent_s, times)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,8 @@ from penstock.engine.core import holdings
 from penstock.engine.core.engine_core import settle_garbage
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.messages import Output, Submit
-from penstock.executor.protocol import ModelInfo, Sampling, Step, StepResult
+from penstock.executor.oracle import OracleExecutor
+from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
 
 FLOOR_US = 8.0
 BLOCK_SIZE = 16
@@ -56,19 +57,8 @@ class Load:
 
     def __init__(self, running: int, num_blocks: int) -> None:
         self.running = running
-        info = ModelInfo(
-            architecture="none",
-            dtype="none",
-            device="none",
-            vocab_size=VOCAB_SIZE,
-            hidden_size=1,
-            max_model_len=8192,
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            block_bytes=1,
-            fingerprint=b"benchmark",
-            max_in_flight=IN_FLIGHT,
-        )
+        model = {"max_model_len": 8192, "block_size": BLOCK_SIZE, "hf_overrides": {"vocab_size": VOCAB_SIZE}}
+        info = OracleExecutor(ExecutorConfig(**model, kv_cache_bytes=8 * BLOCK_SIZE * num_blocks), IN_FLIGHT).info
         config = SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=8192)
         self.scheduler = Scheduler(config, info, time.monotonic)
         self._in_flight: deque[Step] = deque()

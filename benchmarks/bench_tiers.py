@@ -28,15 +28,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pairs import main, quantile, rounded, rounds, summary
 
 from penstock import LLM, SamplingParams
 from penstock.cache.tiers.disk.calls import SystemCalls
-from penstock.cache.tiers.disk.directory import SLAB_BYTES, open_directory, slab_name
-from penstock.cache.tiers.disk.record import Geometry, cell_bytes, namespace_of
-from penstock.cache.tiers.disk.snapshot import ROWS, write_snapshot
-from penstock.cache.tiers.disk.tier import DiskTier, cells_within
+from penstock.cache.tiers.disk.record import cell_bytes
+from penstock.cache.tiers.disk.tier import DiskTier
 from penstock.cache.tiers.memory import huge_array
 
 FIRST_ID = 1000
@@ -211,20 +208,21 @@ class NoWrites(SystemCalls):
 
 
 class Disk:
-    """A tier with so many records, real in everything but their bytes."""
+    """A tier that has stored so many records, real in everything but their bytes; `full`: every further one evicts."""
 
-    def __init__(self, folder: Path, resident: int, full: bool) -> None:
-        cells = resident if full else resident + 10**4
-        capacity = cells * (cell_bytes(CHUNK) + 4096) + 2**26
-        make_records(folder, resident, capacity)
-        self.tier = DiskTier(
-            folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT, calls=NoWrites()
-        )
-        if full:  # the records that fit into what the capacity leaves beside them
-            self._fill(self.tier.stats()["slots"] - len(self.tier) + BATCH)
-            self.tier._admission.admits = lambda key: True  # type: ignore[method-assign]  # every store evicts
+    def __init__(self, folder: Path, num_records: int, full: bool = False) -> None:
+        self._options: dict[str, Any] = {"chunk_bytes": CHUNK, "fingerprint": FINGERPRINT}
+        cells = num_records if full else num_records + 10**4
+        self._options |= {"path": folder, "capacity_bytes": cells * (cell_bytes(CHUNK) + 4096) + 2**26}
         self._chunks = [memoryview(chunk) for chunk in huge_array(BATCH, CHUNK)]
+        self.tier = DiskTier(**self._options, calls=NoWrites())
         self.polls: list[float] = []
+        self.batches((self.tier.stats()["slots"] if full else num_records) // BATCH + full)
+        self.tier._admission.admits = lambda key: True  # type: ignore[method-assign]  # every store evicts
+        self.polls.clear()
+
+    def reopened(self) -> DiskTier:
+        return DiskTier(**self._options)
 
     def batches(self, count: int) -> list[float]:
         seconds = []
@@ -235,45 +233,15 @@ class Disk:
             for key, chunk in zip(keys, chunks, strict=True):
                 put(key, chunk)
             seconds.append(time.perf_counter() - started_s)
-            self.drain(BATCH)
+            self._drain(BATCH)
         return seconds
 
-    def drain(self, count: int) -> None:
+    def _drain(self, count: int) -> None:
         while count:
             time.sleep(0.0002)
             started_s = time.perf_counter()
             count -= len(self.tier.poll())
             self.polls.append(time.perf_counter() - started_s)
-
-    def _fill(self, count: int) -> None:
-        chunk = huge_array(1, CHUNK)[0]
-        self.polls = []
-        for _ in range(max(count, 0)):
-            self.tier.put(os.urandom(32), memoryview(chunk))
-            self.drain(1)
-
-
-def make_records(folder: Path, count: int, capacity: int) -> None:
-    """An index of that many records, and slab files as long as it takes, with no blocks of their own."""
-    namespace = namespace_of(FINGERPRINT, CHUNK)
-    folder.mkdir(parents=True, exist_ok=True)
-    if count == 0:
-        return
-    directory = open_directory(str(folder / namespace.hex()[:32]), create=True)
-    rows = np.zeros(count, ROWS)
-    rows["key"] = np.random.default_rng(1).integers(0, 256, (count, 32), np.uint8).view("V32")[:, 0]
-    rows["sequence"] = rows["stamp"] = np.arange(1, count + 1)
-    rows["cell"] = np.arange(count)
-    rows["live"] = 1
-    num_cells = cells_within(capacity, CHUNK)
-    geometry = Geometry(namespace, cell_bytes(CHUNK), num_cells)
-    write_snapshot(SystemCalls(), directory, geometry, rows, count + 1, clean=True)
-    per_slab = SLAB_BYTES // cell_bytes(CHUNK)
-    for slab in range(-(-count // per_slab)):
-        file = os.open(slab_name(slab), os.O_CREAT | os.O_RDWR, 0o600, dir_fd=directory)
-        os.ftruncate(file, min(per_slab, num_cells - slab * per_slab) * cell_bytes(CHUNK))
-        os.close(file)
-    os.close(directory)
 
 
 def quantiles_us(seconds: Sequence[float]) -> dict[str, Any]:
@@ -281,10 +249,8 @@ def quantiles_us(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def stored(folder: Path, count: int) -> dict[str, Any]:
-    sides = {"empty": Disk(folder / "empty", 0, full=False), "full": Disk(folder / "full", RESIDENT, full=True)}
-    for side in sides.values():
-        side.batches(3)
-        side.polls.clear()
+    sides = {"empty": Disk(folder / "empty", 0), "full": Disk(folder / "full", RESIDENT, full=True)}
+    rounds({name: partial(side.batches, 3) for name, side in sides.items()}, 1)
     runs = rounds({name: partial(side.batches, BATCHES_A_ROUND) for name, side in sides.items()}, count)
     figures = {name: quantiles_us([seconds for batch in values for seconds in batch]) for name, values in runs.items()}
     figures["poll"] = quantiles_us([*sides["empty"].polls, *sides["full"].polls])
@@ -295,12 +261,11 @@ def stored(folder: Path, count: int) -> dict[str, Any]:
 
 def restarted(folder: Path, count: int) -> dict[str, Any]:
     """Seconds to open a disk of many records, nanoseconds of a look-up."""
-    capacity = MANY * (cell_bytes(CHUNK) + 4096) + 2**26
-    make_records(folder, MANY, capacity)
-    seconds = []
+    disk, seconds = Disk(folder, MANY), []
+    disk.tier.close()
     for _ in range(count):
         started_s = time.perf_counter()
-        tier = DiskTier(folder, capacity_bytes=capacity, chunk_bytes=CHUNK, fingerprint=FINGERPRINT)
+        tier = disk.reopened()
         seconds.append(time.perf_counter() - started_s)
         assert len(tier) == MANY
         keys = tier.keys()[::10]

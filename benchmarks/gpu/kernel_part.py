@@ -30,8 +30,6 @@ def main(job: dict[str, Any]) -> None:
     set_launch(job)
     timer = Timer(device, 3 if is_tiny else 30)
     copy, product = ceilings(timer, device, dtype, is_tiny)
-    report("copy", gb_per_s=copy / 1e9)
-    report("matrix product", tflop_per_s=product / 1e12)
     ops = select_ops(device, dtype, 128)
     if ops.fused_experts is None:
         ops = changed(ops, fused_experts=TWINS.ops.fused_experts)

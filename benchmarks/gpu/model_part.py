@@ -67,7 +67,6 @@ def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tupl
         "device": job["device"],
         "load_format": "dummy",
         "max_model_len": min(8192, config["max_position_embeddings"]),
-        "enforce_eager": job["eager"],
         "max_num_seqs": 8 if job["tiny"] else 256,
     }
     if job["tiny"]:
