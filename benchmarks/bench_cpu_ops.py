@@ -7,7 +7,6 @@ The sizes are those of SmolLM2-135M, the default model. Every case goes round ov
 do not fit in the caches, as the layers of a model do, and the two sides alternate. Above 1 ours is faster.
 """
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -94,8 +93,8 @@ def products(
     torch.set_num_threads(threads)
     given = getattr(torch, dtype), threads
     results = {}
-    for case in itertools.chain(linear_cases(*given), expert_cases(*given)):
-        if only in case.name:
+    for kind, cases in {"linear": linear_cases, "experts": expert_cases}.items():
+        for case in cases(*given) if only in kind else ():
             both = {"ours": case.ours, "theirs": case.theirs}
             sides = {name: partial(microseconds, run, case.num_copies) for name, run in both.items()}
             rounds(sides, 1)

@@ -13,9 +13,7 @@ The sizes are tiny, which the host does not notice. In turn: launches as they ar
 part of a launch is not in it, cuBLAS's only as the call of a tiny product.
 """
 
-import cProfile
 import dataclasses
-import pstats
 import tempfile
 import time
 from collections import deque
@@ -30,7 +28,7 @@ import numpy as np
 import torch
 from gpu.batches import PAGE, make_batch
 from gpu.shapes import MODELS
-from pairs import compare, main, rounded, rounds, table
+from pairs import compare, main, print_profile, rounded, rounds, table
 from tests.support import idle_gpu
 from tests.support.twins import sampling as sampling_twin
 
@@ -62,12 +60,6 @@ TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_atten
 TINY |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512}
 LAYER_STEPS = 20
 STEP_KINDS = {"prefill": (0, 2), "mixed": (4, 2)}  # rows of one token, and of four
-
-
-def print_profile(call: Callable[[], object]) -> None:
-    with cProfile.Profile() as profiler:
-        call()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
 
 
 # -- step --------------------------------------------------------------------------------------------------------

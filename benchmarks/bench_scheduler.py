@@ -14,10 +14,8 @@ them again and again. `hashlib` makes our keys one by one in Python, `digests` i
 own, measured in CPU seconds. Then plain hashing, in microseconds.
 """
 
-import cProfile
 import gc
 import json
-import pstats
 import random
 import resource
 import subprocess
@@ -33,7 +31,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
-from pairs import main, medians, rounded, rounds, summary, table
+from pairs import main, medians, print_profile, rounded, rounds, summary, table
 
 from penstock._csrc import ffi, lib
 from penstock.cache.keys import block_keys
@@ -156,10 +154,7 @@ WORKLOADS = {"decode": decode, "mixed": mixed, "tight": tight}
 
 def steps(running: int = 256, steps: int = 400, pairs: int = 10, profile: str = "") -> dict[str, Any] | None:
     if profile:
-        profiler = cProfile.Profile()
-        profiler.runcall(WORKLOADS[profile], running, steps)
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-        return None
+        return print_profile(partial(WORKLOADS[profile], running, steps))
     settle_garbage()
     runs = rounds({name: partial(work, running, steps) for name, work in WORKLOADS.items()}, pairs)
     rows, held = [], True

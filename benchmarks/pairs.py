@@ -8,12 +8,14 @@ nothing but Python's own library: the other side's interpreter imports it as wel
 
 import argparse
 import contextlib
+import cProfile
 import datetime
 import inspect
 import json
 import math
 import os
 import platform
+import pstats
 import re
 import signal
 import statistics
@@ -121,6 +123,13 @@ def cpu_ms(call: Callable[[], object], times: int = 1) -> float:
         call()
         found.append((time.thread_time() - start) * 1e3)
     return statistics.median(found)
+
+
+def print_profile(call: Callable[[], object]) -> None:
+    """Where its time goes, the longest first."""
+    with cProfile.Profile() as profiler:
+        call()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
 
 
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
