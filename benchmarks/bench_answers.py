@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from pairs import arguments, compare, record, serving
+from pairs import compare, main, serving
 
 from penstock import LLM, SamplingParams
 from penstock.engine.commands.bench import serving as load
@@ -33,6 +33,7 @@ from penstock.engine.sampling_params import StructuredOutputs
 from penstock.executor.ring.queue import MessageQueue
 
 NEVER = 1 << 40
+BATCHES = [1, 8, 32]
 WIDE = {
     "num_hidden_layers": 1,
     "hidden_size": 64,
@@ -96,69 +97,55 @@ def two_ranks(requests: int, **ring: int) -> Iterator[LLM]:
         yield llm
 
 
-def masks(args: argparse.Namespace) -> dict[str, Any]:
-    count, length = args.requests or 256, args.output_len or 24
-    options = {"max_tokens": length, "ignore_eos": True, "structured_outputs": StructuredOutputs(regex="([a-z]+ )*")}
-    params = [SamplingParams(temperature=1.0, seed=seed, **options) for seed in range(count)]  # type: ignore[arg-type]
-    run = Timed(lambda llm: ids(llm.generate(["once"] * count, params, use_tqdm=False)))
-    with two_ranks(count) as after, two_ranks(count, out_of_band_bytes=NEVER) as before:
+def masks(pairs: int = 6, requests: int = 256, output_len: int = 24) -> dict[str, Any]:
+    options = {
+        "max_tokens": output_len,
+        "ignore_eos": True,
+        "structured_outputs": StructuredOutputs(regex="([a-z]+ )*"),
+    }
+    params = [SamplingParams(temperature=1.0, seed=seed, **options) for seed in range(requests)]  # type: ignore[arg-type]
+    run = Timed(lambda llm: ids(llm.generate(["once"] * requests, params, use_tqdm=False)))
+    with two_ranks(requests) as after, two_ranks(requests, out_of_band_bytes=NEVER) as before:
         run(after), run(before)
-        found = compare(
-            "constrained answers from two ranks",
-            lambda: count / run(after),
-            lambda: count / run(before),
-            args.pairs,
-            "requests/s",
-            higher_is_better=True,
-            sides=("out of band", "in the pickle"),
-        )
-    return {"requests": found}
+        sides = {"out of band": lambda: requests / run(after), "in the pickle": lambda: requests / run(before)}
+        return {"requests": compare("constrained answers from two ranks", sides, pairs, "requests/s")}
 
 
 # -- structured --------------------------------------------------------------------------------------------------
 
 
-def structured(args: argparse.Namespace) -> dict[str, Any]:
+def structured(pairs: int = 6, requests: int = 32, output_len: int = 128) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     load.add_arguments(parser)
-    count, length = args.requests or 32, args.output_len or 128
 
     def rate(port: int, share: float) -> float:
-        words = f"--base-url http://127.0.0.1:{port} --num-prompts {count} --num-warmups 16 --max-concurrency 16"
-        words += f" --random-input-len 64 --random-output-len {length} --structured-ratio {share} --temperature 1"
+        words = f"--base-url http://127.0.0.1:{port} --num-prompts {requests} --num-warmups 16 --max-concurrency 16"
+        words += f" --random-input-len 64 --random-output-len {output_len} --structured-ratio {share} --temperature 1"
         result = asyncio.run(load.measure(parser.parse_args([*words.split(), "--disable-tqdm"])))
-        assert result["failed"] == 0 and result["total_output_tokens"] == count * length
+        assert result["failed"] == 0 and result["total_output_tokens"] == requests * output_len
         return float(result["output_throughput"])
 
     command = (sys.executable, "-m", "penstock.cli", "serve", "--port", "0", "--executor", "uniproc")
     with serving(*command) as (port, _):
-        found = compare(
-            "80 % structured beside none",
-            lambda: rate(port, 0.8),
-            lambda: rate(port, 0.0),
-            args.pairs,
-            "tokens/s",
-            higher_is_better=True,
-            sides=("structured", "free"),
-        )
-    return {"tokens": found}
+        sides = {"structured": lambda: rate(port, 0.8), "free": lambda: rate(port, 0.0)}
+        return {"tokens": compare("80 % structured beside none", sides, pairs, "tokens/s")}
 
 
 # -- jump and drafts: the default model with a method of its core and without --------------------------------------
 
 
-def jump(args: argparse.Namespace) -> dict[str, Any]:
+def jump(pairs: int = 6, batches: list[int] = BATCHES) -> dict[str, Any]:
     options = {"temperature": 0.8, "max_tokens": 200, "structured_outputs": StructuredOutputs(json=SCHEMA)}
 
     def asked(batch: int) -> Asked:
         return [("Describe a city as JSON.", SamplingParams(seed=seed, **options)) for seed in range(batch)]  # type: ignore[arg-type]
 
     without: Any = mock.patch.object(Matcher, "forced", lambda self: [])
-    work = {f"after a schema, batch {batch}": asked(batch) for batch in args.batches}
-    return with_and_without("jumping", work, args.pairs, without)
+    work = {f"after a schema, batch {batch}": asked(batch) for batch in batches}
+    return with_and_without("jumping", work, pairs, without)
 
 
-def drafts(args: argparse.Namespace) -> dict[str, Any]:
+def drafts(pairs: int = 6, batches: list[int] = BATCHES, drafts: int = 4) -> dict[str, Any]:
     paragraphs = [part.replace("\n", " ") for part in TEXT.read_text().split("\n\n") if 300 < len(part) < 900]
 
     def asked(kind: str, batch: int) -> Asked:
@@ -170,9 +157,9 @@ def drafts(args: argparse.Namespace) -> dict[str, Any]:
         return found
 
     without = mock.patch.object(Drafter, "look", lambda *_: None)
-    work = {f"{kind}, batch {batch}": asked(kind, batch) for kind in QUESTIONS for batch in args.batches}
-    speculative = {"method": "ngram", "num_speculative_tokens": args.drafts}
-    return with_and_without("drafts", work, args.pairs, without, speculative_config=speculative)
+    work = {f"{kind}, batch {batch}": asked(kind, batch) for kind in QUESTIONS for batch in batches}
+    speculative = {"method": "ngram", "num_speculative_tokens": drafts}
+    return with_and_without("drafts", work, pairs, without, speculative_config=speculative)
 
 
 def with_and_without(what: str, work: dict[str, Asked], pairs: int, without: Any, **options: Any) -> dict[str, Any]:
@@ -190,7 +177,7 @@ def with_and_without(what: str, work: dict[str, Asked], pairs: int, without: Any
             before = counters(llm)
             run()
             sent = {key: value - before[key] for key, value in counters(llm).items()}
-            found = compare(name, run, bare, pairs, "s", sides=(f"with {what}", "without"))
+            found = compare(name, {f"with {what}": run, "without": bare}, pairs, "s")
             assert run.answers is not None
             figures[name] = found | {"tokens": sum(map(len, run.answers))} | sent
             print(f"  {figures[name]['tokens']} tokens; {sent}", flush=True)
@@ -202,13 +189,5 @@ def counters(llm: LLM) -> dict[str, int]:
     return {name: int(stats[name]) for name in ("forced_tokens", "draft_tokens", "accepted_tokens")}
 
 
-MODES = {"masks": masks, "structured": structured, "jump": jump, "drafts": drafts}
-
-
-def main() -> None:
-    args = arguments(__doc__, *MODES, pairs=6, batches=[1, 8, 32], requests=0, output_len=0, drafts=4)
-    record(f"answers-{args.mode}", MODES[args.mode](args))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "answers", masks, structured, jump, drafts)

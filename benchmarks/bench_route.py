@@ -16,7 +16,6 @@ one pool of two replicas beside one that computes prompts for the other. Replica
 model's pace and no model (tests/support/mock_replica.py); their blocks really move, but are small.
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvloop
-from pairs import Pair, alternate, arguments, compare, quantile, record, rounded, serving, summary, wait_ready
+from pairs import compare, main, quantile, rounded, rounds, serving, summary, wait_ready
 from tests.support.peer_rig import free_addresses
 from tests.support.router_fleet import MockReplica, mock_replicas
 from tests.support.slow_hash import v1_chain
@@ -52,7 +51,6 @@ class Answer(NamedTuple):
     status: int
     sent_s: float
     times_s: list[float]  # when each part of the body was read
-    body: bytes
 
 
 async def ask(client: Client, fields: dict[str, Any]) -> Answer:
@@ -61,14 +59,9 @@ async def ask(client: Client, fields: dict[str, Any]) -> Answer:
 
 
 async def send(client: Client, content: bytes) -> Answer:
-    sent_s, times, parts = time.perf_counter(), list[float](), list[bytes]()
-
-    def take(_: int, data: bytes, now_s: float) -> None:
-        times.append(now_s)
-        parts.append(data)
-
-    status = await client.exchange(content, take)
-    return Answer(status, sent_s, times, b"".join(parts))
+    sent_s, times = time.perf_counter(), list[float]()
+    status = await client.exchange(content, lambda _status, _data, now_s: times.append(now_s))
+    return Answer(status, sent_s, times)
 
 
 @contextlib.contextmanager
@@ -119,37 +112,33 @@ def cpu_s(pid: int) -> float:
     return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def cost(args: argparse.Namespace) -> dict[str, Any]:
+def cost(peer_python: str | None = None, pairs: int = 5, seconds: float = 4.0) -> dict[str, Any]:
     def per_cpu_second(proxy: tuple[int, int], streams: bool) -> float:
         port, pid = proxy
         begun_s = cpu_s(pid)
-        answers = uvloop.run(repeat(port, 32, args.seconds, lambda: STREAM if streams else SMALL))
+        answers = uvloop.run(repeat(port, 32, seconds, lambda: STREAM if streams else SMALL))
         assert all(answer.status == 200 for answer in answers)
         return len(answers) * (EVENTS if streams else 1) / (cpu_s(pid) - begun_s)
 
     figures: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
-        backend, _ = stack.enter_context(serving(sys.executable, LOADS, "backend"))
+        backend, pid = stack.enter_context(serving(sys.executable, LOADS, "backend"))
         router = stack.enter_context(serving(*ROUTE, "--backend", f"http://127.0.0.1:{backend}"))
         wait_ready(router[0])
-        peer = None
-        if args.peer_python:
-            peer = stack.enter_context(serving(args.peer_python, LOADS, "aiohttp", str(backend)))
+        proxies = {"router": router}
+        if peer_python:
+            proxies["aiohttp"] = stack.enter_context(serving(peer_python, LOADS, "aiohttp", str(backend)))
+        else:
+            print("no --peer-python: beside the backend itself")
+            proxies["backend"] = backend, pid
         for what, streams in (("requests", False), ("chunks", True)):
-            ours, theirs = partial(per_cpu_second, router, streams), partial(per_cpu_second, peer or router, streams)
-            ours(), theirs()
-            if peer is None:
-                alone = statistics.median(ours() for _ in range(args.pairs))
-                print(f"{what}: router {alone:,.0f} per CPU second (no --peer-python: nothing beside it)")
-                figures[what] = {"router": round(alone)}
-                continue
-            sides = ("router", "aiohttp")
-            unit = "per CPU second"
-            figures[what] = compare(what, ours, theirs, args.pairs, unit, higher_is_better=True, sides=sides)
-        rate = len(uvloop.run(repeat(router[0], 32, args.seconds, lambda: SMALL))) / args.seconds / 2
+            sides = {name: partial(per_cpu_second, proxy, streams) for name, proxy in proxies.items()}
+            rounds(sides, 1)
+            figures[what] = compare(what, sides, pairs, "per CPU second")
+        rate = len(uvloop.run(repeat(router[0], 32, seconds, lambda: SMALL))) / seconds / 2
         added: dict[float, list[float]] = {0.5: [], 0.99: []}
-        for _ in range(args.pairs):
-            through, straight = (uvloop.run(paced(port, rate, args.seconds)) for port in (router[0], backend))
+        for _ in range(pairs):
+            through, straight = (uvloop.run(paced(port, rate, seconds)) for port in (router[0], backend))
             for share, values in added.items():
                 values.append(quantile(through, share) - quantile(straight, share))
     latency = {f"added_p{100 * share:.0f}_ms": rounded(statistics.median(values)) for share, values in added.items()}
@@ -160,7 +149,7 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
 # -- hash --------------------------------------------------------------------------------------------------------
 
 
-def run_router(backend: int) -> None:
+def slow_router(backend: int = 0) -> None:
     """The router with the Python loop run first and on the event loop, as a published one did before each decision."""
     from penstock.engine.http.listen import bind_socket
     from penstock.router.config import RouterConfig, resolve
@@ -195,31 +184,28 @@ async def first_bytes(port: int, contents: list[bytes], clients: int) -> tuple[l
     return [answer.times_s[0] - answer.sent_s for answer in answers], time.perf_counter() - begun_s
 
 
-def hashed(args: argparse.Namespace) -> dict[str, Any]:
+def hash(tokens: int = 39_000, clients: int = 128, requests: int = 256, pairs: int = 5) -> dict[str, Any]:
     rng, contents = random.Random(1), []
-    for _ in range(args.requests):  # encoded before the clock starts: each has 200 KB
-        body = {"model": "m", "prompt": rng.choices(range(50_000), k=args.tokens), "max_tokens": 1}
+    for _ in range(requests):  # encoded before the clock starts: each has 200 KB
+        body = {"model": "m", "prompt": rng.choices(range(50_000), k=tokens), "max_tokens": 1}
         content = json.dumps(body, separators=(",", ":")).encode()
         contents.append(Target("bench", 80).request("POST", "/v1/completions", content, {}))
     p95: dict[str, list[float]] = {"C": [], "Python": []}
     with contextlib.ExitStack() as stack:
         backend, _ = stack.enter_context(serving(sys.executable, LOADS, "backend"))
         fast, _ = stack.enter_context(serving(*ROUTE, "--backend", f"http://127.0.0.1:{backend}"))
-        slow, _ = stack.enter_context(serving(sys.executable, __file__, "hash", "--backend", str(backend)))
+        slow, _ = stack.enter_context(serving(sys.executable, __file__, "slow-router", "--backend", str(backend)))
         ports = {"C": fast, "Python": slow}
 
         def rate(hasher: str) -> float:
-            times, seconds = uvloop.run(first_bytes(ports[hasher], contents, args.clients))
+            times, seconds = uvloop.run(first_bytes(ports[hasher], contents, clients))
             p95[hasher].append(quantile(times, 0.95))
             return len(times) / seconds
 
         for port in ports.values():
             wait_ready(port)
-        pairs = alternate(lambda: rate("C"), lambda: rate("Python"), args.pairs)
-    sides = "C", "Python"
-    requests = summary("requests", pairs, "per second", higher_is_better=True, sides=sides)
-    seconds = [Pair(*pair) for pair in zip(p95["C"], p95["Python"], strict=True)]
-    return {"requests": requests, "first_byte_p95": summary("first byte p95", seconds, "s", sides=sides)}
+        rates = compare("requests", {name: partial(rate, name) for name in ports}, pairs, "per second")
+    return {"requests": rates, "first_byte_p95": summary("first byte p95", p95, "s")}
 
 
 # -- failover ----------------------------------------------------------------------------------------------------
@@ -246,30 +232,30 @@ async def one_kill(port: int, victim: MockReplica, clients: int, seconds: float)
     return Counter(answer.status for answer in await asking), took_s
 
 
-def failover(args: argparse.Namespace) -> dict[str, Any]:
+def failover(replicas: int = 8, pairs: int = 5, seconds: float = 4.0) -> dict[str, Any]:
     statuses, times_ms = Counter[int](), []
-    for number in range(args.pairs):
+    for number in range(pairs):
         with contextlib.ExitStack() as stack:
-            replicas = stack.enter_context(mock_replicas(args.replicas, prefill_tps=2000, inter_token_s=0.02))
-            backends = [word for replica in replicas for word in ("--backend", replica.url)]
+            servers = stack.enter_context(mock_replicas(replicas, prefill_tps=2000, inter_token_s=0.02))
+            backends = [word for server in servers for word in ("--backend", server.url)]
             port, _ = stack.enter_context(serving(*ROUTE, *backends))
             wait_ready(port)
-            seen, took_s = uvloop.run(one_kill(port, replicas[number % len(replicas)], 64, args.seconds))
+            seen, took_s = uvloop.run(one_kill(port, servers[number % replicas], 64, seconds))
             statuses += seen
             times_ms.append(1000 * took_s)
     failed = statuses.total() - statuses[200]
     median, worst = statistics.median(times_ms), max(times_ms)
-    print(f"{failed} of {statuses.total():,} requests failed in {args.pairs} kills of 1 of {args.replicas} replicas")
+    print(f"{failed} of {statuses.total():,} requests failed in {pairs} kills of 1 of {replicas} replicas")
     print(f"out of rotation after {median:.1f} ms (median), {worst:.1f} ms (worst)")
     times = {"median": median, "worst": worst}
-    return {"requests": statuses.total(), "failed": failed, "kills": args.pairs, "out_of_rotation_ms": times}
+    return {"requests": statuses.total(), "failed": failed, "kills": pairs, "out_of_rotation_ms": times}
 
 
 # -- split -------------------------------------------------------------------------------------------------------
 
 
 async def gaps_and_first_tokens(
-    port: int, args: argparse.Namespace, seconds: float, rng: random.Random
+    port: int, prompt_tokens: int, every: float, seconds: float, rng: random.Random
 ) -> tuple[list[float], list[float]]:
     """Milliseconds between two tokens of 16 streams, and to the first tokens of the long prompts beside them."""
 
@@ -290,8 +276,8 @@ async def gaps_and_first_tokens(
         await asyncio.sleep(SETTLE_S)
         asked = []
         while time.perf_counter() < begin_s + seconds:
-            asked.append(asyncio.create_task(ask(client, prompt(args.prompt_tokens, 16))))
-            await asyncio.sleep(args.every)
+            asked.append(asyncio.create_task(ask(client, prompt(prompt_tokens, 16))))
+            await asyncio.sleep(every)
         end_s = time.perf_counter()
         answers = [await task for task in asked]
         assert not any(task.done() for task in streams), "an answer ended too early"
@@ -307,7 +293,9 @@ async def gaps_and_first_tokens(
     return gaps, [1000 * (answer.times_s[0] - answer.sent_s) for answer in answers]
 
 
-def split(args: argparse.Namespace) -> dict[str, Any]:
+def split(
+    pairs: int = 5, seconds: float = 4.0, prompt_tokens: int = 6000, every: float = 0.5, prefill_threshold: int = 512
+) -> dict[str, Any]:
     (address,) = free_addresses(1)
     pace = {"prefill_tps": 20_000, "inter_token_s": 0.01, "kv_host_bytes": 1 << 24, "max_model_len": 131_072}
     rng = random.Random(0)
@@ -316,29 +304,22 @@ def split(args: argparse.Namespace) -> dict[str, Any]:
         (first,) = stack.enter_context(mock_replicas(1, kv_peer_listen=address, **pace))
         (second,) = stack.enter_context(mock_replicas(1, kv_peer=address, **pace))
         roles: tuple[str, ...] = ("--prefill", f"{first.url}={address}", "--decode", second.url)
-        roles += ("--prefill-threshold", str(args.prefill_threshold))
+        roles += ("--prefill-threshold", str(prefill_threshold))
         both = ("--backend", first.url, "--backend", second.url)
         ports = {
             name: stack.enter_context(serving(*ROUTE, *given))[0] for name, given in (("split", roles), ("pool", both))
         }
 
         def p99(name: str) -> float:
-            gaps, first_tokens = uvloop.run(gaps_and_first_tokens(ports[name], args, args.seconds, rng))
+            gaps, first_tokens = uvloop.run(gaps_and_first_tokens(ports[name], prompt_tokens, every, seconds, rng))
             seen[name][0].extend(gaps)
             seen[name][1].extend(first_tokens)
             return quantile(gaps, 0.99)
 
         for port in ports.values():
             wait_ready(port)
-            uvloop.run(gaps_and_first_tokens(port, args, 1.0, rng))  # connections, learned speeds
-        found = compare(
-            "p99 between tokens",
-            lambda: p99("split"),
-            lambda: p99("pool"),
-            args.pairs,
-            "ms",
-            sides=("split", "pool"),
-        )
+            uvloop.run(gaps_and_first_tokens(port, prompt_tokens, every, 1.0, rng))  # connections, learned speeds
+        found = compare("p99 between tokens", {name: partial(p99, name) for name in ports}, pairs, "ms")
         moved = second.metric('penstock:kv_tier_hit_tokens_total{model_name="mock",tier="peer"}')
     figures: dict[str, Any] = {"gap_p99_ms": found, "tokens_moved": moved}
     for name, (gaps, first_tokens) in seen.items():
@@ -350,25 +331,5 @@ def split(args: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-MODES = {"cost": cost, "hash": hashed, "failover": failover, "split": split}
-
-
-def main() -> None:
-    options: dict[str, Any] = {
-        "peer_python": None,
-        "pairs": 5,
-        "seconds": 4.0,
-        "backend": 0,
-        "replicas": 8,
-        "prefill_threshold": 512,
-    }
-    options |= {"tokens": 39_000, "clients": 128, "requests": 256, "prompt_tokens": 6000, "every": 0.5}
-    args = arguments(__doc__, *MODES, **options)
-    if args.backend:  # the slow router of `hash`, in its own process
-        run_router(args.backend)
-    else:
-        record(f"route-{args.mode}", MODES[args.mode](args))
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "route", cost, hash, failover, split, slow_router)

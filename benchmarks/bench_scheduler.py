@@ -14,14 +14,10 @@ them again and again. `hashlib` makes our keys one by one in Python, `digests` i
 own, measured in CPU seconds. Then plain hashing, in microseconds.
 """
 
-import argparse
-import cProfile
 import gc
 import json
-import pstats
 import random
 import resource
-import statistics
 import subprocess
 import sys
 import threading
@@ -35,7 +31,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import numpy as np
-from pairs import arguments, medians, record, rounded, rounds, table
+from pairs import main, medians, print_profile, rounded, rounds, summary, table
 
 from penstock._csrc import ffi, lib
 from penstock.cache.keys import block_keys
@@ -44,14 +40,14 @@ from penstock.engine.core import holdings
 from penstock.engine.core.engine_core import settle_garbage
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.messages import Output, Submit
-from penstock.executor.protocol import ModelInfo, Sampling, Step, StepResult
+from penstock.executor.oracle import OracleExecutor
+from penstock.executor.protocol import ExecutorConfig, Sampling, Step, StepResult
 
 FLOOR_US = 8.0
 BLOCK_SIZE = 16
 VOCAB_SIZE = 150_000
 IN_FLIGHT = 2
 GREEDY = Sampling(temperature=0.0, stop_ids=(2,))
-DESIGNS = ("objects", "hashlib", "digests")
 
 
 class Load:
@@ -59,19 +55,8 @@ class Load:
 
     def __init__(self, running: int, num_blocks: int) -> None:
         self.running = running
-        info = ModelInfo(
-            architecture="none",
-            dtype="none",
-            device="none",
-            vocab_size=VOCAB_SIZE,
-            hidden_size=1,
-            max_model_len=8192,
-            block_size=BLOCK_SIZE,
-            num_blocks=num_blocks,
-            block_bytes=1,
-            fingerprint=b"benchmark",
-            max_in_flight=IN_FLIGHT,
-        )
+        model = {"max_model_len": 8192, "block_size": BLOCK_SIZE, "hf_overrides": {"vocab_size": VOCAB_SIZE}}
+        info = OracleExecutor(ExecutorConfig(**model, kv_cache_bytes=8 * BLOCK_SIZE * num_blocks), IN_FLIGHT).info
         config = SchedulerConfig(max_num_seqs=running, max_num_batched_tokens=8192)
         self.scheduler = Scheduler(config, info, time.monotonic)
         self._in_flight: deque[Step] = deque()
@@ -167,14 +152,11 @@ def _turnover(load: Load, steps: int, prompts: tuple[int, int], answers: tuple[i
 WORKLOADS = {"decode": decode, "mixed": mixed, "tight": tight}
 
 
-def steps(args: argparse.Namespace) -> dict[str, Any]:
-    if args.profile:
-        profiler = cProfile.Profile()
-        profiler.runcall(WORKLOADS[args.profile], args.running, args.steps)
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-        raise SystemExit
+def steps(running: int = 256, steps: int = 400, pairs: int = 10, profile: str = "") -> dict[str, Any] | None:
+    if profile:
+        return print_profile(partial(WORKLOADS[profile], running, steps))
     settle_garbage()
-    runs = rounds({name: partial(work, args.running, args.steps) for name, work in WORKLOADS.items()}, args.pairs)
+    runs = rounds({name: partial(work, running, steps) for name, work in WORKLOADS.items()}, pairs)
     rows, held = [], True
     for name, loads in runs.items():
         found = [load.per_row_us() for load in loads]
@@ -184,7 +166,7 @@ def steps(args: argparse.Namespace) -> dict[str, Any]:
         rows.append({"µs per request and step": name, **figures})
     table(rows)
     print(f"floor: {FLOOR_US:g} µs: {'held' if held else 'NOT held'}")
-    return {"running": args.running, "floor_us": FLOOR_US, "rows": rows}
+    return {"running": running, "floor_us": FLOOR_US, "rows": rows}
 
 
 # -- keys --------------------------------------------------------------------------------------------------------
@@ -215,6 +197,9 @@ def hashlib_keys(tokens: memoryview, block_size: int, *, root: bytes) -> list[by
     return keys
 
 
+DESIGNS: dict[str, Callable[..., Any]] = {"objects": object_keys, "hashlib": hashlib_keys, "digests": block_keys}
+
+
 class Collections:
     """Counts garbage collections and the time they take."""
 
@@ -231,25 +216,24 @@ class Collections:
             self.full += info["generation"] == 2
 
 
-def run_design(args: argparse.Namespace) -> dict[str, float]:
-    """So many requests of 1,500 tokens with 150 out to their end, over a pool of a million tokens."""
-    make_keys: dict[str, Any] = {"objects": object_keys, "hashlib": hashlib_keys, "digests": block_keys}
-    vars(holdings)["block_keys"] = make_keys[args.design]
+def design(name: str = "digests", requests: int = 10_000) -> None:
+    """The process of one run: so many requests of 1,500 tokens with 150 out to their end, over a pool of a million tokens."""
+    vars(holdings)["block_keys"] = DESIGNS[name]
     collections = Collections()
     settle_garbage()
     gc.callbacks.append(collections)
     start = time.process_time()
     load, rng, sent, done = Load(256, 65_536), np.random.default_rng(0), 0, 0
-    while done < args.requests:
-        while sent < args.requests and len(load.scheduler.waiting) < 16:
+    while done < requests:
+        while sent < requests and len(load.scheduler.waiting) < 16:
             load.submit(rng.integers(8, VOCAB_SIZE, 1500, dtype=np.int32).tobytes(), 150)
             sent += 1
         done += sum(output.finish_reason is not None for output in load.step())
     seconds = time.process_time() - start
     gc.callbacks.remove(collections)
     gc.collect()
-    return {
-        "requests_per_s": args.requests / seconds,
+    found = {
+        "requests_per_s": requests / seconds,
         "gc_collections": collections.count,
         "gc_full_collections": collections.full,
         "gc_seconds": collections.seconds,
@@ -257,38 +241,25 @@ def run_design(args: argparse.Namespace) -> dict[str, float]:
         "tracked_objects": len(gc.get_objects()),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
+    print(json.dumps(found))
 
 
-def keys(args: argparse.Namespace) -> dict[str, Any]:
-    if args.design:  # the process of one run
-        print(json.dumps(run_design(args)))
-        raise SystemExit
-
-    def run(design: str) -> dict[str, float]:
-        command = [sys.executable, __file__, "keys", "--design", design, "--requests", str(args.requests)]
+def keys(requests: int = 10_000, pairs: int = 10, tokens: int = 39_000) -> dict[str, Any]:
+    def run(name: str) -> dict[str, float]:
+        command = [sys.executable, __file__, "design", "--name", name, "--requests", str(requests)]
         return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)  # type: ignore[no-any-return]
 
-    runs = rounds({design: partial(run, design) for design in DESIGNS}, args.pairs)
-    loop: dict[str, Any] = {"medians": {design: medians(found) for design, found in runs.items()}}
+    runs = rounds({name: partial(run, name) for name in DESIGNS}, pairs)
+    loop: dict[str, Any] = {"medians": {name: medians(found) for name, found in runs.items()}}
     rows = [{"scheduling loop, median": name} for name in runs["objects"][0]]
     table([row | {d: loop["medians"][d][row["scheduling loop, median"]] for d in DESIGNS} for row in rows])
-    for design in DESIGNS[1:]:
-        both = zip(runs[design], runs["objects"], strict=True)
-        ratios = [ours["requests_per_s"] / theirs["requests_per_s"] for ours, theirs in both]
-        low, high = bootstrap(ratios)
-        mean = statistics.mean(ratios)
-        print(f"{design} / objects, requests/s: mean {mean:.3f}, 95% interval {low:.3f} … {high:.3f}")
-        loop[f"{design}_ratio"] = {"mean": mean, "low": low, "high": high}
-    times = hashing(args.tokens)
-    table([{f"µs, a prompt of {args.tokens:,} tokens": name, "": value} for name, value in times.items()])
+    rates = {name: [each["requests_per_s"] for each in found] for name, found in runs.items()}
+    for name in ("hashlib", "digests"):
+        both = {side: rates[side] for side in (name, "objects")}
+        loop[f"{name}_ratio"] = summary(f"{name} beside objects", both, "requests/s")
+    times = hashing(tokens)
+    table([{f"µs, a prompt of {tokens:,} tokens": name, "": value} for name, value in times.items()])
     return {"loop": loop, "hashing_us": {name: rounded(value) for name, value in times.items()}}
-
-
-def bootstrap(values: list[float]) -> tuple[float, float]:
-    """The 95% interval of the mean."""
-    rng = random.Random(0)
-    means = sorted(statistics.mean(rng.choices(values, k=len(values))) for _ in range(2000))
-    return means[50], means[1949]
 
 
 def hashing(num_tokens: int) -> dict[str, float]:
@@ -347,12 +318,5 @@ def beside_a_busy_thread(call: Callable[[], object], number: int = 20_000) -> fl
     return seconds / number * 1e6
 
 
-def main() -> None:
-    options: dict[str, Any] = {"running": 256, "steps": 400, "pairs": 10, "requests": 10_000, "tokens": 39_000}
-    args = arguments(__doc__, "steps", "keys", profile=None, design=None, **options)
-    figures = {"steps": steps, "keys": keys}[args.mode](args)
-    record("keys" if args.mode == "keys" else "scheduler", figures)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, "scheduler", steps, keys, design)

@@ -4,48 +4,61 @@
                                             blocks written to the disk by the caller, as connectors once did
     python benchmarks/bench_tiers.py ttft   time to first token of a prompt found on the disk, and of one found at a peer,
                                             against computing it
+    python benchmarks/bench_tiers.py disk   the disk tier alone: what storing costs its caller; look-up; restart
 
 All engines of a run live side by side in this process and take turns, so that a busy machine meets them all. Floors:
 host / none ≤ 1.03, host+disk / host ≤ 1.01; found / computed ≤ 1.05 always and ≤ 0.3 at 2,000 tokens on the default
 model. Disks are temporary directories under --disk-path.
+
+`disk`: a store of 2,048 tokens is eight chunks of 8 MiB. Its cost on the calling thread is taken on an empty disk and with
+20,000 resident chunks where every further one evicts, in turn; writing and unlinking are left out. A restart opens 100,000
+records.
 """
 
-import argparse
+import os
 import random
 import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+import timeit
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from pairs import Pair, arguments, record, rounded, rounds, summary
+from pairs import main, quantile, rounded, rounds, summary
 
 from penstock import LLM, SamplingParams
+from penstock.cache.tiers.disk.calls import SystemCalls
+from penstock.cache.tiers.disk.record import cell_bytes
+from penstock.cache.tiers.disk.tier import DiskTier
+from penstock.cache.tiers.memory import huge_array
 
 FIRST_ID = 1000
 
 
-class Bench:
-    """The arguments, the engines, and a source of prompts that none of them has seen."""
+class Engines:
+    """Engines that end with it, and a source of prompts that none of them has seen."""
 
-    def __init__(self, args: argparse.Namespace, stack: ExitStack) -> None:
-        self.args, self._stack = args, stack
-        self._rng = random.Random(args.seed)
+    def __init__(
+        self, stack: ExitStack, model: str | None, load_format: str, vocab: int, disk_path: str | None
+    ) -> None:
+        self._stack, self._model, self._vocab, self._disk_path = stack, model, vocab, disk_path
+        self._options = {"load_format": load_format, "kv_cache_bytes": 2**30, "skip_tokenizer": True}
+        self._rng = random.Random(0)
 
-    def engine(self, host: bool = True, disk: bool = False, **options: Any) -> LLM:
-        args = self.args
+    def open(self, host: bool = True, disk: bool = False, **options: Any) -> LLM:
         if host:
             options["kv_host_bytes"] = "1GiB"
         if disk:
-            path = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tiers-", dir=args.disk_path))
+            path = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="tiers-", dir=self._disk_path))
             options |= {"kv_disk_path": path, "kv_disk_bytes": "8GiB"}
-        options |= {"load_format": args.load_format, "kv_cache_bytes": 2**30, "skip_tokenizer": True}
-        return self._stack.enter_context(LLM(args.model, **options))
+        return self._stack.enter_context(LLM(self._model, **self._options, **options))
 
     def prompt(self, length: int) -> list[int]:
-        return [self._rng.randrange(FIRST_ID, self.args.vocab) for _ in range(length)]
+        return [self._rng.randrange(FIRST_ID, self._vocab) for _ in range(length)]
 
 
 def run(llm: LLM, prompts: list[list[int]], max_tokens: int) -> float:
@@ -64,33 +77,42 @@ def store_of(llm: LLM) -> Any:
     return store
 
 
-def ratio(name: str, pairs: list[Pair], sides: tuple[str, str]) -> dict[str, Any]:
-    """How many times as long the first of the sides takes: 1.03 means 3 % slower."""
-    return summary(f"{name}, {' / '.join(sides)}", pairs, "s", higher_is_better=True, sides=sides)
-
-
 # -- cost --------------------------------------------------------------------------------------------------------
 
 
-def cost(bench: Bench) -> dict[str, Any]:
-    args = bench.args
-    engines = {"none": bench.engine(host=False), "host": bench.engine(), "host+disk": bench.engine(disk=True)}
-    engines["host+disk, caller writes"] = caller = bench.engine(disk=True)
-    write_in_the_caller(store_of(caller))
-    batches = [[bench.prompt(args.input_len) for _ in range(args.prompts)] for _ in range(args.pairs + 1)]
-    waiting = {name: iter(batches) for name in engines}  # every engine gets the same batches
-    runs = {name: lambda n=name: run(engines[n], next(waiting[n]), args.output_len) for name in engines}
-    rounds(runs, 1)  # warms up
-    seconds = rounds(runs, args.pairs)
-    medians = {name: rounded(statistics.median(values)) for name, values in seconds.items()}
-    print("median seconds: " + "  ".join(f"{name} {value:.3f}" for name, value in medians.items()))
-    stored = engines["host+disk"].get_metrics()["kv_disk_stored_blocks"]
+def cost(
+    model: str | None = None,
+    load_format: str = "auto",
+    vocab: int = 40_000,
+    disk_path: str | None = None,
+    pairs: int = 10,
+    prompts: int = 8,
+    input_len: int = 256,
+    output_len: int = 16,
+) -> dict[str, Any]:
+    with ExitStack() as stack:
+        engines = Engines(stack, model, load_format, vocab, disk_path)
+        sides = {"none": engines.open(host=False), "host": engines.open(), "host+disk": engines.open(disk=True)}
+        sides["host+disk, caller writes"] = caller = engines.open(disk=True)
+        write_in_the_caller(store_of(caller))
+        batches = [[engines.prompt(input_len) for _ in range(prompts)] for _ in range(pairs + 1)]
+        waiting = {name: iter(batches) for name in sides}  # every engine gets the same batches
+        runs = {name: lambda n=name: run(sides[n], next(waiting[n]), output_len) for name in sides}
+        rounds(runs, 1)  # warms up
+        seconds = rounds(runs, pairs)
+        stored = sides["host+disk"].get_metrics()["kv_disk_stored_blocks"]
     assert stored > 0, "the disk was never written"
-    figures = {"median_s": medians, "blocks_on_disk": stored}
-    for sides in (("host", "none"), ("host+disk", "host")):
-        pairs = [Pair(*pair) for pair in zip(*(seconds[side] for side in sides), strict=True)]
-        figures[" / ".join(sides)] = ratio("a batch of new prompts", pairs, sides)
+    median_s = {name: rounded(statistics.median(values)) for name, values in seconds.items()}
+    print("median seconds: " + "  ".join(f"{name} {value:.3f}" for name, value in median_s.items()))
+    figures: dict[str, Any] = {"median_s": median_s, "blocks_on_disk": stored}
+    for both in (("host", "none"), ("host+disk", "host")):
+        figures[" / ".join(both)] = ratio("a batch of new prompts", {side: seconds[side] for side in both})
     return figures
+
+
+def ratio(name: str, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """How many times as long the first of the sides takes: 1.03 means 3 % slower."""
+    return summary(f"{name}, {' / '.join(seconds)}", seconds, "s", higher_is_better=True)
 
 
 def write_in_the_caller(disk: Any) -> None:
@@ -108,36 +130,48 @@ def write_in_the_caller(disk: Any) -> None:
 # -- ttft --------------------------------------------------------------------------------------------------------
 
 
-def ttft(bench: Bench) -> dict[str, Any]:
+def ttft(
+    model: str | None = None,
+    load_format: str = "auto",
+    vocab: int = 40_000,
+    disk_path: str | None = None,
+    pairs: int = 10,
+    shared: list[int] = [32, 128, 512, 2000],  # noqa: B006
+) -> dict[str, Any]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    disk = bench.engine(disk=True)
-    first, second = bench.engine(kv_peer_listen=address), bench.engine(kv_peers=[address])
-    results = found_below(bench, "disk", disk, disk, lambda _: forget_device_and_host(disk))
-    return results | found_below(bench, "peer", first, second, lambda blocks: wait_for_keys(second, blocks))
+    with ExitStack() as stack:
+        engines = Engines(stack, model, load_format, vocab, disk_path)
+        disk = engines.open(disk=True)
+        first, second = engines.open(kv_peer_listen=address), engines.open(kv_peers=[address])
+        ways = {
+            "disk": (disk, disk, lambda _: forget_device_and_host(disk)),
+            "peer": (first, second, partial(wait_for_keys, second)),
+        }
+        return {
+            f"{length} tokens, {kind}": found_below(engines, kind, length, pairs, *way)
+            for kind, way in ways.items()
+            for length in shared
+        }
 
 
 def found_below(
-    bench: Bench, kind: str, computes: LLM, reads: LLM, between: Callable[[int], None]
-) -> dict[str, dict[str, Any]]:
+    engines: Engines, kind: str, length: int, pairs: int, computes: LLM, reads: LLM, between: Callable[[int], None]
+) -> dict[str, Any]:
     """A prompt is computed by one engine; the other, or the same once it has forgotten, finds it in a tier."""
-    results = {}
-    for length in bench.args.shared:
-        pairs, found = [], []
-        for number in range(bench.args.pairs + 1):
-            prompt, ends = bench.prompt(length), [bench.prompt(8) for _ in range(2)]
-            computed_s = run(computes, [prompt + ends[0]], 1)
-            between(length // reads.info.block_size)
-            before = reads.get_metrics()[f"kv_{kind}_hit_tokens"]
-            found_s = run(reads, [prompt + ends[1]], 1)
-            if number:  # the first warms up
-                pairs.append(Pair(found_s, computed_s))
-                found.append(reads.get_metrics()[f"kv_{kind}_hit_tokens"] - before)
-            if computes is not reads:
-                reads.reset_prefix_cache(), computes.reset_prefix_cache()
-        name = f"{length} tokens, {kind}"
-        results[name] = ratio(name, pairs, ("found", "computed")) | {"found_tokens": statistics.median(found)}
-    return results
+    seconds: dict[str, list[float]] = {"found": [], "computed": []}
+    tokens = []
+    for _ in range(pairs + 1):
+        prompt, ends = engines.prompt(length), [engines.prompt(8) for _ in range(2)]
+        seconds["computed"].append(run(computes, [prompt + ends[0]], 1))
+        between(length // reads.info.block_size)
+        before = reads.get_metrics()[f"kv_{kind}_hit_tokens"]
+        seconds["found"].append(run(reads, [prompt + ends[1]], 1))
+        tokens.append(reads.get_metrics()[f"kv_{kind}_hit_tokens"] - before)
+        if computes is not reads:
+            reads.reset_prefix_cache(), computes.reset_prefix_cache()
+    counted = {side: values[1:] for side, values in seconds.items()}  # the first warms up
+    return ratio(f"{length} tokens, {kind}", counted) | {"found_tokens": statistics.median(tokens[1:])}
 
 
 def forget_device_and_host(llm: LLM) -> None:
@@ -153,23 +187,103 @@ def wait_for_keys(llm: LLM, count: int) -> None:
         time.sleep(0.001)
 
 
-MODES = {"cost": cost, "ttft": ttft}
+# -- disk --------------------------------------------------------------------------------------------------------
+
+CHUNK = 8 * 2**20
+BATCH = 8
+RESIDENT = 20_000
+MANY = 100_000
+BATCHES_A_ROUND = 30
+FINGERPRINT = b"benchmark"
 
 
-def main() -> None:
-    options: dict[str, Any] = {
-        "model": None,
-        "load_format": "auto",
-        "vocab": 40_000,
-        "disk_path": None,
-        "pairs": 10,
-        "seed": 0,
-    }
-    options |= {"prompts": 8, "input_len": 256, "output_len": 16, "shared": [32, 128, 512, 2000]}
-    args = arguments(__doc__, *MODES, **options)
-    with ExitStack() as stack:
-        record(f"tiers-{args.mode}", MODES[args.mode](Bench(args, stack)))
+class NoWrites(SystemCalls):
+    """Records go nowhere; all else is as always."""
+
+    def writev(self, file: int, parts: Sequence[Any], offset: int) -> int:
+        return sum(map(len, parts)) if len(parts) > 1 else super().writev(file, parts, offset)
+
+    def allocate(self, file: int, size_bytes: int) -> None:
+        os.ftruncate(file, size_bytes)
+
+
+class Disk:
+    """A tier that has stored so many records, real in everything but their bytes; `full`: every further one evicts."""
+
+    def __init__(self, folder: Path, num_records: int, full: bool = False) -> None:
+        self._options: dict[str, Any] = {"chunk_bytes": CHUNK, "fingerprint": FINGERPRINT}
+        cells = num_records if full else num_records + 10**4
+        self._options |= {"path": folder, "capacity_bytes": cells * (cell_bytes(CHUNK) + 4096) + 2**26}
+        self._chunks = [memoryview(chunk) for chunk in huge_array(BATCH, CHUNK)]
+        self.tier = DiskTier(**self._options, calls=NoWrites())
+        self.polls: list[float] = []
+        self.batches((self.tier.stats()["slots"] if full else num_records) // BATCH + full)
+        self.tier._admission.admits = lambda key: True  # type: ignore[method-assign]  # every store evicts
+        self.polls.clear()
+
+    def reopened(self) -> DiskTier:
+        return DiskTier(**self._options)
+
+    def batches(self, count: int) -> list[float]:
+        seconds = []
+        for _ in range(count):
+            keys = [os.urandom(32) for _ in range(BATCH)]
+            put, chunks = self.tier.put, self._chunks
+            started_s = time.perf_counter()
+            for key, chunk in zip(keys, chunks, strict=True):
+                put(key, chunk)
+            seconds.append(time.perf_counter() - started_s)
+            self._drain(BATCH)
+        return seconds
+
+    def _drain(self, count: int) -> None:
+        while count:
+            time.sleep(0.0002)
+            started_s = time.perf_counter()
+            count -= len(self.tier.poll())
+            self.polls.append(time.perf_counter() - started_s)
+
+
+def quantiles_us(seconds: Sequence[float]) -> dict[str, Any]:
+    return {f"p{100 * share:.0f}_us": rounded(1e6 * quantile(seconds, share)) for share in (0.5, 0.99)}
+
+
+def stored(folder: Path, count: int) -> dict[str, Any]:
+    sides = {"empty": Disk(folder / "empty", 0), "full": Disk(folder / "full", RESIDENT, full=True)}
+    rounds({name: partial(side.batches, 3) for name, side in sides.items()}, 1)
+    runs = rounds({name: partial(side.batches, BATCHES_A_ROUND) for name, side in sides.items()}, count)
+    figures = {name: quantiles_us([seconds for batch in values for seconds in batch]) for name, values in runs.items()}
+    figures["poll"] = quantiles_us([*sides["empty"].polls, *sides["full"].polls])
+    for side in sides.values():
+        side.tier.close()
+    return figures
+
+
+def restarted(folder: Path, count: int) -> dict[str, Any]:
+    """Seconds to open a disk of many records, nanoseconds of a look-up."""
+    disk, seconds = Disk(folder, MANY), []
+    disk.tier.close()
+    for _ in range(count):
+        started_s = time.perf_counter()
+        tier = disk.reopened()
+        seconds.append(time.perf_counter() - started_s)
+        assert len(tier) == MANY
+        keys = tier.keys()[::10]
+        names = {"contains": tier.contains, "keys": keys}
+        walk_s = min(timeit.repeat("[contains(key) for key in keys]", number=1, repeat=5, globals=names))
+        tier.close()
+    restart_s = {"median": round(statistics.median(seconds), 3), "worst": round(max(seconds), 3)}
+    return {"entries": MANY, "restart_s": restart_s, "lookup_ns": round(walk_s / len(keys) * 1e9)}
+
+
+def disk(disk_path: str | None = None, pairs: int = 10) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="tiers-", dir=disk_path) as folder:
+        figures = {"store": stored(Path(folder), pairs), "restart": restarted(Path(folder) / "restart", pairs)}
+    for values in figures.values():
+        for name, value in values.items():
+            print(f"  {name:20} {value}")
+    return figures
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, "tiers", cost, ttft, disk)

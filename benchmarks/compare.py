@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pairs import Pair, record, rounds, summary
+from pairs import record, rounds, summary
 
 from penstock.engine.commands.bench import serving as serve
 from penstock.engine.commands.bench.startup import free_port, stop
@@ -148,9 +148,9 @@ def servers(args: argparse.Namespace) -> int:
     ratios: dict[str, dict[str, Any]] = {name: {} for name in others}
     for other in others:
         for figure, is_higher in FIGURES.items():
-            both = [Pair(a[figure], b[figure]) for a, b in zip(found[first], found[other], strict=True)]
-            if min(min(pair) for pair in both) > 0:
-                ratios[other][figure] = summary(figure, both, "", higher_is_better=is_higher, sides=(first, other))
+            both = {side: [run[figure] for run in found[side]] for side in (first, other)}
+            if min(map(min, both.values())) > 0:
+                ratios[other][figure] = summary(figure, both, "", is_higher)
     record("compare", {"rounds": args.rounds, "options": args.bench, "sides": found, "ratios": ratios})
     return 0
 

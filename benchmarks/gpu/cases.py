@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks.gpu.batches import PAGE, Rows, make_batch, make_cache, num_blocks, pages_of
+from benchmarks.gpu.figures import open_device, set_launch
 from tests.support.twins import changed, eight_bits, sampling
 from tests.support.twins.experts import fused_experts
 
@@ -81,6 +82,22 @@ class Kit(NamedTuple):
         return self.layers // 2
 
 
+def open_kit(job: dict[str, Any]) -> Kit:
+    """Of a part's job: its device and the way in which kernels are launched there."""
+    device = open_device(job)
+    set_launch(job)
+    torch.manual_seed(0)
+    return Kit(device, torch.float32 if device.type == "cpu" else torch.bfloat16, job["tiny"])
+
+
+def work(rows: Rows, q: torch.Tensor, width: int) -> tuple[float, float]:
+    """Attention's: the bytes of contexts of that width, of queries and results; the operations of all pairs of a query and
+    a position that it sees."""
+    seen = sum(count * context - count * (count - 1) // 2 for count, context in rows)
+    num_bytes = q.itemsize * (sum(context for _, context in rows) * width + 2 * q.numel())
+    return num_bytes, 4 * seen * q[0].numel()
+
+
 def attention(
     kit: Kit, name: str, rows: Rows, heads: Heads, longest: int = 0, window: int | None = None
 ) -> Iterator[Case]:
@@ -94,9 +111,7 @@ def attention(
         k, v = (kernels.wide(pages) for pages in pages_of(kv, kit.middle))
         return kernels.ops.paged_attention(kernels.wide(q), k, v, batch, dim**-0.5, window)
 
-    seen = sum(count * context - count * (count - 1) // 2 for count, context in rows)  # pairs of a query and a position
-    num_bytes = kit.dtype.itemsize * (2 * sum(context for _, context in rows) * kv_heads * dim + 2 * q.numel())
-    yield Case(name, attend, None, num_bytes, 4 * seen * num * dim)
+    yield Case(name, attend, None, *work(rows, q, 2 * kv_heads * dim))
 
 
 def latents(kit: Kit, name: str, rows: Rows, num_heads: int, longest: int = 0) -> Iterator[Case]:
@@ -109,9 +124,7 @@ def latents(kit: Kit, name: str, rows: Rows, num_heads: int, longest: int = 0) -
         pages = kernels.wide(pages_of(kv, kit.middle)[0])
         return kernels.ops.latent_attention(kernels.wide(q), pages, batch, 0.1, rope)
 
-    seen = sum(count * context - count * (count - 1) // 2 for count, context in rows)
-    num_bytes = kit.dtype.itemsize * (sum(context for _, context in rows) * (rope + rank) + 2 * q.numel())
-    yield Case(name, attend, None, num_bytes, 4 * seen * heads * (rope + rank))
+    yield Case(name, attend, None, *work(rows, q, rope + rank))
 
 
 def expanded_cases(kit: Kit) -> Iterator[Case]:

@@ -72,10 +72,14 @@ class Timer:
 
 
 def ceilings(timer: Timer, device: torch.device, dtype: torch.dtype, is_tiny: bool) -> tuple[float, float]:
-    """Bytes per second of a copy, read and written ones; operations per second of a product of square matrices."""
+    """Bytes per second of a copy, read and written ones; operations per second of a product of square matrices. Both are
+    reported."""
     source = torch.randint(0, 255, (1 << 16 if is_tiny else 2 << 30,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.numel() / timer.seconds(lambda: target.copy_(source))
     side = 64 if is_tiny else 8192
     a, b = torch.randn(2, side, side, dtype=dtype, device=device)
-    return copy, 2 * side**3 / timer.seconds(lambda: a @ b)
+    product = 2 * side**3 / timer.seconds(lambda: a @ b)
+    report("copy", gb_per_s=copy / 1e9)
+    report("matrix product", tflop_per_s=product / 1e12)
+    return copy, product

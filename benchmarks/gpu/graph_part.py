@@ -8,20 +8,18 @@ of rows drifts, are played three times: from graphs, from graphs beside copies, 
 device's table is the truth for the first two, exactly; the third may differ from them by near ties alone.
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
+import pytest
 import torch
 from benchmarks.gpu.batches import fill
 from benchmarks.gpu.figures import open_device, report, set_launch
-from benchmarks.gpu.shapes import config_of
+from benchmarks.gpu.shapes import config_of, model_folder
 from benchmarks.gpu.traffic import Planned, Traffic
 
 from penstock.executor.protocol import Executor, ExecutorConfig
@@ -93,8 +91,7 @@ def opened(model: str, device: torch.device, size: Size, is_tiny: bool, eager: b
     config = config_of(model, is_tiny) | {"num_hidden_layers": size.layers, "vocab_size": size.vocab_size}
     if "n_routed_experts" in config:
         config["n_routed_experts"] //= 4  # they are made on the host, three times
-    with TemporaryDirectory() as folder, ExitStack() as stack:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+    with model_folder(config) as folder, ExitStack() as stack:
         options = ExecutorConfig(
             model=folder,
             device=device.type,  # type: ignore[arg-type]
@@ -108,10 +105,12 @@ def opened(model: str, device: torch.device, size: Size, is_tiny: bool, eager: b
             block_size=16 if not is_tiny else 4,
             enforce_eager=eager,
         )
-        if device.type == "cpu":
-            from benchmarks.gpu.rehearsal import pretend_a_gpu
+        if (
+            device.type == "cpu"
+        ):  # the tests' made-up graphs, and copies to the host as early as a stream would make them
+            from tests.executor import test_graphs
 
-            stack.enter_context(pretend_a_gpu())
+            test_graphs.pretend_a_gpu(stack.enter_context(pytest.MonkeyPatch.context()), test_graphs.Recorder)
         executor = UniprocExecutor(options)
         stack.callback(executor.close)
         if device.type == "cpu":

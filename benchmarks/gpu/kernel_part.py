@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from benchmarks.gpu import cases
 from benchmarks.gpu.batches import PAGE, Rows, num_blocks
-from benchmarks.gpu.cases import TWINS, Case, Kernels, Kit
-from benchmarks.gpu.figures import Timer, ceilings, open_device, report, set_launch
+from benchmarks.gpu.cases import TWINS, Case, Kernels, Kit, open_kit
+from benchmarks.gpu.figures import Timer, ceilings, report
 from tests.support.twins import changed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -24,20 +24,15 @@ from penstock.executor.kernels import select_input_ops, select_ops, select_sampl
 
 @torch.inference_mode()
 def main(job: dict[str, Any]) -> None:
-    device, is_tiny = open_device(job), job["tiny"]
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    torch.manual_seed(0)
-    set_launch(job)
-    timer = Timer(device, 3 if is_tiny else 30)
-    copy, product = ceilings(timer, device, dtype, is_tiny)
-    report("copy", gb_per_s=copy / 1e9)
-    report("matrix product", tflop_per_s=product / 1e12)
-    ops = select_ops(device, dtype, 128)
+    kit = open_kit(job)
+    timer = Timer(kit.device, 3 if kit.is_tiny else 30)
+    copy, product = ceilings(timer, kit.device, kit.dtype, kit.is_tiny)
+    ops = select_ops(kit.device, kit.dtype, 128)
     if ops.fused_experts is None:
         ops = changed(ops, fused_experts=TWINS.ops.fused_experts)
-    sampling = select_sampling_ops(device) or TWINS.sampling
-    kernels = Kernels(ops, sampling, select_input_ops(device), is_held=False)
-    for case in table(Kit(device, dtype, is_tiny)):
+    sampling = select_sampling_ops(kit.device) or TWINS.sampling
+    kernels = Kernels(ops, sampling, select_input_ops(kit.device), is_held=False)
+    for case in table(kit):
         if case.num_bytes:
             measure(case, kernels, timer, copy, product)
         del case  # with its cache: the next one's may need its place

@@ -89,9 +89,8 @@ def extend(carried: Path) -> list[str]:
     built = subprocess.run(command, env=environment(carried), capture_output=True, text=True)
     if built.returncode == 0 and _can_import(carried):
         return []
-    return [
-        f"penstock._csrc cannot be had here: {(built.stderr or 'it was built and cannot be imported').strip()[-400:]}"
-    ]
+    reason = built.stderr.strip() or "it was built and cannot be imported"
+    return [f"penstock._csrc cannot be had here: {reason[-400:]}"]
 
 
 def _can_import(carried: Path) -> bool:
@@ -119,19 +118,9 @@ def download(carried: Path = CARRIED) -> None:
     shutil.rmtree(carried, ignore_errors=True)
     carried.mkdir()
     platforms = [*(f"manylinux_2_{minor}_x86_64" for minor in GLIBC), *OLD_NAMES]
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        str(carried),
-    ]
-    command += ["--python-version", PYTHON, "--implementation", "cp", *(f"--platform={each}" for each in platforms)]
-    subprocess.run([*command, *pinned(PACKAGES)], check=True)
+    words = f"-m pip download -q --no-deps --only-binary=:all: --python-version {PYTHON} --implementation cp".split()
+    words += ["--dest", str(carried), *(f"--platform={each}" for each in platforms)]
+    subprocess.run([sys.executable, *words, *pinned(PACKAGES)], check=True)
     shutil.copy(EXTENSION, carried / carried_name())
     size = sum(path.stat().st_size for path in carried.iterdir())
     print(f"{carried.name}: {len(PACKAGES)} wheels and the extension, {size / 2**20:.1f} of {MAX_BYTES >> 20} MiB")

@@ -8,14 +8,13 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.figures import open_device, report
-from benchmarks.gpu.processes import lines
+from benchmarks.gpu.processes import follow
 
 NAME = "compute-sanitizer"
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -34,15 +33,13 @@ def main(job: dict[str, Any]) -> None:
     command = [tool, "--tool", "memcheck", "--target-processes", "application-only", "--error-exitcode", "99"]
     command += ["--print-limit", "20", *part]
     said: list[str] = []
-    with subprocess.Popen(
-        command, env=os.environ | NO_CACHE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        for line in lines(process, started_s + job["limit_s"] - MARGIN_S):
-            print(line, flush=True)  # its figures pass through
-            if line.startswith("=========") and len(said) < MAX_LINES:
-                said.append(line.strip("= "))
-        code = process.poll()
-        process.kill()
+
+    def take(line: str) -> None:
+        print(line, flush=True)  # its figures pass through
+        if line.startswith("=========") and len(said) < MAX_LINES:
+            said.append(line.strip("= "))
+
+    code = follow(command, started_s + job["limit_s"] - MARGIN_S, take, os.environ | NO_CACHE)
     errors = sum("Invalid" in line or line.startswith("Program hit") for line in said)
     figures: dict[str, Any] = {} if code is not None else {"skipped": "its time was over before the end"}
     report(name, ok=not errors and code in (0, None), errors=errors, exit_code=code, said=said, **figures)

@@ -9,27 +9,23 @@ as those that may start early.
 """
 
 import gc
-import json
-import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from benchmarks.gpu.batches import fill
 from benchmarks.gpu.figures import open_device, report, set_launch
-from benchmarks.gpu.shapes import config_of, decode_bytes
+from benchmarks.gpu.shapes import config_of, decode_bytes, model_folder
+from benchmarks.gpu.steps import Steps
 from torch import profiler
 from torch.profiler import ProfilerActivity
 
-from penstock.executor.protocol import Admission, Executor, ExecutorConfig, Row, Sampling, Step, open_executor
+from penstock.executor.protocol import Executor, ExecutorConfig, Row, open_executor
 
-GREEDY = Sampling(temperature=0.0)
 NUM_KERNELS = 15  # of a profile, those that take longest
 KV_BYTES = 40 << 30  # 256 requests of a Llama-3.1-8B at 1,100 positions; beside its weights an H100 holds that
 
@@ -51,8 +47,7 @@ def main(job: dict[str, Any]) -> None:
 def measure(model: str, job: dict[str, Any], prefix: str) -> None:
     config, started_s = config_of(model, job["tiny"]), time.time()
     set_launch(job)
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+    with model_folder(config) as folder:
         llm, executor = open_model(folder, config, job)
         if "startup" in job["parts"]:
             began_s = job["started_s"] if job.get("engine") else started_s
@@ -62,7 +57,7 @@ def measure(model: str, job: dict[str, Any], prefix: str) -> None:
             if llm is None:
                 report("throughput", prefix, skipped="penstock.LLM cannot be imported on this machine")
             else:
-                throughput(llm, config, job["tiny"])
+                throughput("throughput", config, job["tiny"], partial(generate, llm))
         executor.close() if llm is None else llm.shutdown()
 
 
@@ -72,7 +67,6 @@ def open_model(folder: str, config: dict[str, Any], job: dict[str, Any]) -> tupl
         "device": job["device"],
         "load_format": "dummy",
         "max_model_len": min(8192, config["max_position_embeddings"]),
-        "enforce_eager": job["eager"],
         "max_num_seqs": 8 if job["tiny"] else 256,
     }
     if job["tiny"]:
@@ -96,7 +90,7 @@ class Bench:
 
     def __init__(self, executor: Executor, config: dict[str, Any], job: dict[str, Any], prefix: str) -> None:
         self._executor, self._config, self._job = executor, config, job
-        self._info, self._rng, self._step_id = executor.info, random.Random(0), -1
+        self._info, self._rng, self._steps = executor.info, np.random.default_rng(0), Steps(executor)
         self._report = partial(report, prefix=prefix)
 
     def run(self) -> None:
@@ -123,7 +117,7 @@ class Bench:
         blocks = self._blocks(name, batch, context + num_steps + warm)
         if blocks is None:
             return
-        ends = list(self._steps(blocks, context, warm + num_steps))
+        ends = list(self._decode(blocks, context, warm + num_steps))
         step_s = (ends[-1] - ends[warm - 1]) / num_steps
         longest_s = max(after - before for before, after in zip(ends[warm - 1 :], ends[warm:], strict=False))
         kv = batch * (context + warm + num_steps // 2) * self._info.block_bytes // self._info.block_size
@@ -144,7 +138,7 @@ class Bench:
         blocks = self._blocks(name, batch, context + num_steps + warm)
         if blocks is None:
             return
-        steps = self._steps(blocks, context, warm + num_steps)
+        steps = self._decode(blocks, context, warm + num_steps)
         for _ in range(warm):
             next(steps)
         is_cuda = self._job["device"] == "cuda"
@@ -166,19 +160,12 @@ class Bench:
             kernels=kernels,
         )
 
-    def _steps(self, blocks: np.ndarray, context: int, count: int) -> Iterator[float]:
-        """Steps of one token for each row, as many in flight as may be; when each of them was collected."""
-        submitted = 0
-        for collected in range(count):
-            while submitted < count and submitted - collected < self._info.max_in_flight:
-                rows = [
-                    Row(slot, context - 1 + submitted, 1, True, blocks=tuple(own) if not submitted else ())
-                    for slot, own in enumerate(blocks.tolist())
-                ]
-                self._submit([] if submitted else self._admissions(len(blocks), context), rows)
-                submitted += 1
-            self._collect()
-            yield time.perf_counter()
+    def _decode(self, blocks: np.ndarray, context: int, count: int) -> Iterator[float]:
+        """The first step admits the requests, at that position already."""
+        rows = [Row(slot, context - 1, 1, True, blocks=tuple(own)) for slot, own in enumerate(blocks.tolist())]
+        self._steps.submit(self._prompts(len(blocks), context), rows)
+        self._steps.collect()
+        return self._steps.decode(len(blocks), context, count)
 
     def prefill(self, rows: int, count: int) -> None:
         name, num_steps = f"prefill {rows} × {count}", 5
@@ -187,10 +174,9 @@ class Bench:
             return
         found = []
         for _ in range(num_steps + 1):
+            prompts = self._prompts(rows, count)
             began_s = time.perf_counter()
-            step = [Row(slot, 0, count, True, blocks=tuple(blocks[slot])) for slot in range(rows)]
-            self._submit(self._admissions(rows, count), step)
-            self._collect()
+            self._steps.prefill(blocks, prompts)
             found.append(time.perf_counter() - began_s)
         seconds = statistics.median(found[1:])
         self._report(name, step_ms=seconds * 1e3, tokens_per_s=rows * count / seconds)
@@ -203,46 +189,35 @@ class Bench:
             has = f"{self._info.num_blocks} blocks of {self._info.block_bytes} bytes"
             self._report(name, skipped=f"the cache has only {has}")
             return None
-        chosen = list(range(1, self._info.num_blocks))
-        self._rng.shuffle(chosen)
-        return np.array(chosen[: rows * each]).reshape(rows, each)
+        chosen = 1 + self._rng.permutation(self._info.num_blocks - 1)
+        return chosen[: rows * each].reshape(rows, each)
 
-    def _admissions(self, num: int, length: int) -> list[Admission]:
-        return [
-            Admission(
-                slot=slot,
-                request_id=slot,
-                tokens=np.array(self._rng.choices(range(self._info.vocab_size), k=length), "<i4").tobytes(),
-                num_prompt=length,
-                sampling=GREEDY,
-            )
-            for slot in range(num)
-        ]
-
-    def _submit(self, admissions: list[Admission], rows: list[Row]) -> None:
-        self._step_id -= 1  # counted down: the engine's own are counted up
-        self._executor.submit(Step(self._step_id, admissions, rows))
-
-    def _collect(self) -> None:
-        result = self._executor.collect()
-        if result.errors:
-            raise SystemExit(f"a row failed: {result.errors}")
+    def _prompts(self, num: int, length: int) -> np.ndarray:
+        return self._rng.integers(self._info.vocab_size, size=(num, length))
 
 
-def throughput(llm: Any, config: dict[str, Any], is_tiny: bool) -> None:
-    """Prompts of 1,500 tokens, answers of 150."""
+def generate(llm: Any, prompts: list[list[int]], answer: int) -> list[int]:
     from penstock import SamplingParams
 
-    num, length, answer = (4, 24, 6) if is_tiny else (256, 1500, 150)
     params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True, detokenize=False)
-    llm.generate(prompts(config, 4, length, seed=1), params, use_tqdm=False)
-    asked = prompts(config, num, length, seed=2)
+    return [len(result.outputs[0].token_ids) for result in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def throughput(
+    name: str, config: dict[str, Any], is_tiny: bool, generate: Callable[[list[list[int]], int], list[int]]
+) -> None:
+    """Prompts of 1,500 tokens, answers of 150. `generate` returns how many tokens each answer has."""
+    num, length, answer = (4, 24, 6) if is_tiny else (256, 1500, 150)
+    rng = np.random.default_rng(1)
+    warm, asked = (rng.integers(config["vocab_size"], size=(count, length)).tolist() for count in (4, num))
+    generate(warm, answer)
     started_s = time.perf_counter()
-    results = llm.generate(asked, params, use_tqdm=False)
+    lengths = generate(asked, answer)
     seconds = time.perf_counter() - started_s
-    assert all(len(result.outputs[0].token_ids) == answer for result in results)
+    if lengths != [answer] * num:
+        raise SystemExit(f"{len(lengths)} answers of {sorted(set(lengths))} tokens came back")
     report(
-        "throughput",
+        name,
         seconds=seconds,
         requests=num,
         input_len=length,
@@ -250,8 +225,3 @@ def throughput(llm: Any, config: dict[str, Any], is_tiny: bool) -> None:
         output_tokens_per_s=num * answer / seconds,
         total_tokens_per_s=num * (length + answer) / seconds,
     )
-
-
-def prompts(config: dict[str, Any], num: int, length: int, seed: int) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [rng.choices(range(config["vocab_size"]), k=length) for _ in range(num)]

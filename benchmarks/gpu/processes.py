@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,31 +24,20 @@ def run_part(
     """What benchmarks.gpu.<module> said until it ended or its time was over, and why there is not more."""
     ends_s = time.monotonic() + limit_s
     argument = argument | {"started_s": time.time(), "limit_s": limit_s}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.gpu", module, json.dumps(argument)],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        process_group=0,  # it may have started others, which end with it
-    )
     found: Figures = {}
     last = ""
-    try:
-        for line in lines(process, ends_s):
-            if not line.startswith(MARK):
-                last = line.strip() or last
-                hear(f"   {line}")
-                continue
+
+    def take(line: str) -> None:
+        nonlocal last
+        if line.startswith(MARK):
             figure = json.loads(line.removeprefix(MARK))
             found[figure.pop("name")] = figure
-            hear(f"   {line.removeprefix(MARK)}")
-        code = process.poll()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        else:
+            last = line.strip() or last
+        hear(f"   {line.removeprefix(MARK)}")
+
+    command = [sys.executable, "-m", "benchmarks.gpu", module, json.dumps(argument)]
+    code = follow(command, ends_s, take, environment(), process_group=0)
     if code is None:
         return found, f"its {limit_s:.0f} s were over"
     return found, None if code == 0 else last or f"it ended with {code}"
@@ -63,6 +52,36 @@ def run_shares(
         parts = list(pool.map(lambda share: run_part(module, share, limit_s, hear), shares))
     figures = {name: figure for said, _ in parts for name, figure in said.items()}
     return figures, "; ".join(sorted({problem for _, problem in parts if problem is not None})) or None
+
+
+def follow(
+    command: Sequence[str],
+    ends_s: float,
+    take: Callable[[str], None],
+    env: Mapping[str, str],
+    process_group: int | None = None,
+) -> int | None:
+    """Run it and take its lines as they come; its exit code, or None where its time was over before it had ended. With a
+    process group of its own, 0, the processes that it has started end with it."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        process_group=process_group,
+    )
+    try:
+        for line in lines(process, ends_s):
+            take(line)
+        return process.poll()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill() if process_group is None else os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def lines(process: subprocess.Popen[bytes], ends_s: float) -> Iterator[str]:

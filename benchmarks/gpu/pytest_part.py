@@ -6,15 +6,13 @@ python -m benchmarks.gpu pytest_part '{"device": "cuda", "paths": ["tests/execut
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
 from typing import Any
 
 from benchmarks.gpu.figures import open_device, report
-from benchmarks.gpu.machine import ROOT
-from benchmarks.gpu.processes import lines
+from benchmarks.gpu.processes import follow
 
 TEST_LIMIT_S = 90
 MAX_PROCESSES = 8  # each has a context on the device
@@ -34,12 +32,10 @@ def main(job: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "pytest", "-v", "-rN", "--tb=short", "-W", "default", "-m", job["marks"]]
     command += ["-p", "no:cacheprovider", *([] if job["tiny"] else plugins()), *job["paths"]]
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_processes()))}
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | threads, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
     counts: Counter[str] = Counter()
     failed: list[str] = []
-    for line in lines(process, started_s + job["limit_s"] - MARGIN_S):
+
+    def take(line: str) -> None:
         print(line, flush=True)
         # The summary repeats what failed, in words that are not these.
         if (found := OUTCOME.search(line)) is not None and not line.startswith(("FAILED", "ERROR", "SKIPPED")):
@@ -48,8 +44,8 @@ def main(job: dict[str, Any]) -> None:
             if outcome in ("FAILED", "ERROR"):
                 failed.append(test)
                 report(test, ok=False)
-    code = process.poll()
-    process.kill()
+
+    code = follow(command, started_s + job["limit_s"] - MARGIN_S, take, os.environ | threads)
     report("tests", "", ok=code == 0, **counts, exit_code=code, was_ended=code is None, failures=failed)
 
 

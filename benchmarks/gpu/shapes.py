@@ -1,15 +1,20 @@
 """The models that are measured, as config.json would say them, and cut down to what a test computes on a CPU."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-_LLAMA = {
+LLAMA = {
     "hidden_act": "silu",
     "rms_norm_eps": 1e-6,
     "rope_theta": 1_000_000.0,
     "attention_bias": False,
     "torch_dtype": "bfloat16",
 }
-_QWEN3 = _LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936}
+_QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151_936}
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3
@@ -32,12 +37,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": _QWEN3
     | {"num_hidden_layers": 28, "hidden_size": 2048, "intermediate_size": 6144, "tie_word_embeddings": True}
     | {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960},
-    "llama-3.1-8b": _LLAMA
+    "llama-3.1-8b": LLAMA
     | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000.0}
     | {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14_336, "tie_word_embeddings": False}
     | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131_072}
     | {"rms_norm_eps": 1e-5},
-    "deepseek-v2-lite": _LLAMA
+    "deepseek-v2-lite": LLAMA
     | {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 102_400}
     | {"num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 10_944, "tie_word_embeddings": False}
     | {"num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 163_840}
@@ -87,6 +92,14 @@ def config_of(name: str, is_tiny: bool) -> dict[str, Any]:
     if "kv_lora_rank" in tiny:
         tiny["num_key_value_heads"] = tiny["num_attention_heads"]
     return tiny
+
+
+@contextmanager
+def model_folder(config: dict[str, Any]) -> Iterator[str]:
+    """For made-up weights a configuration is all that a model needs."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        yield folder
 
 
 def decode_bytes(config: dict[str, Any], weight_bytes: int, itemsize: int, batch: int) -> int:

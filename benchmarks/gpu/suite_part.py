@@ -48,7 +48,7 @@ def main(job: dict[str, Any]) -> None:
 
 def plan(job: dict[str, Any]) -> list[Job]:
     args = read_options(job["suite"])
-    common = {name: job[name] for name in ("device", "tiny", "eager", "dependent")} | {"engine": True}
+    common = {name: job[name] for name in ("device", "tiny", "dependent")} | {"engine": True}
     parts = tuple(part for part in PARTS[:-1] if part in args.parts)
     models = [model for model in SHARES if model in args.models]
     jobs = []

@@ -14,22 +14,19 @@ from typing import Any
 import torch
 from benchmarks.gpu import cases
 from benchmarks.gpu.batches import Rows
-from benchmarks.gpu.cases import TWINS, Case, Kernels, Kit
-from benchmarks.gpu.figures import open_device, report, set_launch
+from benchmarks.gpu.cases import TWINS, Case, Kernels, Kit, open_kit
+from benchmarks.gpu.figures import report
 
 ERROR = {torch.bfloat16: 1e-2, torch.float32: 1e-4}  # norm of the difference / norm, where nothing else is said
 
 
 @torch.inference_mode()
 def main(job: dict[str, Any]) -> None:
-    device = open_device(job)
-    set_launch(job)
-    torch.manual_seed(0)
-    kernels = open_kernels(device)
+    kit = open_kit(job)
+    kernels = open_kernels(kit.device)
     if kernels is None:
         report("twins", skipped="no triton here")
         return
-    kit = Kit(device, torch.float32 if device.type == "cpu" else torch.bfloat16, job["tiny"])
     index, count = job["share"]
     for place, make in enumerate(MAKERS):
         if place % count == index:

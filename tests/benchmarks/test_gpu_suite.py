@@ -14,7 +14,7 @@ from benchmarks.gpu.shapes import MODELS, SHARES, config_of, decode_bytes
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import find_architecture
 
-JOB = {"device": "cpu", "tiny": True, "eager": False, "dependent": False, "limit_s": 600.0}
+JOB = {"device": "cpu", "tiny": True, "dependent": False, "limit_s": 600.0}
 
 
 def run(capsys: pytest.CaptureFixture[str], *options: str, **job: Any) -> tuple[Figures, str]:

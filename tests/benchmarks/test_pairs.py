@@ -5,42 +5,51 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks import pairs
-from benchmarks.pairs import Asked, Pair, alternate, arguments, judge, rounded, rounds
+from benchmarks.pairs import Asked, judge, parse, rounded, rounds, summary
 
 
-def test_both_sides_take_turns_at_going_first() -> None:
+@pytest.mark.parametrize(("sides", "expected"), [("ab", "abbaab"), ("abc", "abcbcacab")])
+def test_every_side_begins_in_its_turn(sides: str, expected: str) -> None:
     order: list[str] = []
 
-    def side(name: str, value: float) -> float:
+    def run(name: str) -> int:
         order.append(name)
-        return value
+        return len(order)
 
-    measured = alternate(lambda: side("a", 1.0), lambda: side("b", 2.0), 3)
-    assert "".join(order) == "abbaab"
-    assert measured == [Pair(1.0, 2.0)] * 3, "whatever the order, ours stands first"
+    found = rounds({name: partial(run, name) for name in sides}, 3)
+    assert "".join(order) == expected
+    assert list(found) == list(sides), "whatever the order, ours stands first"
+    assert found == {name: [place + 1 for place, at in enumerate(expected) if at == name] for name in sides}
 
 
-def test_a_ratio_above_one_means_better_whatever_the_unit() -> None:
-    speeds = [Pair(ours=30.0, theirs=10.0)]
-    seconds = [Pair(ours=10.0, theirs=30.0)]
-    assert judge(speeds, higher_is_better=True).ratio == judge(seconds, higher_is_better=False).ratio == 3.0
+def test_a_ratio_above_one_means_better_whatever_the_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        judge([30.0], [10.0], higher_is_better=True).ratio == judge([10.0], [30.0], higher_is_better=False).ratio == 3
+    )
+    for unit, ours in (("tok/s", 30.0), ("per CPU second", 30.0), ("s", 10.0 / 3), ("µs", 10.0 / 3)):
+        figures = summary("it", {"ours": [ours], "theirs": [10.0]}, unit)
+        assert figures["ratio"] == 3.0 and figures["theirs"] == 10.0
+    assert summary("cost", {"with": [3.0], "without": [1.0]}, "s", higher_is_better=True)["ratio"] == 3.0
+    assert "it: ours 30, theirs 10 tok/s; 3.000×" in capsys.readouterr().out
 
 
 def test_one_stalled_run_does_not_move_the_verdict() -> None:
-    verdict = judge([Pair(2.0, 1.0)] * 9 + [Pair(0.01, 1.0)], higher_is_better=True)
+    verdict = judge([2.0] * 9 + [0.01], [1.0] * 10, higher_is_better=True)
     assert (verdict.ratio, verdict.low, verdict.high) == (2.0, 2.0, 2.0)
     assert (verdict.least, verdict.most) == (0.01, 2.0)
 
 
 def test_few_pairs_have_a_range_but_no_interval() -> None:
-    assert judge([Pair(i, 1.0) for i in range(1, 6)], higher_is_better=True)[1:] == (None, None, 1.0, 5.0)
-    assert judge([Pair(i, 1.0) for i in range(1, 7)], higher_is_better=True)[1:] == (1.0, 6.0, 1.0, 6.0)
-    assert "interval" not in str(judge([Pair(1, 1)], higher_is_better=True))
+    assert judge(range(1, 6), [1.0] * 5, higher_is_better=True)[1:] == (None, None, 1.0, 5.0)
+    assert judge(range(1, 7), [1.0] * 6, higher_is_better=True)[1:] == (1.0, 6.0, 1.0, 6.0)
+    assert "interval" not in str(judge([1], [1], higher_is_better=True))
 
 
 @pytest.mark.parametrize("count", [6, 10, 15, 30])
@@ -48,16 +57,15 @@ def test_the_interval_holds_the_true_median_as_often_as_it_says(count: int) -> N
     rng = random.Random(count)
     held = 0
     for _ in range(2000):
-        sample = [Pair(rng.lognormvariate(0.5, 0.3), 1.0) for _ in range(count)]
-        verdict = judge(sample, higher_is_better=True)
+        sample = [rng.lognormvariate(0.5, 0.3) for _ in range(count)]
+        verdict = judge(sample, [1.0] * count, higher_is_better=True)
         assert verdict.low is not None and verdict.high is not None
         held += verdict.low <= 1.6487212707 <= verdict.high  # e^0.5
     assert held / 2000 >= 0.94
 
 
 def test_the_verdict_is_the_median_of_the_ratios_and_not_the_ratio_of_the_medians() -> None:
-    measured = [Pair(1, 1), Pair(10, 5), Pair(100, 20)]
-    assert judge(measured, higher_is_better=True).ratio == statistics.median([1, 2, 5])
+    assert judge([1, 10, 100], [1, 5, 20], higher_is_better=True).ratio == statistics.median([1, 2, 5])
 
 
 def test_a_record_is_one_line_without_anybodys_paths(
@@ -76,23 +84,47 @@ def test_a_record_is_one_line_without_anybodys_paths(
     assert json.loads(capsys.readouterr().out.splitlines()[0]) == lines[0]
 
 
-def test_every_side_begins_in_its_turn() -> None:
-    order: list[str] = []
-
-    def run(name: str) -> int:
-        order.append(name)
-        return len(order)
-
-    found = rounds({name: partial(run, name) for name in "abc"}, 3)
-    assert "".join(order) == "abcbcacab" and found == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+def one(pairs: int = 6) -> dict[str, int]:
+    return {"pairs": pairs}
 
 
-def test_options_have_the_types_of_their_defaults() -> None:
-    words = ["two", "--pairs", "3", "--seconds", "0.5", "--batches", "1", "2", "--peer-python", "x", "--all"]
-    defaults = {"pairs": 6, "seconds": 2.0, "batches": [8], "peer_python": None, "all": False}
-    args = arguments("", "one", "two", argv=words, **defaults)
-    assert vars(args) == {"mode": "two", "pairs": 3, "seconds": 0.5, "batches": [1, 2], "peer_python": "x", "all": True}
-    assert vars(arguments("", "one", "two", argv=[], **defaults)) == {"mode": "one", **defaults}
+def two(
+    given: str,
+    pairs: int = 10,
+    seconds: float = 2.0,
+    batches: list[int] = [8],  # noqa: B006
+    peer_python: str | None = None,
+    full: bool = False,
+) -> None: ...
+
+
+def test_the_parameters_of_a_mode_are_its_options_with_the_types_of_their_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    modes: dict[str, Callable[..., Any]] = {"one": one, "two": two}
+    words = ["two", "--pairs", "3", "--seconds", "0.5", "--batches", "1", "2", "--peer-python", "x", "--full"]
+    expected = {"pairs": 3, "seconds": 0.5, "batches": [1, 2], "peer_python": "x", "full": True}
+    assert parse("", modes, words) == ("two", expected)
+    assert parse("", modes, []) == ("one", {}), "the first mode, with its own defaults"
+    assert parse("", {"one": one}, ["--pairs", "2"]) == ("one", {"pairs": 2})
+    for wrong, said in ((["one", "--full"], "one takes no --full"), (["two", "--given", "x"], "unrecognized")):
+        with pytest.raises(SystemExit):
+            parse("", modes, wrong)
+        assert said in capsys.readouterr().err
+
+
+def test_a_script_runs_its_mode_and_leaves_a_line_if_it_found_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs, "RESULTS", tmp_path)
+    for words in (["one", "--pairs", "4"], ["nothing"]):
+        monkeypatch.setattr("sys.argv", ["x.py", *words])
+        pairs.main("", "script", one, nothing)
+    assert [path.name for path in tmp_path.iterdir()] == ["script-one.jsonl"]
+    assert json.loads((tmp_path / "script-one.jsonl").read_text())["pairs"] == 4
+
+
+def nothing() -> None: ...
 
 
 def test_figures_keep_four_digits() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -59,3 +60,33 @@ def test_the_page_of_this_project_has_the_marks_and_an_unknown_name_is_refused(
     with pytest.raises(SystemExit):
         published.main()
     assert "'nothing' given; known are keys" in capsys.readouterr().err
+
+
+def test_a_checkout_is_measured_against_a_revision_in_turn_and_by_each_ones_own_scripts(
+    rooms: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order: list[str] = []
+
+    def unpacked(commit: str, folder: Path) -> Path:
+        return rooms / commit
+
+    def run(*words: str, root: Path) -> dict[str, Any]:
+        assert words == ("-m", "benchmarks.published", "keys", "--full")
+        order.append(root.name)
+        rate, seconds = (60.0, 2.0) if root.name == "changed" else (40.0, 3.0)
+        rows = [Row("requests", 1.0, rate, "per second"), Row("time", 9.0, seconds, "s", False)]
+        rows += [Row("since then", 1.0, 1.0, "s", False)] if root.name == "changed" else []
+        return {"rows": [row._asdict() for row in rows]}
+
+    monkeypatch.setattr(published, "unpacked", unpacked)
+    monkeypatch.setattr(published, "run", run)
+    monkeypatch.setattr(published, "git", lambda *_: b"changed\n")
+    monkeypatch.setattr("sys.argv", ["x", "keys", "--full", "--against", "main", "--rounds", "2"])
+    published.main()
+    assert order == ["changed", "main", "main", "changed"]
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {what: figure["ratio"] for what, figure in line["figures"].items() if "since" not in what} == {
+        "keys, requests": 1.5,
+        "keys, time": 1.5,
+    }
+    assert math.isnan(line["figures"]["keys, since then"]["main"])
