@@ -25,9 +25,8 @@ from pairs import arguments, compare, quantile, record, table
 from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
 from tests.support.slow_hash import v1_chain
 
-from penstock.cache.keys import block_keys_v1
+from penstock.cache.keys import block_keys, block_keys_v1
 from penstock.engine.http.kv_stream import Changes
-from penstock.router.placement.hasher import route_keys
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import POLICIES, PolicyConfig
 
@@ -71,8 +70,8 @@ def decision(args: argparse.Namespace) -> dict[str, Any]:
     figures = {
         "v1 keys, block 32": measure(lambda: block_keys_v1(tokens, 32), args.rounds),
         "v1 keys, block 32, pure Python": measure(lambda: v1_chain(as_list, 32), 10),
-        "SHA-256 keys, block 32": measure(lambda: route_keys(tokens, 32, root=root), args.rounds),
-        "SHA-256 keys, block 16": measure(lambda: route_keys(tokens, 16, root=root), args.rounds),
+        "SHA-256 keys, block 32": measure(lambda: block_keys(tokens, 32, root=root), args.rounds),
+        "SHA-256 keys, block 16": measure(lambda: block_keys(tokens, 16, root=root), args.rounds),
     }
     for block_size in (32, 16):
         placement, _ = filled(args.replicas, BLOCKS_EACH - 2**13, block_size, PolicyConfig().max_facts)

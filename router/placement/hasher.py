@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock._csrc import ffi, lib
 from penstock.cache.keys import namespace_root
 
 HashName = Literal["sha256", "v1"]
@@ -38,11 +37,3 @@ class KeySpace(NamedTuple):
 
     def root(self, salt: str | None, adapter: str | None) -> bytes:
         return namespace_root(model=self.fingerprint, adapter=adapter, salt=salt)
-
-
-def route_keys(tokens: bytes, block_size: int, *, root: bytes) -> Keys:
-    """The low 64 bits of the keys of the full blocks; `tokens` are little-endian int32."""
-    num_blocks = len(tokens) // (4 * block_size)
-    keys = np.empty(num_blocks, dtype=np.uint64)
-    lib.penstock_route_keys(root, tokens, num_blocks, block_size, ffi.from_buffer("uint64_t[]", keys))
-    return keys
