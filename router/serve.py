@@ -152,7 +152,7 @@ class RouterProcess:
         await self.links.close()
         await self.prober.close()
         self.app.close()
-        for replica in self.fleet.replicas.values():
+        for replica in (*self.fleet.replicas.values(), *self.fleet.detached):
             replica.pool.close()
         self.texts.close()
 

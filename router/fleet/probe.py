@@ -75,8 +75,7 @@ class Prober:
                 await _sleep_or(wake, self._config.patience.probe_interval_s)
             while replica.num_in_flight:
                 await asyncio.sleep(0.05)
-            if self._fleet.replicas.get(replica.url) is replica:
-                self._fleet.forget(replica)
+            self._fleet.forget(replica)
         finally:
             for kept in (self._tasks, self._wake, self._known, self._path):
                 kept.pop(replica, None)
@@ -86,12 +85,12 @@ class Prober:
             status = await self._ask_ready(replica)
             if status == 200 and (replica.root is None or not replica.is_up):
                 await self._introduce(replica)
-        except TimeoutError:
+        except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError) as error:
             with self._fleet.observing(replica):
-                replica.probe_silent()
-        except (ConnectFailed, msgspec.MsgspecError, ValueError) as error:
-            with self._fleet.observing(replica):
-                replica.probe_refused(str(error)[:200], is_draining=False)
+                if isinstance(error, TimeoutError) or (isinstance(error, ConnectFailed) and not error.is_dead):
+                    replica.probe_silent()
+                else:
+                    replica.probe_refused(str(error)[:200], is_draining=False)
         else:
             with self._fleet.observing(replica):
                 if status == 200:

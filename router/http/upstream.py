@@ -6,6 +6,8 @@ only be taken for the answer to another client's request.
 """
 
 import asyncio
+import errno
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -20,10 +22,18 @@ MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
 MAX_IDLE = 256
 HIGH_WATER_BYTES = 1 << 20  # a body not yet written to a replica
+_OUR_OWN = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
+)  # say nothing of it
 
 
 class ConnectFailed(Exception):
-    """The replica takes no connection; nothing was sent."""
+    """The replica takes no connection, or gives a question of ours no answer. `is_dead`: as a process that has ended does,
+    and not for want of time, or of something here."""
+
+    def __init__(self, reason: str, *, is_dead: bool = False) -> None:
+        super().__init__(reason)
+        self.is_dead = is_dead
 
 
 class Leg(Protocol):
@@ -224,7 +234,8 @@ class Pool:
         except TimeoutError:
             raise ConnectFailed(f"no connection within {self.connect_timeout_s:g} s") from None
         except OSError as error:
-            raise ConnectFailed(error.strerror or type(error).__name__) from None
+            is_dead = not isinstance(error, socket.gaierror) and error.errno not in _OUR_OWN
+            raise ConnectFailed(error.strerror or type(error).__name__, is_dead=is_dead) from None
 
     def put_back(self, upstream: Upstream) -> None:
         self.busy.discard(upstream)
@@ -303,9 +314,9 @@ async def fetch(pool: Pool, path: str, headers: Headers, timeout_s: float) -> tu
             try:
                 await answer.future
                 return answer.status, answer.body
-            except ConnectFailed:
+            except ConnectFailed as error:
                 if kept is None or upstream.has_heard:
-                    raise
+                    raise ConnectFailed(str(error), is_dead=not upstream.has_heard) from None
             finally:
                 upstream.drop(answer)
 

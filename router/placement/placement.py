@@ -22,7 +22,7 @@ from penstock.router.placement.load import Charge, Ledger, LoadTable, ReplicaLoa
 from penstock.router.placement.policy import PolicyConfig
 
 UNKNOWN_BLOCKS = 2**14  # of a replica that does not say: little enough that the guess forgets in time
-NO_CACHE: frozenset[str] = frozenset()
+NO_NAMES: frozenset[str] = frozenset()
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,7 +136,7 @@ class Placement:
         *,
         num_tokens: int,
         session: str | None = None,
-        exclude: frozenset[str] = NO_CACHE,
+        exclude: frozenset[str] = NO_NAMES,
         expects: bool = True,
     ) -> Charge | None:
         """The replica for a request, charged with it; None where none may take it. `expects`: the prompt will be in its
