@@ -10,7 +10,7 @@ import pytest
 
 from penstock.router.fleet.budget import RESERVE, RetryBudget
 from penstock.router.fleet.replica import EJECTION_S, FAILURES_TO_EJECT, MAX_EJECTION_S, SILENT_PROBES, Replica, State
-from tests.support.router_stub import stub
+from tests.support.router_stub import Seen, stub
 
 
 def up() -> Replica:
@@ -84,6 +84,10 @@ def test_what_was_removed_stays_removed() -> None:
     assert state(replica) == "removing"
 
 
+def hang(_seen: Seen, _sock: socket.socket) -> None:
+    threading.Event().wait(2)
+
+
 def died(url: str) -> bool:
     async def ask() -> bool:
         replica = Replica(url, connect_timeout_s=1.0)
@@ -101,7 +105,7 @@ def test_only_a_process_that_takes_no_connection_or_leaves_it_without_a_byte_has
         assert not died(url)
         backend.questions[b"/health"] = lambda _seen, _sock: b"\0\1\2"
         assert not died(url)  # something is there
-        backend.questions[b"/health"] = lambda _seen, _sock: threading.Event().wait(2) or None
+        backend.questions[b"/health"] = hang
         assert not died(url)  # perhaps it is busy
         backend.is_dying = True
         assert died(url)
