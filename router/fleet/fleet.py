@@ -50,9 +50,7 @@ class ReplicaGroup:
 
 
 class Fleet:
-    def __init__(
-        self, config: RouterConfig, new_placement: Callable[[], Placement], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, config: RouterConfig, new_placement: Callable[[], Placement]) -> None:
         self.config = config
         self.replicas: dict[str, Replica] = {}
         self.detached: set[Replica] = set()  # taken out, with requests in flight, while their address is another's
@@ -63,7 +61,6 @@ class Fleet:
         self.num_in_flight = 0
         self.on_down: Callable[[Replica], None] = lambda _replica: None  # requests that wait there are moved
         self._new_placement = new_placement
-        self._clock = clock
 
     def add(self, url: str, peer: str | None = None) -> Replica:
         replica = self.replicas[url] = Replica(url, self.config.patience.connect_s, peer)

@@ -30,7 +30,6 @@ class ServedModel(msgspec.Struct):
     block_size: int | None = None
     fingerprint: str | None = None
     num_blocks: int | None = None
-    max_num_batched_tokens: int | None = None
     text_digest: str | None = None
 
 
@@ -46,45 +45,41 @@ class Prober:
         self._fleet = fleet
         self._config = config
         self._on_info = on_info
-        self._tasks: dict[Replica, asyncio.Task[None]] = {}
-        self._wake: dict[Replica, asyncio.Event] = {}
-        self._known: dict[Replica, tuple[str, ...]] = {}
         key = config.backend_api_key
         self._headers: Headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
-        self._path: dict[Replica, str] = {}
+        self._watched: dict[Replica, Watched] = {}
 
     def watch(self, replica: Replica) -> None:
         """Probe it now, and from now on."""
-        if replica in self._tasks:
-            self._wake[replica].set()
+        if replica in self._watched:
+            self._watched[replica].wake.set()
             return
-        self._wake[replica] = asyncio.Event()
-        self._tasks[replica] = asyncio.get_running_loop().create_task(self._watch(replica))
+        watched = self._watched[replica] = Watched()
+        watched.task = asyncio.get_running_loop().create_task(self._watch(replica, watched))
 
     async def close(self) -> None:
-        for task in self._tasks.values():
+        tasks = [each.task for each in self._watched.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, replica: Replica) -> None:
-        wake = self._wake[replica]
+    async def _watch(self, replica: Replica, watched: "Watched") -> None:
         try:
             while replica.state != "removing":
-                wake.clear()
-                await self._probe(replica)
-                await _sleep_or(wake, self._config.patience.probe_interval_s)
+                watched.wake.clear()
+                await self._probe(replica, watched)
+                await _sleep_or(watched.wake, self._config.patience.probe_interval_s)
             while replica.num_in_flight:
                 await asyncio.sleep(0.05)
             self._fleet.forget(replica)
         finally:
-            for kept in (self._tasks, self._wake, self._known, self._path):
-                kept.pop(replica, None)
+            del self._watched[replica]
 
-    async def _probe(self, replica: Replica) -> None:
+    async def _probe(self, replica: Replica, watched: "Watched") -> None:
         try:
-            status = await self._ask_ready(replica)
+            status = await self._ask_ready(replica, watched)
             if status == 200 and (replica.root is None or not replica.is_up):
-                await self._introduce(replica)
+                await self._introduce(replica, watched)
         except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError) as error:
             with self._fleet.observing(replica):
                 if isinstance(error, TimeoutError) or (isinstance(error, ConnectFailed) and not error.is_dead):
@@ -98,20 +93,19 @@ class Prober:
                 else:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
-    async def _ask_ready(self, replica: Replica) -> int:
-        """/ready, or /health of an engine that has no /ready."""
-        path = self._path.get(replica, "/ready")
-        timeout_s = self._config.patience.probe_timeout_s
-        status, _ = await fetch(replica.pool, path, self._headers, timeout_s)
-        if status == 404 and path == "/ready":
-            self._path[replica] = "/health"
-            status, _ = await fetch(replica.pool, "/health", self._headers, timeout_s)
+    async def _ask(self, replica: Replica, path: str) -> tuple[int, bytes]:
+        return await fetch(replica.pool, path, self._headers, self._config.patience.probe_timeout_s)
+
+    async def _ask_ready(self, replica: Replica, watched: "Watched") -> int:
+        status, _ = await self._ask(replica, watched.path)
+        if status == 404 and watched.path == "/ready":
+            watched.path = "/health"
+            status, _ = await self._ask(replica, watched.path)
         return status
 
-    async def _introduce(self, replica: Replica) -> None:
+    async def _introduce(self, replica: Replica, watched: "Watched") -> None:
         """Ask what it serves; a replica that has come back may serve something else."""
-        timeout_s = self._config.patience.probe_timeout_s
-        status, body = await fetch(replica.pool, "/v1/models", self._headers, timeout_s)
+        status, body = await self._ask(replica, "/v1/models")
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
         served = _MODELS.decode(body).data
@@ -120,12 +114,23 @@ class Prober:
         first = served[0]
         names = tuple(model.id for model in served)
         said = (*names, str(first))
-        if replica.root is not None and self._known.get(replica) == said:
+        if replica.root is not None and watched.said == said:
             return
-        self._known[replica] = said
+        watched.said = said
         replica.text_digest = first.text_digest
         self._fleet.introduce(replica, first.root or first.id, names, replica_info(first))
         self._on_info(replica, first)
+
+
+class Watched:
+    """What is known of a replica that is probed."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        self.path = "/ready"  # or /health of an engine that has no /ready
+        self.said: tuple[str, ...] = ()  # of its models
 
 
 def replica_info(model: ServedModel) -> ReplicaInfo:
@@ -136,7 +141,6 @@ def replica_info(model: ServedModel) -> ReplicaInfo:
         fingerprint=bytes.fromhex(model.fingerprint),
         block_size=model.block_size,
         num_blocks=model.num_blocks or 0,
-        max_num_batched_tokens=model.max_num_batched_tokens or 8192,
     )
 
 

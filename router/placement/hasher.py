@@ -22,13 +22,6 @@ class KeySpace(NamedTuple):
     fingerprint: bytes
     block_size: int
 
-    def check(self) -> "KeySpace":
-        if self.hash not in ("sha256", "v1"):
-            raise ValueError(f"hash: {self.hash!r} is not one of sha256, v1")
-        if not 1 <= self.block_size <= 2**20:
-            raise ValueError(f"block_size: {self.block_size} is outside 1 … {2**20}")
-        return self
-
     def num_keys(self, num_tokens: int) -> int:
         """v1 leaves out the last token and counts a block that is not full."""
         if self.hash == "v1":

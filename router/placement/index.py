@@ -5,7 +5,6 @@ holds a lock, and the calls release the GIL. Memory is bounded at construction.
 """
 
 import secrets
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -25,13 +24,6 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     keys: Keys
     counts: Counts
     version: int
-
-
-class IndexStats(NamedTuple):
-    num_facts: int
-    num_hopes: int
-    num_evicted: int
-    reserved_bytes: int
 
 
 class RouteIndex:
@@ -115,10 +107,10 @@ class RouteIndex:
         num_held: int = lib.penstock_route_num_held(self._index, slot)
         return num_held
 
-    def stats(self) -> IndexStats:
+    def stats(self) -> dict[str, int]:
         out = ffi.new("uint64_t[4]")
         lib.penstock_route_stats(self._index, out)
-        return IndexStats(*out)
+        return dict(zip(("facts", "hopes", "evictions_total", "reserved_bytes"), out, strict=True))
 
     def check(self) -> None:
         """Assert every invariant; O(entries)."""

@@ -1,7 +1,6 @@
 """The router's keys: the published v1 values, the formulas, and the engine's own chain."""
 
 import numpy as np
-import pytest
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.router.placement.hasher import KeySpace
@@ -36,15 +35,3 @@ def test_the_keys_are_the_first_8_bytes_of_the_engines() -> None:
     assert root == namespace_root(model=b"fingerprint", salt="salt", adapter="adapter")
     expected = [int.from_bytes(key[:8], "little") for key in block_keys(tokens, 16, root=root)]
     assert RouteIndex(10).hash_and_match(tokens, space, root).keys.tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("space", "message"),
-    [
-        (KeySpace("md5", b"", 16), "hash: 'md5' is not one of"),  # type: ignore[arg-type]
-        (KeySpace("v1", b"", 0), "block_size: 0 is outside 1"),
-    ],
-)
-def test_a_space_that_cannot_be_is_refused_by_name(space: KeySpace, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        space.check()
