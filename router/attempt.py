@@ -73,7 +73,7 @@ class Attempt:
                 self._asker.unreachable(str(error))
             return
         if self.state == "over":
-            upstream.abandon()  # the client left, or the replica went down, meanwhile
+            upstream.transport.abort()  # the client left, or the replica went down, meanwhile
         else:
             self._send(upstream)
 

@@ -5,6 +5,7 @@ with all that is cached. A replica without such a stream is left alone: the plac
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 
@@ -66,11 +67,8 @@ class KvLinks:
             heard = -1
             while not stream.over.is_set() and stream.num_pieces != heard:
                 heard = stream.num_pieces
-                try:
-                    async with asyncio.timeout(SILENT_S):
-                        await stream.over.wait()
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stream.over.wait(), SILENT_S)
         finally:
             upstream.drop(stream)
 

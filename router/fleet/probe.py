@@ -5,6 +5,7 @@ process is still there, and the answer takes a millisecond.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -47,14 +48,14 @@ class Prober:
         self._on_info = on_info
         key = config.backend_api_key
         self._headers: Headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
-        self._watched: dict[Replica, Watched] = {}
+        self._watched: dict[Replica, ProbeTask] = {}
 
     def watch(self, replica: Replica) -> None:
         """Probe it now, and from now on."""
         if replica in self._watched:
             self._watched[replica].wake.set()
             return
-        watched = self._watched[replica] = Watched()
+        watched = self._watched[replica] = ProbeTask()
         watched.task = asyncio.get_running_loop().create_task(self._watch(replica, watched))
 
     async def close(self) -> None:
@@ -63,19 +64,20 @@ class Prober:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, replica: Replica, watched: "Watched") -> None:
+    async def _watch(self, replica: Replica, watched: "ProbeTask") -> None:
         try:
             while replica.state != "removing":
                 watched.wake.clear()
                 await self._probe(replica, watched)
-                await _sleep_or(watched.wake, self._config.patience.probe_interval_s)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(watched.wake.wait(), self._config.patience.probe_interval_s)
             while replica.num_in_flight:
                 await asyncio.sleep(0.05)
             self._fleet.forget(replica)
         finally:
             del self._watched[replica]
 
-    async def _probe(self, replica: Replica, watched: "Watched") -> None:
+    async def _probe(self, replica: Replica, watched: "ProbeTask") -> None:
         try:
             status = await self._ask_ready(replica, watched)
             if status == 200 and (replica.root is None or not replica.is_up):
@@ -96,14 +98,14 @@ class Prober:
     async def _ask(self, replica: Replica, path: str) -> tuple[int, bytes]:
         return await fetch(replica.pool, path, self._headers, self._config.patience.probe_timeout_s)
 
-    async def _ask_ready(self, replica: Replica, watched: "Watched") -> int:
+    async def _ask_ready(self, replica: Replica, watched: "ProbeTask") -> int:
         status, _ = await self._ask(replica, watched.path)
         if status == 404 and watched.path == "/ready":
             watched.path = "/health"
             status, _ = await self._ask(replica, watched.path)
         return status
 
-    async def _introduce(self, replica: Replica, watched: "Watched") -> None:
+    async def _introduce(self, replica: Replica, watched: "ProbeTask") -> None:
         """Ask what it serves; a replica that has come back may serve something else."""
         status, body = await self._ask(replica, "/v1/models")
         if status != 200:
@@ -122,7 +124,7 @@ class Prober:
         self._on_info(replica, first)
 
 
-class Watched:
+class ProbeTask:
     """What is known of a replica that is probed."""
 
     task: asyncio.Task[None]
@@ -142,11 +144,3 @@ def replica_info(model: ServedModel) -> ReplicaInfo:
         block_size=model.block_size,
         num_blocks=model.num_blocks or 0,
     )
-
-
-async def _sleep_or(wake: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await wake.wait()
-    except TimeoutError:
-        pass

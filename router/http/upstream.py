@@ -10,7 +10,6 @@ import errno
 import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import httptools
@@ -56,7 +55,6 @@ class Upstream(asyncio.Protocol):
     def __init__(self, pool: "Pool") -> None:
         self.pool = pool
         self.leg: Leg | None = None
-        self.num_answers = 0
         self.idle_since_s = 0.0
         self.has_heard = False  # a byte of the current answer has come
         self.is_closed = False
@@ -84,11 +82,6 @@ class Upstream(asyncio.Protocol):
         if self.leg is leg:
             self.leg = None
             self._release(keep=False)
-
-    def abandon(self) -> None:
-        """A new connection that is not needed any more."""
-        assert self.leg is None and self.num_answers == 0
-        self._release(keep=False)
 
     # The transport.
 
@@ -159,7 +152,6 @@ class Upstream(asyncio.Protocol):
         self.leg = None
         self._in_body = self._is_complete = self._headers_done = False
         self._headers = []
-        self.num_answers += 1
         self._release(self._keep)
         leg.ended()
 
@@ -250,9 +242,9 @@ class Pool:
         if upstream in self._idle:
             self._idle.remove(upstream)
 
-    def sweep(self, is_kept: Callable[[float], bool] = lambda age_s: age_s < IDLE_S) -> None:
-        now_s = time.monotonic()
-        old = [each for each in self._idle if not is_kept(now_s - each.idle_since_s)]
+    def sweep(self) -> None:
+        idle_from_s = time.monotonic() - IDLE_S
+        old = [each for each in self._idle if each.idle_since_s <= idle_from_s]
         self._idle = [each for each in self._idle if each not in old]
         for upstream in old:
             upstream.transport.abort()
