@@ -65,9 +65,8 @@ class RouterApp:
         self._page_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._keys = Keys(config.api_keys)
         self._admin_keys = Keys(config.admin_api_keys)
-        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n"  # what replicas get beside the client's headers
-        if config.backend_api_key is not None:
-            self._own_lines += b"authorization: Bearer %b\r\n" % config.backend_api_key.encode()
+        # What replicas get beside the client's headers.
+        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n" + config.backend_lines
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._started_s = int(time.time())

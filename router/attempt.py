@@ -37,7 +37,7 @@ class Attempt:
         app.fleet.begin(self.replica)
 
     def start(self, target: bytes, lines: bytes, body: bytes) -> None:
-        self._head, self._body = request_head(target, self.replica.host_header, lines, len(body)), body
+        self._head, self._body = request_head(target, self.replica.pool.host_header, lines, len(body)), body
         upstream = self.replica.pool.take_idle()
         if upstream is None:
             self._app.spawn(self._connect())

@@ -15,7 +15,6 @@ import msgspec
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
-from penstock.router.http.heads import Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.placement.placement import ReplicaInfo
 
@@ -46,8 +45,6 @@ class Prober:
         self._fleet = fleet
         self._config = config
         self._on_info = on_info
-        key = config.backend_api_key
-        self._headers: Headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
         self._watched: dict[Replica, ProbeTask] = {}
 
     def watch(self, replica: Replica) -> None:
@@ -96,7 +93,7 @@ class Prober:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
     async def _ask(self, replica: Replica, path: str) -> tuple[int, bytes]:
-        return await fetch(replica.pool, path, self._headers, self._config.patience.probe_timeout_s)
+        return await fetch(replica.pool, path, self._config.backend_lines, self._config.patience.probe_timeout_s)
 
     async def _ask_ready(self, replica: Replica, watched: "ProbeTask") -> int:
         status, _ = await self._ask(replica, watched.path)

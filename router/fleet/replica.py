@@ -28,8 +28,7 @@ class Replica:
         parts = urlsplit(url)
         self.url = url
         self.peer = peer  # of one that only computes prompts: where decode engines read its blocks
-        self.host_header = parts.netloc.encode()
-        self.pool = Pool(parts.hostname or "", parts.port or 80, connect_timeout_s)
+        self.pool = Pool(parts.hostname or "", parts.port or 80, parts.netloc.encode(), connect_timeout_s)
         self.state: State = "starting"
         self.reason = "not probed yet"
         self.models: tuple[str, ...] = ()  # the names it serves; the first one's root is its group
@@ -73,7 +72,7 @@ class Replica:
 
     async def _ask_health(self, timeout_s: float) -> bool:
         try:
-            await fetch(self.pool, "/health", [], timeout_s)
+            await fetch(self.pool, "/health", b"", timeout_s)
         except ConnectFailed as error:
             return error.is_dead
         except TimeoutError:

@@ -15,7 +15,7 @@ from typing import Protocol
 import httptools
 
 from penstock.router.http.deadline import within
-from penstock.router.http.heads import AnswerHead, Headers, Heads
+from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head
 
 MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
@@ -198,9 +198,8 @@ class Upstream(asyncio.Protocol):
 class Pool:
     """The connections to one replica. The last one used is taken first, so that spare ones grow old and go."""
 
-    def __init__(self, host: str, port: int, connect_timeout_s: float) -> None:
-        self.host = host
-        self.port = port
+    def __init__(self, host: str, port: int, host_header: bytes, connect_timeout_s: float) -> None:
+        self.host, self.port, self.host_header = host, port, host_header
         self.connect_timeout_s = connect_timeout_s
         self.heads = Heads(MAX_HEAD_BYTES, sys.maxsize)
         self.busy: set[Upstream] = set()
@@ -292,11 +291,9 @@ class Collected:
         return Dechunker().feed(raw) if self.is_chunked else raw
 
 
-async def fetch(pool: Pool, path: str, headers: Headers, timeout_s: float) -> tuple[int, bytes]:
-    """GET from a replica: status and body. Raises ConnectFailed or TimeoutError."""
-    host = f"{pool.host}:{pool.port}".encode()
-    lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
-    head = b"GET " + path.encode() + b" HTTP/1.1\r\nhost: " + host + b"\r\n" + lines + b"\r\n"
+async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float) -> tuple[int, bytes]:
+    """GET from a replica: status and body; `lines` are headers, written. Raises ConnectFailed or TimeoutError."""
+    head = question_head(path, pool.host_header, lines)
     async with within(timeout_s):
         while True:
             kept = pool.take_idle()
