@@ -129,10 +129,8 @@ class Parent:
             if other != index:
                 try:
                     send(worker.channel, message)
-                except (
-                    BlockingIOError
-                ):  # it has stopped reading, with half a message in its channel: another takes its place
-                    worker.kill()
+                except BlockingIOError:  # it has stopped reading, with half a message in its channel
+                    worker.kill()  # another takes its place
                 except OSError:
                     pass  # it is ending; its channel will say so
 

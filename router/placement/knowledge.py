@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.hasher import Keys, KeySpace
-from penstock.router.placement.index import Match, RouteIndex
+from penstock.router.placement.index import Keys, KeySpace, Match, RouteIndex
 from penstock.router.placement.load import Column
 from penstock.router.placement.policy import PolicyConfig
 

@@ -17,8 +17,7 @@ from msgspec import Meta
 
 from penstock.engine.http.kv_stream import Frame
 from penstock.engine.options import converted
-from penstock.router.placement.hasher import HashName, KeySpace
-from penstock.router.placement.index import Match
+from penstock.router.placement.index import HashName, KeySpace, Match
 from penstock.router.placement.knowledge import STREAM_COUNTS, Knowledge, ReplicaCache
 from penstock.router.placement.load import Charge, Ledger, LoadTable, ReplicaLoad
 from penstock.router.placement.policy import PolicyConfig, Speed

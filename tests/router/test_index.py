@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock.router.placement.hasher import Keys
-from penstock.router.placement.index import MAX_SLOTS, RouteIndex
+from penstock.router.placement.index import MAX_SLOTS, Keys, RouteIndex
 
 
 def chain(seed: int, length: int) -> np.ndarray:

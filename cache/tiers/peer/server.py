@@ -85,9 +85,8 @@ class PeerServer:
         self._buffers = [memoryview(row) for row in rows]
         self._free = list(range(len(self._buffers)))
         self._sending: list[tuple[zmq.MessageTracker, int]] = []  # and the buffer it is sent from
-        self._reading: dict[
-            int, tuple[bytes, Get, int]
-        ] = {}  # the source's ticket → client, what it asked for, and a buffer
+        # The source's ticket → client, what it asked for, and a buffer.
+        self._reading: dict[int, tuple[bytes, Get, int]] = {}
         self._clients: dict[bytes, bool] = {}  # which hear of keys → it needs all of them
         self._num_blocks = self._num_refused = 0
         self._misses: Counter[str] = Counter()  # by reason

@@ -3,8 +3,7 @@
 import numpy as np
 
 from penstock.cache.keys import block_keys, namespace_root
-from penstock.router.placement.hasher import KeySpace
-from penstock.router.placement.index import RouteIndex
+from penstock.router.placement.index import KeySpace, RouteIndex
 from tests.support.slow_hash import sha256_chain, v1_chain
 
 
