@@ -277,11 +277,8 @@ class Exchange:
         assert self.attempt is not None
         if self.state == "relaying":
             self._break_off(self.attempt, reason)
-        elif not self.attempt.reconnects():
-            self._settle("lost", reason)
-
-    def unreachable(self, reason: str) -> None:
-        self._settle("unreachable", reason)
+        elif (outcome := self.attempt.loss()) is not None:
+            self._settle(outcome, reason)
 
     def _begin(self, data: bytes) -> None:
         """The first byte: from here on nothing can be asked of another replica."""

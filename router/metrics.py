@@ -8,17 +8,18 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.router.fleet.fleet import Fleet
+from penstock.router.fleet.replica import State
 from penstock.router.http.heads import ClientRequest
 
 FIRST_BYTE_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
 LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
-STATES = ("starting", "up", "suspect", "down", "draining", "ejected", "trial", "removing")
 
 # name → what it counts, and its labels
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -110,7 +111,7 @@ class RouterMetrics(Collector):
         state = GaugeMetricFamily("penstock:router_replica_state", "1: its state.", labels=("replica", "state"))
         under_way = GaugeMetricFamily("penstock:router_under_way", "Requests in flight.", labels=("replica",))
         for replica in self.fleet.replicas.values():
-            for name in STATES:
+            for name in get_args(State):
                 state.add_metric((replica.url, name), float(replica.state == name))
             under_way.add_metric((replica.url,), replica.num_in_flight)
         yield from (state, under_way)
