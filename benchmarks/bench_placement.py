@@ -24,9 +24,8 @@ from pairs import compare, main, quantile, table
 from tests.support.route_model import BLOCK_SIZE, Arrival, Settings, Simulation, pooled_hit
 from tests.support.slow_hash import v1_chain
 
-from penstock.cache.keys import block_keys_v1
-from penstock.engine.http.kv_stream import Changes
-from penstock.router.placement.hasher import route_keys
+from penstock.cache.keys import block_keys, block_keys_v1
+from penstock.engine.http.kv_stream import Changes, Snapshot
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import POLICIES, PolicyConfig
 
@@ -42,7 +41,7 @@ def filled(num_replicas: int, num_blocks: int, block_size: int, max_facts: int) 
     for name, keys in held.items():
         placement.add_replica(name, ReplicaInfo(b"model", block_size, num_blocks))
         placement.set_available(name, True)
-        placement.apply_snapshot(name, keys.tobytes())
+        placement.apply_events(name, [Snapshot(0, "device", keys.tobytes(), True, True)])
     return placement, held
 
 
@@ -65,8 +64,8 @@ def decision(tokens: int = 39_000, replicas: int = 8, rounds: int = 1000) -> dic
     figures = {
         "v1 keys, block 32": measure(lambda: block_keys_v1(prompt, 32), rounds),
         "v1 keys, block 32, pure Python": measure(lambda: v1_chain(as_list, 32), 10),
-        "SHA-256 keys, block 32": measure(lambda: route_keys(prompt, 32, root=root), rounds),
-        "SHA-256 keys, block 16": measure(lambda: route_keys(prompt, 16, root=root), rounds),
+        "SHA-256 keys, block 32": measure(lambda: block_keys(prompt, 32, root=root), rounds),
+        "SHA-256 keys, block 16": measure(lambda: block_keys(prompt, 16, root=root), rounds),
     }
     for block_size in (32, 16):
         placement, _ = filled(replicas, BLOCKS_EACH - 2**13, block_size, PolicyConfig().max_facts)
@@ -85,7 +84,8 @@ def decisions(placement: Placement, tokens: bytes, rounds: int) -> dict[str, dic
     """The replicas hold the prompt to different depths, one of them all of it."""
     keys = placement.prepare(tokens).matches[0][1].keys
     for number, replica in enumerate(placement.view()):
-        placement.apply_snapshot(replica, keys[: len(keys) * (number + 1) // len(placement.view())].tobytes())
+        run = keys[: len(keys) * (number + 1) // len(placement.view())].tobytes()
+        placement.apply_events(replica, [Snapshot(0, "device", run, True, True)])
 
     def place(prepared: Any) -> None:
         charge = placement.choose(prepared, num_tokens=len(tokens) // 4)
@@ -148,7 +148,7 @@ def grown(num_replicas: int, blocks_each: int, num_tokens: int) -> dict[str, flo
     placement.check()
     return {
         "replicas": num_replicas,
-        "facts": placement.knowledge.index.stats().num_facts,
+        "facts": placement.knowledge.index.stats()["facts"],
         "memory_mb": memory_mb,
         "events_per_cpu_s": num_events / updates_s,
         "decision_p50_us": statistics.median(decide_us),

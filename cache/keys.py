@@ -84,7 +84,7 @@ def block_keys_v1(
     """
     _check_block_size(block_size)
     salt, lora = _u64_pointer("salt_id", salt_id), _u64_pointer("lora_id", lora_id)
-    ids = _wrapped_to_u32(tokens)
+    ids = _as_u32(tokens, wraps=True)
     num_tokens = max(len(ids) // 4 - 1, 0)
     keys = np.empty(-(-num_tokens // block_size), dtype=np.uint64)
     lib.penstock_block_keys_v1(
@@ -116,33 +116,24 @@ def _u64_pointer(name: str, value: int | None) -> Any:
     return ffi.new("uint64_t *", value)
 
 
-def _as_u32(tokens: Tokens) -> bytes:
-    """Ids as little-endian u32, every one of them checked."""
+def _as_u32(tokens: Tokens, *, wraps: bool = False) -> bytes:
+    """Ids as little-endian u32: every one of them checked, or modulo 2^32, as v1 takes them."""
     if isinstance(tokens, (list, tuple)):
         try:
             return struct.Struct(f"<{len(tokens)}I").pack(*tokens)  # 3 ns an id; struct.pack takes 8, numpy 11
         except struct.error:
-            raise _wrong_id(tokens) from None
+            if not wraps:
+                raise _wrong_id(tokens) from None
+            return struct.pack(f"<{len(tokens)}I", *(index(token) & MAX_ID for token in tokens))
     raw = _raw_int32(tokens)
     if raw is not None:
-        if not raw[3::4].isascii():  # a top byte above 127: a negative id
+        if not wraps and not raw[3::4].isascii():  # a top byte above 127: a negative id
             raise _wrong_id(np.frombuffer(raw, "<i4").tolist())
         return raw
     ids = _integers(tokens)
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_ID):
+    if not wraps and ids.size and (int(ids.min()) < 0 or int(ids.max()) > MAX_ID):
         raise _wrong_id(ids.tolist())
     return ids.astype("<u4").tobytes()
-
-
-def _wrapped_to_u32(tokens: Tokens) -> bytes:
-    """Ids modulo 2^32, as v1 takes them."""
-    if isinstance(tokens, (list, tuple)):
-        try:
-            return struct.Struct(f"<{len(tokens)}I").pack(*tokens)
-        except struct.error:
-            return struct.pack(f"<{len(tokens)}I", *(index(token) & MAX_ID for token in tokens))
-    raw = _raw_int32(tokens)
-    return raw if raw is not None else _integers(tokens).astype("<u4").tobytes()
 
 
 def _raw_int32(tokens: object) -> bytes | None:

@@ -329,8 +329,9 @@ uint64_t penstock_route_version(void *opened) {
     return version;
 }
 
-void penstock_route_keys(const uint8_t *root, const uint8_t *tokens, size_t num_blocks, size_t block_size,
-                         uint64_t *keys) {
+/* The low 64 bits of the SHA-256 chain's keys. */
+static void low_keys(const uint8_t *root, const uint8_t *tokens, size_t num_blocks, size_t block_size,
+                     uint64_t *keys) {
     /* A stretch at a time, so that the 32-byte keys stay on the stack. */
     enum { STRETCH = 64 };
     uint8_t whole[32 * STRETCH], parent[32];
@@ -347,7 +348,7 @@ uint64_t penstock_route_keys_and_match(void *opened, const uint8_t *root, const 
                                        size_t block_size, uint64_t *keys, int32_t *counts, size_t num_slots) {
     size_t num_keys = root ? num_tokens / block_size : (num_tokens + block_size - 1) / block_size;
     if (root)
-        penstock_route_keys(root, tokens, num_keys, block_size, keys);
+        low_keys(root, tokens, num_keys, block_size, keys);
     else
         penstock_block_keys_v1(tokens, num_tokens, block_size, NULL, NULL, keys);
     return penstock_route_match(opened, keys, num_keys, counts, num_slots);

@@ -30,10 +30,6 @@ uint64_t penstock_route_version(void *index);
 uint64_t penstock_route_keys_and_match(void *index, const uint8_t *root, const uint8_t *tokens, size_t num_tokens,
                                        size_t block_size, uint64_t *keys, int32_t *counts, size_t num_slots);
 
-/* The low 64 bits of the SHA-256 chain's keys. */
-void penstock_route_keys(const uint8_t *root, const uint8_t *tokens, size_t num_blocks, size_t block_size,
-                         uint64_t *keys);
-
 uint64_t penstock_route_num_held(void *index, uint32_t slot);
 
 /* out: facts in the table, hopes in both tables, facts evicted for room, bytes reserved. */

@@ -65,9 +65,8 @@ class RouterApp:
         self._page_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         self._keys = Keys(config.api_keys)
         self._admin_keys = Keys(config.admin_api_keys)
-        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n"  # what replicas get beside the client's headers
-        if config.backend_api_key is not None:
-            self._own_lines += b"authorization: Bearer %b\r\n" % config.backend_api_key.encode()
+        # What replicas get beside the client's headers.
+        self._own_lines = REPORT_HEADER + b": cached-tokens\r\n" + config.backend_lines
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._started_s = int(time.time())
@@ -115,7 +114,8 @@ class RouterApp:
             self.refuse(request, connection, error)
             return
         except Exception:  # the top of a request: it must not end without an answer
-            self._fail(request, connection)
+            log.exception("a request failed in the router")
+            self.refuse(request, connection, HttpError(500, "internal error"))
             return
         self.metrics.count(request, status)
         connection.answer(status, headers, body)
@@ -123,12 +123,6 @@ class RouterApp:
     def refuse(self, request: ClientRequest, connection: ClientConnection, error: HttpError) -> None:
         self.metrics.count(request, error.status)
         connection.refuse(error)
-
-    def _fail(self, request: ClientRequest, connection: ClientConnection) -> None:
-        """A bug of ours. The traceback goes to the log, and nothing of it to the client."""
-        log.exception("a request failed in the router")
-        if connection.current is request:
-            self.refuse(request, connection, HttpError(500, "internal error"))
 
     def _may(self, request: ClientRequest, path: str) -> bool:
         if not self._keys or (request.method, path) in OPEN or _admits(self._keys, request):
@@ -163,23 +157,20 @@ class RouterApp:
         exchange = Exchange(self, request, connection)
         if not self.texts.is_long(request.path, request.body):
             prepared = self.texts.prepare(request.path, request.body, asked, group.placement)
+            exchange.open()
             self._begin(exchange, group, asked, prepared)
         else:
             self.spawn(self._prepare_aside(exchange, group, asked))
 
     async def _prepare_aside(self, exchange: Exchange, group: ReplicaGroup, asked: Asked) -> None:
-        request, connection = exchange.request, exchange.connection
+        request = exchange.request
         exchange.open()
         try:
             prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.placement)
-        except HttpError as error:
-            exchange.refuse(error)
+        except Exception as error:  # as in `handle`
+            exchange.fail(error)
             return
-        except Exception:  # as in `handle`
-            self.exchanges.discard(exchange)
-            self._fail(request, connection)
-            return
-        if connection.current is request:
+        if exchange.state == "preparing":  # the client has not left meanwhile
             self._begin(exchange, group, asked, prepared)
 
     def _begin(self, exchange: Exchange, group: ReplicaGroup, asked: Asked, prepared: Routable) -> None:
@@ -199,8 +190,10 @@ class RouterApp:
             prepared.prompt,
             prepared.num_tokens,
         )
-        exchange.open()
-        exchange.start(group, outgoing)
+        try:
+            exchange.start(group, outgoing)
+        except Exception as error:  # as in `handle`
+            exchange.fail(error)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """A task that is kept until it is done; what it dies of is logged."""
@@ -235,9 +228,7 @@ class RouterApp:
                 replica.answered()
             elif outcome == "answered":
                 replica.failed(f"it answered {status}", now_s)
-            elif outcome == "unreachable":
-                replica.unreachable(reason)
-            elif outcome == "lost":
+            elif outcome in ("unreachable", "lost"):
                 replica.connection_broke(reason, now_s)
             elif outcome == "late":
                 replica.failed(reason, now_s)
@@ -320,7 +311,7 @@ class RouterApp:
             if replica is not None and replica.state != "removing":
                 raise HttpError(400, f"url: {url} is already a replica", param="url")
             if replica is not None:
-                self.fleet.forget(replica)
+                self.fleet.detach(replica)
             self.probe_now(self.fleet.add(url, peer))
         elif replica is None:
             raise HttpError(404, f"url: {clip(url)} is not a replica", param="url")

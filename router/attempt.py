@@ -4,7 +4,7 @@ The asker is the upstream's leg: it hears the answer. Load is charged when a rep
 place that releases it, exactly once, whatever happens.
 """
 
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import request_head
@@ -15,17 +15,12 @@ if TYPE_CHECKING:
     from penstock.router.app import RouterApp
 
 
-class Asker(Leg, Protocol):
-    def unreachable(self, reason: str) -> None:
-        """The replica takes no connection; nothing was sent."""
-
-
 class Attempt:
     """connecting → sent → over; a kept connection that turns out to be closed leads from sent to connecting, once."""
 
     __slots__ = ("_app", "_asker", "_body", "_head", "_is_kept", "charge", "replica", "state", "upstream")
 
-    def __init__(self, app: "RouterApp", charge: Charge, asker: Asker) -> None:
+    def __init__(self, app: "RouterApp", charge: Charge, asker: Leg) -> None:
         self.replica = app.fleet.replicas[charge.replica]
         self.charge = charge
         self.state: Literal["connecting", "sent", "over"] = "connecting"
@@ -37,7 +32,7 @@ class Attempt:
         app.fleet.begin(self.replica)
 
     def start(self, target: bytes, lines: bytes, body: bytes) -> None:
-        self._head, self._body = request_head(target, self.replica.host_header, lines, len(body)), body
+        self._head, self._body = request_head(target, self.replica.pool.host_header, lines, len(body)), body
         upstream = self.replica.pool.take_idle()
         if upstream is None:
             self._app.spawn(self._connect())
@@ -45,15 +40,18 @@ class Attempt:
             self._is_kept = True
             self._send(upstream)
 
-    def reconnects(self) -> bool:
-        """A kept connection that the replica had closed meanwhile says nothing about the replica: a new one is tried.
-        It costs a retry all the same, for perhaps the request was read and is why it closed."""
-        assert self.upstream is not None
+    def loss(self) -> Outcome | None:
+        """What it comes to that the connection is lost, or that none could be had.
+
+        None: a kept connection that the replica had closed meanwhile says nothing about the replica, and a new one is
+        tried. It costs a retry all the same, for perhaps the request was read and is why it closed."""
+        if self.upstream is None:
+            return "unreachable"
         if not self._is_kept or self.upstream.has_heard or not self._app.fleet.budget.take():
-            return False
+            return "lost"
         self.state, self.upstream, self._is_kept = "connecting", None, False
         self._app.spawn(self._connect())
-        return True
+        return None
 
     def end(self, outcome: Outcome, status: int, reason: str, *, is_ok: bool) -> None:
         """A replica whose answer is not complete sees us leave, and aborts."""
@@ -70,10 +68,10 @@ class Attempt:
             upstream = await self.replica.pool.connect()
         except ConnectFailed as error:
             if self.state != "over":
-                self._asker.unreachable(str(error))
+                self._asker.lost(str(error))
             return
         if self.state == "over":
-            upstream.abandon()  # the client left, or the replica went down, meanwhile
+            upstream.transport.abort()  # the client left, or the replica went down, meanwhile
         else:
             self._send(upstream)
 

@@ -83,6 +83,11 @@ class RouterConfig:
     limits: Limits = Limits()
     patience: Patience = Patience()
 
+    @property
+    def backend_lines(self) -> bytes:
+        """The headers by which replicas know us, written."""
+        return b"" if self.backend_api_key is None else f"authorization: Bearer {self.backend_api_key}\r\n".encode()
+
 
 def replicas_of(config: RouterConfig) -> str:
     """How many there are, in words."""

@@ -12,6 +12,7 @@ cost as much as all of its parsing.
 """
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -19,17 +20,19 @@ import msgspec
 
 from penstock.engine.http.errors import HttpError, error_body
 from penstock.router.attempt import Attempt
-from penstock.router.fleet.fleet import NONE, ReplicaGroup
+from penstock.router.fleet.fleet import ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection
 from penstock.router.http.heads import AnswerHead, ClientRequest, answer_head
-from penstock.router.http.upstream import ConnectFailed, Dechunker, fetch
+from penstock.router.http.upstream import Dechunker
 from penstock.router.placement.load import Charge
-from penstock.router.placement.placement import Prompt
+from penstock.router.placement.placement import NO_NAMES, Prompt
 from penstock.router.prefill import PrefillLeg, place
 
 if TYPE_CHECKING:
     from penstock.router.app import RouterApp
+
+log = logging.getLogger("penstock.router")
 
 MAX_HELD_BYTES = 64 * 1024  # of an answer that may yet be replaced by another replica's
 MAX_LOST = 2  # replicas that may break on one request: it may be the reason
@@ -77,7 +80,7 @@ class Exchange:
         self.attempt: Attempt | None = None  # at the replica that is being asked
         self.prefill: PrefillLeg | None = None  # who computes the prompt for it; None: it does so itself
         self.begun_s = self._quiet_since_s = time.monotonic()
-        self._tried = self._prefills_tried = NONE
+        self._tried = self._prefills_tried = NO_NAMES
         self._is_whole = False  # only who answers shall compute the prompt
         self._num_lost = 0
         self._reason = ""
@@ -102,6 +105,16 @@ class Exchange:
             self._close()
             self.connection.reader = None
             self.app.refuse(self.request, self.connection, error)
+
+    def fail(self, error: Exception) -> None:
+        """Something was raised: end with an answer, or it would count as in flight for ever. Of a bug of ours the traceback
+        goes to the log, and nothing of it to the client."""
+        if self.attempt is not None:
+            self._let_go("gone", "")
+        if not isinstance(error, HttpError):
+            log.error("a request failed in the router", exc_info=error)
+            error = HttpError(500, "internal error")
+        self.refuse(error)
 
     def _close(self) -> None:
         self.state = "over"
@@ -203,16 +216,11 @@ class Exchange:
             self._fail(outcome)
 
     async def _go_on_if_dead(self, replica: Replica, outcome: Outcome) -> None:
-        """No retry is left. But a process that gives no answer any more has died, and its requests with it: to send this
-        one again is no more work than there was. A connection alone proves no life: the kernel closes the sockets of
-        a killed process one after the other, and the one that listens may be the last."""
-        try:
-            await fetch(replica.pool, "/health", [], self.app.config.patience.probe_timeout_s)
-        except ConnectFailed:
+        """No retry is left. But where the process has died, its requests have with it: to send this one again is no more
+        work than there was."""
+        if await replica.has_died(self.app.config.patience.probe_timeout_s):
             self.app.metrics.counts["retries", outcome] += 1
             self._retry()
-        except TimeoutError:
-            self._fail(outcome)
         else:
             self._fail(outcome)
 
@@ -269,11 +277,8 @@ class Exchange:
         assert self.attempt is not None
         if self.state == "relaying":
             self._break_off(self.attempt, reason)
-        elif not self.attempt.reconnects():
-            self._settle("lost", reason)
-
-    def unreachable(self, reason: str) -> None:
-        self._settle("unreachable", reason)
+        elif (outcome := self.attempt.loss()) is not None:
+            self._settle(outcome, reason)
 
     def _begin(self, data: bytes) -> None:
         """The first byte: from here on nothing can be asked of another replica."""

@@ -7,17 +7,19 @@ answers with the sums. States, caches and load are its own view.
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.router.fleet.fleet import Fleet
+from penstock.router.fleet.replica import State
 from penstock.router.http.heads import ClientRequest
 
 FIRST_BYTE_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
 LAG_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
-STATES = ("starting", "up", "suspect", "down", "draining", "ejected", "trial", "removing")
 
 # name → what it counts, and its labels
 COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -37,8 +39,8 @@ SEPARATOR = "\x1f"  # between a counter's name and its labels in a report
 
 
 class Buckets:
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
+    def __init__(self, help_text: str, bounds: Sequence[float]) -> None:
+        self.help_text, self.bounds = help_text, bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
@@ -52,8 +54,9 @@ class RouterMetrics(Collector):
         self.fleet = fleet
         # By name and labels; those without labels are shown from the start.
         self.counts: Counter[tuple[object, ...]] = Counter({("client_gone",): 0, ("broken_streams",): 0})
-        self.first_byte = Buckets(FIRST_BYTE_S)
-        self.loop_lag = Buckets(LAG_S)
+        self.first_byte = Buckets("Request complete to first byte relayed.", FIRST_BYTE_S)
+        self.loop_lag = Buckets("How late a timer ran.", LAG_S)
+        self._histograms = {"first_byte_seconds": self.first_byte, "loop_lag_seconds": self.loop_lag}
         self.others: dict[int, dict[str, float]] = {}  # worker → what it last reported
         self._refused = refused  # status → what never became a request
         self._registry = CollectorRegistry()
@@ -72,10 +75,9 @@ class RouterMetrics(Collector):
         found: dict[str, float] = {_key(*key): count for key, count in self.counts.items()}
         found |= {_key("refused", status): count for status, count in self._refused.items()}
         for replica in self.fleet.replicas.values():
-            found[_key("replica_requests", replica.url)] = replica.num_requests
-            found[_key("replica_failures", replica.url)] = replica.num_failures
-            found[_key("replica_ejections", replica.url)] = replica.num_ejections
-        for name, histogram in self._histograms():
+            for name in ("requests", "failures", "ejections"):
+                found[_key(f"replica_{name}", replica.url)] = getattr(replica, f"num_{name}")
+        for name, histogram in self._histograms.items():
             found |= {_key(name, place): count for place, count in enumerate(histogram.counts)}
             found[_key(name, "sum")] = histogram.total
         for role, group in self.fleet.all_groups():
@@ -100,20 +102,16 @@ class RouterMetrics(Collector):
             for values, count in by_name.get(name, ()):
                 family.add_metric(values, count)
             yield family
-        for name, histogram in self._histograms():
-            yield _histogram(name, histogram.bounds, {labels[0]: value for labels, value in by_name[name]})
+        for name, histogram in self._histograms.items():
+            yield _family(name, histogram, {labels[0]: value for labels, value in by_name[name]})
         yield from _placement(by_name.get("placement", []))
         yield from self._of_replicas()
-
-    def _histograms(self) -> Iterator[tuple[str, Buckets]]:
-        yield "first_byte_seconds", self.first_byte
-        yield "loop_lag_seconds", self.loop_lag
 
     def _of_replicas(self) -> Iterator[Metric]:
         state = GaugeMetricFamily("penstock:router_replica_state", "1: its state.", labels=("replica", "state"))
         under_way = GaugeMetricFamily("penstock:router_under_way", "Requests in flight.", labels=("replica",))
         for replica in self.fleet.replicas.values():
-            for name in STATES:
+            for name in get_args(State):
                 state.add_metric((replica.url, name), float(replica.state == name))
             under_way.add_metric((replica.url,), replica.num_in_flight)
         yield from (state, under_way)
@@ -123,13 +121,13 @@ def _key(*parts: object) -> str:
     return SEPARATOR.join(map(str, parts))
 
 
-def _histogram(name: str, bounds: Sequence[float], counts: dict[str, float]) -> Metric:
-    buckets, seen = [], 0.0
-    for place, bound in enumerate((*map(str, bounds), "+Inf")):
-        seen += counts[str(place)]
-        buckets.append((bound, seen))
-    help_text = {"first_byte_seconds": "Request complete to first byte relayed."}.get(name, "How late a timer ran.")
-    return HistogramMetricFamily(f"penstock:router_{name}", help_text, buckets=buckets, sum_value=counts["sum"])
+def _family(name: str, histogram: Buckets, counts: dict[str, float]) -> Metric:
+    """`counts` by place, of all workers together."""
+    bounds = [*map(str, histogram.bounds), "+Inf"]
+    buckets = list(zip(bounds, accumulate(counts[str(place)] for place in range(len(bounds))), strict=True))
+    return HistogramMetricFamily(
+        f"penstock:router_{name}", histogram.help_text, buckets=buckets, sum_value=counts["sum"]
+    )
 
 
 def _placement(found: list[tuple[list[str], float]]) -> Iterator[Metric]:

@@ -75,11 +75,8 @@ class PrefillLeg:
         self.leave("busy" if self._status in (429, 503) else "answered", f"it answered {self._status}")
 
     def lost(self, reason: str) -> None:
-        if not self.attempt.reconnects():
-            self.leave("lost", reason)
-
-    def unreachable(self, reason: str) -> None:
-        self.leave("unreachable", reason)
+        if (outcome := self.attempt.loss()) is not None:
+            self.leave(outcome, reason)
 
 
 def place(

@@ -118,7 +118,7 @@ class RouterProcess:
     def __init__(self, config: RouterConfig, texts: Texts) -> None:
         self.config = config
         self.texts = texts
-        self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)), time.monotonic)
+        self.fleet = Fleet(config, lambda: Placement(PolicyConfig(config.policy)))
         self.app = RouterApp(config, self.fleet, texts, __version__)
         self.prober = Prober(self.fleet, config, self._on_info)
         self.links = KvLinks(self.fleet, config)
@@ -152,7 +152,7 @@ class RouterProcess:
         await self.links.close()
         await self.prober.close()
         self.app.close()
-        for replica in self.fleet.replicas.values():
+        for replica in (*self.fleet.replicas.values(), *self.fleet.detached):
             replica.pool.close()
         self.texts.close()
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import select
 import signal
 import socket
 import sys
@@ -128,10 +129,8 @@ class Parent:
             if other != index:
                 try:
                     send(worker.channel, message)
-                except (
-                    BlockingIOError
-                ):  # it has stopped reading, with half a message in its channel: another takes its place
-                    worker.kill()
+                except BlockingIOError:  # it has stopped reading, with half a message in its channel
+                    worker.kill()  # another takes its place
                 except OSError:
                     pass  # it is ending; its channel will say so
 
@@ -172,7 +171,8 @@ class WorkerLink:
 
     def _report(self) -> None:
         with contextlib.suppress(OSError):  # the parent is gone, which `_take` learns
-            send(self._channel, Report(self._index, self._app.metrics.own_counters()))
+            if select.select([], [self._channel], [], 0)[1]:  # else it is not reading, and we would wait for it here
+                send(self._channel, Report(self._index, self._app.metrics.own_counters()))
             asyncio.get_running_loop().call_later(REPORT_S, self._report)
 
     def _take(self) -> None:

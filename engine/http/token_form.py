@@ -12,7 +12,6 @@ from array import array
 import msgspec
 from msgspec import Raw
 
-from penstock.engine.http.body import split_object
 from penstock.engine.http.errors import HttpError
 
 CONTENT_TYPE = b"application/x-penstock-tokens"
@@ -20,9 +19,9 @@ REPORT_HEADER = b"x-penstock-report"  # a router asks for the next one; a stream
 CACHED_HEADER = "x-penstock-cached-tokens"
 
 
-def pack(body: bytes, field: str, ids: bytes) -> bytes:
-    """`body`, a JSON object, with `field` null and its ids behind it."""
-    return join(msgspec.json.encode({**split_object(body), field: Raw(b"null")}), ids)
+def pack(fields: dict[str, Raw], field: str, ids: bytes) -> bytes:
+    """The fields of a JSON object with `field` null, and its ids behind them."""
+    return join(msgspec.json.encode({**fields, field: Raw(b"null")}), ids)
 
 
 def join(text: bytes, ids: bytes) -> bytes:

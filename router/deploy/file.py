@@ -25,6 +25,23 @@ Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 S = TypeVar("S", bound=msgspec.Struct)
 
 KEY_VARIABLES = ("PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY", "PENSTOCK_BACKEND_API_KEY")
+# By table, what is set here and no flag of the file's, and what says it instead.
+_KEYS = {
+    "api-key": "; clients' key is PENSTOCK_API_KEY, set where deploy is started",
+    "drain-timeout": "; rollout.drain-s says it",
+}
+_ALIKE = "; the replicas of a deployment are all alike"
+OURS = {
+    "model": {"host": "", "port": "", **_KEYS},
+    "router": {
+        "backend": "; replicas.count says how many there are",
+        "prefill": _ALIKE,
+        "decode": _ALIKE,
+        **_KEYS,
+        "admin-api-key": "",
+        "backend-api-key": "",
+    },
+}
 PATHS = ("model", "tokenizer", "chat-template")  # may be given relative to the file
 
 
@@ -59,10 +76,6 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True):
     gpus: Amount | None = None  # None: one for each rank where the cluster has GPUs
     resources: dict[str, Annotated[float, Meta(gt=0, le=1e6)]] = {}
     env: dict[str, str] = {}
-
-
-class RouterTable(msgspec.Struct, frozen=True, kw_only=True):
-    cpus: Amount = 0.0
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,17 +145,11 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
     for variable in KEY_VARIABLES:
         if variable in size.env:
             raise DeployError(f"replicas.env.{variable}: keys are not written here; set it where deploy is started")
-    engine_words, engine = CommandTable("model", serve, folder, ("host", "port", "api-key", "drain-timeout")).read(
+    engine_words, engine = CommandTable("model", serve, folder).read(
         {key: value for key, value in model.items() if key != "model"}, model.get("model")
     )
-    room = _own(RouterTable, "router", {"cpus": router["cpus"]} if "cpus" in router else {})
-    edge_words, _ = CommandTable(
-        "router",
-        route,
-        folder,
-        ("backend", "prefill", "decode", "api-key", "admin-api-key", "backend-api-key", "drain-timeout"),
-        tuple(RouterTable.__struct_fields__),
-    ).read({key: value for key, value in router.items() if key != "cpus"})
+    router_cpus = _field("router.cpus", router.pop("cpus", 0.0), Amount)
+    edge_words, _ = CommandTable("router", route, folder, ("cpus",)).read(router)
     return Deployment(
         name=name,
         count=size.count,
@@ -155,7 +162,7 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
             env=size.env,
         ),
         router_words=(*route.words, *edge_words),
-        router_cpus=room.cpus,
+        router_cpus=router_cpus,
         rollout=how,
         restart=_own(Restart, "restart", restart),
     )
@@ -164,10 +171,9 @@ def _deployment(given: dict[str, Any], folder: Path, serve: Command, route: Comm
 class CommandTable:
     """A command's flags as the keys of a table; those that `deploy` sets itself are refused."""
 
-    def __init__(
-        self, name: str, command: Command, folder: Path, kept: tuple[str, ...], others: tuple[str, ...] = ()
-    ) -> None:
-        self._name, self._flags, self._folder, self._kept = name, command.flags, folder, kept
+    def __init__(self, name: str, command: Command, folder: Path, others: tuple[str, ...] = ()) -> None:
+        self._name, self._flags, self._folder = name, command.flags, folder
+        self._kept = OURS[name]
         self._others = others  # keys of the table that are no flags
         self._options = {word[2:]: option for option in self._flags.options() for word in option.words}
 
@@ -187,7 +193,7 @@ class CommandTable:
     def _words(self, key: str, value: Any) -> list[str]:
         name = f"{self._name}.{key}"
         if key in self._kept:
-            raise DeployError(f"{name}: deploy sets this itself{_INSTEAD.get(key, '')}")
+            raise DeployError(f"{name}: deploy sets this itself{self._kept[key]}")
         option = self._options.get(key)
         if option is None:
             known = [each for each in self._options if each not in self._kept]
@@ -210,15 +216,6 @@ class CommandTable:
         """Replicas run elsewhere: what lies beside the file is named by its whole path."""
         beside = self._folder / text
         return str(beside) if key in PATHS and beside.exists() else text
-
-
-_INSTEAD = {
-    "api-key": "; clients' key is PENSTOCK_API_KEY, set where deploy is started",
-    "backend": "; replicas.count says how many there are",
-    "prefill": "; the replicas of a deployment are all alike",
-    "decode": "; the replicas of a deployment are all alike",
-    "drain-timeout": "; rollout.drain-s says it",
-}
 
 
 class _Parser(argparse.ArgumentParser):

@@ -14,11 +14,10 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import Replica, State
-from penstock.router.placement.placement import Placement, ReplicaInfo
+from penstock.router.placement.placement import NO_NAMES, Placement, ReplicaInfo
 
 log = logging.getLogger("penstock.router")
 
-NONE: frozenset[str] = frozenset()
 BY_CONDUCT = frozenset[State]({"suspect", "ejected"})
 
 
@@ -40,22 +39,21 @@ class ReplicaGroup:
     def lacking(self, name: str | None) -> frozenset[str]:
         """Replicas of the group that do not serve the model under this name."""
         if name is None or not self.is_mixed:
-            return NONE
+            return NO_NAMES
         return frozenset(url for url, replica in self.replicas.items() if name not in replica.models)
 
     def not_for(self, name: str | None, tried: frozenset[str]) -> frozenset[str]:
         """Replicas that a request cannot go to, those it has tried among them."""
         if not (tried or self.full or self.is_mixed):
-            return NONE
+            return NO_NAMES
         return self.lacking(name) | self.full | tried
 
 
 class Fleet:
-    def __init__(
-        self, config: RouterConfig, new_placement: Callable[[], Placement], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, config: RouterConfig, new_placement: Callable[[], Placement]) -> None:
         self.config = config
         self.replicas: dict[str, Replica] = {}
+        self.detached: set[Replica] = set()  # taken out, with requests in flight, while their address is another's
         self.groups: dict[str, ReplicaGroup] = {}  # that answer clients
         self.prefills: dict[str, ReplicaGroup] = {}  # that compute prompts for them
         self._by_name: dict[str, ReplicaGroup] = {}
@@ -63,7 +61,6 @@ class Fleet:
         self.num_in_flight = 0
         self.on_down: Callable[[Replica], None] = lambda _replica: None  # requests that wait there are moved
         self._new_placement = new_placement
-        self._clock = clock
 
     def add(self, url: str, peer: str | None = None) -> Replica:
         replica = self.replicas[url] = Replica(url, self.config.patience.connect_s, peer)
@@ -82,9 +79,16 @@ class Fleet:
         self._name_groups()
         self.settle(replica)
 
-    def forget(self, replica: Replica) -> None:
+    def detach(self, replica: Replica) -> None:
+        """Another may take its address. What it has begun goes on, until it is forgotten."""
         self._leave_group(replica)
-        del self.replicas[replica.url]
+        if self.replicas.get(replica.url) is replica:
+            del self.replicas[replica.url]
+        self.detached.add(replica)
+
+    def forget(self, replica: Replica) -> None:
+        self.detach(replica)
+        self.detached.remove(replica)
         replica.pool.close()
 
     def home(self, replica: Replica) -> ReplicaGroup | None:
@@ -236,11 +240,12 @@ class Fleet:
         self._name_groups()
 
     def check(self) -> None:
-        assert self.num_in_flight == sum(replica.num_in_flight for replica in self.replicas.values())
+        replicas = [*self.replicas.values(), *self.detached]
+        assert self.num_in_flight == sum(replica.num_in_flight for replica in replicas)
         for _, group in self.all_groups():
             assert group.replicas, f"the group {group.root} is empty"
             assert all(self.replicas.get(url) is each for url, each in group.replicas.items())
             for url, each in group.replicas.items():
                 assert (url in group.full) == (each.num_in_flight >= self._limit_of(each)), f"{url} is miscounted"
-        for replica in self.replicas.values():
+        for replica in replicas:
             replica.check()

@@ -5,6 +5,7 @@ with all that is cached. A replica without such a stream is left alone: the plac
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 
@@ -12,12 +13,12 @@ from penstock.engine.http.kv_stream import ALIVE_S, FrameReader, Snapshot, Strea
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
-from penstock.router.http.heads import AnswerHead
+from penstock.router.http.heads import AnswerHead, question_head
 from penstock.router.http.upstream import ConnectFailed, Dechunker, Upstream
 
 log = logging.getLogger("penstock.router")
 
-PATH = b"/kv_events"
+PATH = "/kv_events"
 SILENT_S = 5 * ALIVE_S  # a stream that says nothing for so long is given up
 FIRST_PAUSE_S = 0.1  # before connecting again; doubled up to the next, with jitter
 LONGEST_PAUSE_S = 5.0
@@ -27,8 +28,7 @@ class KvLinks:
     def __init__(self, fleet: Fleet, config: RouterConfig) -> None:
         self._fleet = fleet
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        key = config.backend_api_key
-        self._authorization = b"" if key is None else b"authorization: Bearer " + key.encode() + b"\r\n"
+        self._lines = config.backend_lines
 
     def watch(self, replica: Replica) -> None:
         """From now on; a replica that has come back is asked anew."""
@@ -48,8 +48,7 @@ class KvLinks:
             stream = Stream(self._fleet, replica)
             try:
                 upstream = await replica.pool.connect()
-                head = b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (PATH, replica.host_header, self._authorization)
-                upstream.send(head, b"", stream)
+                upstream.send(question_head(PATH, replica.pool.host_header, self._lines), b"", stream)
                 await self._follow(stream, upstream)
             except ConnectFailed:
                 pass  # the probes say so too, and louder
@@ -66,11 +65,8 @@ class KvLinks:
             heard = -1
             while not stream.over.is_set() and stream.num_pieces != heard:
                 heard = stream.num_pieces
-                try:
-                    async with asyncio.timeout(SILENT_S):
-                        await stream.over.wait()
-                except TimeoutError:
-                    continue
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(stream.over.wait(), SILENT_S)
         finally:
             upstream.drop(stream)
 

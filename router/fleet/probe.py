@@ -5,6 +5,7 @@ process is still there, and the answer takes a millisecond.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -14,7 +15,6 @@ import msgspec
 from penstock.router.config import RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.replica import Replica
-from penstock.router.http.heads import Headers
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.placement.placement import ReplicaInfo
 
@@ -30,7 +30,6 @@ class ServedModel(msgspec.Struct):
     block_size: int | None = None
     fingerprint: str | None = None
     num_blocks: int | None = None
-    max_num_batched_tokens: int | None = None
     text_digest: str | None = None
 
 
@@ -46,52 +45,46 @@ class Prober:
         self._fleet = fleet
         self._config = config
         self._on_info = on_info
-        self._tasks: dict[Replica, asyncio.Task[None]] = {}
-        self._wake: dict[Replica, asyncio.Event] = {}
-        self._known: dict[Replica, tuple[str, ...]] = {}
-        key = config.backend_api_key
-        self._headers: Headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
-        self._path: dict[Replica, str] = {}
+        self._watched: dict[Replica, ProbeTask] = {}
 
     def watch(self, replica: Replica) -> None:
         """Probe it now, and from now on."""
-        if replica in self._tasks:
-            self._wake[replica].set()
+        if replica in self._watched:
+            self._watched[replica].wake.set()
             return
-        self._wake[replica] = asyncio.Event()
-        self._tasks[replica] = asyncio.get_running_loop().create_task(self._watch(replica))
+        watched = self._watched[replica] = ProbeTask()
+        watched.task = asyncio.get_running_loop().create_task(self._watch(replica, watched))
 
     async def close(self) -> None:
-        for task in self._tasks.values():
+        tasks = [each.task for each in self._watched.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, replica: Replica) -> None:
-        wake = self._wake[replica]
+    async def _watch(self, replica: Replica, watched: "ProbeTask") -> None:
         try:
             while replica.state != "removing":
-                wake.clear()
-                await self._probe(replica)
-                await _sleep_or(wake, self._config.patience.probe_interval_s)
+                watched.wake.clear()
+                await self._probe(replica, watched)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(watched.wake.wait(), self._config.patience.probe_interval_s)
             while replica.num_in_flight:
                 await asyncio.sleep(0.05)
-            if self._fleet.replicas.get(replica.url) is replica:
-                self._fleet.forget(replica)
+            self._fleet.forget(replica)
         finally:
-            for kept in (self._tasks, self._wake, self._known, self._path):
-                kept.pop(replica, None)
+            del self._watched[replica]
 
-    async def _probe(self, replica: Replica) -> None:
+    async def _probe(self, replica: Replica, watched: "ProbeTask") -> None:
         try:
-            status = await self._ask_ready(replica)
+            status = await self._ask_ready(replica, watched)
             if status == 200 and (replica.root is None or not replica.is_up):
-                await self._introduce(replica)
-        except TimeoutError:
+                await self._introduce(replica, watched)
+        except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError) as error:
             with self._fleet.observing(replica):
-                replica.probe_silent()
-        except (ConnectFailed, msgspec.MsgspecError, ValueError) as error:
-            with self._fleet.observing(replica):
-                replica.probe_refused(str(error)[:200], is_draining=False)
+                if isinstance(error, TimeoutError) or (isinstance(error, ConnectFailed) and not error.is_dead):
+                    replica.probe_silent()
+                else:
+                    replica.probe_refused(str(error)[:200], is_draining=False)
         else:
             with self._fleet.observing(replica):
                 if status == 200:
@@ -99,20 +92,19 @@ class Prober:
                 else:
                     replica.probe_refused(f"/ready answered {status}", is_draining=status == 503)
 
-    async def _ask_ready(self, replica: Replica) -> int:
-        """/ready, or /health of an engine that has no /ready."""
-        path = self._path.get(replica, "/ready")
-        timeout_s = self._config.patience.probe_timeout_s
-        status, _ = await fetch(replica.pool, path, self._headers, timeout_s)
-        if status == 404 and path == "/ready":
-            self._path[replica] = "/health"
-            status, _ = await fetch(replica.pool, "/health", self._headers, timeout_s)
+    async def _ask(self, replica: Replica, path: str) -> tuple[int, bytes]:
+        return await fetch(replica.pool, path, self._config.backend_lines, self._config.patience.probe_timeout_s)
+
+    async def _ask_ready(self, replica: Replica, watched: "ProbeTask") -> int:
+        status, _ = await self._ask(replica, watched.path)
+        if status == 404 and watched.path == "/ready":
+            watched.path = "/health"
+            status, _ = await self._ask(replica, watched.path)
         return status
 
-    async def _introduce(self, replica: Replica) -> None:
+    async def _introduce(self, replica: Replica, watched: "ProbeTask") -> None:
         """Ask what it serves; a replica that has come back may serve something else."""
-        timeout_s = self._config.patience.probe_timeout_s
-        status, body = await fetch(replica.pool, "/v1/models", self._headers, timeout_s)
+        status, body = await self._ask(replica, "/v1/models")
         if status != 200:
             raise ValueError(f"/v1/models answered {status}")
         served = _MODELS.decode(body).data
@@ -121,12 +113,23 @@ class Prober:
         first = served[0]
         names = tuple(model.id for model in served)
         said = (*names, str(first))
-        if replica.root is not None and self._known.get(replica) == said:
+        if replica.root is not None and watched.said == said:
             return
-        self._known[replica] = said
+        watched.said = said
         replica.text_digest = first.text_digest
         self._fleet.introduce(replica, first.root or first.id, names, replica_info(first))
         self._on_info(replica, first)
+
+
+class ProbeTask:
+    """What is known of a replica that is probed."""
+
+    task: asyncio.Task[None]
+
+    def __init__(self) -> None:
+        self.wake = asyncio.Event()
+        self.path = "/ready"  # or /health of an engine that has no /ready
+        self.said: tuple[str, ...] = ()  # of its models
 
 
 def replica_info(model: ServedModel) -> ReplicaInfo:
@@ -137,13 +140,4 @@ def replica_info(model: ServedModel) -> ReplicaInfo:
         fingerprint=bytes.fromhex(model.fingerprint),
         block_size=model.block_size,
         num_blocks=model.num_blocks or 0,
-        max_num_batched_tokens=model.max_num_batched_tokens or 8192,
     )
-
-
-async def _sleep_or(wake: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await wake.wait()
-    except TimeoutError:
-        pass

@@ -2,14 +2,15 @@
 
 Two kinds of evidence. Its own word, `/ready`, asked twice a second: a replica that is not ready or does not
 answer is *down*. And its conduct: failures in a row of a replica that calls itself ready *eject* it for a while,
-then one request is let through as a trial. A broken connection makes it *suspect* until the next probe, which is
-sent at once, so a killed process is out of rotation within milliseconds.
+then one request is let through as a trial. A connection that breaks or cannot be made makes it *suspect* until the next
+probe, which is sent at once, so a killed process is out of rotation within milliseconds.
 """
 
+import asyncio
 from typing import Literal
 from urllib.parse import urlsplit
 
-from penstock.router.http.upstream import Pool
+from penstock.router.http.upstream import ConnectFailed, Pool, fetch
 
 Outcome = Literal["answered", "gone", "busy", "lost", "unreachable", "moved", "late"]  # of asking it
 State = Literal["starting", "up", "suspect", "down", "draining", "ejected", "trial", "removing"]
@@ -27,8 +28,7 @@ class Replica:
         parts = urlsplit(url)
         self.url = url
         self.peer = peer  # of one that only computes prompts: where decode engines read its blocks
-        self.host_header = parts.netloc.encode()
-        self.pool = Pool(parts.hostname or "", parts.port or 80, connect_timeout_s)
+        self.pool = Pool(parts.hostname or "", parts.port or 80, parts.netloc.encode(), connect_timeout_s)
         self.state: State = "starting"
         self.reason = "not probed yet"
         self.models: tuple[str, ...] = ()  # the names it serves; the first one's root is its group
@@ -42,6 +42,7 @@ class Replica:
         self._silent_probes = 0
         self._ejection_s = EJECTION_S
         self._ejected_until_s = 0.0
+        self._question: asyncio.Task[bool] | None = None  # whether it has died
 
     @property
     def is_up(self) -> bool:
@@ -59,6 +60,24 @@ class Replica:
     def end(self) -> None:
         self.num_in_flight -= 1
         assert self.num_in_flight >= 0, f"{self.url}: a request ended twice"
+
+    async def has_died(self, timeout_s: float) -> bool:
+        """Whether its process gives no answer any more: one question for all who ask meanwhile.
+
+        A connection alone proves no life: the kernel closes the sockets of a killed process one after the other, and the
+        one that listens may be the last."""
+        if self._question is None or self._question.done():
+            self._question = asyncio.get_running_loop().create_task(self._ask_health(timeout_s))
+        return await asyncio.shield(self._question)
+
+    async def _ask_health(self, timeout_s: float) -> bool:
+        try:
+            await fetch(self.pool, "/health", b"", timeout_s)
+        except ConnectFailed as error:
+            return error.is_dead
+        except TimeoutError:
+            pass
+        return False
 
     # Its word.
 
@@ -92,7 +111,7 @@ class Replica:
             self._set("up", "the trial went well")
 
     def connection_broke(self, reason: str, now_s: float) -> None:
-        """Perhaps the process died. `failed` as well; the probe that follows says which."""
+        """Or could not be made: perhaps the process died. `failed` as well; the probe that follows says which."""
         self.failed(reason, now_s)
         if self.state == "up":
             self._set("suspect", reason)
@@ -106,12 +125,6 @@ class Replica:
             self._failures_in_row = 0
             self.num_ejections += 1
             self._set("ejected", reason)
-
-    def unreachable(self, reason: str) -> None:
-        """It accepts no connection."""
-        self.num_failures += 1
-        if self.state != "removing":
-            self._set("down", reason)
 
     def said_it_drains(self) -> None:
         if self.state in ("up", "suspect", "trial"):

@@ -168,12 +168,12 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(HttpError(400, "this is not a valid HTTP/1.1 request"))
         if self._inside == "head":
             if self._num_head_bytes == 0 and self.current is None:
-                self._expect(self.limits.header_timeout_s, self._headers_are_late)
+                self._expect_rest("headers", self.limits.header_timeout_s)
             self._num_head_bytes += len(data)
             if self._num_head_bytes > 2 * self.limits.max_header_bytes:
                 self._refuse(self._head_too_large())
         elif self._inside == "body" and self.deadline_s == NEVER:
-            self._expect(self.limits.body_timeout_s, self._body_is_late)
+            self._expect_rest("body", self.limits.body_timeout_s)
         if self._waiting and self._inside != "refused":
             self.transport.pause_reading()
 
@@ -286,9 +286,9 @@ class ClientConnection(asyncio.Protocol):
         elif self._inside == "nothing":
             self._expect(KEEP_ALIVE_S, self.transport.abort)
         elif self._inside == "head":
-            self._expect(self.limits.header_timeout_s, self._headers_are_late)
+            self._expect_rest("headers", self.limits.header_timeout_s)
         else:
-            self._expect(self.limits.body_timeout_s, self._body_is_late)
+            self._expect_rest("body", self.limits.body_timeout_s)
 
     def _start(self, request: ClientRequest) -> None:
         self.current = request
@@ -329,11 +329,8 @@ class ClientConnection(asyncio.Protocol):
         self.deadline_s = time.monotonic() + seconds
         self._late = otherwise
 
-    def _headers_are_late(self) -> None:
-        self._refuse(HttpError(408, f"the headers did not arrive within {self.limits.header_timeout_s:g} s"))
-
-    def _body_is_late(self) -> None:
-        self._refuse(HttpError(408, f"the body did not arrive within {self.limits.body_timeout_s:g} s"))
+    def _expect_rest(self, what: str, seconds: float) -> None:
+        self._expect(seconds, lambda: self._refuse(HttpError(408, f"the {what} did not arrive within {seconds:g} s")))
 
     def _refuse(self, error: HttpError) -> None:
         """End the connection with `error`, in its turn: a request in flight is answered first."""

@@ -147,6 +147,11 @@ def answer_head(status: int, lines: bytes, keep_alive: bool) -> bytes:
     return status_line + lines + (b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
 
 
+def question_head(path: str, host: bytes, lines: bytes) -> bytes:
+    """A GET of the router's own."""
+    return b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), host, lines)
+
+
 def request_head(target: bytes, host: bytes, lines: bytes, content_length: int) -> bytes:
     """A POST to a replica. `lines` are its headers, written and clean: they came through `passing`."""
     return b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (target, host, lines, content_length)

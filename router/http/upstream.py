@@ -6,24 +6,33 @@ only be taken for the answer to another client's request.
 """
 
 import asyncio
+import errno
+import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 import httptools
 
 from penstock.router.http.deadline import within
-from penstock.router.http.heads import AnswerHead, Headers, Heads
+from penstock.router.http.heads import AnswerHead, Headers, Heads, question_head
 
 MAX_HEAD_BYTES = 64 * 1024
 IDLE_S = 30.0  # a kept connection; engines close theirs after 75 s
 MAX_IDLE = 256
 HIGH_WATER_BYTES = 1 << 20  # a body not yet written to a replica
+_OUR_OWN = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL}
+)  # say nothing of it
 
 
 class ConnectFailed(Exception):
-    """The replica takes no connection; nothing was sent."""
+    """The replica takes no connection, or gives a question of ours no answer. `is_dead`: as a process that has ended does,
+    and not for want of time, or of something here."""
+
+    def __init__(self, reason: str, *, is_dead: bool = False) -> None:
+        super().__init__(reason)
+        self.is_dead = is_dead
 
 
 class Leg(Protocol):
@@ -46,7 +55,6 @@ class Upstream(asyncio.Protocol):
     def __init__(self, pool: "Pool") -> None:
         self.pool = pool
         self.leg: Leg | None = None
-        self.num_answers = 0
         self.idle_since_s = 0.0
         self.has_heard = False  # a byte of the current answer has come
         self.is_closed = False
@@ -74,11 +82,6 @@ class Upstream(asyncio.Protocol):
         if self.leg is leg:
             self.leg = None
             self._release(keep=False)
-
-    def abandon(self) -> None:
-        """A new connection that is not needed any more."""
-        assert self.leg is None and self.num_answers == 0
-        self._release(keep=False)
 
     # The transport.
 
@@ -149,7 +152,6 @@ class Upstream(asyncio.Protocol):
         self.leg = None
         self._in_body = self._is_complete = self._headers_done = False
         self._headers = []
-        self.num_answers += 1
         self._release(self._keep)
         leg.ended()
 
@@ -196,9 +198,8 @@ class Upstream(asyncio.Protocol):
 class Pool:
     """The connections to one replica. The last one used is taken first, so that spare ones grow old and go."""
 
-    def __init__(self, host: str, port: int, connect_timeout_s: float) -> None:
-        self.host = host
-        self.port = port
+    def __init__(self, host: str, port: int, host_header: bytes, connect_timeout_s: float) -> None:
+        self.host, self.port, self.host_header = host, port, host_header
         self.connect_timeout_s = connect_timeout_s
         self.heads = Heads(MAX_HEAD_BYTES, sys.maxsize)
         self.busy: set[Upstream] = set()
@@ -224,7 +225,8 @@ class Pool:
         except TimeoutError:
             raise ConnectFailed(f"no connection within {self.connect_timeout_s:g} s") from None
         except OSError as error:
-            raise ConnectFailed(error.strerror or type(error).__name__) from None
+            is_dead = not isinstance(error, socket.gaierror) and error.errno not in _OUR_OWN
+            raise ConnectFailed(error.strerror or type(error).__name__, is_dead=is_dead) from None
 
     def put_back(self, upstream: Upstream) -> None:
         self.busy.discard(upstream)
@@ -239,9 +241,9 @@ class Pool:
         if upstream in self._idle:
             self._idle.remove(upstream)
 
-    def sweep(self, is_kept: Callable[[float], bool] = lambda age_s: age_s < IDLE_S) -> None:
-        now_s = time.monotonic()
-        old = [each for each in self._idle if not is_kept(now_s - each.idle_since_s)]
+    def sweep(self) -> None:
+        idle_from_s = time.monotonic() - IDLE_S
+        old = [each for each in self._idle if each.idle_since_s <= idle_from_s]
         self._idle = [each for each in self._idle if each not in old]
         for upstream in old:
             upstream.transport.abort()
@@ -289,11 +291,9 @@ class Collected:
         return Dechunker().feed(raw) if self.is_chunked else raw
 
 
-async def fetch(pool: Pool, path: str, headers: Headers, timeout_s: float) -> tuple[int, bytes]:
-    """GET from a replica: status and body. Raises ConnectFailed or TimeoutError."""
-    host = f"{pool.host}:{pool.port}".encode()
-    lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
-    head = b"GET " + path.encode() + b" HTTP/1.1\r\nhost: " + host + b"\r\n" + lines + b"\r\n"
+async def fetch(pool: Pool, path: str, lines: bytes, timeout_s: float) -> tuple[int, bytes]:
+    """GET from a replica: status and body; `lines` are headers, written. Raises ConnectFailed or TimeoutError."""
+    head = question_head(path, pool.host_header, lines)
     async with within(timeout_s):
         while True:
             kept = pool.take_idle()
@@ -303,9 +303,9 @@ async def fetch(pool: Pool, path: str, headers: Headers, timeout_s: float) -> tu
             try:
                 await answer.future
                 return answer.status, answer.body
-            except ConnectFailed:
+            except ConnectFailed as error:
                 if kept is None or upstream.has_heard:
-                    raise
+                    raise ConnectFailed(str(error), is_dead=not upstream.has_heard) from None
             finally:
                 upstream.drop(answer)
 

@@ -2,21 +2,38 @@
 
 It knows 64-bit keys and slot numbers, nothing of replicas, time or load. Any thread may call any method: the C side
 holds a lock, and the calls release the GIL. Memory is bounded at construction.
+
+A key is the low 64 bits of the engine's own, or a v1 key of TensorRT-LLM. The engine's rules (cache/keys.py) and these
+must agree on every id, or nothing ever matches: both call csrc/keys.c.
 """
 
 import secrets
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from penstock._csrc import ffi, lib
-from penstock.router.placement.hasher import Keys, KeySpace
+from penstock.cache.keys import namespace_root
 
+HashName = Literal["sha256", "v1"]
+Keys = npt.NDArray[np.uint64]
 Counts = npt.NDArray[np.int32]
 MAX_SLOTS = 8192  # as in C
 BYTES, I32S, U64S = map(ffi.typeof, ("uint8_t[]", "int32_t[]", "uint64_t[]"))  # by name it is looked up at each call
+
+
+class KeySpace(NamedTuple):
+    """How one kind of replica names its blocks; replicas of one model and block size share it. v1 has no fingerprint in its
+    keys; it is here so that models do not mix."""
+
+    hash: HashName
+    fingerprint: bytes
+    block_size: int
+
+    def root(self, salt: str | None, adapter: str | None) -> bytes:
+        return namespace_root(model=self.fingerprint, adapter=adapter, salt=salt)
 
 
 class Match(msgspec.Struct, frozen=True, gc=False):
@@ -25,13 +42,6 @@ class Match(msgspec.Struct, frozen=True, gc=False):
     keys: Keys
     counts: Counts
     version: int
-
-
-class IndexStats(NamedTuple):
-    num_facts: int
-    num_hopes: int
-    num_evicted: int
-    reserved_bytes: int
 
 
 class RouteIndex:
@@ -90,16 +100,18 @@ class RouteIndex:
 
     def hash_and_match(self, tokens: bytes, space: KeySpace, root: bytes) -> Match:
         """Keys of a prompt (little-endian int32) and who holds them, in one call without the GIL."""
-        num_tokens = len(tokens) // 4
-        num_slots = self.num_slots
-        keys = np.empty(space.num_keys(num_tokens), dtype=np.uint64)
-        counts = np.empty(num_slots, dtype=np.int32)
-        is_v1 = space.hash == "v1"
+        num_tokens, num_slots, is_v1 = len(tokens) // 4, self.num_slots, space.hash == "v1"
+        if is_v1:  # leaves out the last token and counts a block that is not full
+            num_tokens = max(num_tokens - 1, 0)
+            num_keys = -(-num_tokens // space.block_size)
+        else:
+            num_keys = num_tokens // space.block_size
+        keys, counts = np.empty(num_keys, dtype=np.uint64), np.empty(num_slots, dtype=np.int32)
         version = lib.penstock_route_keys_and_match(
             self._index,
             ffi.NULL if is_v1 else root,
             tokens,
-            max(num_tokens - 1, 0) if is_v1 else num_tokens,
+            num_tokens,
             space.block_size,
             ffi.from_buffer(U64S, keys),
             ffi.from_buffer(I32S, counts),
@@ -115,10 +127,10 @@ class RouteIndex:
         num_held: int = lib.penstock_route_num_held(self._index, slot)
         return num_held
 
-    def stats(self) -> IndexStats:
+    def stats(self) -> dict[str, int]:
         out = ffi.new("uint64_t[4]")
         lib.penstock_route_stats(self._index, out)
-        return IndexStats(*out)
+        return dict(zip(("facts", "hopes", "evictions_total", "reserved_bytes"), out, strict=True))
 
     def check(self) -> None:
         """Assert every invariant; O(entries)."""

@@ -5,16 +5,15 @@ will have put into the cache. A replica that says nothing is guessed at: what wa
 generations of half its cache each, so that the guess forgets about as the replica does. docs/router.md draws it.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.hasher import Keys, KeySpace
-from penstock.router.placement.index import Match, RouteIndex
+from penstock.router.placement.index import Keys, KeySpace, Match, RouteIndex
 from penstock.router.placement.load import Column
 from penstock.router.placement.policy import PolicyConfig
 
@@ -24,14 +23,8 @@ I32S, I64S, DOUBLES = map(ffi.typeof, ("int32_t[]", "int64_t[]", "double[]"))
 EMPTY = 0  # a slot that never holds anything
 
 
-@dataclass
-class StreamCounts:
-    """What went wrong in event streams, of one replica or of all that ever were."""
-
-    num_gaps: int = 0
-    num_repeated: int = 0
-    num_stalls: int = 0
-    num_refused: int = 0  # keys beyond the replica's limit
+# What goes wrong in event streams; the last are keys beyond a replica's limit.
+STREAM_COUNTS = ("event_gaps_total", "event_repeats_total", "event_stalls_total", "keys_refused_total")
 
 
 class ReplicaCache:
@@ -46,7 +39,7 @@ class ReplicaCache:
         self.heard_s = now_s
         self.is_guess = True  # until the first snapshot
         self.wants_snapshot = True
-        self.counts = StreamCounts()
+        self.counts: Counter[str] = Counter()
 
 
 class Knowledge:
@@ -55,7 +48,7 @@ class Knowledge:
     def __init__(self, config: PolicyConfig, clock: Callable[[], float], seed: int | None = None) -> None:
         self._config = config
         self._clock = clock
-        self.totals = StreamCounts()
+        self.totals: Counter[str] = Counter()  # of all replicas that ever were
         self.index = RouteIndex(config.max_facts, seed=seed)
         empty = self.index.add_slot(0)
         assert empty == EMPTY
@@ -79,15 +72,14 @@ class Knowledge:
         return cache
 
     def remove(self, cache: ReplicaCache) -> None:
-        for layer in range(OLDER + 1):
-            self._drop(cache, layer)
+        self._forget(cache)
         del self._caches[cache.row]
 
     # -- what replicas say ---------------------------------------------------------------------------------
 
     def take(self, cache: ReplicaCache, frame: Frame) -> None:
         """Whatever a frame says, only the hit rate can suffer: limits hold for every replica by itself."""
-        self.heard(cache)
+        cache.heard_s = self._clock()
         if isinstance(frame, Hello):
             self._greet(cache, frame)
         elif isinstance(frame, Snapshot):
@@ -96,9 +88,6 @@ class Knowledge:
             self._take_changes(cache, frame)
         elif isinstance(frame, Alive) and cache.seq is not None and frame.seq != cache.seq:
             self._miss(cache)
-
-    def heard(self, cache: ReplicaCache) -> None:
-        cache.heard_s = self._clock()
 
     def _greet(self, cache: ReplicaCache, hello: Hello) -> None:
         cache.wants_snapshot = False  # it follows
@@ -119,7 +108,7 @@ class Knowledge:
     def _take_changes(self, cache: ReplicaCache, changes: Changes) -> None:
         if cache.seq is not None:
             if changes.seq <= cache.seq:
-                self._count(cache, "num_repeated")
+                self._count(cache, "event_repeats_total")
                 return
             if changes.seq > cache.seq + 1:
                 self._miss(cache)
@@ -135,7 +124,7 @@ class Knowledge:
         self._store(cache, changes.tier, changes.stored)
 
     def _miss(self, cache: ReplicaCache) -> None:
-        self._count(cache, "num_gaps")
+        self._count(cache, "event_gaps_total")
         cache.wants_snapshot = True
         cache.seq = None
 
@@ -146,11 +135,11 @@ class Knowledge:
         if self._slots[layer, cache.row] == EMPTY:
             self._slots[layer, cache.row] = self.index.add_slot(self._limit(cache) * (16 if layer else 1))
             self._num_deep += layer in (1, 2)
-        self._count(cache, "num_refused", self.index.store(int(self._slots[layer, cache.row]), keys))
+        self._count(cache, "keys_refused_total", self.index.store(int(self._slots[layer, cache.row]), keys))
 
     def _count(self, cache: ReplicaCache, what: str, number: int = 1) -> None:
-        for counts in (cache.counts, self.totals):
-            setattr(counts, what, getattr(counts, what) + number)
+        cache.counts[what] += number
+        self.totals[what] += number
 
     def _forget(self, cache: ReplicaCache) -> None:
         for layer in range(OLDER + 1):
@@ -193,7 +182,7 @@ class Knowledge:
             if not cache.is_guess and now_s - cache.heard_s > self._config.stall_s:
                 cache.is_guess = cache.wants_snapshot = True
                 cache.seq = None
-                self._count(cache, "num_stalls")
+                self._count(cache, "event_stalls_total")
 
     # -- what it comes to ----------------------------------------------------------------------------------
 

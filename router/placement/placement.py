@@ -9,20 +9,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
-from penstock.engine.http.kv_stream import Frame, Snapshot
-from penstock.router.placement.hasher import HashName, KeySpace
-from penstock.router.placement.index import Match
-from penstock.router.placement.knowledge import Knowledge, ReplicaCache
+from penstock.engine.http.kv_stream import Frame
+from penstock.engine.options import converted
+from penstock.router.placement.index import HashName, KeySpace, Match
+from penstock.router.placement.knowledge import STREAM_COUNTS, Knowledge, ReplicaCache
 from penstock.router.placement.load import Charge, Ledger, LoadTable, ReplicaLoad
-from penstock.router.placement.policy import PolicyConfig
+from penstock.router.placement.policy import PolicyConfig, Speed
 
 UNKNOWN_BLOCKS = 2**14  # of a replica that does not say: little enough that the guess forgets in time
-NO_CACHE: frozenset[str] = frozenset()
+NO_NAMES: frozenset[str] = frozenset()
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,20 +33,10 @@ class ReplicaInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     fingerprint: bytes = b""
-    block_size: int = 16
-    num_blocks: int = 0
-    max_num_batched_tokens: int = 8192
-    prefill_tokens_per_s: float | None = None
+    block_size: Annotated[int, Meta(ge=1, le=2**20)] = 16
+    num_blocks: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    prefill_tokens_per_s: Speed | None = None
     hash: HashName = "sha256"
-
-    def check(self) -> "ReplicaInfo":
-        KeySpace(self.hash, self.fingerprint, self.block_size).check()
-        for field, least in (("num_blocks", 0), ("max_num_batched_tokens", 1)):
-            if not least <= getattr(self, field) <= 2**31:
-                raise ValueError(f"{field}: {getattr(self, field)} is outside {least} … 2^31")
-        if self.prefill_tokens_per_s is not None and not self.prefill_tokens_per_s > 0:
-            raise ValueError(f"prefill_tokens_per_s: {self.prefill_tokens_per_s} is not above 0")
-        return self
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
@@ -69,7 +60,7 @@ class Placement:
         clock: Callable[[], float] = time.monotonic,
         seed: int = 0,
     ) -> None:
-        self.policy = policy.check()
+        self.policy = converted(msgspec.structs.asdict(policy), PolicyConfig)  # checked
         self.loads = LoadTable(policy, seed)
         self.knowledge = Knowledge(policy, clock)
         self.ledger = Ledger()
@@ -86,7 +77,7 @@ class Placement:
         """It takes no requests before `set_available`."""
         if name in self._replicas:
             raise ValueError(f"name: {name!r} is a replica already")
-        info.check()
+        info = converted(msgspec.structs.asdict(info), ReplicaInfo)
         space = KeySpace(info.hash, info.fingerprint, info.block_size)
         if space not in self._spaces:
             self._spaces = (*self._spaces, space)
@@ -136,7 +127,7 @@ class Placement:
         *,
         num_tokens: int,
         session: str | None = None,
-        exclude: frozenset[str] = NO_CACHE,
+        exclude: frozenset[str] = NO_NAMES,
         expects: bool = True,
     ) -> Charge | None:
         """The replica for a request, charged with it; None where none may take it. `expects`: the prompt will be in its
@@ -200,10 +191,6 @@ class Placement:
         """Something was missed, or nothing was heard yet: connect to the stream again, it begins with a snapshot."""
         return self._replicas[name].cache.wants_snapshot
 
-    def apply_snapshot(self, name: str, keys: bytes, seq: int = 0, tier: str = "device") -> None:
-        """A whole snapshot at once, where it did not come as frames: the 8-byte keys, run together."""
-        self.knowledge.take(self._replicas[name].cache, Snapshot(seq, tier, keys, True, True))
-
     # -- looking in ----------------------------------------------------------------------------------------
 
     def view(self) -> dict[str, dict[str, Any]]:
@@ -224,25 +211,18 @@ class Placement:
             "knowledge": "approximate" if cache.is_guess else "events",
             "events_seq": cache.seq,
             "events_age_s": round(now_s - cache.heard_s, 3),
-            "events_gaps": cache.counts.num_gaps,
-            "events_stalls": cache.counts.num_stalls,
-            "keys_refused": cache.counts.num_refused,
+            "events_gaps": cache.counts["event_gaps_total"],
+            "events_stalls": cache.counts["event_stalls_total"],
+            "keys_refused": cache.counts["keys_refused_total"],
         }
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges of the whole router; what is per replica is in `view`."""
-        index = self.knowledge.index.stats()
-        caches, totals = [replica.cache for replica in self._replicas.values()], self.knowledge.totals
-        return msgspec.structs.asdict(self.ledger) | {
-            "approximate_replicas": sum(cache.is_guess for cache in caches),
-            "event_gaps_total": totals.num_gaps,
-            "event_repeats_total": totals.num_repeated,
-            "event_stalls_total": totals.num_stalls,
-            "keys_refused_total": totals.num_refused,
-            "index_facts": index.num_facts,
-            "index_hopes": index.num_hopes,
-            "index_evictions_total": index.num_evicted,
-            "index_reserved_bytes": index.reserved_bytes,
+        return {
+            **msgspec.structs.asdict(self.ledger),
+            "approximate_replicas": sum(replica.cache.is_guess for replica in self._replicas.values()),
+            **{name: self.knowledge.totals[name] for name in STREAM_COUNTS},
+            **{f"index_{name}": value for name, value in self.knowledge.index.stats().items()},
             "sessions": len(self._sessions),
         }
 

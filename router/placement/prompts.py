@@ -94,9 +94,10 @@ class Routable(msgspec.Struct, frozen=True, gc=False):
 
 
 class Ids(NamedTuple):
-    """int32 little-endian. `is_exact`: the engine would have made the same."""
+    """int32 little-endian, and the body's fields. `is_exact`: the engine would have made the same."""
 
     packed: bytes
+    fields: dict[str, Raw]
     is_exact: bool
 
 
@@ -134,7 +135,7 @@ class Texts:
         num_tokens = len(ids.packed) // 4
         if not ids.is_exact:
             return Routable(prompt, num_tokens)
-        form = token_form.pack(body, "messages" if path == CHAT else "prompt", ids.packed)
+        form = token_form.pack(ids.fields, "messages" if path == CHAT else "prompt", ids.packed)
         return Routable(prompt, num_tokens, form)
 
     def _ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
@@ -155,7 +156,7 @@ class Texts:
             return None
         adds = _FLAG.decode(fields.get("add_special_tokens", b"null"))
         is_exact = fields.keys() <= BESIDE_THE_PROMPT | {"prompt", "add_special_tokens"}
-        return Ids(self.segments.encode(_TEXT.decode(prompt), adds is not False), is_exact)
+        return Ids(self.segments.encode(_TEXT.decode(prompt), adds is not False), fields, is_exact)
 
     def _render(self, body: bytes, fields: dict[str, Raw]) -> Ids | None:
         if self.template is None or self.segments is None:
@@ -170,7 +171,7 @@ class Texts:
             **rendering(chat),
         )
         is_exact = fields.keys() <= BESIDE_THE_PROMPT | RENDERED and all(map(_is_plain, chat.messages))
-        return Ids(self.segments.encode(text, bool(chat.add_special_tokens)), is_exact)
+        return Ids(self.segments.encode(text, bool(chat.add_special_tokens)), fields, is_exact)
 
 
 def _given_ids(prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
@@ -180,7 +181,7 @@ def _given_ids(prompt: Raw, fields: dict[str, Raw]) -> Ids | None:
     except (msgspec.MsgspecError, OverflowError):
         return None  # several prompts, or ids that the replica will refuse
     is_exact = bool(ids) and fields.keys() <= BESIDE_THE_PROMPT | {"prompt", "add_special_tokens", "echo"}
-    return Ids(ids.tobytes(), is_exact)
+    return Ids(ids.tobytes(), fields, is_exact)
 
 
 def _is_plain(message: dict[str, Any]) -> bool:

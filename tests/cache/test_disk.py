@@ -3,11 +3,14 @@
 import contextlib
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
 
+from penstock.cache.tiers.disk.calls import SystemCalls
 from penstock.cache.tiers.disk.directory import DirectoryInUse
+from penstock.cache.tiers.disk.keeper import TICK_S
 from penstock.cache.tiers.disk.record import cell_bytes
 from penstock.cache.tiers.disk.snapshot import Table
 from penstock.cache.tiers.disk.tier import DiskLimits, DiskTier
@@ -217,3 +220,31 @@ def test_a_closed_tier_takes_no_buffer(tmp_path: Path) -> None:
     tier.close()
     assert tier.put(key_of(1), payload_of(1, CHUNK)) is False
     assert tier.stats()["drops"]["closed"] == 1
+
+
+class CountingCalls(SystemCalls):
+    num_renames = 0  # of snapshots
+
+    def rename(self, directory: int, old: str, new: str) -> None:
+        super().rename(directory, old, new)
+        self.num_renames += 1
+
+
+def test_records_that_are_only_used_do_not_have_the_index_written_again_and_again(tmp_path: Path) -> None:
+    """And the order of their use outlives a restart."""
+    calls = CountingCalls()
+    with Rig(tmp_path, calls=calls) as rig:
+        cells = rig.tier.stats()["slots"]
+        rig.store(*range(cells))
+        assert rig.tier.flush()
+        num_renames = calls.num_renames
+        deadline_s = time.monotonic() + 5 * TICK_S
+        while time.monotonic() < deadline_s:
+            rig.tier.touch([key_of(0), key_of(1)])
+            assert rig.hits(2) == 1
+        assert calls.num_renames <= num_renames + 1
+        assert rig.tier.flush() and calls.num_renames > num_renames  # where it is asked for, it is
+    with Rig(tmp_path) as rig:
+        rig.store("new")
+        assert rig.hits(0, 1, 2) == 3
+        rig.tier.check()

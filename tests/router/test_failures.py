@@ -17,6 +17,9 @@ import pytest
 
 from penstock.engine.http.errors import HttpError
 from penstock.engine.http.limits import Limits
+from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.router.attempt import Attempt
+from penstock.router.fleet.budget import RetryBudget
 from penstock.router.fleet.replica import FAILURES_TO_EJECT, Replica, State
 from penstock.router.http.heads import ClientRequest
 from tests.support.raw_http import connect, exchange, post, read_all, status
@@ -95,7 +98,7 @@ def test_a_replica_that_dies_with_its_listening_socket_first_loses_no_request() 
         def refuse() -> None:
             replica = router.fleet.replicas[dying.url]
             with router.fleet.observing(replica):
-                replica.unreachable("the test says so")
+                replica.probe_refused("the test says so", is_draining=False)
 
         dying.answer = die
         socks = [connect(router.port) for _ in range(2)]
@@ -108,6 +111,72 @@ def test_a_replica_that_dies_with_its_listening_socket_first_loses_no_request() 
         over.set()
         for sock in socks:
             sock.close()
+
+
+def test_whether_a_replica_has_died_is_asked_once_for_all_of_its_requests() -> None:
+    asked, all_lost = [], threading.Event()
+    together = threading.Barrier(6)
+
+    def break_off(seen: Seen, sock: socket.socket) -> None:
+        together.wait(20)
+
+    def be_well(seen: Seen, sock: socket.socket) -> bytes:
+        asked.append(seen)
+        all_lost.wait(20)
+        return whole()
+
+    with stub(break_off) as backend, running_router(backend.url) as router:
+        router.fleet.budget.share = router.fleet.budget.tokens = 0.0
+        backend.questions[b"/health"] = be_well
+        socks = [connect(router.port) for _ in range(6)]
+        for sock in socks:
+            sock.sendall(post())
+        until(lambda: [each.state for each in list(router.app.exchanges)] == ["between"] * 6)
+        until(lambda: len(asked) > 0)
+        all_lost.set()
+        assert [status(read_all(sock)) for sock in socks] == [502] * 6
+        assert len(asked) == 1 and router.counts("not_retried") == {"lost": 6}
+        for sock in socks:
+            sock.close()
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_bug_of_ours_is_a_500_and_the_request_does_not_count_for_ever(
+    is_long: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = "a" * (INLINE_CHARS + 1 if is_long else 1)
+    with stub() as backend, running_router(backend.url) as router:
+        monkeypatch.setattr(RetryBudget, "deposit", lambda *_: 1 // 0)
+        assert router.complete(prompt).status_code == 500
+        monkeypatch.undo()
+        monkeypatch.setattr(Attempt, "start", lambda *_: 1 // 0)  # with its load charged
+        assert router.complete(prompt).status_code == 500
+        monkeypatch.undo()
+        assert router.call(lambda: len(router.app.exchanges)) == 0 and "ZeroDivisionError" in caplog.text
+        assert router.complete(prompt).status_code == 200
+
+
+def test_a_replica_that_is_added_again_lets_what_it_had_begun_finish() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(seen: Seen, sock: socket.socket) -> bytes:
+        begun.set()
+        go_on.wait(20)
+        return whole(b'{"ok":1}')
+
+    with stub(wait) as backend, running_router(backend.url, admin_api_keys=("sk-admin",)) as router:
+        sock = connect(router.port)
+        sock.sendall(post())
+        assert begun.wait(10)
+        headers = {"authorization": "Bearer sk-admin"}
+        for method in ("DELETE", "POST"):
+            answer = router.http.request(method, "/replicas", json={"url": backend.url}, headers=headers)
+            assert answer.status_code == 200
+        until(lambda: router.states() == ["up"])
+        go_on.set()
+        assert status(read_all(sock)) == 200
+        sock.close()
+        until(lambda: not router.fleet.detached)
 
 
 def test_a_stream_whose_replica_is_killed_ends_with_an_error_event_and_the_end_mark() -> None:
@@ -130,12 +199,17 @@ def test_a_stopped_replica_is_taken_out_and_what_waited_there_goes_elsewhere() -
     with contextlib.ExitStack() as stack:
         replicas = stack.enter_context(mock_replicas(3, prefill_tps=2000, inter_token_s=0.01))
         router = stack.enter_context(running_router(*(each.url for each in replicas), patience=patience))
-        try:
-            results = load(router.url, 90, during=lambda: replicas[1].send(signal.SIGSTOP))
-            assert Counter(code for code, _ in results) == {200: 90}
-            until(lambda: router.fleet.replicas[replicas[1].url].state == "down")
-        finally:
-            replicas[1].send(signal.SIGCONT)
+
+        def stop_until_it_is_out() -> None:
+            """And no longer: an engine that was stopped for 8 s takes its core for dead."""
+            replicas[1].send(signal.SIGSTOP)
+            try:
+                until(lambda: router.fleet.replicas[replicas[1].url].state == "down")
+            finally:
+                replicas[1].send(signal.SIGCONT)
+
+        results = load(router.url, 90, during=stop_until_it_is_out)
+        assert Counter(code for code, _ in results) == {200: 90}
         until(lambda: router.states().count("up") == 3)
 
 

@@ -94,7 +94,7 @@ def by_the_parser(data: bytes, limits: Limits) -> list[ClientRequest]:
 
 
 def answer_by_the_parser(data: bytes) -> Leg:
-    pool, leg = Pool("x", 1, 1.0), Leg()
+    pool, leg = Pool("x", 1, b"x:1", 1.0), Leg()
     pool.heads = NotPlain(1, 0)
     upstream = Upstream(pool)
     upstream.connection_made(cast(asyncio.Transport, Transport()))

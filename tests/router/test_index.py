@@ -7,8 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from penstock.router.placement.hasher import Keys
-from penstock.router.placement.index import MAX_SLOTS, RouteIndex
+from penstock.router.placement.index import MAX_SLOTS, Keys, RouteIndex
 
 
 def chain(seed: int, length: int) -> np.ndarray:
@@ -96,7 +95,7 @@ def test_a_full_index_forgets_what_was_used_least_recently_and_the_ends_of_chain
     index.store(slot, new)
     assert index.match(new).counts[slot] == 60
     assert index.match(old).counts[slot] == 40
-    assert index.stats().num_facts == 100 and index.stats().num_evicted == 20
+    assert index.stats()["facts"] == 100 and index.stats()["evictions_total"] == 20
     index.hope(slot, old[:40])  # asked for again
     index.store(slot, chain(3, 50))
     assert index.match(old).counts[slot] == 40
@@ -118,7 +117,7 @@ def test_hopes_fade_at_the_second_call_and_push_out_no_fact() -> None:
     assert index.match(hoped).counts[slot] == 50
     index.fade()
     assert index.match(hoped).counts[slot] == 0
-    assert index.stats().num_hopes == 0
+    assert index.stats()["hopes"] == 0
     index.check()
 
 

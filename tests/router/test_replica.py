@@ -1,9 +1,16 @@
 """The states of a replica, and the budget of retries, in virtual time."""
 
+import asyncio
+import errno
 import random
+import socket
+import threading
+
+import pytest
 
 from penstock.router.fleet.budget import RESERVE, RetryBudget
 from penstock.router.fleet.replica import EJECTION_S, FAILURES_TO_EJECT, MAX_EJECTION_S, SILENT_PROBES, Replica, State
+from tests.support.router_stub import Seen, stub
 
 
 def up() -> Replica:
@@ -72,9 +79,46 @@ def test_what_was_removed_stays_removed() -> None:
     replica.probe_refused("no", is_draining=False)
     replica.probe_silent()
     replica.probe_silent()
-    replica.unreachable("gone")
+    replica.connection_broke("gone", 0.0)
     replica.said_it_drains()
     assert state(replica) == "removing"
+
+
+def hang(_seen: Seen, _sock: socket.socket) -> None:
+    threading.Event().wait(2)
+
+
+def died(url: str) -> bool:
+    async def ask() -> bool:
+        replica = Replica(url, connect_timeout_s=1.0)
+        answer = await replica.has_died(1.0)
+        replica.pool.close()
+        await asyncio.sleep(0)
+        return answer
+
+    return asyncio.run(ask())
+
+
+def test_only_a_process_that_takes_no_connection_or_leaves_it_without_a_byte_has_died() -> None:
+    with stub() as backend:
+        url = backend.url
+        assert not died(url)
+        backend.questions[b"/health"] = lambda _seen, _sock: b"\0\1\2"
+        assert not died(url)  # something is there
+        backend.questions[b"/health"] = hang
+        assert not died(url)  # perhaps it is busy
+        backend.is_dying = True
+        assert died(url)
+    assert died(url)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), socket.gaierror(-3, "no answer")])
+def test_what_fails_here_says_nothing_of_a_replica(error: OSError, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", fail)
+    assert not died("http://127.0.0.1:1")
 
 
 def test_retries_over_time_are_a_share_of_requests_however_many_fail() -> None:

@@ -1,5 +1,6 @@
 """`penstock route` as its user runs it: real processes, real signals."""
 
+import asyncio
 import contextlib
 import os
 import re
@@ -8,12 +9,18 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
 
+from penstock.executor.process_life import Stopping, receive
+from penstock.router.app import RouterApp
 from penstock.router.config import RouteError, RouterConfig, canonical_url, resolve
+from penstock.router.workers import WorkerLink
 from tests.support.fork_server import ROOT
 from tests.support.programs import all_gone
 from tests.support.raw_http import connect, post, read_all, status
@@ -116,6 +123,22 @@ def test_workers_share_a_port_a_fleet_and_their_counters_and_one_that_dies_is_st
         until(lambda: all(_states(url) == {first.url: "up", second.url: "up"} for _ in range(20)))
         child.send_signal(signal.SIGTERM)
         assert child.wait(10) == 0
+
+
+def test_a_worker_does_not_wait_for_a_parent_that_does_not_read() -> None:
+    class Metrics:
+        def own_counters(self) -> dict[str, float]:
+            return {f"requests {number}": 1.0 for number in range(5000)}
+
+    async def report() -> None:
+        ours, theirs = Pipe()
+        link = WorkerLink(cast(RouterApp, SimpleNamespace(metrics=Metrics())), 0, ours, Stopping())
+        with ours, theirs:
+            for _ in range(20):  # more than a channel holds
+                link._report()
+            assert receive(theirs) is not None
+
+    asyncio.run(report())
 
 
 def test_one_ctrl_c_for_all_of_them_lets_workers_finish_what_they_have() -> None:

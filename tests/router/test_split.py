@@ -253,7 +253,7 @@ def test_a_prefill_replica_that_goes_down_meanwhile_is_waited_for_no_longer() ->
             def die() -> None:
                 replica = router.fleet.replicas[prefill.url]
                 with router.fleet.observing(replica):
-                    replica.unreachable("the test says so")
+                    replica.probe_refused("the test says so", is_draining=False)
 
             router.call(die)
             assert sock.recv(4096).endswith(b'{"well":1}')
@@ -328,7 +328,7 @@ def test_a_prefill_is_asked_for_one_token_of_what_makes_the_prompt_and_nothing_e
 
 
 def test_ids_stay_ids_in_both_bodies() -> None:
-    form = token_form.pack(b'{"messages":["a"],"model":"m","stream":true,"cache_salt":"s"}', "messages", IDS)
+    form = token_form.join(b'{"messages":null,"model":"m","stream":true,"cache_salt":"s"}', IDS)
     head, ids = token_form.cut(ids_of(form))
     assert ids == IDS
     assert json.loads(head) == {"prompt": None, "model": "m", "cache_salt": "s", "max_tokens": 1, "temperature": 0}

@@ -225,7 +225,7 @@ def test_a_form_of_the_wrong_size_is_refused(form: bytes) -> None:
 def test_ids_outside_the_vocabulary_are_refused_in_this_form_too(tokenizing: RunningRouter) -> None:
     url = next(iter(tokenizing.fleet.replicas))
     for ids in (b"\xff\xff\xff\xff", b"\xe8\x03\x00\x00"):
-        form = token_form.pack(b'{"prompt":"x"}', "prompt", ids)
+        form = token_form.join(b'{"prompt":null}', ids)
         answer = tokenizing.http.post(
             url + COMPLETIONS, content=form, headers={"content-type": token_form.CONTENT_TYPE.decode()}
         )

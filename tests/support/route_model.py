@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.hasher import Keys, KeySpace
+from penstock.router.placement.index import Keys, KeySpace
 from penstock.router.placement.load import Charge
 from penstock.router.placement.placement import Placement, Prompt, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig

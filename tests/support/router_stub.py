@@ -46,6 +46,7 @@ class Stub(socketserver.ThreadingTCPServer):
         self.is_ready = True
         self.is_dying = False  # takes connections and answers nothing: the kernel has yet to close what listens
         self.models = MODELS
+        self.questions: dict[bytes, Answer] = {}  # by path, what is done in place of answering 404 to a GET
         super().__init__(("127.0.0.1", 0), _Connection)
 
     @property
@@ -87,7 +88,8 @@ class _Connection(socketserver.BaseRequestHandler):
         if path == b"/v1/models":
             return whole(self.server.models)
         if seen.line.startswith(b"GET"):
-            return whole(b"{}", b"404 Not Found")
+            question = self.server.questions.get(path)
+            return whole(b"{}", b"404 Not Found") if question is None else question(seen, self.request)
         self.server.seen.append(seen)
         return self.server.answer(seen, self.request)
 

@@ -116,7 +116,8 @@ class Catalog:
         """The cell holds this record: it can be found."""
         self.cells[key] = cell
         self._state[cell] = _READY
-        self._use(cell, key, sequence)
+        self.table.set(cell, key, sequence, self._recency.use(cell))
+        self._used_s[cell] = time.monotonic()
         self._note(key, True)
 
     def release(self, cell: int) -> None:
@@ -154,14 +155,9 @@ class Catalog:
         self.publish(cell, key, sequence)
         return True
 
-    def use(self, cell: int) -> int:
-        """The record there was used; its sequence."""
-        key, sequence = self.table.record_in(cell)
-        self._use(cell, key, sequence)
-        return sequence
-
-    def _use(self, cell: int, key: bytes, sequence: int) -> None:
-        self.table.set(cell, key, sequence, self._recency.use(cell))
+    def use(self, cell: int) -> None:
+        """The record there was used."""
+        self.table.use(cell, self._recency.use(cell))
         self._used_s[cell] = time.monotonic()
 
     def _drop(self, cell: int, key: bytes) -> None:

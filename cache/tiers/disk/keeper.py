@@ -15,9 +15,9 @@ from penstock.cache.tiers.disk.snapshot import Table
 from penstock.cache.tiers.disk.transport import Transport
 
 TICK_S = 0.2
-SNAPSHOT_BYTES_PER_S = (
-    4e6  # at most: 100,000 records every 1.6 s. What a crash finds in no snapshot is left to the scan
-)
+# At most: 100,000 records every 1.6 s. What a crash finds in no snapshot is left to the scan.
+SNAPSHOT_BYTES_PER_S = 4e6
+USES_S = 60.0  # where records were only used: a crash may cost the order of eviction so much
 SCAN_STRIDE = 128  # cells between two ticks
 
 
@@ -32,8 +32,8 @@ class Keeper:
         self._table = table
         self._transport = transport
         self._to_scan: deque[int] = deque()
-        self._num_saved = -1  # changes of the table that the snapshot has
-        self._due_s = 0.0  # for the next one
+        self._saved = -1, -1  # changes and uses that the snapshot has
+        self._due_s = self._uses_due_s = 0.0  # for the next one
         self._lock = threading.Lock()  # held while a snapshot is made
         self._wake = threading.Event()
         self._is_ending = False
@@ -44,7 +44,7 @@ class Keeper:
         self._to_scan.extend(to_scan)
         self.scan_left = len(to_scan)
         if is_saved:
-            self._num_saved = self._table.num_changes
+            self._saved = self._table.num_changes, self._table.num_uses
         self._thread.start()
 
     def save(self, timeout_s: float) -> bool:
@@ -68,7 +68,8 @@ class Keeper:
         while not self._is_ending:
             if not self._to_scan:
                 self._wake.wait(TICK_S)
-            if time.monotonic() >= self._due_s:
+            now_s = time.monotonic()
+            if now_s >= (self._due_s if self._table.num_changes != self._saved[0] else self._uses_due_s):
                 with self._lock:
                     self._save()
             for _ in range(min(SCAN_STRIDE, len(self._to_scan))):
@@ -77,14 +78,14 @@ class Keeper:
             self._save(clean=not self._to_scan)
 
     def _save(self, clean: bool = False) -> None:
-        num_changes = self._table.num_changes
-        if num_changes == self._num_saved and not clean:
+        stand = self._table.num_changes, self._table.num_uses
+        if stand == self._saved and not clean:
             return
-        rows = self._table.whole_rows()
-        self._due_s = time.monotonic() + rows.nbytes / SNAPSHOT_BYTES_PER_S
+        rows, now_s = self._table.whole_rows(), time.monotonic()
+        self._due_s, self._uses_due_s = now_s + rows.nbytes / SNAPSHOT_BYTES_PER_S, now_s + USES_S
         try:
             self._write(rows, clean)
-            self._num_saved = num_changes
+            self._saved = stand
         except OSError:
             self.num_errors += 1
 

@@ -25,6 +25,7 @@ JOURNAL = "journal"  # of earlier versions, which kept one between snapshots and
 _MAGIC, _VERSION = b"PNSTKIX1", 1
 _ROW = struct.Struct("<32sQQII")  # key, sequence, stamp, cell, live
 ROWS = np.dtype([("key", "V32"), ("sequence", "<u8"), ("stamp", "<u8"), ("cell", "<u4"), ("live", "<u4")])
+_STAMP, _STAMP_OFFSET = struct.Struct("<Q"), 40
 _HEADER = struct.Struct("<8sII32sQQQQQQ")
 _CHECKSUM = struct.Struct("<Q")
 _HEADER_BYTES = _HEADER.size + _CHECKSUM.size
@@ -58,12 +59,18 @@ class Table:
 
     def __init__(self, num_cells: int) -> None:
         self.rows = np.zeros(num_cells, ROWS)
-        self.num_changes = 0
+        self.num_changes = 0  # of what lies where
+        self.num_uses = 0
         self._bytes = self.rows.view(np.uint8).data
 
     def set(self, cell: int, key: bytes, sequence: int, stamp: int) -> None:
         _ROW.pack_into(self._bytes, cell * _ROW.size, key, sequence, stamp, cell, 1)
         self.num_changes += 1
+
+    def use(self, cell: int, stamp: int) -> None:
+        """The record there was used."""
+        _STAMP.pack_into(self._bytes, cell * _ROW.size + _STAMP_OFFSET, stamp)
+        self.num_uses += 1
 
     def clear(self, cell: int) -> None:
         _ROW.pack_into(self._bytes, cell * _ROW.size, b"", 0, 0, cell, 0)

@@ -187,7 +187,8 @@ class DiskTier:
         if self._is_closed or not self._health.is_open:
             self._counts["loads refused"] += 1
             return None
-        sequence = self._catalog.use(cell)
+        self._catalog.use(cell)
+        _, sequence = self._catalog.table.record_in(cell)
         self._catalog.loading[cell] += 1
         ticket = self._next_ticket
         self._next_ticket = ticket + 1
@@ -257,7 +258,7 @@ class DiskTier:
             "capacity_bytes": self._capacity_bytes,
             "queue_bytes": len(self._storing) * self._chunk_bytes,
             "pinned": len(self._catalog.loading),  # records that eviction passes by
-            "loading": len(self._catalog.loading),
+            "loading": self._catalog.loading.total(),
             "is_open": self._health.is_open,
             "is_direct": self._slabs.is_direct,
             "is_picky": self._admission.is_picky,

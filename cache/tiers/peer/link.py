@@ -10,7 +10,6 @@ it here, after they have been checked.
 """
 
 import contextlib
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -27,6 +26,7 @@ from penstock.cache.tiers.base import StoreResult
 from penstock.cache.tiers.health import STALLED, HealthLimits, TierHealth
 from penstock.cache.tiers.measures import TimeCounts
 from penstock.cache.tiers.peer.announced import Announced
+from penstock.cache.tiers.peer.polling import PollThread, Ready
 from penstock.cache.tiers.peer.wire import (
     KEY_BYTES,
     LANES,
@@ -112,11 +112,9 @@ class PeerLink:
         self._lanes = [self._lane(lock) for _ in range(LANES)]
         self._monitor = self._lanes[0].get_monitor_socket(_HEARD)  # before there is anything to be missed
         self._connect(endpoint)
-        self._is_called = False
-        self._is_over = False
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()  # held while the thread acts, for `check`
-        self._thread = threading.Thread(target=self._serve, name="penstock-peer-link", daemon=True)
+        sources = (self._monitor, *self._lanes)
+        self._thread = PollThread("penstock-peer-link", sources, lambda: TICK_MS, self._serve)
 
     def start(self) -> None:
         self._thread.start()
@@ -126,14 +124,13 @@ class PeerLink:
     def ask(self, load: Load) -> None:
         load.asked_s = time.monotonic()
         self._asked.append(load)
-        self._call()
+        self._thread.call()
 
     def close(self) -> None:
-        self._is_over = True
-        os.eventfd_write(self._event, 1)
-        self._thread.join()
+        self._thread.stop()
+        self._take_asked()
+        self._fail_all("closed")
         self._leave()
-        os.close(self._event)
 
     @property
     def is_open(self) -> bool:
@@ -168,13 +165,12 @@ class PeerLink:
             assert self._greeted_s is None or state in (LinkState.GREETING, LinkState.OPEN)
             assert len(self._sent) <= self._window
             assert all(load.ticket == ticket for ticket, load in self._sent.items())
+            for times in (
+                [load.asked_s for load in self._sent.values()],
+                [load.sent_s for load in self._sent.values()],
+            ):
+                assert times == sorted(times)
         self._keys.check()
-
-    def _call(self) -> None:
-        """One system call for however many loads are asked for before the thread looks."""
-        if not self._is_called:
-            self._is_called = True
-            os.eventfd_write(self._event, 1)
 
     # -- the thread ----------------------------------------------------------------------------------------
 
@@ -203,29 +199,21 @@ class PeerLink:
         self._monitor.close()
         self._context.destroy(linger=0)
 
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._event, self._monitor, *self._lanes):
-            poller.register(source, zmq.POLLIN)
-        while not self._is_over:
-            ready = dict(poller.poll(TICK_MS))
-            if self._event in ready:
-                os.eventfd_read(self._event)
-                self._is_called = False  # in this order: what is asked after the look below calls again
-            with self._lock:
-                while self._asked:
-                    self._waiting.append(self._asked.popleft())
-                for lane in self._lanes:
-                    if lane in ready:
-                        self._receive(lane)
-                if self._monitor in ready:
-                    self._hear_events()
-                self._look_after(time.monotonic())
-                self._send()
-                self._measure()
+    def _serve(self, ready: Ready) -> None:
+        with self._lock:
+            self._take_asked()
+            for lane in self._lanes:
+                if lane in ready:
+                    self._receive(lane)
+            if self._monitor in ready:
+                self._hear_events()
+            self._look_after(time.monotonic())
+            self._send()
+            self._measure()
+
+    def _take_asked(self) -> None:
         while self._asked:
             self._waiting.append(self._asked.popleft())
-        self._fail_all("closed")
 
     # -- states --------------------------------------------------------------------------------------------
 
@@ -250,8 +238,8 @@ class PeerLink:
     def _look_after(self, now_s: float) -> None:
         """Whatever only the time says."""
         self._end_late_loads(now_s)
-        oldest_s = min((load.sent_s for load in self._sent.values()), default=None)
-        silent_since_s = self._greeted_s if oldest_s is None else max(oldest_s, self._heard_s)
+        oldest = self._oldest()
+        silent_since_s = self._greeted_s if oldest is None else max(oldest.sent_s, self._heard_s)
         if self._health.is_open:
             if self._health.watch(now_s, silent_since_s):
                 self._leave_for(LinkState.BYPASSED, STALLED)
@@ -305,12 +293,16 @@ class PeerLink:
     def _end_late_loads(self, now_s: float) -> None:
         """Their peer is asked a little later what it has: perhaps it still has these."""
         asked_until_s = now_s - self._limits.deadline_s
-        for load in [load for load in self._sent.values() if load.asked_s <= asked_until_s]:
+        while (load := self._oldest()) is not None and load.asked_s <= asked_until_s:
             del self._sent[load.ticket]
             self._end(load, "late")
             self._ask_again_s = now_s + ASK_AGAIN_S
         while self._waiting and self._waiting[0].asked_s <= asked_until_s:
             self._end(self._waiting.popleft(), "late")
+
+    def _oldest(self) -> Load | None:
+        """Of those that were sent, which are in the order in which they were asked for."""
+        return next(iter(self._sent.values()), None)
 
     def _fail_all(self, reason: str) -> None:
         for load in (*self._sent.values(), *self._waiting):

@@ -6,8 +6,6 @@ buffers are the budget: when all are in flight, the next to ask is refused at on
 """
 
 import contextlib
-import os
-import threading
 from collections import Counter
 from typing import Any, Protocol
 
@@ -17,6 +15,7 @@ from xxhash import xxh3_64_intdigest as checksum
 from zmq.auth.thread import ThreadAuthenticator
 
 from penstock.cache.tiers.memory import huge_array
+from penstock.cache.tiers.peer.polling import PollThread, Ready
 from penstock.cache.tiers.peer.wire import (
     LANES,
     RUN_KEYS,
@@ -86,9 +85,8 @@ class PeerServer:
         self._buffers = [memoryview(row) for row in rows]
         self._free = list(range(len(self._buffers)))
         self._sending: list[tuple[zmq.MessageTracker, int]] = []  # and the buffer it is sent from
-        self._reading: dict[
-            int, tuple[bytes, Get, int]
-        ] = {}  # the source's ticket → client, what it asked for, and a buffer
+        # The source's ticket → client, what it asked for, and a buffer.
+        self._reading: dict[int, tuple[bytes, Get, int]] = {}
         self._clients: dict[bytes, bool] = {}  # which hear of keys → it needs all of them
         self._num_blocks = self._num_refused = 0
         self._misses: Counter[str] = Counter()  # by reason
@@ -97,9 +95,10 @@ class PeerServer:
         self._context = zmq.Context(io_threads=LANES)
         self._guard: ThreadAuthenticator | None = None
         self._socket = self._listen(endpoint, secret)
-        self._is_called = self._is_over = False
-        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._serve, name="penstock-peer-server", daemon=True)
+        self._is_over = False
+        self._thread = PollThread(
+            "penstock-peer-server", (self._socket,), lambda: READING_MS if self._reading else IDLE_MS, self._serve
+        )
 
     @property
     def endpoint(self) -> str:
@@ -111,21 +110,17 @@ class PeerServer:
 
     def call(self) -> None:
         """From any thread: the source has changed."""
-        if not self._is_called:
-            self._is_called = True
-            os.eventfd_write(self._event, 1)
+        self._thread.call()
 
     def close(self) -> None:
         """Nothing of the source is used afterwards, but for buffers that a disk may still write to."""
         if self._is_over:
             return
         self._is_over = True
-        os.eventfd_write(self._event, 1)
-        self._thread.join()
+        self._thread.stop()
         if self._guard is not None:
             self._guard.stop()
         self._context.destroy(linger=0)
-        os.close(self._event)
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -159,20 +154,12 @@ class PeerServer:
             raise OSError(error.errno, error.strerror) from None
         return listening
 
-    def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._event, zmq.POLLIN)
-        poller.register(self._socket, zmq.POLLIN)
-        while not self._is_over:
-            ready = dict(poller.poll(READING_MS if self._reading else IDLE_MS))
-            if self._event in ready:
-                os.eventfd_read(self._event)
-                self._is_called = False  # in this order: what changes after the look below calls again
-            self._announce()
-            if self._socket in ready:
-                self._receive()
-            if self._reading:
-                self._finish_reads()
+    def _serve(self, ready: Ready) -> None:
+        self._announce()
+        if self._socket in ready:
+            self._receive()
+        if self._reading:
+            self._finish_reads()
 
     def _receive(self) -> None:
         with contextlib.suppress(zmq.Again):
