@@ -153,7 +153,8 @@ def test_times_are_those_of_arrival_however_late_they_are_read(monkeypatch: pyte
         (70.0, [(8.0, Output("r.0", [4], "length"))]),
     ]
     for read_s, outputs in reads:
-        for now_s, output in outputs:
+        for arrives_s, output in outputs:
+            now_s = arrives_s
             answer.take(0, output)
         now_s = read_s
         metrics.see(answer, answer.updates())
