@@ -10,8 +10,7 @@ import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -41,7 +40,7 @@ from penstock.engine.messages import (
     WatchCache,
 )
 from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from penstock.engine.text.detokenize import TextStream
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, receive, start_child
 from penstock.executor.protocol import ModelInfo
 
@@ -78,16 +77,13 @@ class AsyncEngine:
         self,
         config: EngineConfig,
         *,
-        eos_ids: Iterable[int] = (),
-        text_stream: Callable[[bool, bool, frozenset[int]], TextStream] | None = None,
+        tokenizer: Tokenizer | None = None,
         max_logprobs: int = MAX_LOGPROBS,
         progress: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.stats = Stats()
         self._config = config
-        self._eos_ids = frozenset(eos_ids)
-        # (skip_special_tokens, is_continuation, shown_ids) → a stream; None without a tokenizer
-        self._text_stream = text_stream
+        self.tokenizer = tokenizer  # None: answers are token ids, and end at their length
         self._max_logprobs = max_logprobs
         self._progress = progress
         self._ids = itertools.count()
@@ -109,24 +105,30 @@ class AsyncEngine:
         self.on_cache_update: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
 
     async def start(self) -> None:
-        """Start the core process and wait until its model is loaded."""
-        loop = asyncio.get_running_loop()
-        self._ready = loop.create_future()
-        # mkdtemp gives mode 0700: only this user can reach the sockets inside.
-        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))
-        self._context = zmq.Context()
+        """Wait until the core's model is loaded."""
         try:
-            self._to_core = self._bind(zmq.PUSH, "to_core")
-            self._from_core = self._bind(zmq.PULL, "from_core")
-            loop.add_reader(self._from_core.fileno(), self._drain)
-            start = CoreStart(str(self._directory), self._config)
-            self._process = process = start_child("penstock.engine.core.process", "the engine core", start)
-            loop.add_reader(process.channel, self._hear, process)
+            if self._process is None:
+                self.spawn()
+            assert self._process is not None and self._directory is not None and self._ready is not None
             await self._unlink(self._directory)
             self.info = await self._ready
         except BaseException:
             await self.close()
             raise
+
+    def spawn(self) -> None:
+        """Start the core process: for those that have something to do before they wait for it."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        # mkdtemp gives mode 0700: only this user can reach the sockets inside.
+        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))
+        self._context = zmq.Context()
+        self._to_core = self._bind(zmq.PUSH, "to_core")
+        self._from_core = self._bind(zmq.PULL, "from_core")
+        loop.add_reader(self._from_core.fileno(), self._drain)
+        start = CoreStart(str(self._directory), self._config)
+        self._process = process = start_child("penstock.engine.core.process", "the engine core", start)
+        loop.add_reader(process.channel, self._hear, process)
 
     async def _unlink(self, directory: Path) -> None:
         """Remove the sockets' names once both connections stand: nothing is left behind, however we end."""
@@ -186,7 +188,7 @@ class AsyncEngine:
 
     def generate(
         self,
-        prompt_ids: list[int],
+        prompt: Sequence[int] | bytes,
         params: SamplingParams,
         *,
         is_continuation: bool = False,
@@ -197,28 +199,25 @@ class AsyncEngine:
     ) -> Answer:
         """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates.
 
-        `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own.
-        `shown_ids`: special tokens that stand in the text whatever the request says.
-        `like`: one with the same `params` but for seed and length, which need not be checked and converted again.
-        `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
+        As `begin_answer` says; and `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
         `grammar` in `fields`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
         """
-        stream = self._text_stream
         answer = begin_answer(
             f"{next(self._ids):x}",
-            prompt_ids,
+            prompt,
             params,
             self.info,
-            self._eos_ids,
-            stream and partial(stream, params.skip_special_tokens, is_continuation, shown_ids),
+            self.tokenizer,
             self.abort,
+            is_continuation=is_continuation,
+            shown_ids=shown_ids,
             max_logprobs=self._max_logprobs,
             kv_transfer=kv_transfer,
             like=like,
             **fields,
         )
         if fields.get("pooling") is None:
-            check_room(len(prompt_ids), params.max_tokens, self.info)
+            check_room(answer.num_prompt_tokens, params.max_tokens, self.info)
         self.admit(params.n)
         self._open.add(answer)
         for message in answer.messages:

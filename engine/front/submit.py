@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Annotated, Literal, TypedDict, Unpack
 
 import msgspec
@@ -12,6 +13,7 @@ from penstock.engine.front.answer import Answer, Choice
 from penstock.engine.messages import Submit
 from penstock.engine.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
 from penstock.engine.text.detokenize import TextStream
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import ModelInfo, Sampling
 
 Pooling = Literal["last", "mean"]
@@ -104,28 +106,38 @@ def submissions(
 
 def begin_answer(
     request_id: str,
-    prompt_ids: Sequence[int],
+    prompt: Sequence[int] | bytes,
     params: SamplingParams,
     info: ModelInfo,
-    eos_ids: Iterable[int],
-    stream: Callable[[], TextStream] | None,
+    tokenizer: Tokenizer | None,
     abort: Callable[[list[str]], None],
     *,
+    is_continuation: bool = False,
+    shown_ids: frozenset[int] = frozenset(),
     max_logprobs: int = MAX_LOGPROBS,
     kv_transfer: KvTransfer | None = None,
     like: Answer | None = None,
     **fields: Unpack[SubmitFields],
 ) -> Answer:
-    """Check a request; what comes of it, with the messages that start it in the core. `stream` makes the text of a
-    choice, where text is wanted. `like`: an answer to the same `params` but for seed and length: lists of thousands of
-    ids take milliseconds to check and to sort, and a call may have a thousand prompts."""
+    """Check a request; what comes of it, with the messages that start it in the core.
+
+    `prompt`: token ids, or what `token_bytes` has made of them: 131k take 7 ms to check.
+    `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own: some
+    vocabularies mark the first word of a text with a space that only the former wants.
+    `shown_ids`: special tokens that stand in the text whatever the request says.
+    `like`: an answer to the same `params` but for seed and length: lists of thousands of ids take milliseconds to check
+    and to sort, and a call may have a thousand prompts.
+    """
     if like is None:
         params.check(info.vocab_size, max_logprobs)
-    prompt = token_bytes(prompt_ids, info.vocab_size)
-    check_length(len(prompt_ids), info)
+    if not isinstance(prompt, bytes):
+        prompt = token_bytes(prompt, info.vocab_size)
+    check_length(len(prompt) // 4, info)
     known = None if like is None else like.messages[0].sampling
+    eos_ids = () if tokenizer is None else tokenizer.eos_ids
     messages = submissions(request_id, prompt, params, info, eos_ids, kv_transfer=kv_transfer, sampling=known, **fields)
-    if not params.detokenize:
-        stream = None
+    stream: Callable[[], TextStream] | None = None
+    if tokenizer is not None and params.detokenize:
+        stream = partial(tokenizer.stream, params.skip_special_tokens, is_continuation, shown_ids)
     choices = [Choice(index, params, None if stream is None else stream()) for index in range(params.n)]
     return Answer(messages, choices, abort)
