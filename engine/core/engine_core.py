@@ -122,8 +122,9 @@ class EngineCore:
         """What has changed in the cache since the last call; nothing while it is not watched."""
         return self.cache_log.updates()
 
-    def stats(self) -> Stats:
-        stats = self.scheduler.stats()
+    def stats(self, with_tiers: bool = True) -> Stats:
+        """Collecting the tiers' figures takes as long as a short step's planning."""
+        stats = self.scheduler.stats(with_tiers)
         return stats if self._experts is None else msgspec.structs.replace(stats, experts=self._experts)
 
     @property

@@ -38,6 +38,7 @@ from penstock.executor.process_life import Reporter, begin, leave_with, send
 from penstock.executor.protocol import ExecutorError, open_executor
 
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
+TIER_STATS_S = 0.25  # between steps the tiers' figures are sent this often, and with the last step
 IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and what may be needed is warmed
 
 
@@ -110,6 +111,7 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
     if fd is not None:
         link.wake_for(fd)
     checked = False
+    tiers_due_s = 0.0
     while True:
         working = core.has_work()
         patience_s = idle_wait_s if checked else IDLE_CHECK_S
@@ -144,7 +146,10 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
         if core.has_work():
             outputs += core.step()
             num_tokens = core.last_step_tokens
-        link.send(Outputs(outputs, core.stats(), num_tokens))
+        with_tiers = not core.has_work() or time.monotonic() >= tiers_due_s
+        if with_tiers:
+            tiers_due_s = time.monotonic() + TIER_STATS_S
+        link.send(Outputs(outputs, core.stats(with_tiers), num_tokens))
         for update in core.cache_updates():
             link.send(update)
 

@@ -341,7 +341,7 @@ class Scheduler:
             return False
         return self.pool.forget()
 
-    def stats(self) -> Stats:
+    def stats(self, with_tiers: bool = True) -> Stats:
         num_loading = 0 if self.tiers is None else self.tiers.num_loading
         return msgspec.structs.replace(
             self._stats,
@@ -350,7 +350,7 @@ class Scheduler:
             num_blocks=self.pool.num_usable,
             num_used_blocks=self.pool.num_usable - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
-            tiers={} if self.tiers is None else self.tiers.stats(),
+            tiers=self.tiers.stats() if self.tiers is not None and with_tiers else {},
         )
 
     def check(self) -> None:

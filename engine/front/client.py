@@ -279,7 +279,8 @@ class AsyncEngine:
     def _receive(self, message: FromCore) -> None:
         self._heard_s = time.monotonic()
         if isinstance(message, Outputs):
-            self.stats = message.stats
+            before, self.stats = self.stats, message.stats
+            self.stats.tiers = self.stats.tiers or before.tiers  # they do not come with every step
             for output in message.outputs:
                 self._open.deliver(output)
             if self.on_step is not None:

@@ -16,6 +16,7 @@ import pytest
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.front.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, QueueFull
+from penstock.engine.messages import Outputs, Stats
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import ExecutorConfig
@@ -196,6 +197,26 @@ def test_signals_for_the_process_group_leave_the_core_to_its_parent() -> None:
             for number in (signal.SIGINT, signal.SIGTERM):
                 os.kill(pid_of(engine), number)
             assert (await read(engine.generate([1, 2], GREEDY)))[0].finish_reason == "length"
+
+    asyncio.run(run())
+
+
+def test_figures_of_the_tiers_outlive_a_step_without_them_and_are_those_of_the_last_step() -> None:
+    async def run() -> None:
+        sizes: dict[str, Any] = {"max_model_len": 64, "kv_cache_bytes": 10 * 16 * 8, "kv_host_bytes": 2**20}
+        executor = ExecutorConfig(kind="oracle", hf_overrides={"vocab_size": 50}, **sizes)
+        engine = AsyncEngine(EngineConfig(executor=executor, scheduler=SchedulerConfig()))
+        await engine.start()
+        try:
+            for _ in range(2):
+                for first in range(8):  # more than the device keeps
+                    await read(engine.generate([first, *range(40)], GREEDY))
+            assert engine.stats.tiers["host"]["hit_tokens"] > 0
+            tiers = engine.stats.tiers
+            engine._receive(Outputs([], Stats(num_steps=1)))
+            assert engine.stats.num_steps == 1 and engine.stats.tiers == tiers
+        finally:
+            await engine.close()
 
     asyncio.run(run())
 
