@@ -9,14 +9,13 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
-from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import load_vocabulary
 from penstock.engine.messages import (
     Abort,
     CacheReset,
@@ -35,7 +34,10 @@ from penstock.engine.messages import (
     WatchCache,
 )
 from penstock.executor.process_life import Reporter, begin, leave_with, send
-from penstock.executor.protocol import ExecutorError, open_executor
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo, open_executor
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar.compiler import Compiler
 
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
 TIER_STATS_S = 0.25  # between steps the tiers' figures are sent this often, and with the last step
@@ -56,7 +58,7 @@ def main() -> int:
     link.send(Connected())
     try:
         executor = open_executor(config.executor, lambda line: link.send(LoadProgress(line)))
-        core = EngineCore(config, executor, Compiler(lambda: load_vocabulary(config.executor, executor.info)))
+        core = EngineCore(config, executor, lambda: _compiler(config.executor, executor.info))
         link.send(Ready(core.info))
         reporter.beat(lambda: _heartbeat(core))
         settle_garbage()
@@ -72,6 +74,14 @@ def main() -> int:
         return 1
     finally:
         context.destroy(linger=2000)
+
+
+def _compiler(config: ExecutorConfig, info: ModelInfo) -> "Compiler":
+    # Read when it is asked for: many a core never has a request with a grammar.
+    from penstock.engine.grammar.compiler import Compiler
+    from penstock.engine.grammar.vocabulary import load_vocabulary
+
+    return Compiler(lambda: load_vocabulary(config, info))
 
 
 class CoreLink:

@@ -2,10 +2,13 @@
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from penstock.engine.grammar.matcher import Matcher
 from penstock.engine.messages import FinishReason, Output, Submit
 from penstock.executor.protocol import Admission, Row, TokenLogprobs, is_penalized
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar.matcher import Matcher
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +27,7 @@ class Request:
     max_tokens: int  # as asked for, or as many as the context holds
     root: bytes  # the namespace its block keys start from
     skips_cache: bool  # nothing that is cached may stand for its prompt
-    matcher: Matcher | None = None  # follows `tokens`; None while the grammar is being compiled, or without one
+    matcher: "Matcher | None" = None  # follows `tokens`; None while the grammar is being compiled, or without one
 
     priority: int = field(init=False)  # of the message; a preemption compares those of all that run
     num_prompt: int = field(init=False)

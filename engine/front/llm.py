@@ -162,6 +162,8 @@ class LLM:
         if self._core is not None:
             self._core.close()
             self._core = None
+        if self._grammars is not None:
+            self._grammars.close()
 
     def __enter__(self) -> Self:
         return self
@@ -170,12 +172,14 @@ class LLM:
         self.shutdown()
 
     def _start(self, config: EngineConfig) -> None:
-        executor, tokenizer, compiler = open_executor(config.executor), self.tokenizer, None
-        if tokenizer is not None:
-            vocab_size = executor.info.vocab_size
-            compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
-            self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
-        self._core = EngineCore(config, executor, compiler)
+        executor, tokenizer = open_executor(config.executor), self.tokenizer
+        if tokenizer is None:
+            self._core = EngineCore(config, executor)
+            return
+        vocab_size = executor.info.vocab_size
+        compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
+        self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
+        self._core = EngineCore(config, executor, lambda: compiler)
 
     def _running(self) -> EngineCore:
         if self._core is None:
