@@ -42,6 +42,7 @@ class EngineCore:
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
         self._make_compiler = make_compiler
+        self._compiler: Compiler | None = None
         self._constraints: Constraints | None = None
         pools: dict[str, BlockPool] = {"device": self.scheduler.pool}
         if self.scheduler.tiers is not None:  # what a store has passes through the host first
@@ -63,26 +64,28 @@ class EngineCore:
     def submit(self, message: Submit) -> Output | None:
         if message.grammar is None:
             return self.scheduler.submit(message)
-        constraints = self._constraining()
-        if constraints is None:
-            return refusal(message, "grammar: this engine has no tokenizer to constrain an answer with")
-        return constraints.submit(message)
+        if self._constraints is None:
+            compiler = self._made_compiler()
+            if compiler is None:
+                return refusal(message, "grammar: this engine has no tokenizer to constrain an answer with")
+            from penstock.engine.core.constraints import Constraints
+
+            self._constraints = Constraints(self.scheduler, self.executor, compiler)
+        return self._constraints.submit(message)
 
     def abort(self, request_id: str) -> Output | None:
         return self.scheduler.abort(request_id)
 
     def warm_grammars(self) -> None:
         """Make the vocabulary in a thread before the first constrained request needs it; again is without effect."""
-        constraints = self._constraining()
-        if constraints is not None:
-            constraints.warm()
+        compiler = self._made_compiler()
+        if compiler is not None:
+            compiler.warm()
 
-    def _constraining(self) -> "Constraints | None":
-        if self._constraints is None and self._make_compiler is not None:
-            from penstock.engine.core.constraints import Constraints
-
-            self._constraints = Constraints(self.scheduler, self.executor, self._make_compiler())
-        return self._constraints
+    def _made_compiler(self) -> "Compiler | None":
+        if self._compiler is None and self._make_compiler is not None:
+            self._compiler = self._make_compiler()
+        return self._compiler
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -164,6 +167,8 @@ class EngineCore:
         self.settle()
         if self._constraints is not None:
             self._constraints.close()
+        if self._compiler is not None:
+            self._compiler.close()
         self.executor.close()
 
 

@@ -20,7 +20,7 @@ import zmq
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.process import CoreStart
 from penstock.engine.front.answer import Answer, OpenAnswers
-from penstock.engine.front.submit import KvTransfer, SubmitFields, begin_answer, check_room
+from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
 from penstock.engine.messages import (
     Abort,
     CacheReset,
@@ -187,20 +187,11 @@ class AsyncEngine:
             )
 
     def generate(
-        self,
-        prompt: Sequence[int] | bytes,
-        params: SamplingParams,
-        *,
-        is_continuation: bool = False,
-        shown_ids: frozenset[int] = frozenset(),
-        kv_transfer: KvTransfer | None = None,
-        like: Answer | None = None,
-        **fields: Unpack[SubmitFields],
+        self, prompt: Sequence[int] | bytes, params: SamplingParams, **options: Unpack[AnswerOptions]
     ) -> Answer:
         """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates.
 
-        As `begin_answer` says; and `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
-        `grammar` in `fields`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
+        `begin_answer` explains the options.
         """
         answer = begin_answer(
             f"{next(self._ids):x}",
@@ -209,14 +200,10 @@ class AsyncEngine:
             self.info,
             self.tokenizer,
             self.abort,
-            is_continuation=is_continuation,
-            shown_ids=shown_ids,
             max_logprobs=self._max_logprobs,
-            kv_transfer=kv_transfer,
-            like=like,
-            **fields,
+            **options,
         )
-        if fields.get("pooling") is None:
+        if options.get("pooling") is None:
             check_room(answer.num_prompt_tokens, params.max_tokens, self.info)
         self.admit(params.n)
         self._open.add(answer)

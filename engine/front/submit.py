@@ -35,6 +35,15 @@ class KvTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait_s: Annotated[float, Meta(ge=0, le=600)] = 2.0
 
 
+class AnswerOptions(SubmitFields, total=False):
+    """And what `begin_answer` explains."""
+
+    is_continuation: bool
+    shown_ids: frozenset[int]
+    kv_transfer: KvTransfer | None
+    like: Answer | None
+
+
 def token_bytes(tokens: Sequence[int], vocab_size: int, field: str = "prompt") -> bytes:
     """Token ids as the core takes them; ids outside the vocabulary are refused."""
     if not tokens:
@@ -125,6 +134,8 @@ def begin_answer(
     `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own: some
     vocabularies mark the first word of a text with a space that only the former wants.
     `shown_ids`: special tokens that stand in the text whatever the request says.
+    `grammar`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
+    `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
     `like`: an answer to the same `params` but for seed and length: lists of thousands of ids take milliseconds to check
     and to sort, and a call may have a thousand prompts.
     """
