@@ -19,8 +19,7 @@ from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.holdings import Holdings
-from penstock.engine.core.request import Request
-from penstock.engine.core.waiting import WaitingQueue
+from penstock.engine.core.request import Request, WaitingQueue
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, TokenLogprobs
 

@@ -18,9 +18,8 @@ from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.core.rates import Rates
-from penstock.engine.core.request import Request
+from penstock.engine.core.request import Request, WaitingQueue
 from penstock.engine.core.tier_stats import tier_stats
-from penstock.engine.core.waiting import WaitingQueue
 from penstock.executor.protocol import ModelInfo, TransferResult, Transfers
 
 LOOK_AHEAD = 8  # so many requests at the head of the queue have their blocks read from the stores
