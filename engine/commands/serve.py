@@ -99,9 +99,9 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
     with stop_signals(task.cancel):  # until the server takes over, which drains
         try:
             _say(f"Starting {files.name}")
-            engine.spawn()  # before what takes half a second here
-            engine.tokenizer = tokenizer = load_tokenizer(files)
-            template = load_template(files, args.chat_template)
+            engine.spawn()  # it loads the model while the tokenizer is read, here and aside: signals are heard
+            engine.tokenizer = tokenizer = await asyncio.to_thread(load_tokenizer, files)
+            template = await asyncio.to_thread(load_template, files, args.chat_template)
             await engine.start()
             _say_memory(engine.info)
             if engine.info.device == "cpu" and args.gpu_memory_utilization is not None:

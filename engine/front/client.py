@@ -120,6 +120,7 @@ class AsyncEngine:
         """Start the core process: for those that have something to do before they wait for it."""
         loop = asyncio.get_running_loop()
         self._ready = loop.create_future()
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # `start` may never ask
         # mkdtemp gives mode 0700: only this user can reach the sockets inside.
         self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))
         self._context = zmq.Context()
@@ -148,8 +149,10 @@ class AsyncEngine:
                     self._send(Shutdown())
                     await asyncio.wait_for(self._gone.wait(), STOP_GRACE_S)
             await asyncio.to_thread(process.kill)
-            self._die("the engine is closed")
             asyncio.get_running_loop().remove_reader(process.channel)
+            if self._ending is not None:  # it reads what the core sent last
+                await self._ending
+            self._die("the engine is closed")
             process.channel.close()
         if self._directory is not None:
             asyncio.get_running_loop().remove_reader(self._from_core.fileno())

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import textwrap
@@ -230,6 +231,21 @@ def test_a_core_that_cannot_start_says_why() -> None:
             await engine.start()
 
     asyncio.run(run())
+
+
+def test_an_engine_that_is_closed_before_it_is_ready_leaves_no_error_behind() -> None:
+    complaints: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
+        engine = AsyncEngine(config())
+        engine.spawn()
+        await engine.close()
+        await asyncio.sleep(0.1)
+
+    asyncio.run(run())
+    gc.collect()
+    assert complaints == []
 
 
 def test_no_process_and_no_directory_outlives_a_killed_parent(tmp_path: Path) -> None:
