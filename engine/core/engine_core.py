@@ -134,10 +134,6 @@ class EngineCore:
             time.sleep(POLL_S)
         return outputs
 
-    def cache_updates(self) -> list[CacheUpdate]:
-        """What has changed in the cache since the last call; nothing while it is not watched."""
-        return self.cache_log.updates()
-
     def stats(self, with_tiers: bool = True) -> Stats:
         """Collecting the tiers' figures takes as long as a short step's planning."""
         stats = self.scheduler.stats(with_tiers)
@@ -200,6 +196,7 @@ class CacheLog:
             pool.changes = {} if is_on else None
 
     def updates(self) -> list[CacheUpdate]:
+        """What has changed since the last call; nothing while it is not watched."""
         found = []
         for tier, pool in self._pools.items():
             changes = pool.changes

@@ -160,7 +160,7 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
         if with_tiers:
             tiers_due_s = time.monotonic() + TIER_STATS_S
         link.send(Outputs(outputs, core.stats(with_tiers), num_tokens))
-        for update in core.cache_updates():
+        for update in core.cache_log.updates():
             link.send(update)
 
 

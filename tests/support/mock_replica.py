@@ -71,7 +71,7 @@ class MockEngine(AsyncEngine):
             asyncio.get_running_loop().call_soon(self._receive, Outputs(outputs, self._core.stats(), 0))
 
     def _report_cache(self) -> None:
-        for update in self._core.cache_updates():
+        for update in self._core.cache_log.updates():
             self._receive(update)
 
     async def _run(self) -> None:
