@@ -7,7 +7,7 @@ It knows neither sockets nor text. The core process (engine/core/process.py) and
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -172,21 +172,13 @@ def _num_tokens(step: Step) -> int:
     return sum(row.count for row in step.rows)
 
 
-class LoggedPool(Protocol):
-    """`changes`: from key to whether it is cached now, while it is watched."""
-
-    changes: dict[bytes, bool] | None
-
-    def cached_keys(self) -> list[bytes]: ...
-
-
 class CacheLog:
     """What the cache holds, for those who route by it: everything once, then the net changes of every step.
 
-    Without a watcher, `changes` is None everywhere and nothing is kept or copied.
+    Without a watcher, every pool's `changes` is None and nothing is kept or copied.
     """
 
-    def __init__(self, pools: Mapping[str, LoggedPool]) -> None:
+    def __init__(self, pools: Mapping[str, BlockPool]) -> None:
         self._pools = pools
         self._is_new = False  # the next updates are snapshots
 

@@ -128,10 +128,10 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
         if not core.is_settled:
             patience_s = TRANSFER_POLL_S
         messages = link.receive(0.0 if working else patience_s)
-        if not working and not messages and not core.is_settled:
-            core.step()
-            continue
         if not working and not messages:
+            if not core.is_settled:
+                core.step()
+                continue
             core.executor.check()
             if not checked:
                 core.scheduler.check()
@@ -139,13 +139,12 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
             checked = True
             continue
         checked = False
-        outputs: list[Output] = []
+        outputs: list[Output | None] = []
         for message in messages:
             if isinstance(message, Submit):
-                _keep(outputs, core.submit(message))
+                outputs.append(core.submit(message))
             elif isinstance(message, Abort):
-                for request_id in message.request_ids:
-                    _keep(outputs, core.abort(request_id))
+                outputs += map(core.abort, message.request_ids)
             elif isinstance(message, WatchCache):
                 core.cache_log.watch(message.is_on)
             elif isinstance(message, ResetCache):
@@ -159,14 +158,9 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
         with_tiers = not core.has_work() or time.monotonic() >= tiers_due_s
         if with_tiers:
             tiers_due_s = time.monotonic() + TIER_STATS_S
-        link.send(Outputs(outputs, core.stats(with_tiers), num_tokens))
+        link.send(Outputs([*filter(None, outputs)], core.stats(with_tiers), num_tokens))
         for update in core.cache_log.updates():
             link.send(update)
-
-
-def _keep(outputs: list[Output], output: Output | None) -> None:
-    if output is not None:
-        outputs.append(output)
 
 
 def _heartbeat(core: EngineCore) -> Heartbeat:

@@ -348,7 +348,7 @@ class Scheduler:
         return self.pool.forget()
 
     def stats(self, with_tiers: bool = True) -> Stats:
-        num_loading = 0 if self.tiers is None else self.tiers.num_loading
+        num_loading = 0 if self.tiers is None else len(self.tiers.loading)
         return msgspec.structs.replace(
             self._stats,
             num_running=len(self.running),

@@ -11,7 +11,7 @@ preemption leaves a clean copy.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from penstock.cache.pool import BlockPool
@@ -67,13 +67,9 @@ class Tiering:
         self.counts: Counter[str] = Counter()
 
     @property
-    def loading(self) -> Iterable[Request]:
+    def loading(self) -> Collection[Request]:
         """Requests that wait aside for their reads."""
         return self._loading
-
-    @property
-    def num_loading(self) -> int:
-        return len(self._loading)
 
     def look(self, request: Request, now_s: float) -> bool:
         """Start what the request should have read before it is admitted. True: it waits aside from now on.
