@@ -184,7 +184,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def option_names() -> set[str]:
     """What `engine_config` takes."""
-    return {*EngineOptions.__dataclass_fields__, "kv_cache_memory_bytes"}
+    return {*EngineOptions.__dataclass_fields__, *(name for o in options_of(EngineOptions) for name in o.keywords)}
 
 
 def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
@@ -194,10 +194,9 @@ def engine_config(model_path: str, options: dict[str, Any]) -> EngineConfig:
         raise ConfigError(wrong)
     for remark in remarks:
         warnings.warn(remark, stacklevel=3)
-    if "kv_cache_memory_bytes" in given:
-        given["kv_cache_bytes"] = given.pop("kv_cache_memory_bytes")
     try:
-        said = converted(meant(given, EngineOptions), EngineOptions)
+        given = meant(given, EngineOptions)
+        said = converted(given, EngineOptions)
         values = {name: getattr(said, name) for name in given} | {"model": model_path, "kind": said.executor or "auto"}
         config = EngineConfig(
             executor=ExecutorConfig(**_those_of(ExecutorConfig, values)),

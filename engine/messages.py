@@ -88,7 +88,7 @@ class Stats(msgspec.Struct, array_like=True):
     num_drafts: int = 0  # rows that brought drafts along …
     draft_tokens: int = 0  # … how many in all …
     accepted_tokens: int = 0  # … and how many of them were sampled
-    tiers: dict[str, dict[str, float]] = {}  # "host", "disk", …: gauges and counters of each
+    tiers: dict[str, dict[str, float]] = {}  # "host", "disk", …: gauges and counters of each; not with every step
     experts: ExpertUpdate | None = None  # where they move between ranks
 
 

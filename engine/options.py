@@ -37,6 +37,10 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Delay = Annotated[float, Meta(ge=0, le=1e9)]
 
+REQUIRED = "the field is required"
+_OBJECTION = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`\$(?P<place>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"object missing required field `(.*)`")
+
 
 class Declared(Protocol):
     """A dataclass."""
@@ -79,6 +83,11 @@ class Option(NamedTuple):
         return self.flag.names or (f"--{name.removesuffix('s') if self.is_list else name}",)
 
     @property
+    def keywords(self) -> tuple[str, ...]:
+        """Its names in Python: the field's, and that of every further long flag."""
+        return (self.name, *(word[2:].replace("-", "_") for word in self.words[1:] if word.startswith("--")))
+
+    @property
     def is_switch(self) -> bool:
         return self.kind is bool
 
@@ -113,13 +122,17 @@ def options_of(kind: type[Declared]) -> Iterator[Option]:
 
 
 def add_options(parser: argparse.ArgumentParser, kind: type[Declared]) -> None:
-    """A flag for each option."""
-    add = parser.add_argument
+    """A flag for each option, or several that exclude each other where it has several names."""
+    group: argparse._ActionsContainer = parser
     for option in options_of(kind):
         if option.flag.opens:
-            add = parser.add_argument_group(option.flag.opens).add_argument
+            group = parser.add_argument_group(option.flag.opens)
         default = [] if isinstance(option.default, tuple) else option.default  # argparse adds to a list that is there
-        add(*option.words, dest=option.name, default=default, help=option.flag.help, **option.settings())
+        settings = {"dest": option.name, "default": default, **option.settings()}
+        names = group.add_mutually_exclusive_group() if option.words[1:] else group
+        names.add_argument(option.words[0], help=option.flag.help, **settings)
+        for word in option.words[1:]:
+            names.add_argument(word, help=f"the same as {option.words[0]}", **settings)
 
 
 def given_options(args: argparse.Namespace, kind: type[Declared]) -> dict[str, Any]:
@@ -156,20 +169,35 @@ def converted(values: Mapping[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        what, _, path = str(error).replace(" | null`", "`").partition(" - at `$.")
-        name = path.rstrip("`").partition("[")[0]
-        value: Any = values
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        what = what if " given; " in what else f"{value!r} given; {what[0].lower()}{what[1:]}"
-        raise ValueError(f"{name}: {what}") from None
+        place, what = objection(error)
+        place = place.partition("[...]")[0]  # a key of an object, which is not said
+        if " given; " not in what and what != REQUIRED:
+            value: Any = values
+            for part in re.findall(r"[^.\[\]]+", place):
+                value = value[int(part)] if isinstance(value, (list, tuple)) else value[part]
+            what = f"{value!r} given; {what.replace(' | null`', '`')}"
+        raise ValueError(f"{place.lstrip('.')}: {what}") from None
+
+
+def objection(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Where it is, like `.messages[0].role` or nothing for the whole, and what is wrong there."""
+    found = _OBJECTION.match(str(error))
+    assert found is not None  # the pattern matches any text
+    place, what = found["place"] or "", found["what"][:1].lower() + found["what"][1:]
+    missing = _MISSING.match(what)
+    return (f"{place}.{missing[1]}", REQUIRED) if missing is not None else (place, what)
 
 
 def meant(values: Mapping[str, Any], kind: type[Declared]) -> dict[str, Any]:
-    """Texts as the flags read them: a keyword may say '8GiB' too."""
+    """Under the fields' own names, with texts as the flags read them: a keyword may say '8GiB' too."""
     found = dict(values)
     for option in options_of(kind):
-        if isinstance(text := values.get(option.name), str) and option.flag.read is not None:
+        given = [name for name in option.keywords if name in found]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]}: given beside {given[0]}; both are the same option")
+        if given:
+            found[option.name] = found.pop(given[0])
+        if isinstance(text := found.get(option.name), str) and option.flag.read is not None:
             try:
                 found[option.name] = option.flag.read(text)
             except ValueError as error:

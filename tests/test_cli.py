@@ -177,7 +177,25 @@ def test_all_that_an_engine_can_be_configured_with_is_an_option_and_the_help_kno
     assert named == {name: getattr(scheduler, name, getattr(executor, name, None)) for name in named}
 
 
-def test_a_keyword_may_be_written_as_its_flag_is() -> None:
-    config = engine_config("model", {"kv_cache_bytes": "2GiB", "max_model_len": "4k", "dtype": "half"})
+@pytest.mark.parametrize("name", ["kv_cache_bytes", "kv_cache_memory_bytes"])
+def test_a_keyword_may_be_written_as_its_flag_is(name: str) -> None:
+    config = engine_config("model", {name: "2GiB", "max_model_len": "4k", "dtype": "half"})
     assert config.executor.kv_cache_bytes == 2**31
     assert (config.executor.max_model_len, config.executor.dtype) == (4000, "float16")
+
+
+def test_an_option_given_under_both_of_its_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="^kv_cache_memory_bytes: given beside kv_cache_bytes"):
+        engine_config("model", {"kv_cache_memory_bytes": 2**30, "kv_cache_bytes": 2**31})
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--kv-cache-bytes", "1GiB", "--kv-cache-memory-bytes", "2GiB"])
+    assert "--kv-cache-memory-bytes: not allowed with argument --kv-cache-bytes" in capsys.readouterr().err
+
+
+def test_an_objection_names_the_place_within_an_option_and_the_value_there() -> None:
+    with pytest.raises(ConfigError, match=r"^kv_peers\[1\]: 7 given; expected `str`"):
+        engine_config("model", {"kv_peers": ("127.0.0.1:1", 7)})
+    with pytest.raises(ConfigError, match="^speculative_config: 3 given; expected `object`, got `int`"):
+        engine_config("model", {"speculative_config": 3})

@@ -93,19 +93,15 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
         sock = bind_socket(server.host, server.port)  # a port in use shows before the model is loaded
     except OSError as error:
         raise ConfigError(f"port: {error.strerror or error}") from None
-    tokenizer, template = load_tokenizer(files), load_template(files, args.chat_template)
     task = asyncio.current_task()
     assert task is not None
-    engine = AsyncEngine(
-        config,
-        eos_ids=tokenizer.eos_ids,
-        text_stream=tokenizer.stream,
-        max_logprobs=server.max_logprobs,
-        progress=_say,
-    )
+    engine = AsyncEngine(config, max_logprobs=server.max_logprobs, progress=_say)
     with stop_signals(task.cancel):  # until the server takes over, which drains
         try:
             _say(f"Starting {files.name}")
+            engine.spawn()  # it loads the model while the tokenizer is read, here and aside: signals are heard
+            engine.tokenizer = tokenizer = await asyncio.to_thread(load_tokenizer, files)
+            template = await asyncio.to_thread(load_template, files, args.chat_template)
             await engine.start()
             _say_memory(engine.info)
             if engine.info.device == "cpu" and args.gpu_memory_utilization is not None:

@@ -24,9 +24,6 @@ class Constraints:
         self._filler: MaskFiller | None = None  # its threads start with the first constrained request
         self._is_filling = False  # masks were begun and not set yet
 
-    def warm(self) -> None:
-        self._compiler.warm()
-
     def submit(self, message: Submit) -> Output | None:
         """Queue a request with a grammar. One that is not known yet is compiled while the request waits."""
         assert message.grammar is not None
@@ -115,6 +112,5 @@ class Constraints:
         ]
 
     def close(self) -> None:
-        self._compiler.close()
         if self._filler is not None:
             self._filler.close()

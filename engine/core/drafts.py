@@ -1,7 +1,7 @@
 """Drafts: tokens that followed the same text earlier in a request are computed before they are sampled.
 
 A request whose last tokens repeat an earlier place of its own gets one row for every draft beside the row of its last
-token, all in one step. Each of them samples as ever, and `taken` keeps those that were computed with what was sampled.
+token, all in one step. Each of them samples as ever, and `Sent.taken` keeps those that were computed with what was sampled.
 So drafts change what a step costs and how many tokens it brings, never which. The scheduler calls all of it.
 """
 
@@ -27,6 +27,16 @@ class Sent(NamedTuple):
 
     first: int  # of the rows that compute them, one each
     tokens: tuple[int, ...]
+
+    def taken(self, result: StepResult, index: int) -> list[int]:
+        """The rows whose tokens count: the one at `index`, and each draft's whose token the row before it sampled."""
+        rows = [index]
+        for row, draft in enumerate(self.tokens, self.first):
+            # One that fails will fail again, as the row of a last token.
+            if result.tokens[rows[-1]] != draft or row in result.errors:
+                break
+            rows.append(row)
+        return rows
 
 
 class Drafter:
@@ -114,17 +124,6 @@ class Drafter:
         self._stats.num_drafts += len(sent)
         self._stats.draft_tokens += len(rows)
         return rows, sent
-
-
-def taken(result: StepResult, index: int, sent: Sent | None) -> list[int]:
-    """The rows whose tokens count: the one at `index`, and each draft's whose token the row before it has sampled."""
-    rows = [index]
-    for row, draft in enumerate(sent.tokens, sent.first) if sent is not None else ():
-        # One that fails will fail again, as the row of a last token.
-        if result.tokens[rows[-1]] != draft or row in result.errors:
-            break
-        rows.append(row)
-    return rows
 
 
 def find_repeat(tokens: "array[int]", least: int, most: int) -> int:

@@ -6,18 +6,21 @@ It knows neither sockets nor text. The core process (engine/core/process.py) and
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import EngineConfig
-from penstock.engine.core.cache_log import CacheLog
-from penstock.engine.core.constraints import Constraints
 from penstock.engine.core.scheduler import Scheduler, refusal
-from penstock.engine.grammar.compiler import Compiler
+from penstock.engine.http.kv_stream import KEY_BYTES
 from penstock.engine.messages import CacheUpdate, Output, Stats, Submit
 from penstock.executor.protocol import STEP_DEADLINE_S, Executor, ExpertUpdate, ModelInfo, Step, step_deadline_s
+
+if TYPE_CHECKING:
+    from penstock.engine.core.constraints import Constraints
+    from penstock.engine.grammar.compiler import Compiler
 
 # Where nothing computes and only stores are at work, they are asked this often, and at a stop for this long.
 POLL_S = 0.0005
@@ -32,13 +35,15 @@ class EngineCore:
         self,
         config: EngineConfig,
         executor: Executor,
-        compiler: Compiler | None = None,
+        make_compiler: "Callable[[], Compiler] | None" = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without a compiler, requests with a grammar are refused."""
+        """The compiler is made for the first request with a grammar; without any, such requests are refused."""
         self.executor = executor
         self.scheduler = Scheduler(config.scheduler, executor.info, clock)
-        self._constraints = None if compiler is None else Constraints(self.scheduler, executor, compiler)
+        self._make_compiler = make_compiler
+        self._compiler: Compiler | None = None
+        self._constraints: Constraints | None = None
         pools: dict[str, BlockPool] = {"device": self.scheduler.pool}
         if self.scheduler.tiers is not None:  # what a store has passes through the host first
             pools["host"] = self.scheduler.tiers.index.host
@@ -60,7 +65,12 @@ class EngineCore:
         if message.grammar is None:
             return self.scheduler.submit(message)
         if self._constraints is None:
-            return refusal(message, "grammar: this engine has no tokenizer to constrain an answer with")
+            compiler = self._made_compiler()
+            if compiler is None:
+                return refusal(message, "grammar: this engine has no tokenizer to constrain an answer with")
+            from penstock.engine.core.constraints import Constraints
+
+            self._constraints = Constraints(self.scheduler, self.executor, compiler)
         return self._constraints.submit(message)
 
     def abort(self, request_id: str) -> Output | None:
@@ -68,8 +78,14 @@ class EngineCore:
 
     def warm_grammars(self) -> None:
         """Make the vocabulary in a thread before the first constrained request needs it; again is without effect."""
-        if self._constraints is not None:
-            self._constraints.warm()
+        compiler = self._made_compiler()
+        if compiler is not None:
+            compiler.warm()
+
+    def _made_compiler(self) -> "Compiler | None":
+        if self._compiler is None and self._make_compiler is not None:
+            self._compiler = self._make_compiler()
+        return self._compiler
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -118,12 +134,9 @@ class EngineCore:
             time.sleep(POLL_S)
         return outputs
 
-    def cache_updates(self) -> list[CacheUpdate]:
-        """What has changed in the cache since the last call; nothing while it is not watched."""
-        return self.cache_log.updates()
-
-    def stats(self) -> Stats:
-        stats = self.scheduler.stats()
+    def stats(self, with_tiers: bool = True) -> Stats:
+        """Collecting the tiers' figures takes as long as a short step's planning."""
+        stats = self.scheduler.stats(with_tiers)
         return stats if self._experts is None else msgspec.structs.replace(stats, experts=self._experts)
 
     @property
@@ -150,11 +163,49 @@ class EngineCore:
         self.settle()
         if self._constraints is not None:
             self._constraints.close()
+        if self._compiler is not None:
+            self._compiler.close()
         self.executor.close()
 
 
 def _num_tokens(step: Step) -> int:
     return sum(row.count for row in step.rows)
+
+
+class CacheLog:
+    """What the cache holds, for those who route by it: everything once, then the net changes of every step.
+
+    Without a watcher, every pool's `changes` is None and nothing is kept or copied.
+    """
+
+    def __init__(self, pools: Mapping[str, BlockPool]) -> None:
+        self._pools = pools
+        self._is_new = False  # the next updates are snapshots
+
+    def watch(self, is_on: bool) -> None:
+        self._is_new = is_on
+        for pool in self._pools.values():
+            pool.changes = {} if is_on else None
+
+    def updates(self) -> list[CacheUpdate]:
+        """What has changed since the last call; nothing while it is not watched."""
+        found = []
+        for tier, pool in self._pools.items():
+            changes = pool.changes
+            if self._is_new:
+                found.append(CacheUpdate(tier, shortened(pool.cached_keys()), b"", True))
+            elif changes:
+                stored = shortened(key for key, is_cached in changes.items() if is_cached)
+                removed = shortened(key for key, is_cached in changes.items() if not is_cached)
+                found.append(CacheUpdate(tier, stored, removed))
+            if changes:
+                pool.changes = {}
+        self._is_new = False
+        return found
+
+
+def shortened(keys: Iterable[bytes]) -> bytes:
+    return b"".join([key[:KEY_BYTES] for key in keys])
 
 
 def settle_garbage() -> None:

@@ -3,16 +3,20 @@
 The scheduler decides when; here is how, over the device's pool and, where there are any, the tiers beneath it.
 """
 
+from typing import TYPE_CHECKING
+
 from penstock.cache.keys import block_keys
 from penstock.cache.pool import BlockPool
 from penstock.engine.core.request import Request
-from penstock.engine.core.tiering import Tiering
 from penstock.engine.messages import Stats
+
+if TYPE_CHECKING:
+    from penstock.engine.core.tiering import Tiering
 
 
 class Holdings:
     def __init__(
-        self, pool: BlockPool, tiers: Tiering | None, block_size: int, enable_prefix_caching: bool, stats: Stats
+        self, pool: BlockPool, tiers: "Tiering | None", block_size: int, enable_prefix_caching: bool, stats: Stats
     ) -> None:
         self._pool, self._tiers, self._block_size = pool, tiers, block_size
         self._makes_keys = enable_prefix_caching
@@ -48,7 +52,7 @@ class Holdings:
         request.num_scheduled = min(request.write_from, num_tokens - 1)
         return True
 
-    def _restore(self, tiers: Tiering, request: Request, places: list[int], num_device: int) -> None:
+    def _restore(self, tiers: "Tiering", request: Request, places: list[int], num_device: int) -> None:
         """Put the claimed blocks in the order of the chain, and have those that lie in the host copied."""
         if num_device < len(places):
             on_device, new = iter(request.blocks[:num_device]), iter(request.blocks[num_device:])

@@ -9,14 +9,13 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore, settle_garbage
-from penstock.engine.grammar.compiler import Compiler
-from penstock.engine.grammar.vocabulary import load_vocabulary
 from penstock.engine.messages import (
     Abort,
     CacheReset,
@@ -35,9 +34,13 @@ from penstock.engine.messages import (
     WatchCache,
 )
 from penstock.executor.process_life import Reporter, begin, leave_with, send
-from penstock.executor.protocol import ExecutorError, open_executor
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo, open_executor
+
+if TYPE_CHECKING:
+    from penstock.engine.grammar.compiler import Compiler
 
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
+TIER_STATS_S = 0.25  # between steps the tiers' figures are sent this often, and with the last step
 IDLE_CHECK_S = 1.0  # after this long without work the invariants are checked, once, and what may be needed is warmed
 
 
@@ -55,7 +58,7 @@ def main() -> int:
     link.send(Connected())
     try:
         executor = open_executor(config.executor, lambda line: link.send(LoadProgress(line)))
-        core = EngineCore(config, executor, Compiler(lambda: load_vocabulary(config.executor, executor.info)))
+        core = EngineCore(config, executor, lambda: _compiler(config.executor, executor.info))
         link.send(Ready(core.info))
         reporter.beat(lambda: _heartbeat(core))
         settle_garbage()
@@ -71,6 +74,14 @@ def main() -> int:
         return 1
     finally:
         context.destroy(linger=2000)
+
+
+def _compiler(config: ExecutorConfig, info: ModelInfo) -> "Compiler":
+    # Read when it is asked for: many a core never has a request with a grammar.
+    from penstock.engine.grammar.compiler import Compiler
+    from penstock.engine.grammar.vocabulary import load_vocabulary
+
+    return Compiler(lambda: load_vocabulary(config, info))
 
 
 class CoreLink:
@@ -110,16 +121,17 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
     if fd is not None:
         link.wake_for(fd)
     checked = False
+    tiers_due_s = 0.0
     while True:
         working = core.has_work()
         patience_s = idle_wait_s if checked else IDLE_CHECK_S
         if not core.is_settled:
             patience_s = TRANSFER_POLL_S
         messages = link.receive(0.0 if working else patience_s)
-        if not working and not messages and not core.is_settled:
-            core.step()
-            continue
         if not working and not messages:
+            if not core.is_settled:
+                core.step()
+                continue
             core.executor.check()
             if not checked:
                 core.scheduler.check()
@@ -127,13 +139,12 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
             checked = True
             continue
         checked = False
-        outputs: list[Output] = []
+        outputs: list[Output | None] = []
         for message in messages:
             if isinstance(message, Submit):
-                _keep(outputs, core.submit(message))
+                outputs.append(core.submit(message))
             elif isinstance(message, Abort):
-                for request_id in message.request_ids:
-                    _keep(outputs, core.abort(request_id))
+                outputs += map(core.abort, message.request_ids)
             elif isinstance(message, WatchCache):
                 core.cache_log.watch(message.is_on)
             elif isinstance(message, ResetCache):
@@ -144,14 +155,12 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
         if core.has_work():
             outputs += core.step()
             num_tokens = core.last_step_tokens
-        link.send(Outputs(outputs, core.stats(), num_tokens))
-        for update in core.cache_updates():
+        with_tiers = not core.has_work() or time.monotonic() >= tiers_due_s
+        if with_tiers:
+            tiers_due_s = time.monotonic() + TIER_STATS_S
+        link.send(Outputs([*filter(None, outputs)], core.stats(with_tiers), num_tokens))
+        for update in core.cache_log.updates():
             link.send(update)
-
-
-def _keep(outputs: list[Output], output: Output | None) -> None:
-    if output is not None:
-        outputs.append(output)
 
 
 def _heartbeat(core: EngineCore) -> Heartbeat:

@@ -11,21 +11,22 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from itertools import takewhile
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from penstock.cache.keys import namespace_root
 from penstock.cache.pool import BlockPool
 from penstock.engine.config import SchedulerConfig
-from penstock.engine.core.drafts import Drafter, Sent, taken
 from penstock.engine.core.holdings import Holdings
-from penstock.engine.core.request import Request
-from penstock.engine.core.tiering import Tiering
-from penstock.engine.core.waiting import WaitingQueue
-from penstock.engine.grammar.matcher import Matcher
+from penstock.engine.core.request import Request, WaitingQueue
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, TokenLogprobs
+
+if TYPE_CHECKING:  # half of the core, for those that have tiers, drafts or grammars
+    from penstock.engine.core.drafts import Drafter, Sent
+    from penstock.engine.core.tiering import Tiering
+    from penstock.engine.grammar.matcher import Matcher
 
 
 class InFlight(NamedTuple):
@@ -33,7 +34,7 @@ class InFlight(NamedTuple):
 
     step: Step  # its first rows are those of the requests, then come those of drafts
     requests: list[Request]
-    sent: dict[int, Sent]  # drafts, by the index of the request
+    sent: "dict[int, Sent]"  # drafts, by the index of the request
 
 
 class Scheduler:
@@ -49,19 +50,24 @@ class Scheduler:
         self.waiting = WaitingQueue(config.patience_s)
         self.held: dict[Request, None] = {}  # their grammars are being compiled
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
-        saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
-        self.tiers = Tiering(info, self.pool, saves_per_step) if info.host_slots else None
+        self.tiers: Tiering | None = None
+        if info.host_slots:
+            from penstock.engine.core import tiering
+
+            saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
+            self.tiers = tiering.Tiering(info, self.pool, saves_per_step)
         self._stats = Stats()  # its counters; the gauges are taken when they are asked for
         self._holdings = Holdings(self.pool, self.tiers, info.block_size, config.enable_prefix_caching, self._stats)
-        self._drafter = None
-        if config.speculative_config is not None:
-            max_rows = config.max_num_seqs
-            self._drafter = Drafter(config.speculative_config, self.pool, info.block_size, max_rows, self._stats)
+        self._drafter: Drafter | None = None
+        if (speculative := config.speculative_config) is not None:
+            from penstock.engine.core import drafts
+
+            self._drafter = drafts.Drafter(speculative, self.pool, info.block_size, config.max_num_seqs, self._stats)
         self._clock = clock
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._num_submitted = 0
 
-    def submit(self, message: Submit, matcher: Matcher | None = None) -> Output | None:
+    def submit(self, message: Submit, matcher: "Matcher | None" = None) -> Output | None:
         """Queue a sequence. A refusal is its terminal output. One with a grammar and no matcher is held until
         `release` or `end`; it counts as waiting, keeps its place of arrival and can be aborted."""
         if message.request_id in self.requests:
@@ -94,7 +100,7 @@ class Scheduler:
             self.waiting.add(request)
         return None
 
-    def release(self, request: Request, matcher: Matcher) -> None:
+    def release(self, request: Request, matcher: "Matcher") -> None:
         """The grammar of a held request is compiled."""
         del self.held[request]
         request.matcher = matcher
@@ -169,7 +175,7 @@ class Scheduler:
         self.in_flight.append(InFlight(step, list(planned), sent))
         return step
 
-    def _with_drafts(self, planned: dict[Request, Row]) -> tuple[list[Row], dict[int, Sent]]:
+    def _with_drafts(self, planned: dict[Request, Row]) -> "tuple[list[Row], dict[int, Sent]]":
         """The step's rows, with drafts where there are any: they get what all others leave."""
         if self._drafter is None:
             return list(planned.values()), {}
@@ -264,7 +270,7 @@ class Scheduler:
                 outputs.append(request.output([], "stop", embedding=result.embeddings[index]))
             elif row.sample:
                 sent = plan.sent.get(index)
-                indices = taken(result, index, sent)
+                indices = [index] if sent is None else sent.taken(result, index)
                 self._stats.accepted_tokens += len(indices) - 1
                 logprobs = [result.logprobs[i] for i in indices if i in result.logprobs] or None
                 outputs.append(self._append(request, [result.tokens[i] for i in indices], logprobs, sent))
@@ -272,7 +278,7 @@ class Scheduler:
         return outputs
 
     def _append(
-        self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: Sent | None
+        self, request: Request, sampled: list[int], logprobs: list[TokenLogprobs] | None, sent: "Sent | None"
     ) -> Output:
         """A token has arrived, or several by drafts: extend the request, and end it where it ends."""
         tokens, token = [*sampled, *request.forced], sampled[-1]
@@ -303,7 +309,7 @@ class Scheduler:
             self._drafter.look(request, len(tokens), sent, len(self.running))
         return request.output(tokens, reason, stop_token=stop_token, logprobs=logprobs)
 
-    def _jump(self, request: Request, matcher: Matcher) -> list[int]:
+    def _jump(self, request: Request, matcher: "Matcher") -> list[int]:
         """Take in what the grammar forces to come next, so that one step computes all of it; the tokens taken.
 
         Where a step in flight has still to sample, it has no choice but the first of them: the others wait for it.
@@ -341,8 +347,8 @@ class Scheduler:
             return False
         return self.pool.forget()
 
-    def stats(self) -> Stats:
-        num_loading = 0 if self.tiers is None else self.tiers.num_loading
+    def stats(self, with_tiers: bool = True) -> Stats:
+        num_loading = 0 if self.tiers is None else len(self.tiers.loading)
         return msgspec.structs.replace(
             self._stats,
             num_running=len(self.running),
@@ -350,7 +356,7 @@ class Scheduler:
             num_blocks=self.pool.num_usable,
             num_used_blocks=self.pool.num_usable - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
-            tiers={} if self.tiers is None else self.tiers.stats(),
+            tiers=self.tiers.stats() if self.tiers is not None and with_tiers else {},
         )
 
     def check(self) -> None:

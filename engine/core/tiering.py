@@ -11,16 +11,15 @@ preemption leaves a clean copy.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.core.rates import Rates
-from penstock.engine.core.request import Request
+from penstock.engine.core.request import Request, WaitingQueue
 from penstock.engine.core.tier_stats import tier_stats
-from penstock.engine.core.waiting import WaitingQueue
 from penstock.executor.protocol import ModelInfo, TransferResult, Transfers
 
 LOOK_AHEAD = 8  # so many requests at the head of the queue have their blocks read from the stores
@@ -68,13 +67,9 @@ class Tiering:
         self.counts: Counter[str] = Counter()
 
     @property
-    def loading(self) -> Iterable[Request]:
+    def loading(self) -> Collection[Request]:
         """Requests that wait aside for their reads."""
         return self._loading
-
-    @property
-    def num_loading(self) -> int:
-        return len(self._loading)
 
     def look(self, request: Request, now_s: float) -> bool:
         """Start what the request should have read before it is admitted. True: it waits aside from now on.

@@ -30,6 +30,7 @@ class Update(msgspec.Struct):
     stop_reason: int | str | None = None  # the stop id or stop string that ended it; None for the model's own end
     error: str | None = None
     is_refusal: bool = False  # with an error: the request itself is at fault
+    arrived_s: float = 0.0  # the newest of it, since the request was submitted
 
 
 def joined(updates: Sequence[Update]) -> Update:
@@ -38,15 +39,11 @@ def joined(updates: Sequence[Update]) -> Update:
     if len(updates) == 1:
         return last
     has_logprobs = any(update.logprobs is not None for update in updates)
-    return Update(
-        last.index,
-        "".join(update.text for update in updates),
-        [token for update in updates for token in update.token_ids],
-        [entry for update in updates for entry in update.logprobs or ()] if has_logprobs else None,
-        last.finish_reason,
-        last.stop_reason,
-        last.error,
-        last.is_refusal,
+    return msgspec.structs.replace(
+        last,
+        text="".join(update.text for update in updates),
+        token_ids=[token for update in updates for token in update.token_ids],
+        logprobs=[entry for update in updates for entry in update.logprobs or ()] if has_logprobs else None,
     )
 
 
@@ -68,8 +65,7 @@ class ChoiceState(enum.Enum):
 class Choice:
     """One sequence of a request, from the core's outputs to updates with text.
 
-    `stream` is None where no text is wanted. Outputs that come after its end (of tokens that the core sampled before
-    it learned of that) add nothing.
+    `stream` is None where no text is wanted.
     """
 
     def __init__(self, index: int, params: SamplingParams, stream: TextStream | None) -> None:
@@ -88,7 +84,7 @@ class Choice:
         return self.state is ChoiceState.RUNNING
 
     def push(self, output: Output) -> Update:
-        """What this output adds for the user."""
+        """What this output adds for the user; nothing after the end, as the core samples on until it learns of that."""
         update = Update(self.index)
         if not self.is_running:
             if output.finish_reason is not None:
@@ -155,7 +151,7 @@ class Answer:
         # What has been read:
         self.num_tokens = 0
         self.num_finished = 0  # choices
-        self.read_s: float | None = None  # when tokens were read last
+        self.read_s: float | None = None  # when the newest tokens of it arrived, since the start; kept by its reader
         self._abort = abort
         self._num_running = len(choices)
         self._unread: dict[int, list[Update]] = {}
@@ -181,8 +177,8 @@ class Answer:
     def take(self, index: int, output: Output) -> None:
         """Take in what the core says of one choice."""
         choice = self.choices[index]
-        if not choice.is_running:
-            choice.push(output)
+        update = choice.push(output)
+        if not (update.token_ids or update.text or update.finish_reason):
             return
         if output.num_cached_tokens is not None:
             self.num_cached_tokens = max(self.num_cached_tokens or 0, output.num_cached_tokens)
@@ -195,12 +191,10 @@ class Answer:
             metrics.queued_s = output.queued_s
         if metrics.first_token_s is None and output.tokens:
             metrics.first_token_s = now_s
-        update = choice.push(output)
-        if not choice.is_running:
+        update.arrived_s = now_s
+        if update.finish_reason is not None:
             self._num_running -= 1
             metrics.finished_s = now_s
-        elif not update.token_ids and not update.text:
-            return
         self._unread.setdefault(index, []).append(update)
         self._arrived.set()
         if choice.state is ChoiceState.STOPPED:

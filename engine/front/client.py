@@ -10,8 +10,7 @@ import itertools
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -21,7 +20,7 @@ import zmq
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.process import CoreStart
 from penstock.engine.front.answer import Answer, OpenAnswers
-from penstock.engine.front.submit import KvTransfer, SubmitFields, begin_answer, check_room
+from penstock.engine.front.submit import AnswerOptions, begin_answer, check_room
 from penstock.engine.messages import (
     Abort,
     CacheReset,
@@ -41,7 +40,7 @@ from penstock.engine.messages import (
     WatchCache,
 )
 from penstock.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from penstock.engine.text.detokenize import TextStream
+from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import HEARTBEAT_S, ChildProcess, receive, start_child
 from penstock.executor.protocol import ModelInfo
 
@@ -78,16 +77,13 @@ class AsyncEngine:
         self,
         config: EngineConfig,
         *,
-        eos_ids: Iterable[int] = (),
-        text_stream: Callable[[bool, bool, frozenset[int]], TextStream] | None = None,
+        tokenizer: Tokenizer | None = None,
         max_logprobs: int = MAX_LOGPROBS,
         progress: Callable[[str], None] = lambda _line: None,
     ) -> None:
         self.stats = Stats()
         self._config = config
-        self._eos_ids = frozenset(eos_ids)
-        # (skip_special_tokens, is_continuation, shown_ids) → a stream; None without a tokenizer
-        self._text_stream = text_stream
+        self.tokenizer = tokenizer  # None: answers are token ids, and end at their length
         self._max_logprobs = max_logprobs
         self._progress = progress
         self._ids = itertools.count()
@@ -109,24 +105,31 @@ class AsyncEngine:
         self.on_cache_update: Callable[[CacheUpdate], None] | None = None  # after `watch_cache`
 
     async def start(self) -> None:
-        """Start the core process and wait until its model is loaded."""
-        loop = asyncio.get_running_loop()
-        self._ready = loop.create_future()
-        # mkdtemp gives mode 0700: only this user can reach the sockets inside.
-        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))
-        self._context = zmq.Context()
+        """Wait until the core's model is loaded."""
         try:
-            self._to_core = self._bind(zmq.PUSH, "to_core")
-            self._from_core = self._bind(zmq.PULL, "from_core")
-            loop.add_reader(self._from_core.fileno(), self._drain)
-            start = CoreStart(str(self._directory), self._config)
-            self._process = process = start_child("penstock.engine.core.process", "the engine core", start)
-            loop.add_reader(process.channel, self._hear, process)
+            if self._process is None:
+                self.spawn()
+            assert self._process is not None and self._directory is not None and self._ready is not None
             await self._unlink(self._directory)
             self.info = await self._ready
         except BaseException:
             await self.close()
             raise
+
+    def spawn(self) -> None:
+        """Start the core process: for those that have something to do before they wait for it."""
+        loop = asyncio.get_running_loop()
+        self._ready = loop.create_future()
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # `start` may never ask
+        # mkdtemp gives mode 0700: only this user can reach the sockets inside.
+        self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))
+        self._context = zmq.Context()
+        self._to_core = self._bind(zmq.PUSH, "to_core")
+        self._from_core = self._bind(zmq.PULL, "from_core")
+        loop.add_reader(self._from_core.fileno(), self._drain)
+        start = CoreStart(str(self._directory), self._config)
+        self._process = process = start_child("penstock.engine.core.process", "the engine core", start)
+        loop.add_reader(process.channel, self._hear, process)
 
     async def _unlink(self, directory: Path) -> None:
         """Remove the sockets' names once both connections stand: nothing is left behind, however we end."""
@@ -146,8 +149,10 @@ class AsyncEngine:
                     self._send(Shutdown())
                     await asyncio.wait_for(self._gone.wait(), STOP_GRACE_S)
             await asyncio.to_thread(process.kill)
-            self._die("the engine is closed")
             asyncio.get_running_loop().remove_reader(process.channel)
+            if self._ending is not None:  # it reads what the core sent last
+                await self._ending
+            self._die("the engine is closed")
             process.channel.close()
         if self._directory is not None:
             asyncio.get_running_loop().remove_reader(self._from_core.fileno())
@@ -185,40 +190,24 @@ class AsyncEngine:
             )
 
     def generate(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        *,
-        is_continuation: bool = False,
-        shown_ids: frozenset[int] = frozenset(),
-        kv_transfer: KvTransfer | None = None,
-        like: Answer | None = None,
-        **fields: Unpack[SubmitFields],
+        self, prompt: Sequence[int] | bytes, params: SamplingParams, **options: Unpack[AnswerOptions]
     ) -> Answer:
         """Start a request. Raises InvalidRequest, QueueFull or EngineDead; afterwards errors come as updates.
 
-        `is_continuation`: the text goes on where the prompt's text ended (a completion), it is no answer of its own.
-        `shown_ids`: special tokens that stand in the text whatever the request says.
-        `like`: one with the same `params` but for seed and length, which need not be checked and converted again.
-        `kv_transfer`: the other engine that has the prompt's blocks, or will have them soon.
-        `grammar` in `fields`: what GrammarCheck made of `params.structured_outputs`; it may be stricter, never absent.
+        `begin_answer` explains the options.
         """
-        stream = self._text_stream
         answer = begin_answer(
             f"{next(self._ids):x}",
-            prompt_ids,
+            prompt,
             params,
             self.info,
-            self._eos_ids,
-            stream and partial(stream, params.skip_special_tokens, is_continuation, shown_ids),
+            self.tokenizer,
             self.abort,
             max_logprobs=self._max_logprobs,
-            kv_transfer=kv_transfer,
-            like=like,
-            **fields,
+            **options,
         )
-        if fields.get("pooling") is None:
-            check_room(len(prompt_ids), params.max_tokens, self.info)
+        if options.get("pooling") is None:
+            check_room(answer.num_prompt_tokens, params.max_tokens, self.info)
         self.admit(params.n)
         self._open.add(answer)
         for message in answer.messages:
@@ -280,7 +269,8 @@ class AsyncEngine:
     def _receive(self, message: FromCore) -> None:
         self._heard_s = time.monotonic()
         if isinstance(message, Outputs):
-            self.stats = message.stats
+            before, self.stats = self.stats, message.stats
+            self.stats.tiers = self.stats.tiers or before.tiers  # they do not come with every step
             for output in message.outputs:
                 self._open.deliver(output)
             if self.on_step is not None:

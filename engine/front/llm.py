@@ -10,7 +10,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
@@ -163,6 +162,8 @@ class LLM:
         if self._core is not None:
             self._core.close()
             self._core = None
+        if self._grammars is not None:
+            self._grammars.close()
 
     def __enter__(self) -> Self:
         return self
@@ -171,12 +172,14 @@ class LLM:
         self.shutdown()
 
     def _start(self, config: EngineConfig) -> None:
-        executor, tokenizer, compiler = open_executor(config.executor), self.tokenizer, None
-        if tokenizer is not None:
-            vocab_size = executor.info.vocab_size
-            compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
-            self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
-        self._core = EngineCore(config, executor, compiler)
+        executor, tokenizer = open_executor(config.executor), self.tokenizer
+        if tokenizer is None:
+            self._core = EngineCore(config, executor)
+            return
+        vocab_size = executor.info.vocab_size
+        compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, vocab_size))
+        self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
+        self._core = EngineCore(config, executor, lambda: compiler)
 
     def _running(self) -> EngineCore:
         if self._core is None:
@@ -217,15 +220,11 @@ class LLM:
         text = given if isinstance(given, str) else None
         if params.seed is None and self._seeds is not None:
             params = msgspec.structs.replace(params, seed=self._seeds.getrandbits(63))
-        stream = None
-        if self.tokenizer is not None:
-            # A completion goes on where its prompt ended, an answer begins: some vocabularies mark the first word of
-            # a text with a space that only the former wants.
-            stream = partial(self.tokenizer.stream, params.skip_special_tokens, is_continuation)
-            given = self.tokenizer.encode(given) if isinstance(given, str) else given
-        elif isinstance(given, str):
-            raise InvalidRequest("prompt", "a text was given, but skip_tokenizer=True; give token ids")
-        elif params.detokenize:
+        if isinstance(given, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("prompt", "a text was given, but skip_tokenizer=True; give token ids")
+            given = self.tokenizer.encode(given)
+        if self.tokenizer is None and params.detokenize:
             params = msgspec.structs.replace(params, detokenize=False)
         self._num_requests += 1
         answer = begin_answer(
@@ -233,9 +232,9 @@ class LLM:
             given,
             params,
             info,
-            self.tokenizer.eos_ids if self.tokenizer else (),
-            stream,
+            self.tokenizer,
             self._abort,
+            is_continuation=is_continuation,
             like=like,
             cache_salt=cache_salt,
             pooling=pooling,

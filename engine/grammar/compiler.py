@@ -22,9 +22,8 @@ from penstock.engine.grammar.vocabulary import GrammarVocabulary
 NUM_THREADS = 2  # so that one slow grammar does not hold up the others
 MAX_GIVEN_UP = 6  # threads beside them, at grammars that no request waits for any more
 STACK_BYTES = 512 << 20  # 20,000 rules in a chain, as many as fit the limit of 256 KiB of text, take a third of it
-RECYCLE_TOKENS = (
-    16_384  # after so many a kept grammar makes room for a fresh one: 11 states of its lexer for each were seen
-)
+# After so many a kept grammar makes room for a fresh one: 11 states of its lexer for each were seen.
+RECYCLE_TOKENS = 16_384
 MAX_KEPT = 256
 MAX_REFUSED = 32
 REFUSED_S = 60.0  # how long a refusal is remembered
@@ -39,8 +38,6 @@ LIMITS = LLParserLimits(
     step_lexer_fuel=200_000,  # the dearest good mask seen took 60 ms: at most 50 words in 500 characters, 152,064 tokens
     verbose_errors=False,
 )
-
-
 NO_WAY_ON = ("NoExtension", "NoExtensionBias")  # all that llguidance says then
 NOTHING_FITS = "no text at all can keep to it"
 
@@ -155,9 +152,7 @@ class Compiler:
                 self._load_once()
                 job.began.set_result(Work())
                 job.result.set_result(self.cached(job.source) or self._compile(job.source))
-            except (
-                BaseException
-            ) as error:  # the top of this thread, also for a panic of the library: what waits is notified
+            except BaseException as error:  # the thread's top, also for a panic of the library: what waits is notified
                 if not job.began.done():
                     job.began.set_result(Work())
                 is_plain = isinstance(error, Exception)

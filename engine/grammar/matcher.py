@@ -8,8 +8,6 @@ from llguidance import LLMatcher
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 
 MAX_ERROR_CHARS = 500
-
-
 RENEW_LIMIT_S = 0.1  # a grammar that took longer to compile is not compiled anew while a step waits
 LEXER_IS_FULL = "too many states"  # what llguidance says then; its stop reason is that of any error
 

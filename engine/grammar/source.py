@@ -11,9 +11,22 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.json_schema import ESCAPES, WHITESPACE, prepared
-from penstock.engine.grammar.tags import tags_source
+from penstock.engine.grammar.json_schema import ESCAPES, WHITESPACE, lark_json, prepared
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs, check_depth
+
+MAX_STRUCTURES = 256
+
+
+class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    begin: str
+    schema: dict[str, Any] | bool = True
+    end: str = ""
+
+
+class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    structures: list[Structure]
+    triggers: list[str]
+    type: str = "structural_tag"
 
 
 def grammar_source(wanted: StructuredOutputs, special_tokens: Collection[str] = (), field: str | None = None) -> str:
@@ -34,7 +47,7 @@ def grammar_source(wanted: StructuredOutputs, special_tokens: Collection[str] = 
         if "::=" in value:
             raise InvalidRequest(field, "this looks like GBNF or EBNF; a Lark grammar with a rule 'start' is expected")
         return LLMatcher.grammar_from_lark(value)
-    return LLMatcher.grammar_from_lark(tags_source(parsed(value, field), special_tokens, field, wanted.coerce_one_of))
+    return LLMatcher.grammar_from_lark(_tags(parsed(value, field), special_tokens, field, wanted.coerce_one_of))
 
 
 def json_source(schema: str | dict[str, Any] | bool, field: str, coerce_one_of: bool = False) -> str:
@@ -65,3 +78,44 @@ def parsed(value: str | dict[str, Any] | bool, field: str) -> Any:
     if isinstance(found, (dict, list)):
         check_depth(field, found)
     return found
+
+
+def _tags(value: Any, special_tokens: Collection[str], field: str, coerce_one_of: bool = False) -> str:
+    """Lark for a structural tag: free text in which certain beginnings start a constrained piece, up to its end.
+
+        {"structures": [{"begin": "<f=", "schema": {…}, "end": ">"}], "triggers": ["<f"]}
+
+    A trigger may come at any place of the text, any number of times; from there on one of the structures that begin
+    with it must follow. A trigger that is a special token of the model is matched as that token.
+    """
+    try:
+        tag = msgspec.convert(value, StructuralTag)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(field, str(error)) from None
+    if not 1 <= len(tag.structures) <= MAX_STRUCTURES:
+        raise InvalidRequest(field, f"{len(tag.structures)} structures; 1 to {MAX_STRUCTURES} are allowed")
+    by_trigger: dict[str, list[str]] = {}
+    for index, structure in enumerate(tag.structures):
+        trigger = next((t for t in tag.triggers if t and structure.begin.startswith(t)), None)
+        if trigger is None:
+            raise InvalidRequest(field, f"structures[{index}].begin starts with none of the triggers")
+        by_trigger.setdefault(trigger, []).append(_after(structure, trigger, field, coerce_one_of))
+    names = [f"tag_{index}" for index in range(len(by_trigger))]
+    rules = [f"start: ({' | '.join(names)})* TEXT", r"TEXT: /(.|\n)*/"]
+    for name, (trigger, pieces) in zip(names, by_trigger.items(), strict=True):
+        pieces = [f"{name}_{number}: {piece}" for number, piece in enumerate(pieces)]
+        choice = "(" + " | ".join(f"{name}_{number}" for number in range(len(pieces))) + ")"
+        if trigger in special_tokens:  # which Lark writes between angle brackets
+            token = trigger if trigger.startswith("<") and trigger.endswith(">") else f"<{trigger}>"
+            rules += [f"{name}: TEXT {token} {choice}", *pieces]
+        else:  # lazy: the text ends at the first place where the trigger stands
+            rules += [f"{name}: {name}_text {choice}", f"{name}_text[lazy]: TEXT {json.dumps(trigger)}", *pieces]
+    return "\n".join(rules)
+
+
+def _after(structure: Structure, trigger: str, field: str, coerce_one_of: bool) -> str:
+    """What must follow the trigger."""
+    texts = structure.begin[len(trigger) :], structure.end
+    rest, end = (f"{json.dumps(text)} " if text else "" for text in texts)
+    schema = lark_json(structure.schema, field, coerce_one_of=coerce_one_of, whitespace_pattern=WHITESPACE)
+    return f"{rest}{schema} {end}".rstrip()

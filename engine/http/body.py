@@ -12,14 +12,13 @@ import msgspec
 from starlette.types import Receive, Scope
 
 from penstock.engine.http.errors import ClientGone, HttpError, clip
+from penstock.engine.options import objection
 
 T = TypeVar("T")
 
 _SPLIT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _KEY = re.compile(rb'[\s{,]*("(?:[^"\\]|\\.)*")\s*:\s*')
 _AFTER_VALUE = re.compile(rb"\s*[,}]")
-_MISSING = re.compile(r"object missing required field `(.*)`")
-_OBJECTION = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`(?P<place>[^`]*)`)?$", re.DOTALL)
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
@@ -72,12 +71,8 @@ def decode(decoder: msgspec.json.Decoder[T], source: bytes | msgspec.Raw, field:
     try:
         return decoder.decode(source)
     except msgspec.ValidationError as error:
-        found = _OBJECTION.match(str(error))
-        assert found is not None  # the pattern matches any text
-        place = (field + (found["place"] or "$")[1:]).lstrip(".")
-        what = found["what"][:1].lower() + found["what"][1:]
-        if (missing := _MISSING.match(what)) is not None:
-            place, what = f"{place}.{missing[1]}".lstrip("."), "the field is required"
+        within, what = objection(error)
+        place = (field + within).lstrip(".")
         raise HttpError(400, f"{clip(place)}: {what}" if place else what, param=place or None) from None
     except msgspec.DecodeError as error:
         raise HttpError(400, f"{field or 'the body'} is not valid JSON: {error}", param=field or None) from None

@@ -83,21 +83,23 @@ class ServerMetrics(Collector):
                 self.finished[update.finish_reason] += 1
         if num_tokens == 0:
             return
-        now_s = time.monotonic()
+        # All times are those of arrival: a reader that is slow is not the engine's delay.
+        arrived_s, first_s = max(update.arrived_s for update in updates), answer.metrics.first_token_s
         if answer.read_s is None:
-            self.first_token.observe(now_s - answer.started_s)
+            self.first_token.observe(arrived_s if first_s is None else first_s)
         else:
             # Choices of one request advance side by side, so the gap is that of the longest new piece.
             longest = max(len(update.token_ids) for update in updates)
-            self.next_token.observe((now_s - answer.read_s) / longest)
-        answer.read_s = now_s
+            self.next_token.observe((arrived_s - answer.read_s) / longest)
+        answer.read_s = arrived_s
 
     def end(self, answer: Answer) -> None:
         """The reader is done or gone; choices whose end it has not read were aborted."""
         self.finished["abort"] += len(answer.choices) - answer.num_finished
         self.prompt.observe(answer.num_prompt_tokens)
         self.generated.observe(answer.num_tokens)
-        self.whole.observe(time.monotonic() - answer.started_s)
+        ended_s = answer.metrics.finished_s if answer.is_finished else None
+        self.whole.observe(time.monotonic() - answer.started_s if ended_s is None else ended_s)
         if answer.metrics.queued_s is not None:
             self.queued.observe(answer.metrics.queued_s)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.cache.pool import BlockPool
-from penstock.engine.core.cache_log import CacheLog, shortened
+from penstock.engine.core.engine_core import CacheLog, shortened
 from penstock.engine.messages import CacheUpdate
 from tests.support.simulation import BLOCK_SIZE, World, random_request, submit
 

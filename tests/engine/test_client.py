@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import textwrap
@@ -16,6 +17,7 @@ import pytest
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.answer import Answer, Update, joined
 from penstock.engine.front.client import HEARTBEAT_LIMIT_S, AsyncEngine, EngineDead, QueueFull
+from penstock.engine.messages import Outputs, Stats
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.executor.process_life import ChildProcess
 from penstock.executor.protocol import ExecutorConfig
@@ -200,6 +202,26 @@ def test_signals_for_the_process_group_leave_the_core_to_its_parent() -> None:
     asyncio.run(run())
 
 
+def test_figures_of_the_tiers_outlive_a_step_without_them_and_are_those_of_the_last_step() -> None:
+    async def run() -> None:
+        sizes: dict[str, Any] = {"max_model_len": 64, "kv_cache_bytes": 10 * 16 * 8, "kv_host_bytes": 2**20}
+        executor = ExecutorConfig(kind="oracle", hf_overrides={"vocab_size": 50}, **sizes)
+        engine = AsyncEngine(EngineConfig(executor=executor, scheduler=SchedulerConfig()))
+        await engine.start()
+        try:
+            for _ in range(2):
+                for first in range(8):  # more than the device keeps
+                    await read(engine.generate([first, *range(40)], GREEDY))
+            assert engine.stats.tiers["host"]["hit_tokens"] > 0
+            tiers = engine.stats.tiers
+            engine._receive(Outputs([], Stats(num_steps=1)))
+            assert engine.stats.num_steps == 1 and engine.stats.tiers == tiers
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
 def test_a_core_that_cannot_start_says_why() -> None:
     async def run() -> None:
         engine = AsyncEngine(
@@ -209,6 +231,21 @@ def test_a_core_that_cannot_start_says_why() -> None:
             await engine.start()
 
     asyncio.run(run())
+
+
+def test_an_engine_that_is_closed_before_it_is_ready_leaves_no_error_behind() -> None:
+    complaints: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: complaints.append(context))
+        engine = AsyncEngine(config())
+        engine.spawn()
+        await engine.close()
+        await asyncio.sleep(0.1)
+
+    asyncio.run(run())
+    gc.collect()
+    assert complaints == []
 
 
 def test_no_process_and_no_directory_outlives_a_killed_parent(tmp_path: Path) -> None:

@@ -175,6 +175,9 @@ def test_a_share_of_a_gpu_that_is_not_there_is_said_to_be_without_effect(folder:
     ("prompt", "params", "message"),
     [
         ([50], GREEDY, "prompt: token id 50 is outside the vocabulary, 0 to 49"),
+        ([3, -1], GREEDY, "prompt: token id -1 is outside the vocabulary"),
+        ([3, 2**40, -1], GREEDY, "prompt: token id 1099511627776 is outside the vocabulary"),
+        ([3, 2.0], GREEDY, "prompt: a list of token ids may hold integers only"),
         ([[]], GREEDY, "prompt: the prompt is empty"),
         ([[1] * 64], GREEDY, "prompt: 64 tokens"),
         ("text", GREEDY, "skip_tokenizer"),

@@ -70,7 +70,7 @@ def test_sizes_are_numbers_or_texts(folder: Path, size: int | str) -> None:
         ({"kv_disk_path": 7, "kv_disk_bytes": "1GiB"}, "kv_disk_path"),
         ({"kv_peers": "127.0.0.1:9100"}, "kv_peers: '127.0.0.1:9100' given; expected `array`"),
         ({"kv_peers": 5}, "kv_peers: 5 given; expected `array`"),
-        ({"kv_peers": [5]}, "kv_peers: \\[5\\] given; expected `str`"),
+        ({"kv_peers": [5]}, "kv_peers\\[0\\]: 5 given; expected `str`"),
         ({"kv_peer_listen": 9100}, "kv_peer_listen: 9100 given; expected `str`"),
         ({"kv_peers": ["127.0.0.1:9100"] * 2}, "kv_peers: .* different HOST:PORT"),
         ({"kv_peers": ["127.0.0.1"]}, "kv_peers: '127.0.0.1' given; HOST:PORT"),

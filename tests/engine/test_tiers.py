@@ -97,7 +97,7 @@ def test_a_request_that_waits_for_its_reads_keeps_nobody_else_waiting() -> None:
     world.submit(submit("passes", [1, 2, 3], max_tokens=2))
     world.step()
     world.step()
-    assert world.tiers.num_loading == 1
+    assert len(world.tiers.loading) == 1
     assert world.last("passes").finish_reason == "length" and not world.outputs["waits"]
     assert world.scheduler.stats().num_waiting == 1
 
@@ -137,7 +137,7 @@ def test_requests_that_want_the_same_blocks_share_one_read() -> None:
     for name in "abc":
         world.submit(submit(name, PROMPT, max_tokens=2))
     world.step()
-    assert world.tiers.num_loading == 3 and len(world.tiers.index.reads) == 5
+    assert len(world.tiers.loading) == 3 and len(world.tiers.index.reads) == 5
     world.disk.is_stalled = False
     world.settle()
     assert [world.outputs[name][0].num_cached_tokens for name in "abc"] == [19, 19, 19]

@@ -24,8 +24,7 @@ def default_model(name: str = MODEL) -> Iterator[Running]:
     executor = ExecutorConfig(model=str(path), kv_cache_bytes=2**27, max_model_len=1024)
     engine = AsyncEngine(
         EngineConfig(executor=executor, scheduler=SchedulerConfig()),
-        eos_ids=tokenizer.eos_ids,
-        text_stream=tokenizer.stream,
+        tokenizer=tokenizer,
     )
     with running(engine, tokenizer, template, served_model_names=(name,)) as server:
         yield server

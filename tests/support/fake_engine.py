@@ -5,7 +5,7 @@ The tokenizer and the template are real ones, the tokenizer over a vocabulary of
 
 import asyncio
 from array import array
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import AddedToken, decoders, pre_tokenizers
@@ -104,12 +104,12 @@ class FakeEngine:
         if len(self._open) + num_sequences > self.max_open:
             raise QueueFull(f"{len(self._open)} sequences are in flight", retry_after_s=7)
 
-    def generate(self, prompt_ids: list[int], params: SamplingParams, **options: Any) -> Answer:
-        shown_ids = options.get("shown_ids", frozenset())
-        stream = partial(self._tokenizer.stream, params.skip_special_tokens, shown_ids=shown_ids)
-        fields = {name: value for name, value in options.items() if name in Submit.__struct_fields__}
+    def generate(self, prompt: Sequence[int] | bytes, params: SamplingParams, **options: Any) -> Answer:
+        names = (*Submit.__struct_fields__, "shown_ids")
+        fields = {name: value for name, value in options.items() if name in names}
         self._count += 1
-        answer = begin_answer(str(self._count), prompt_ids, params, self.info, {EOS}, stream, self.abort, **fields)
+        answer = begin_answer(str(self._count), prompt, params, self.info, self._tokenizer, self.abort, **fields)
+        prompt_ids = answer.prompt_token_ids
         if options.get("pooling") is None:
             check_room(len(prompt_ids), params.max_tokens, self.info)
         self.admit(params.n)

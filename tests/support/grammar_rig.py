@@ -75,7 +75,9 @@ class Core:
         )
         scheduler = SchedulerConfig(max_num_seqs=self.max_num_seqs, max_num_batched_tokens=16)
         oracle = OracleExecutor(executor, self.max_in_flight)
-        self.core = EngineCore(EngineConfig(executor=executor, scheduler=scheduler), oracle, self.compiler)
+        compiler = self.compiler
+        make_compiler = None if compiler is None else lambda: compiler
+        self.core = EngineCore(EngineConfig(executor=executor, scheduler=scheduler), oracle, make_compiler)
 
     def submit(self, message: Submit) -> None:
         self.outputs[message.request_id] = []

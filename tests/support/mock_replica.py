@@ -71,7 +71,7 @@ class MockEngine(AsyncEngine):
             asyncio.get_running_loop().call_soon(self._receive, Outputs(outputs, self._core.stats(), 0))
 
     def _report_cache(self) -> None:
-        for update in self._core.cache_updates():
+        for update in self._core.cache_log.updates():
             self._receive(update)
 
     async def _run(self) -> None:
@@ -115,12 +115,12 @@ async def replica(options: argparse.Namespace, server: ServerConfig, announce: C
         },
     )
     tokenizer = byte_tokenizer()
+    tokenizer.eos_ids = frozenset()  # an answer has the length that is asked for
     engine = MockEngine(
         config,
         prefill_tps=options.prefill_tps,
         inter_token_s=options.inter_token_s,
-        eos_ids=frozenset(),
-        text_stream=tokenizer.stream,
+        tokenizer=tokenizer,
     )
     await engine.start()
     try:

@@ -5,7 +5,7 @@ from typing import Any
 from penstock.engine.config import EngineConfig, SchedulerConfig
 from penstock.engine.front.client import AsyncEngine
 from penstock.executor.protocol import ExecutorConfig
-from tests.support.fake_engine import EOS, byte_tokenizer
+from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import Running
 
 SECRET = "a secret that is long enough"
@@ -19,7 +19,7 @@ def engine(**options: Any) -> AsyncEngine:
         "kv_host_bytes": 2**22,
     }
     config = EngineConfig(executor=ExecutorConfig(**shape, **options), scheduler=SchedulerConfig())
-    return AsyncEngine(config, eos_ids=[EOS], text_stream=byte_tokenizer().stream)
+    return AsyncEngine(config, tokenizer=byte_tokenizer())
 
 
 def is_connected(server: Running) -> bool:

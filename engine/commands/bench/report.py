@@ -8,12 +8,32 @@ from penstock.engine.commands.bench.summary import METRICS
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 _WIDTH = 50
+CACHED = "total_cached_tokens"
+_TOTALS: tuple[tuple[str, str, type[int] | type[float]], ...] = (
+    ("Successful requests:", "completed", int),
+    ("Failed requests:", "failed", int),
+    ("Maximum request concurrency:", "max_concurrency", int),
+    ("Request rate configured (RPS):", "request_rate", float),
+    ("Benchmark duration (s):", "duration", float),
+    ("Total input tokens:", "total_input_tokens", int),
+    ("Total input tokens found in cache:", CACHED, int),
+    ("Total generated tokens:", "total_output_tokens", int),
+    ("Request throughput (req/s):", "request_throughput", float),
+    ("Request goodput (req/s):", "request_goodput", float),
+    ("Output token throughput (tok/s):", "output_throughput", float),
+    ("Peak output token throughput (tok/s):", "max_output_tokens_per_s", float),
+    ("Peak concurrent requests:", "max_concurrent_requests", float),
+    ("Total token throughput (tok/s):", "total_token_throughput", float),
+    ("Latest send behind schedule (ms):", "max_send_delay_ms", float),
+)
 
 
 def serving_table(result: dict[str, Any]) -> str:
     """What `penstock bench serve` prints. Metrics are shown as far as `result` has them."""
     lines = [" Serving Benchmark Result ".center(_WIDTH, "=")]
-    lines += [_line(label, value) for label, value in _totals(result)]
+    # Nothing is said of what was not asked for or did not happen.
+    shown = {key: value for key, value in result.items() if value not in (None, "inf") and (key, value) != (CACHED, 0)}
+    lines += [_line(label, kind(shown[key])) for label, key, kind in _TOTALS if key in shown]
     for name, (short, title) in METRICS.items():
         if f"mean_{name}_ms" in result:
             lines.append(title.center(_WIDTH, "-"))
@@ -25,33 +45,6 @@ def serving_table(result: dict[str, Any]) -> str:
                     lines.append(_line(f"P{percent} {short} (ms):", float(value)))
     lines.append("=" * _WIDTH)
     return "\n".join(lines)
-
-
-def _totals(result: dict[str, Any]) -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = [
-        ("Successful requests:", result["completed"]),
-        ("Failed requests:", result["failed"]),
-    ]
-    if result["max_concurrency"] is not None:
-        rows.append(("Maximum request concurrency:", result["max_concurrency"]))
-    if result["request_rate"] != "inf":
-        rows.append(("Request rate configured (RPS):", float(result["request_rate"])))
-    rows.append(("Benchmark duration (s):", float(result["duration"])))
-    rows.append(("Total input tokens:", result["total_input_tokens"]))
-    if result["total_cached_tokens"]:
-        rows.append(("Total input tokens found in cache:", result["total_cached_tokens"]))
-    rows.append(("Total generated tokens:", result["total_output_tokens"]))
-    rows.append(("Request throughput (req/s):", float(result["request_throughput"])))
-    if result["request_goodput"] is not None:
-        rows.append(("Request goodput (req/s):", float(result["request_goodput"])))
-    return [
-        *rows,
-        ("Output token throughput (tok/s):", float(result["output_throughput"])),
-        ("Peak output token throughput (tok/s):", float(result["max_output_tokens_per_s"])),
-        ("Peak concurrent requests:", float(result["max_concurrent_requests"])),
-        ("Total token throughput (tok/s):", float(result["total_token_throughput"])),
-        ("Latest send behind schedule (ms):", float(result["max_send_delay_ms"])),
-    ]
 
 
 def _line(label: str, value: float) -> str:

@@ -5,8 +5,13 @@ either server and the results compare.
 """
 
 import argparse
+import json
+import math
 import sys
+from collections import Counter
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from penstock.engine.commands.bench.calls import (
@@ -22,7 +27,6 @@ from penstock.engine.commands.bench.datasets import DatasetOptions
 from penstock.engine.commands.bench.http_client import Client, Target
 from penstock.engine.commands.bench.load import Run, drive
 from penstock.engine.commands.bench.report import serving_table
-from penstock.engine.commands.bench.result_file import description, explain_failures, save
 from penstock.engine.commands.bench.structured import StructuredOptions
 from penstock.engine.commands.bench.summary import METRICS, OBJECTIVES, details, summarize
 from penstock.engine.config import ConfigError
@@ -165,3 +169,41 @@ def _number(field: str, text: str) -> float:
         return float(text)
     except ValueError:
         raise ConfigError(f"{field}: {text!r} given; a number is expected") from None
+
+
+def explain_failures(finished: Run) -> None:
+    """Each kind of failure once, the most frequent first."""
+    kinds = Counter(outcome.error for outcome in finished.outcomes if outcome.error)
+    for error, count in kinds.most_common(10):
+        print(f"{count} failed: {error[:300]}", file=sys.stderr)
+
+
+def description(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    metadata = dict(pair("metadata", item) for item in args.metadata)
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": args.backend,
+        "backend": args.backend,
+        "label": args.label or args.backend,
+        "model_id": model,
+        "tokenizer_id": None,
+        "num_prompts": args.num_prompts,
+        **metadata,
+        "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        "structured_ratio": args.structured_ratio,
+    }
+
+
+def save(result: dict[str, Any], args: argparse.Namespace) -> Path:
+    if not args.save_detailed:
+        result = {name: value for name, value in result.items() if name not in details([])}
+    model = result["model_id"].rstrip("/").rsplit("/", 1)[-1]
+    limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency is not None else ""
+    name = args.result_filename or f"{result['label']}-{result['request_rate']}qps{limit}-{model}-{result['date']}.json"
+    path = Path(args.result_dir or ".") / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a" if args.append_result else "w") as file:
+        file.write(json.dumps(result) + "\n")
+    return path

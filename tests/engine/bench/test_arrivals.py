@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from penstock.engine.commands.bench.arrivals import Ramp, arrival_times, ramp_times
+from penstock.engine.commands.bench.calls import Ramp, arrival_times, ramp_times
 
 
 def gaps(rate: float, burstiness: float, count: int = 20_000) -> list[float]:

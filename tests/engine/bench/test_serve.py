@@ -14,7 +14,6 @@ import pytest
 from penstock.engine.commands.bench import serving as serve
 from penstock.engine.commands.bench.load import EncodedCall, drive
 from penstock.engine.commands.bench.report import serving_table
-from penstock.engine.commands.bench.result_file import save
 from penstock.engine.config import ConfigError
 from tests.support.bench_endpoint import Asked, Endpoint, completion, plain, speak_openai
 
@@ -196,12 +195,14 @@ def test_the_table_has_the_lines_that_scripts_look_for() -> None:
 def test_a_saved_result_leaves_out_the_lists_unless_asked(tmp_path: Path) -> None:
     options = ("--result-dir", str(tmp_path), "--metadata", "gpu=none", "--label", "ours")
     result, _ = bench(*options)
-    path = save(result, parse(*options))
+    path = serve.save(result, parse(*options))
     assert path.name == f"ours-infqps-model-{result['date']}.json"
     saved = json.loads(path.read_text())
     assert saved["gpu"] == "none" and saved["request_rate"] == "inf" and saved["model_id"] == "a/model"
     assert saved["mean_ttft_ms"] == result["mean_ttft_ms"] and "ttfts" not in saved
-    detailed = json.loads(save(result, parse(*options, "--save-detailed", "--result-filename", "d.json")).read_text())
+    detailed = json.loads(
+        serve.save(result, parse(*options, "--save-detailed", "--result-filename", "d.json")).read_text()
+    )
     assert len(detailed["ttfts"]) == len(detailed["itls"]) == 6 and detailed["generated_texts"][0] == " t0 t1 t2"
 
 
@@ -209,7 +210,7 @@ def test_results_can_be_collected_in_one_file(tmp_path: Path) -> None:
     args = parse("--result-dir", str(tmp_path), "--result-filename", "all.jsonl", "--append-result")
     result, _ = bench()
     for _ in range(2):
-        path = save(result, args)
+        path = serve.save(result, args)
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 2
 
 

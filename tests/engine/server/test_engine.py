@@ -14,7 +14,7 @@ from penstock.engine.front.client import AsyncEngine
 from penstock.engine.sampling_params import SamplingParams
 from penstock.executor.protocol import ExecutorConfig
 from tests.engine.server.test_answers import events
-from tests.support.fake_engine import EOS, byte_tokenizer
+from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import Running, running, until
 
 
@@ -24,8 +24,7 @@ def oracle_engine(**scheduler: Any) -> AsyncEngine:
             executor=ExecutorConfig(kind="oracle", max_model_len=4000, hf_overrides={"vocab_size": 256}),
             scheduler=SchedulerConfig(**scheduler),
         ),
-        eos_ids=[EOS],
-        text_stream=byte_tokenizer().stream,
+        tokenizer=byte_tokenizer(),
     )
 
 

@@ -19,7 +19,7 @@ from penstock.engine.server import kv_events
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.service import Service
 from penstock.executor.protocol import ExecutorConfig
-from tests.support.fake_engine import EOS, FakeEngine, byte_tokenizer
+from tests.support.fake_engine import FakeEngine, byte_tokenizer
 from tests.support.running_server import Running, running, until
 
 
@@ -75,7 +75,7 @@ def server() -> Iterator[Running]:
         executor=ExecutorConfig(kind="oracle", max_model_len=4000, hf_overrides={"vocab_size": 256}),
         scheduler=SchedulerConfig(),
     )
-    with running(AsyncEngine(config, eos_ids=[EOS], text_stream=byte_tokenizer().stream)) as started:
+    with running(AsyncEngine(config, tokenizer=byte_tokenizer())) as started:
         yield started
 
 

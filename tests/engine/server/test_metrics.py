@@ -2,16 +2,21 @@
 
 import random
 import string
+import time
 from array import array
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.engine.messages import Outputs, Stats
-from penstock.executor.protocol import ExpertUpdate
+from penstock.engine.front.answer import Answer, Choice
+from penstock.engine.front.client import AsyncEngine
+from penstock.engine.messages import Output, Outputs, Stats, Submit
+from penstock.engine.sampling_params import SamplingParams
+from penstock.engine.server.metrics import ServerMetrics
+from penstock.executor.protocol import ExpertUpdate, Sampling
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import Running, running, until
 
@@ -134,6 +139,27 @@ def test_requests_are_measured_once_whole_or_streamed(server: Running) -> None:
     assert seen["vllm:request_success_total{finished_reason=length}"] == 2
     assert seen["vllm:request_success_total{finished_reason=stop}"] == 1
     until(lambda: samples(server)["penstock:http_requests_total{route=/v1/completions,status=200}"] == 3)
+
+
+def test_times_are_those_of_arrival_however_late_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    metrics = ServerMetrics("m", cast(AsyncEngine, FakeEngine()))
+    submit = Submit("r.0", array("i", [1]).tobytes(), Sampling(), 9)
+    answer = Answer([submit], [Choice(0, SamplingParams(), None)], lambda _: None)
+    reads: list[tuple[float, list[tuple[float, Output]]]] = [
+        (50.0, [(1.0, Output("r.0", [1]))]),
+        (60.0, [(3.0, Output("r.0", [2])), (5.0, Output("r.0", [3]))]),
+        (70.0, [(8.0, Output("r.0", [4], "length"))]),
+    ]
+    for read_s, outputs in reads:
+        for arrives_s, output in outputs:
+            now_s = arrives_s
+            answer.take(0, output)
+        now_s = read_s
+        metrics.see(answer, answer.updates())
+    metrics.end(answer)
+    assert (metrics.first_token.total, metrics.next_token.total, metrics.whole.total) == (1.0, 4 / 2 + 3, 8.0)
 
 
 def test_a_request_whose_client_left_counts_as_aborted() -> None:

@@ -17,7 +17,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.executor.protocol import ExecutorConfig
 from tests.engine.server.test_answers import events
 from tests.support.chat_samples import QWEN3
-from tests.support.fake_engine import EOS, byte_tokenizer
+from tests.support.fake_engine import byte_tokenizer
 from tests.support.running_server import Running, running
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}, "required": ["a"], "additionalProperties": False}
@@ -41,8 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     )
     engine = AsyncEngine(
         EngineConfig(executor=executor, scheduler=SchedulerConfig()),
-        eos_ids=[EOS],
-        text_stream=byte_tokenizer().stream,
+        tokenizer=byte_tokenizer(),
     )
     with running(engine) as started:
         yield started
