@@ -105,7 +105,9 @@ def _mark_special(backend: Backend, special_tokens: dict[str, str], config: dict
     missing = [text for text in special_tokens.values() if text not in known and backend.token_to_id(text) is not None]
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in dict.fromkeys(missing)])
     listed = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict) or not all(token_id.isdecimal() for token_id in listed):
+    if not isinstance(listed, dict) or not all(
+        token_id.isdecimal() and isinstance(entry, dict) for token_id, entry in listed.items()
+    ):
         raise ModelRefused("tokenizer: added_tokens_decoder in tokenizer_config.json is not an object by token ids")
     for token_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         text = _token_text(entry)
