@@ -108,7 +108,6 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
                 tools=tools,
-                tools_as_text=not template.has_tools,  # it would drop them
                 documents=documents,
             )
             for conversation in many

@@ -13,10 +13,12 @@ from starlette.types import Receive, Scope
 
 from penstock.engine.http.errors import ClientGone, HttpError, clip
 
+MAX_FIELDS = 256  # at the top level: more than there are, and the walk over them is short
+
 T = TypeVar("T")
 
 _SPLIT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_KEY = re.compile(rb'[\s{,]*("(?:[^"\\]|\\.)*")\s*:\s*')
+_KEY = re.compile(rb'[\s{,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+')
 _AFTER_VALUE = re.compile(rb"\s*[,}]")
 _MISSING = re.compile(r"object missing required field `(.*)`")
 _OBJECTION = re.compile(r"(?P<what>.*?)(?: - at (?:`key` in )?`(?P<place>[^`]*)`)?$", re.DOTALL)
@@ -53,6 +55,8 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
     if not body.isascii():
         _check_utf8(body)  # also where no decoder will look: in names and in fields that are not used
     fields = decode(_SPLIT, body)
+    if len(fields) > MAX_FIELDS:
+        raise HttpError(400, f"the body has {len(fields)} fields; at most {MAX_FIELDS} are allowed")
     # Of a name that comes twice the decoder keeps the last value only, in the first one's place, so a walk over
     # the body along what was kept stumbles at one of the two.
     kept = iter(fields.items())

@@ -161,7 +161,7 @@ def _routes(service: Service) -> list[Route]:
     gets["/openapi.json"] = Response(msgspec.json.encode(described), media_type="application/json")
     gets["/docs"] = HTMLResponse(pages.docs(described), headers=pages.HEADERS)
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()] + [
-        Route(post.path, Endpoint(service, post.handler), methods=["POST"]) for post in POSTS
+        Route(post.path, Endpoint(service, post.handler, post.streams is not None), methods=["POST"]) for post in POSTS
     ]
 
 

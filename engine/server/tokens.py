@@ -9,10 +9,9 @@ from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_
 from penstock.engine.server.requests import DetokenizeRequest, TokenizeRequest, parse
 from penstock.engine.server.responses import Detokenized, Tokens
 from penstock.engine.server.service import Service
-from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "tools")
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 
@@ -23,15 +22,17 @@ async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
     has_messages = bytes(request.messages) not in (b"", b"null")
     if (request.prompt is not None) == has_messages:
         raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
-    for name in () if has_messages else _OF_MESSAGES:
+    for name in () if has_messages else (*RENDERING, "tools", "tool_choice"):
         if getattr(request, name) is not None:
             raise InvalidRequest(name, "only messages have a template; prompt is given")
     # Tokenizing costs the same here as on the way to the engine, and nothing else bounds it.
     with service.admit(1):
-        text = await render(request, service) if request.prompt is None else request.prompt
+        text = await render(request, service, len(body)) if request.prompt is None else request.prompt
         field = "messages" if has_messages else "prompt"
         (ids,) = await to_ids(field, [text], service, request.add_special_tokens)
-    texts = [service.tokenizer.token_text(id_) for id_ in ids] if request.return_token_strs else None
+        texts = None
+        if request.return_token_strs:
+            texts = await in_thread_if(len(ids) > INLINE_CHARS, lambda: [*map(service.tokenizer.token_text, ids)])
     return Tokens(len(ids), service.info.max_model_len, ids, texts)
 
 

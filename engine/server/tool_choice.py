@@ -49,8 +49,10 @@ class Tools:
             self.form = formats.detect(source, template is not None and template.has_tools, has_args)
         else:
             self.form = None if named == "none" else formats.named(named, source, has_args)
-        # A template that knows no tools would drop them: the model reads of them in the text of the messages.
-        self.as_text = template is not None and not template.has_tools and self.form in (formats.HERMES, formats.CODER)
+        if template is not None and not template.has_tools and self.form not in (None, formats.HERMES, formats.CODER):
+            log.warning(
+                "%s: the chat template knows no tools, so the model is shown calls in the form of hermes", named
+            )
         self._is_off = named == "none"
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
