@@ -93,7 +93,8 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
         sock = bind_socket(server.host, server.port)  # a port in use shows before the model is loaded
     except OSError as error:
         raise ConfigError(f"port: {error.strerror or error}") from None
-    tokenizer, template = load_tokenizer(files), load_template(files, args.chat_template)
+    tokenizer = load_tokenizer(files)
+    template = load_template(tokenizer, args.chat_template)
     task = asyncio.current_task()
     assert task is not None
     engine = AsyncEngine(

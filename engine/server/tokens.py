@@ -1,18 +1,20 @@
-"""POST /tokenize and /detokenize: between text and token ids, without running the model."""
+"""What runs no model: POST /tokenize and /detokenize, between text and token ids, and /reset_prefix_cache."""
 
 import msgspec
 
 from penstock.engine.front.submit import token_bytes
+from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_ids
-from penstock.engine.server.requests import DetokenizeRequest, TokenizeRequest, parse
-from penstock.engine.server.responses import Detokenized, Tokens
+from penstock.engine.server.requests import DetokenizeRequest, ResetRequest, TokenizeRequest, parse
+from penstock.engine.server.responses import Detokenized, Status, Tokens
 from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+_RESET = msgspec.json.Decoder(ResetRequest)
 
 
 async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
@@ -50,3 +52,11 @@ async def detokenize(service: Service, _call: Call, body: bytes) -> Detokenized:
             len(ids) > INLINE_CHARS, lambda: service.tokenizer.decode(ids, skip_special_tokens=skips)
         )
     return Detokenized(text)
+
+
+async def reset_prefix_cache(service: Service, _call: Call, body: bytes) -> Status:
+    """For measurements, or where there is reason to distrust what is cached: forget all cached content, in all tiers; 409 while requests run or transfers are in flight."""
+    parse(body or b"{}", _RESET)
+    if not await service.engine.reset_prefix_cache():
+        raise HttpError(409, "requests or transfers between the tiers are in flight; try again when they are done")
+    return Status("reset")

@@ -46,15 +46,13 @@ class DecoderPlan(msgspec.Struct, frozen=True):
 
 
 class TextStream(Protocol):
-    """Incremental detokenizing of one sequence ."""
+    """Incremental detokenizing of one sequence."""
 
     def push(self, ids: list[int]) -> str:
         """The text that these ids complete; bytes of an unfinished character are kept back."""
-        ...
 
     def flush(self) -> str:
         """What was kept back, at the end of the sequence."""
-        ...
 
 
 class Detokenizer:

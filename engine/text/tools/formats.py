@@ -109,7 +109,7 @@ def mistral(has_args: bool) -> Format:
 def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
     """The format that a chat template writes calls in; None where it is none of ours.
 
-    A template that knows no tools gets them as text (engine/text/tool_prompt.py), in the form of Hermes.
+    A template that knows no tools gets them as text (engine/text/conversation.py), in the form of Hermes.
     """
     if not has_tools:
         return HERMES

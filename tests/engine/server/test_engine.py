@@ -53,12 +53,17 @@ def test_one_small_request_of_many_prompts_checks_its_fields_once(
     """Lists of thousands of ids, checked and sorted for each of a thousand prompts, would hold the loop for seconds."""
     checked: list[SamplingParams] = []
     check = SamplingParams.check
-    monkeypatch.setattr(SamplingParams, "check", lambda params, *given: (checked.append(params), check(params, *given)))
+
+    def counted(params: SamplingParams, *given: int) -> None:
+        checked.append(params)
+        check(params, *given)
+
+    monkeypatch.setattr(SamplingParams, "check", counted)
     lists = {"stop_token_ids": list(range(100)), "allowed_token_ids": list(range(100, 120))}
     answer = server.complete([[number] for number in range(100)], max_tokens=5, temperature=1, **lists).json()
     assert len(checked) <= 2  # once as a request, once by the engine
-    told = [choice["text"] for choice in answer["choices"]]
-    assert len(told) == 100 and len(set(told)) > 10, "each has a seed of its own"
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert len(texts) == 100 and len(set(texts)) > 10, "each has a seed of its own"
 
 
 def test_a_second_prompt_finds_the_first_one_s_prefix_unless_its_salt_differs(server: Running) -> None:

@@ -12,6 +12,7 @@ from penstock.engine.http import body as body_of_http
 from penstock.engine.http import token_form
 from penstock.engine.http.errors import MAX_MESSAGE_CHARS
 from penstock.engine.server import prompts
+from penstock.engine.text import prompt
 from tests.support.fake_engine import EOS, FakeEngine
 from tests.support.running_server import Running, running, until
 
@@ -442,11 +443,10 @@ def test_a_long_chat_is_rendered_aside_wherever_its_length_is(
     server: Running, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
 ) -> None:
     rendered_in: list[threading.Thread] = []
-    render = prompts.chat_prompt
 
     def chat_prompt(*arguments: Any, **options: Any) -> str:
         rendered_in.append(threading.current_thread())
-        return render(*arguments, **options)
+        return prompt.chat_prompt(*arguments, **options)
 
     monkeypatch.setattr(prompts, "chat_prompt", chat_prompt)
     loop = server.call(threading.current_thread)

@@ -80,7 +80,7 @@ def test_a_template_without_tools_gets_calls_as_text_whatever_format_the_server_
     template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
-    messages = [HELLO, called, {"role": "tool", "tool_call_id": "1", "content": "4"}]
+    messages: list[dict[str, Any]] = [HELLO, called, {"role": "tool", "tool_call_id": "1", "content": "4"}]
     text = chat_prompt(template, messages)
     assert '<tool_call>\n{"name": "f"' in text and "<tool_response>\n4" in text
     body = json.dumps({"messages": messages}).encode()
