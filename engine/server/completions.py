@@ -36,7 +36,7 @@ async def completions(service: Service, call: Call, body: bytes) -> msgspec.Stru
     num_sequences = len(inputs) * params.n
     if num_sequences > MAX_SEQUENCES:
         what = f"{len(inputs)} prompts × {params.n} choices; at most {MAX_SEQUENCES} are allowed"
-        raise InvalidRequest("n", f"{what}")
+        raise InvalidRequest("n", what)
     with service.admit(num_sequences):
         grammar = await service.grammar(wanted)
         prompts = await to_ids("prompt", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)

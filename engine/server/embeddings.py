@@ -27,7 +27,7 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
     size = service.info.hidden_size
     if request.dimensions not in (None, size):
         what = f"{request.dimensions} given; this model has {size}, and they are not cut"
-        raise InvalidRequest("dimensions", f"{what}")
+        raise InvalidRequest("dimensions", what)
     inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
     with service.admit(len(inputs)):
         prompts = await to_ids("input", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)

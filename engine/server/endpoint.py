@@ -39,7 +39,7 @@ class Endpoint:
         try:
             kind = self._content_type(scope)
             call.reports = any(name == token_form.REPORT_HEADER for name, _ in scope["headers"])
-            body = await read_body(scope, receive, service.config.limits.max_body_bytes)
+            body = await read_body(receive)
             if kind == token_form.CONTENT_TYPE:
                 body, call.prompt_ids = token_form.unpack(body)
             await unless_gone(receive, self._answer(call, body, scope, receive, send))

@@ -132,7 +132,7 @@ def _plain(place: str, message: Message) -> dict[str, Any]:
         raise InvalidRequest(f"{place}.role", "the older form of 'tool', which is served")
     for field, what in (("function_call", "use tool_calls"), ("audio", "only text is understood")):
         if getattr(message, field) is not None:
-            raise InvalidRequest(f"{place}.{field}", f"{what}")
+            raise InvalidRequest(f"{place}.{field}", what)
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     for field in ("name", "reasoning_content", "tool_call_id"):
         if getattr(message, field) is not None:

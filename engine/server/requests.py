@@ -284,4 +284,4 @@ def _check_neutral(name: str, raw: Raw) -> None:
     reason, neutral = UNSERVED[name]
     value = decode(_ANY, raw, name) if len(bytes(raw)) <= 256 else raw
     if value is not None and value not in neutral:
-        raise InvalidRequest(name, f"{reason}")
+        raise InvalidRequest(name, reason)
