@@ -101,7 +101,7 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
             _say(f"Starting {files.name}")
             engine.spawn()  # it loads the model while the tokenizer is read, here and aside: signals are heard
             engine.tokenizer = tokenizer = await asyncio.to_thread(load_tokenizer, files)
-            template = await asyncio.to_thread(load_template, files, args.chat_template)
+            template = await asyncio.to_thread(load_template, tokenizer, args.chat_template)
             await engine.start()
             _say_memory(engine.info)
             if engine.info.device == "cpu" and args.gpu_memory_utilization is not None:

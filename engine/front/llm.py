@@ -54,7 +54,7 @@ class LLM:
         seed = options.get("seed")
         self._seeds = None if seed is None else random.Random(seed)  # for requests without a seed of their own
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
-        self.template: ChatTemplate | None = load_template(files) if self.tokenizer else None
+        self.template: ChatTemplate | None = load_template(self.tokenizer) if self.tokenizer else None
         self._core: EngineCore | None = None
         self._grammars: GrammarCheck | None = None
         self._start(config)
@@ -93,7 +93,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
-        template = self.template if chat_template is None else load_template(self._files, chat_template)
+        template = self.template
+        if chat_template is not None and self.tokenizer is not None:
+            template = load_template(self.tokenizer, chat_template)
         if template is None or self.tokenizer is None:
             raise InvalidRequest("messages", "this model has no chat template; use generate() with a prompt")
         if documents and not template.has_documents:
@@ -107,7 +109,6 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
                 tools=tools,
-                tools_as_text=not template.has_tools,  # it would drop them
                 documents=documents,
             )
             for conversation in many

@@ -48,10 +48,8 @@ class Authentication:
         self.open_routes = open_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or not self.keys or self._is_open(scope) or self.keys.admit(scope["headers"]):
+        if not self.keys or self._is_open(scope) or self.keys.admit(scope["headers"]):
             await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
             body = error_body(401, "the request needs an API key: 'Authorization: Bearer <key>'")
             headers = [

@@ -1,48 +1,38 @@
 """From the bytes of a request to a typed struct, refusing early and saying which field is at fault.
 
-Reading stops at the size limit. Decoding goes in two passes: the first only finds where each top-level value
-begins and ends (1 GB/s), so that unknown, duplicate and oversized fields are refused before anything is built
-from them; the second decodes into the struct, strictly.
+Decoding goes in two passes: the first only finds where each top-level value begins and ends (1 GB/s), so that unknown,
+duplicate and oversized fields are refused before anything is built from them; the second decodes into the struct,
+strictly.
 """
 
 import re
 from typing import TypeVar
 
 import msgspec
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from penstock.engine.http.errors import ClientGone, HttpError, clip
 from penstock.engine.options import objection
 
+MAX_FIELDS = 256  # at the top level: more than there are, and the walk over them is short
+
 T = TypeVar("T")
 
 _SPLIT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_KEY = re.compile(rb'[\s{,]*("(?:[^"\\]|\\.)*")\s*:\s*')
+_KEY = re.compile(rb'[\s{,]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+')
 _AFTER_VALUE = re.compile(rb"\s*[,}]")
 
 
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The whole body, at most `max_bytes`; a declared length above that is refused before it is read."""
-    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if declared.isdigit() and int(declared[:20]) > max_bytes:
-        raise too_large(max_bytes)
+async def read_body(receive: Receive) -> bytes:
+    """The whole body. Its size is bounded by the connection, which refuses the rest before it comes here."""
     chunks: list[bytes] = []
-    size_bytes = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
-        chunk = message.get("body", b"")
-        size_bytes += len(chunk)
-        if size_bytes > max_bytes:
-            raise too_large(max_bytes)
-        chunks.append(chunk)
+        chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
             return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
-def too_large(max_bytes: int) -> HttpError:
-    return HttpError(413, f"the body is larger than the limit of {max_bytes} bytes (--max-body-bytes)")
 
 
 def split_object(body: bytes) -> dict[str, msgspec.Raw]:
@@ -52,6 +42,8 @@ def split_object(body: bytes) -> dict[str, msgspec.Raw]:
     if not body.isascii():
         _check_utf8(body)  # also where no decoder will look: in names and in fields that are not used
     fields = decode(_SPLIT, body)
+    if len(fields) > MAX_FIELDS:
+        raise HttpError(400, f"the body has {len(fields)} fields; at most {MAX_FIELDS} are allowed")
     # Of a name that comes twice the decoder keeps the last value only, in the first one's place, so a walk over
     # the body along what was kept stumbles at one of the two.
     kept = iter(fields.items())

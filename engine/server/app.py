@@ -7,6 +7,7 @@ anywhere below is answered in the one error format.
 import logging
 import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,16 +20,13 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+import penstock
 from penstock.engine.front.client import AsyncEngine
 from penstock.engine.http.auth import Authentication, Keys
 from penstock.engine.http.errors import ErrorReply, HttpError, clip
-from penstock.engine.http.page.document import document
-from penstock.engine.http.request_id import client_id
-from penstock.engine.server import pages
 from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
-from penstock.engine.server.cache import reset_prefix_cache
-from penstock.engine.server.call import Call
+from penstock.engine.server.call import Call, client_id
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
@@ -36,7 +34,7 @@ from penstock.engine.server.endpoint import Endpoint, Handler
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
-from penstock.engine.server.tokens import detokenize, tokenize
+from penstock.engine.server.tokens import detokenize, reset_prefix_cache, tokenize
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -87,9 +85,6 @@ class ServerApp:
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._inner(scope, receive, send)
-            return
         call = scope["penstock.call"] = Call(client_id(scope["headers"]))
         status = 500  # unless something better is sent
 
@@ -124,7 +119,6 @@ def build_app(
 
 def _routes(service: Service) -> list[Route]:
     started = int(time.time())
-    page = document("live")
 
     async def models(request: Request) -> Response:
         await service.know_text_digest()
@@ -146,22 +140,39 @@ def _routes(service: Service) -> list[Route]:
     async def metrics(_request: Request) -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    @cache
+    def page(path: str) -> Response:
+        """What does not change, made when it is first asked for: most servers never are."""
+        if path == "/":
+            from penstock.engine.http.page.document import document
+
+            found = document("live")
+            return HTMLResponse(found.body, headers=found.headers)
+        from penstock.engine.server import pages
+
+        described = pages.openapi(POSTS, gets, ErrorReply)
+        if path == "/docs":
+            return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
+        return Response(msgspec.json.encode(described), media_type="application/json")
+
+    async def unchanging(request: Request) -> Response:
+        return page(request.scope["path"])
+
     gets: dict[str, Any] = {  # functions, or ASGI applications, which a response is too
-        "/": HTMLResponse(page.body, headers=page.headers),
+        "/": unchanging,
         "/health": health,
         "/ping": health,
         "/ready": ready,
         "/metrics": metrics,
-        "/version": _json(reply.Version(pages.version())),
+        "/version": _json(reply.Version(penstock.__version__)),
         "/v1/models": models,
         "/v1/models/{model:path}": models,
         "/kv_events": KvEvents(service),
+        "/openapi.json": unchanging,
+        "/docs": unchanging,
     }
-    described = pages.openapi(POSTS, [*gets, "/openapi.json", "/docs"], ErrorReply)
-    gets["/openapi.json"] = Response(msgspec.json.encode(described), media_type="application/json")
-    gets["/docs"] = HTMLResponse(pages.docs(described), headers=pages.HEADERS)
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()] + [
-        Route(post.path, Endpoint(service, post.handler), methods=["POST"]) for post in POSTS
+        Route(post.path, Endpoint(service, post.handler, post.streams is not None), methods=["POST"]) for post in POSTS
     ]
 
 

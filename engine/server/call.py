@@ -1,19 +1,26 @@
 """One HTTP request as its handler and the log see it, and the answers that belong to it.
 
-No text of the conversation and no key is kept here.
+No text of the conversation and no key is kept here. An id that the client chose is only echoed and logged, and never
+becomes a key of ours: two clients that send the same one would meet.
 """
 
+import re
+import secrets
 import time
+from collections.abc import Iterable
 
 from penstock.engine.front.answer import Answer
-from penstock.engine.http.request_id import fresh_id
+
+MAX_CLIENT_ID_CHARS = 128
+
+_NOT_ALLOWED = re.compile(r"[^A-Za-z0-9._:/+=@-]")
 
 
 class Call:
     """`id` is ours and fresh; `client_id` is what the client sent, cleaned, only to be echoed and logged."""
 
     def __init__(self, client_id: str | None) -> None:
-        self.id = fresh_id()
+        self.id = secrets.token_hex(16)
         self.client_id = client_id
         self.created = int(time.time())
         self.begun_s = time.monotonic()
@@ -35,3 +42,15 @@ class Call:
     def num_tokens(self) -> int:
         """What was written so far."""
         return sum(answer.num_tokens for answer in self.answers)
+
+
+def client_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The client's X-Request-Id, cut and cleaned until it can stand in a header and in a line of the log."""
+    for name, value in headers:
+        if name == b"x-request-id":
+            return clean_id(value.decode("latin-1"))
+    return None
+
+
+def clean_id(text: str) -> str | None:
+    return _NOT_ALLOWED.sub("", text[:MAX_CLIENT_ID_CHARS]) or None

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: one conversation, whole or streamed."""
 
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import UNSET
@@ -11,13 +11,16 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import respond, sampling_params
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import chat_logprobs, prompt_logprobs
-from penstock.engine.server.prompts import render, to_ids
-from penstock.engine.server.reading import Reading, ReadingPlan
+from penstock.engine.server.prompts import given_ids, render, to_ids
 from penstock.engine.server.requests import ChatRequest
 from penstock.engine.server.response_format import Wanted, wanted_outputs
 from penstock.engine.server.responses import Chat, ChatChoice, ChatChunk, ChatChunkChoice, ChatMessage, Delta
 from penstock.engine.server.service import Service
+from penstock.engine.server.tool_choice import ReadingPlan
 from penstock.engine.text.tools.formats import Calls
+
+if TYPE_CHECKING:
+    from penstock.engine.server.reading import Reading
 
 _DECODER = msgspec.json.Decoder(ChatRequest)
 
@@ -36,7 +39,8 @@ async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | As
         special["max_tokens"] = max_tokens  # None: as many as the context allows
     params = sampling_params(service, request, **special)
     with service.admit(params.n):
-        inputs = [await render(request, service)] if call.prompt_ids is None else [call.prompt_ids]
+        ids = given_ids(call, "messages", request.messages)
+        inputs = [await render(request, service, len(body)) if ids is None else ids]
         (prompt,) = await to_ids(
             "messages", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens
         )

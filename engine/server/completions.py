@@ -9,7 +9,7 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.answers import respond, sampling_params
 from penstock.engine.server.call import Call
 from penstock.engine.server.logprobs import completion_logprobs, prompt_logprobs
-from penstock.engine.server.prompts import decode_inputs, to_ids
+from penstock.engine.server.prompts import decode_inputs, given_ids, to_ids
 from penstock.engine.server.requests import CompletionRequest
 from penstock.engine.server.response_format import wanted_outputs
 from penstock.engine.server.responses import Completion, CompletionChoice, CompletionLogprobs
@@ -31,14 +31,12 @@ async def completions(service: Service, call: Call, body: bytes) -> msgspec.Stru
         logprobs=request.logprobs,
         prompt_logprobs=max((value for value in asked if value is not None), default=None),
     )
-    if call.prompt_ids is None:
-        inputs = decode_inputs("prompt", request.prompt, MAX_SEQUENCES, service.info)
-    else:
-        inputs = [call.prompt_ids]
+    ids = given_ids(call, "prompt", request.prompt)
+    inputs = [ids] if ids is not None else decode_inputs("prompt", request.prompt, MAX_SEQUENCES, service.info)
     num_sequences = len(inputs) * params.n
     if num_sequences > MAX_SEQUENCES:
         what = f"{len(inputs)} prompts × {params.n} choices; at most {MAX_SEQUENCES} are allowed"
-        raise InvalidRequest("n", f"{what}")
+        raise InvalidRequest("n", what)
     with service.admit(num_sequences):
         grammar = await service.grammar(wanted)
         prompts = await to_ids("prompt", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)

@@ -9,12 +9,13 @@ from penstock.engine.front.results import unit_length
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.answers import gather, usage
 from penstock.engine.server.call import Call
-from penstock.engine.server.prompts import decode_inputs, to_ids
+from penstock.engine.server.prompts import decode_inputs, in_thread_if, to_ids
 from penstock.engine.server.requests import EmbeddingRequest
 from penstock.engine.server.responses import Embedding, Embeddings
 from penstock.engine.server.service import Service
 
 MAX_INPUTS = 2048  # as at OpenAI
+INLINE_FLOATS = 16 * 1024  # a millisecond's; 2048 vectors of 4096 would hold up the event loop for a second
 
 _DECODER = msgspec.json.Decoder(EmbeddingRequest)
 _PARAMS = SamplingParams(max_tokens=1, detokenize=False)
@@ -26,15 +27,18 @@ async def embeddings(service: Service, call: Call, body: bytes) -> Embeddings:
     size = service.info.hidden_size
     if request.dimensions not in (None, size):
         what = f"{request.dimensions} given; this model has {size}, and they are not cut"
-        raise InvalidRequest("dimensions", f"{what}")
+        raise InvalidRequest("dimensions", what)
     inputs = decode_inputs("input", request.input, MAX_INPUTS, service.info)
     with service.admit(len(inputs)):
         prompts = await to_ids("input", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)
         service.generate(call, request, prompts, _PARAMS, pooling=request.pooling or service.config.pooling)
     for answer in call.answers:
         await gather(service, answer)
+    shown = await in_thread_if(
+        size * len(inputs) > INLINE_FLOATS, lambda: [_shown(answer.embedding, request) for answer in call.answers]
+    )
     return Embeddings(
-        data=[Embedding(index, _shown(answer.embedding, request)) for index, answer in enumerate(call.answers)],
+        data=[Embedding(index, vector) for index, vector in enumerate(shown)],
         model=call.model,
         usage=usage(call.answers),
         id=f"embd-{call.id}",

@@ -26,19 +26,20 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 class Endpoint:
-    """The ASGI application of one POST route."""
+    """The ASGI application of one POST route. `takes_ids`: the prompt may be in the form of token_form.py."""
 
-    def __init__(self, service: Service, handler: Handler) -> None:
+    def __init__(self, service: Service, handler: Handler, takes_ids: bool) -> None:
         self._service = service
         self._handler = handler
+        self._takes_ids = takes_ids
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, call = self._service, scope["penstock.call"]
         service.num_open_requests += 1
         try:
-            kind = _check_content_type(scope)
+            kind = self._content_type(scope)
             call.reports = any(name == token_form.REPORT_HEADER for name, _ in scope["headers"])
-            body = await read_body(scope, receive, service.config.limits.max_body_bytes)
+            body = await read_body(receive)
             if kind == token_form.CONTENT_TYPE:
                 body, call.prompt_ids = token_form.unpack(body)
             await unless_gone(receive, self._answer(call, body, scope, receive, send))
@@ -47,6 +48,14 @@ class Endpoint:
         finally:
             service.release(call)
             service.num_open_requests -= 1
+
+    def _content_type(self, scope: Scope) -> bytes:
+        """JSON must be called JSON. A web page can make a browser post plain text anywhere, but not this."""
+        given = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+        kind = given.split(b";")[0].strip().lower()
+        if kind == b"application/json" or (self._takes_ids and kind == token_form.CONTENT_TYPE):
+            return kind
+        raise HttpError(415, "content-type: 'application/json' is expected", param="content-type")
 
     async def _answer(self, call: Call, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._handler(self._service, call, body)
@@ -107,12 +116,3 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _check_content_type(scope: Scope) -> bytes:
-    """JSON must be called JSON. A web page can make a browser post plain text anywhere, but not this."""
-    given = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    kind = given.split(b";")[0].strip().lower()
-    if kind not in (b"application/json", token_form.CONTENT_TYPE):
-        raise HttpError(415, "content-type: 'application/json' is expected", param="content-type")
-    return kind

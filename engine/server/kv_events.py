@@ -51,7 +51,10 @@ class KvEvents:
     async def frames(self) -> AsyncGenerator[bytes, None]:
         """Packed frames for one listener, for as long as the server lives."""
         listener = _Listener()
-        self._join(listener)
+        self._listeners.add(listener)
+        if len(self._listeners) == 1:
+            self._service.engine.on_cache_update = self._take
+            self._service.engine.watch_cache(True)
         try:
             info = self._service.info
             yield pack(Hello(self._engine_id, "sha256", info.fingerprint, info.block_size, info.num_blocks - 1))
@@ -65,19 +68,10 @@ class KvEvents:
                 if not await listener.wait(ALIVE_S):
                     yield pack(Alive(self._seq))
         finally:
-            self._leave(listener)
-
-    def _join(self, listener: "_Listener") -> None:
-        self._listeners.add(listener)
-        if len(self._listeners) == 1:
-            self._service.engine.on_cache_update = self._take
-            self._service.engine.watch_cache(True)
-
-    def _leave(self, listener: "_Listener") -> None:
-        self._listeners.remove(listener)
-        if not self._listeners:
-            self._mirror = None
-            self._service.engine.watch_cache(False)
+            self._listeners.remove(listener)
+            if not self._listeners:
+                self._mirror = None
+                self._service.engine.watch_cache(False)
 
     def _take(self, update: CacheUpdate) -> None:
         if update.is_snapshot:

@@ -27,10 +27,6 @@ h2 { margin-top: 2.5rem; font-size: 1.1rem }
 """
 
 
-def version() -> str:
-    return penstock.__version__
-
-
 def openapi(posts: Sequence["PostRoute"], gets: Iterable[str], error: type[msgspec.Struct]) -> dict[str, Any]:
     """The OpenAPI 3.1 document of all routes."""
     types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [Message, error]
@@ -56,7 +52,7 @@ def openapi(posts: Sequence["PostRoute"], gets: Iterable[str], error: type[msgsp
     ]
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Penstock", "version": version()},
+        "info": {"title": "Penstock", "version": penstock.__version__},
         "paths": paths,
         "components": {
             "schemas": components,

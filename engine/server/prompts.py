@@ -14,6 +14,7 @@ from msgspec import Raw
 from penstock.engine.front.submit import check_length, token_bytes
 from penstock.engine.http.body import decode
 from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server.call import Call
 from penstock.engine.server.requests import ChatRequest, Message, TokenizeRequest
 from penstock.engine.server.service import Service
 from penstock.engine.server.tool_choice import check_history, for_template
@@ -86,23 +87,31 @@ async def to_ids(
     return prompts
 
 
+def given_ids(call: Call, field: str, raw: Raw) -> list[int] | None:
+    """The ids that came with a body in place of `field`."""
+    if call.prompt_ids is not None and bytes(raw) != b"null":
+        raise InvalidRequest(field, "token ids follow the body, so it has to be null")
+    return call.prompt_ids
+
+
 async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
 
-async def render(request: ChatRequest | TokenizeRequest, service: Service) -> str:
-    """The prompt that the model's chat template makes of the messages."""
+async def render(request: ChatRequest | TokenizeRequest, service: Service, size_bytes: int) -> str:
+    """The prompt that the model's chat template makes of the messages; `size_bytes`: of the whole request."""
     template = service.template
     if template is None:
         raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
     messages = _decode_messages(request.messages, service.info)
-    check_history(messages)
-    plain = [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
-    tools = None if getattr(request, "tool_choice", None) == "none" else for_template(request.tools)
-    return await in_thread_if(
-        sum(len(message["content"] or "") for message in plain) > INLINE_CHARS,
-        lambda: chat_prompt(template, plain, tools=tools, tools_as_text=service.tools.as_text, **rendering(request)),
-    )
+    tools = None if request.tool_choice == "none" else for_template(request.tools)
+
+    def prompt() -> str:
+        check_history(messages)
+        plain = [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
+        return chat_prompt(template, plain, tools=tools, **rendering(request))
+
+    return await in_thread_if(size_bytes > INLINE_CHARS, prompt)
 
 
 def _decode_messages(raw: Raw, info: ModelInfo) -> list[Message]:
@@ -123,7 +132,7 @@ def _plain(place: str, message: Message) -> dict[str, Any]:
         raise InvalidRequest(f"{place}.role", "the older form of 'tool', which is served")
     for field, what in (("function_call", "use tool_calls"), ("audio", "only text is understood")):
         if getattr(message, field) is not None:
-            raise InvalidRequest(f"{place}.{field}", f"{what}")
+            raise InvalidRequest(f"{place}.{field}", what)
     plain: dict[str, Any] = {"role": message.role, "content": message.content}
     for field in ("name", "reasoning_content", "tool_call_id"):
         if getattr(message, field) is not None:

@@ -2,7 +2,6 @@
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from penstock.engine.messages import FinishReason
 from penstock.engine.server.responses import (
@@ -15,36 +14,13 @@ from penstock.engine.server.responses import (
     ToolCallDelta,
 )
 from penstock.engine.text.tools.answer_reader import AnswerReader
-from penstock.engine.text.tools.formats import Calls
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
-from penstock.engine.text.tools.thinking import Thinking
 
 SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates allow nothing but letters and digits
 
 
-@dataclass(frozen=True)
-class ReadingPlan:
-    """How the answers of one request are read."""
-
-    calls: Calls | None
-    thinking: Thinking | None
-    is_certain: bool
-    shows_reasoning: bool
-
-    @property
-    def is_plain(self) -> bool:
-        return self.calls is None and self.thinking is None
-
-    def begin(self) -> "Reading | None":
-        """The reader of one choice; None where there is nothing to look for."""
-        if self.is_plain:
-            return None
-        reader = AnswerReader(self.calls, self.thinking, is_certain=self.is_certain)
-        return Reading(reader, self.calls.form.id_length if self.calls is not None else 0, self.shows_reasoning)
-
-
 class Reading:
-    """One choice. Made by a ReadingPlan; either `message` once, or `deltas` until the last."""
+    """One choice. Made by a ReadingPlan (tool_choice.py); either `message` once, or `deltas` until the last."""
 
     def __init__(self, reader: AnswerReader, id_length: int, shows_reasoning: bool) -> None:
         self._reader = reader

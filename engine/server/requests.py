@@ -199,6 +199,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # handed to the template, like chat_template_kwargs
     tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
@@ -283,4 +284,4 @@ def _check_neutral(name: str, raw: Raw) -> None:
     reason, neutral = UNSERVED[name]
     value = decode(_ANY, raw, name) if len(bytes(raw)) <= 256 else raw
     if value is not None and value not in neutral:
-        raise InvalidRequest(name, f"{reason}")
+        raise InvalidRequest(name, reason)

@@ -44,9 +44,8 @@ class ServerConfig:
         takes_several=True,
         default=("default",),
     )
-    default_sampling: dict[str, Any] = field(
-        default_factory=dict
-    )  # from generation_config.json: used where a request says nothing
+    # From generation_config.json: used where a request says nothing.
+    default_sampling: dict[str, Any] = field(default_factory=dict)
     seed: int | None = None  # for requests without one of their own
     allowed_origins: tuple[str, ...] = flag(
         "web pages from there may ask (CORS), like https://app.example, or * for all; repeat, or give a JSON list "

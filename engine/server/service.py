@@ -18,9 +18,8 @@ from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.http.request_id import clean_id
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
-from penstock.engine.server.call import Call
+from penstock.engine.server.call import Call, clean_id
 from penstock.engine.server.metrics import ServerMetrics
 from penstock.engine.server.requests import PromptRequest, parse
 from penstock.engine.server.response_format import Wanted

@@ -1,19 +1,20 @@
-"""POST /tokenize and /detokenize: between text and token ids, without running the model."""
+"""What runs no model: POST /tokenize and /detokenize, between text and token ids, and /reset_prefix_cache."""
 
 import msgspec
 
 from penstock.engine.front.submit import token_bytes
+from penstock.engine.http.errors import HttpError
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.call import Call
 from penstock.engine.server.prompts import decode_ids, in_thread_if, render, to_ids
-from penstock.engine.server.requests import DetokenizeRequest, TokenizeRequest, parse
-from penstock.engine.server.responses import Detokenized, Tokens
+from penstock.engine.server.requests import DetokenizeRequest, ResetRequest, TokenizeRequest, parse
+from penstock.engine.server.responses import Detokenized, Status, Tokens
 from penstock.engine.server.service import Service
-from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.engine.text.prompt import INLINE_CHARS, RENDERING
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "tools")
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+_RESET = msgspec.json.Decoder(ResetRequest)
 
 
 async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
@@ -23,15 +24,17 @@ async def tokenize(service: Service, _call: Call, body: bytes) -> Tokens:
     has_messages = bytes(request.messages) not in (b"", b"null")
     if (request.prompt is not None) == has_messages:
         raise InvalidRequest("prompt", "exactly one of prompt and messages is needed")
-    for name in () if has_messages else _OF_MESSAGES:
+    for name in () if has_messages else (*RENDERING, "tools", "tool_choice"):
         if getattr(request, name) is not None:
             raise InvalidRequest(name, "only messages have a template; prompt is given")
     # Tokenizing costs the same here as on the way to the engine, and nothing else bounds it.
     with service.admit(1):
-        text = await render(request, service) if request.prompt is None else request.prompt
+        text = await render(request, service, len(body)) if request.prompt is None else request.prompt
         field = "messages" if has_messages else "prompt"
         (ids,) = await to_ids(field, [text], service, request.add_special_tokens)
-    texts = [service.tokenizer.token_text(id_) for id_ in ids] if request.return_token_strs else None
+        texts = None
+        if request.return_token_strs:
+            texts = await in_thread_if(len(ids) > INLINE_CHARS, lambda: [*map(service.tokenizer.token_text, ids)])
     return Tokens(len(ids), service.info.max_model_len, ids, texts)
 
 
@@ -49,3 +52,11 @@ async def detokenize(service: Service, _call: Call, body: bytes) -> Detokenized:
             len(ids) > INLINE_CHARS, lambda: service.tokenizer.decode(ids, skip_special_tokens=skips)
         )
     return Detokenized(text)
+
+
+async def reset_prefix_cache(service: Service, _call: Call, body: bytes) -> Status:
+    """For measurements, or where there is reason to distrust what is cached: forget all cached content, in all tiers; 409 while requests run or transfers are in flight."""
+    parse(body or b"{}", _RESET)
+    if not await service.engine.reset_prefix_cache():
+        raise HttpError(409, "requests or transfers between the tiers are in flight; try again when they are done")
+    return Status("reset")

@@ -7,13 +7,13 @@ the operator names them.
 import logging
 import re
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from penstock.engine.http.errors import clip
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
-from penstock.engine.server.reading import ReadingPlan
 from penstock.engine.server.requests import ChatRequest, Message, NamedTool, Tool
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
@@ -22,6 +22,9 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import Thinking
+
+if TYPE_CHECKING:
+    from penstock.engine.server.reading import Reading
 
 # What the `type` of a tool's arguments may not be; what is no type at all is refused with the schema.
 NOT_OBJECTS = ("null", "boolean", "integer", "number", "string", "array")
@@ -37,6 +40,31 @@ _UNKNOWN = "how this model's chat template writes calls is not known here; --too
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
+@dataclass(frozen=True)
+class ReadingPlan:
+    """How the answers of one request are read."""
+
+    calls: Calls | None
+    thinking: Thinking | None
+    is_certain: bool
+    shows_reasoning: bool
+
+    @property
+    def is_plain(self) -> bool:
+        return self.calls is None and self.thinking is None
+
+    def begin(self) -> "Reading | None":
+        """The reader of one choice; None where there is nothing to look for."""
+        if self.is_plain:
+            return None
+        # Most answers need none of this.
+        from penstock.engine.server.reading import Reading
+        from penstock.engine.text.tools.answer_reader import AnswerReader
+
+        reader = AnswerReader(self.calls, self.thinking, is_certain=self.is_certain)
+        return Reading(reader, self.calls.form.id_length if self.calls is not None else 0, self.shows_reasoning)
+
+
 class Tools:
     """How the served model calls and reasons."""
 
@@ -49,8 +77,10 @@ class Tools:
             self.form = formats.detect(source, template is not None and template.has_tools, has_args)
         else:
             self.form = None if named == "none" else formats.named(named, source, has_args)
-        # A template that knows no tools would drop them: the model reads of them in the text of the messages.
-        self.as_text = template is not None and not template.has_tools and self.form in (formats.HERMES, formats.CODER)
+        if template is not None and not template.has_tools and self.form not in (None, formats.HERMES, formats.CODER):
+            log.warning(
+                "%s: the chat template knows no tools, so the model is shown calls in the form of hermes", named
+            )
         self._is_off = named == "none"
         parser = config.reasoning_parser
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)

@@ -1,7 +1,8 @@
 """What a chat template is given: messages, tools and documents, checked and made plain.
 
 Users write OpenAI's form; templates expect text in one string and the arguments of calls as objects. Errors name
-the place in the request. Nothing but JSON data passes.
+the place in the request. Nothing but JSON data passes. Templates that know no tools get them as text; others write all
+this themselves, in the way that their model was trained on.
 """
 
 import json
@@ -16,6 +17,13 @@ MAX_DEPTH = 64  # of nesting
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 Message = dict[str, Any]
+
+_HOW = (
+    "You can call functions. These are all there are, one a line, with a JSON schema of their parameters:\n"
+    "<tools>\n{tools}\n</tools>\n"
+    "A call is written like this, and several calls one after the other:\n"
+    '<tool_call>\n{{"name": "the function", "arguments": {{"parameter": "value"}}}}\n</tool_call>'
+)
 
 
 def check_messages(messages: list[Message]) -> list[Message]:
@@ -110,3 +118,39 @@ def _check_unicode(text: str, field: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidRequest(field, f"half of a surrogate pair at character {error.start}; not Unicode") from None
     return text
+
+
+def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> list[Message]:
+    """The conversation without anything that only templates with tools understand: functions, calls and results as
+    text. The form is that of Hermes, which most models have seen."""
+    plain: list[Message] = []
+    for message in chat:
+        text = message["content"]
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{text}\n</tool_response>"
+            if plain and plain[-1].get("is_result"):
+                plain[-1]["content"] += f"\n{text}"
+                continue
+            plain.append({"role": "user", "content": text, "is_result": True})
+            continue
+        calls = "\n".join(map(_call_text, message.get("tool_calls") or []))
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        plain.append({**rest, "content": "\n".join(part for part in (text, calls) if part)})
+    for message in plain:
+        message.pop("is_result", None)
+    return _introduced(plain, tools) if tools else plain
+
+
+def _introduced(chat: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
+    """With the functions in the system message, or before the first text where there is none: not every template
+    takes a system message."""
+    how = _HOW.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    first = chat[0]
+    parts = [first["content"], how] if first["role"] == "system" else [how, first["content"]]
+    return [{**first, "content": "\n\n".join(part for part in parts if part)}, *chat[1:]]
+
+
+def _call_text(call: dict[str, Any]) -> str:
+    function = call.get("function", call)
+    text = json.dumps({"name": function.get("name"), "arguments": function.get("arguments")}, ensure_ascii=False)
+    return f"<tool_call>\n{text}\n</tool_call>"

@@ -46,15 +46,13 @@ class DecoderPlan(msgspec.Struct, frozen=True):
 
 
 class TextStream(Protocol):
-    """Incremental detokenizing of one sequence ."""
+    """Incremental detokenizing of one sequence."""
 
     def push(self, ids: list[int]) -> str:
         """The text that these ids complete; bytes of an unfinished character are kept back."""
-        ...
 
     def flush(self) -> str:
         """What was kept back, at the end of the sequence."""
-        ...
 
 
 class Detokenizer:
@@ -68,7 +66,6 @@ class Detokenizer:
         self._special_ids = special_ids
         self._all = _Pieces(spell)
         self._showing = {frozenset[int](): self._visible(frozenset())}
-        self._tokenizer = tokenizer
 
     def stream(
         self,
@@ -76,6 +73,9 @@ class Detokenizer:
         keep_leading_space: bool = False,
         shown_ids: frozenset[int] = frozenset(),
     ) -> TextStream:
+        """Decode one sequence as it grows. SentencePiece-like vocabularies drop the space before a text's first
+        word; `keep_leading_space` keeps it, for text that continues a prompt. `shown_ids` are special tokens that
+        are never skipped."""
         if shown_ids not in self._showing:  # a server has one such set, or none
             self._showing[shown_ids] = self._visible(shown_ids)
         pieces = self._showing[shown_ids] if skip_special_tokens else self._all
@@ -88,6 +88,7 @@ class Detokenizer:
         return _Pieces(lambda token_id: self._nothing if token_id in hidden else self._spell(token_id))
 
     def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text: possibly a part of a character."""
         piece = self._all[token_id]
         if isinstance(piece, int):
             return bytes((piece,))

@@ -23,7 +23,7 @@ SPACE = "\u2581"  # what SentencePiece writes for a space
 # Control tokens that end a turn or a text wherever they exist. Files name one or two of them (eos, eot); the
 # generation_config.json of the same models lists the others.
 END_TOKENS = frozenset(
-    (
+    [
         "<|eot_id|>",
         "<|eom_id|>",
         "<|im_end|>",
@@ -32,7 +32,7 @@ END_TOKENS = frozenset(
         "<turn|>",
         "<|endoftext|>",
         "<|end_of_text|>",
-    )
+    ]
 )
 NAMED = {
     "bos_token": "bos",
@@ -58,12 +58,6 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
         special_tokens=vocabulary.special_tokens(),
         chat_templates=_chat_templates(metadata),
     )
-
-
-def read_template_parts(path: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The special tokens' texts by name, and the chat templates' sources by name."""
-    metadata = read_gguf_metadata(path)
-    return _Vocabulary(metadata).special_tokens(), _chat_templates(metadata)
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
@@ -172,18 +166,14 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Backend:
     backend = Backend(_bpe(vocab, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     spaces = normalizers.Replace(" ", SPACE)
-    if _adds_space_prefix(vocabulary):
+    said = vocabulary.get("add_space_prefix")
+    if vocabulary.get("model") == "llama" if said is None else said:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
         steps.append(decoders.Strip(" ", 1, 0))
     else:
         backend.normalizer = spaces
     backend.decoder = decoders.Sequence(steps)
     return backend
-
-
-def _adds_space_prefix(vocabulary: _Vocabulary) -> bool:
-    said = vocabulary.get("add_space_prefix")
-    return vocabulary.get("model") == "llama" if said is None else bool(said)
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> models.BPE:
@@ -221,16 +211,12 @@ def _merges_of_scores(
 
 def _add_whole_tokens(backend: Backend, vocabulary: _Vocabulary) -> None:
     """Control tokens, and those a user defined, are matched as a whole before anything else."""
-    known = [token_id for token_id in vocabulary.ids_of(UNKNOWN, CONTROL) if _is_known(backend, vocabulary, token_id)]
-    backend.add_special_tokens([AddedToken(vocabulary.tokens[i], normalized=False, special=True) for i in known])
-    known = [token_id for token_id in vocabulary.ids_of(USER_DEFINED) if _is_known(backend, vocabulary, token_id)]
-    backend.add_tokens([AddedToken(vocabulary.tokens[i], normalized=False, special=False) for i in known])
-
-
-def _is_known(backend: Backend, vocabulary: _Vocabulary, token_id: int) -> bool:
-    """Adding a token under a spelling that the vocabulary lacks would give it a new id beyond the model's."""
-    token = vocabulary.tokens[token_id]
-    return token != "" and backend.token_to_id(token) == token_id
+    for add, types in ((backend.add_special_tokens, (UNKNOWN, CONTROL)), (backend.add_tokens, (USER_DEFINED,))):
+        is_special = CONTROL in types
+        texts = [(token_id, vocabulary.tokens[token_id]) for token_id in vocabulary.ids_of(*types)]
+        # Adding a token under a spelling that the vocabulary lacks would give it a new id beyond the model's.
+        known = [text for token_id, text in texts if text and backend.token_to_id(text) == token_id]
+        add([AddedToken(text, normalized=False, special=is_special) for text in known])
 
 
 def _add_ends(backend: Backend, vocabulary: _Vocabulary, add_bos: bool, add_eos: bool) -> None:

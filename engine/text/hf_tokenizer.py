@@ -36,28 +36,17 @@ OTHER_FORMATS = ("*.model", "*.tiktoken", "vocab.json", "vocab.txt", "tekken.jso
 
 def tokenizer_from_folder(folder: Path, model_config: dict[str, Any]) -> Tokenizer:
     config = read_json(folder / "tokenizer_config.json")
-    special_tokens, chat_templates = read_template_parts(folder)
-    backend = _read_backend(folder) or _convert_backend(folder, config)
+    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(named.get(name)))}
+    path = folder / "tokenizer.json"
+    backend = _read_file(path) if path.is_file() else _convert_backend(folder, config)
     _mark_special(backend, special_tokens, config)
     return Tokenizer(
         backend,
         eos_ids=_eos_ids(backend, special_tokens, read_json(folder / "generation_config.json"), model_config),
         special_tokens=special_tokens,
-        chat_templates=chat_templates,
+        chat_templates=_chat_templates(folder, config),
     )
-
-
-def read_template_parts(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The special tokens' texts by name, and the chat templates' sources by name."""
-    config = read_json(folder / "tokenizer_config.json")
-    named = {**read_json(folder / "special_tokens_map.json"), **config}
-    special_tokens = {name: text for name in SPECIAL_NAMES if (text := _token_text(named.get(name)))}
-    return special_tokens, _chat_templates(folder, config)
-
-
-def _read_backend(folder: Path) -> Backend | None:
-    path = folder / "tokenizer.json"
-    return _read_file(path) if path.is_file() else None
 
 
 def _read_file(path: Path) -> Backend:
@@ -105,7 +94,9 @@ def _mark_special(backend: Backend, special_tokens: dict[str, str], config: dict
     missing = [text for text in special_tokens.values() if text not in known and backend.token_to_id(text) is not None]
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in dict.fromkeys(missing)])
     listed = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict) or not all(token_id.isdecimal() for token_id in listed):
+    if not isinstance(listed, dict) or not all(
+        token_id.isdecimal() and isinstance(entry, dict) for token_id, entry in listed.items()
+    ):
         raise ModelRefused("tokenizer: added_tokens_decoder in tokenizer_config.json is not an object by token ids")
     for token_id, entry in sorted(listed.items(), key=lambda item: int(item[0])):
         text = _token_text(entry)

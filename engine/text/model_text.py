@@ -14,7 +14,8 @@ from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 def load_text(model: str | None, chat_template: str | None = None) -> tuple[Tokenizer, ChatTemplate | None]:
     """Both from the model's files, which need no weights. Raises ModelNotFound or ModelRefused."""
     files = resolve_model(model, need_weights=False)
-    return load_tokenizer(files), load_template(files, chat_template)
+    tokenizer = load_tokenizer(files)
+    return tokenizer, load_template(tokenizer, chat_template)
 
 
 def text_digest(tokenizer: Tokenizer, template: ChatTemplate | None) -> str:

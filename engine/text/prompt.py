@@ -24,7 +24,8 @@ def chat_prompt(
     chat_template_kwargs: dict[str, Any] | None = None,
     **given: Any,
 ) -> str:
-    """What `template.render` makes of it; `given` is passed on. Raises InvalidRequest."""
+    """What `template.render` makes of it; `given` is passed on. A template that knows no tools would drop them and
+    their calls, so it gets them as text. Raises InvalidRequest."""
     variables = dict(chat_template_kwargs or {})
     for name in NOT_VARIABLES & variables.keys():
         raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set there")
@@ -33,7 +34,12 @@ def chat_prompt(
     continues = bool(continue_final_message)
     opens = not continues if add_generation_prompt is None else add_generation_prompt
     return template.render(
-        messages, add_generation_prompt=opens, continue_final_message=continues, **given, **variables
+        messages,
+        add_generation_prompt=opens,
+        continue_final_message=continues,
+        tools_as_text=not template.has_tools,
+        **given,
+        **variables,
     )
 
 

@@ -28,17 +28,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from penstock.engine.text.budget import (
-    BINOP_CHECKS,
-    MAX_INDENT,
-    Budget,
-    TooMuch,
-    check_format,
-    check_indent,
-    check_join,
-    check_length,
-    check_replace,
-)
+from penstock.engine.text import budget
 
 BUDGET = "render budget"  # where a rendering's context keeps it: a name that no template can write
 
@@ -80,14 +70,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=extensions, finalize=_count_printed
         )
-        self.filters = {name: FILTERS[name] for name in FILTER_NAMES}
-        self.filters |= {
-            "tojson": _tojson,
-            "indent": _indent,
-            "join": _join,
-            "replace": _replace,
-            "format": _format,
-        }
+        ours = {"tojson": _tojson, "indent": _indent, "join": _join, "replace": _replace, "format": _format}
+        self.filters = {name: FILTERS[name] for name in FILTER_NAMES} | ours
         for name in ("lipsum", "cycler", "joiner"):
             del self.globals[name]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "dict": _dict}
@@ -103,7 +87,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         for part in parts:
             pieces.append(part)
             length += len(part)
-            check_length(length)
+            budget.check_length(length)
         return "".join(pieces)
 
     @staticmethod
@@ -118,20 +102,19 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         # The names are Jinja's, so that a template's keyword arguments cannot collide with them.
-        budget: Budget = __context.parent[BUDGET]
-        budget.step()
+        __context.parent[BUDGET].step()
         if __obj is Sandbox.tick:
             return True
         if isinstance(__obj, BuiltinMethodType) and isinstance(__obj.__self__, str):
             if __obj.__name__ == "join" and args:
                 args = ([*args[0]], *args[1:])
-                check_join(__obj.__self__, args[0])
+                budget.check_join(__obj.__self__, args[0])
             elif __obj.__name__ == "replace" and len(args) >= 2:
-                check_replace(__obj.__self__, *args[:2])
+                budget.check_replace(__obj.__self__, *args[:2])
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        BINOP_CHECKS[operator](left, right)
+        budget.BINOP_CHECKS[operator](left, right)
         return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -186,35 +169,35 @@ def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     """Plain JSON as transformers has it; Jinja's own escapes it for HTML."""
-    check_indent(indent)
+    budget.check_indent(indent)
     for separator in separators or ():
-        check_indent(separator)
+        budget.check_indent(separator)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
-    check_indent(width)
-    check_length(len(text) + text.count("\n") * MAX_INDENT)
+    budget.check_indent(width)
+    budget.check_length(len(text) + text.count("\n") * budget.MAX_INDENT)
     return do_indent(text, width, first, blank)
 
 
 @pass_eval_context
 def _join(context: EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
     items, separator = [*value], str(d)
-    check_join(separator, items)
+    budget.check_join(separator, items)
     joined: str = do_join(context, items, separator, attribute)
     return joined
 
 
 def _replace(text: Any, old: str, new: str, count: int = -1) -> str:
     before = str(text)
-    check_replace(before, old, new)
+    budget.check_replace(before, old, new)
     return before.replace(old, new, -1 if count is None else count)
 
 
 def _format(text: str, *args: Any, **kwargs: Any) -> str:
     values = kwargs or args
-    check_format(text, values)
+    budget.check_format(text, values)
     return text % values
 
 
@@ -224,7 +207,7 @@ def _raise_exception(message: object) -> None:
 
 def _strftime_now(format: str) -> str:
     if len(format) > 200:
-        raise TooMuch("a date format of more than 200 characters")
+        raise budget.TooMuch("a date format of more than 200 characters")
     return datetime.now().strftime(format)
 
 

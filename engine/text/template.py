@@ -15,28 +15,18 @@ from typing import Any
 from jinja2 import Template, TemplateError
 
 from penstock.engine.http.errors import clip
-from penstock.engine.model_files import ModelFiles, ModelRefused
+from penstock.engine.model_files import ModelRefused
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text import gguf_tokenizer, hf_tokenizer
 from penstock.engine.text.budget import Budget, TooMuch
-from penstock.engine.text.conversation import Message, check_messages, objects, plain
+from penstock.engine.text.conversation import Message, check_messages, objects, plain, without_tools
 from penstock.engine.text.sandbox import BUDGET, Refused, Sandbox
-from penstock.engine.text.tool_prompt import without_tools
+from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARS = 1 << 20
 MAX_ERROR_CHARS = 300
 
 # What a template's arithmetic on unexpected messages may raise, beside Jinja's own errors.
-FAULTS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 
 
 class ChatTemplate:
@@ -100,13 +90,11 @@ class ChatTemplate:
         return self._templates["default"]
 
 
-def load_template(files: ModelFiles, override: str | None = None) -> ChatTemplate | None:
-    """The model's chat template, or the operator's: a file, or the template itself. None: the model has none."""
-    reader = gguf_tokenizer if files.kind == "gguf" else hf_tokenizer
-    special_tokens, sources = reader.read_template_parts(files.path)
-    if override is not None:
-        sources = {"default": _operators(override)}
-    return ChatTemplate(sources, special_tokens) if sources else None
+def load_template(tokenizer: Tokenizer, override: str | None = None) -> ChatTemplate | None:
+    """The chat template that came with a tokenizer, or the operator's: a file, or the template itself. None: there is
+    none."""
+    sources = tokenizer.chat_templates if override is None else {"default": _operators(override)}
+    return ChatTemplate(sources, tokenizer.special_tokens) if sources else None
 
 
 def _operators(override: str) -> str:

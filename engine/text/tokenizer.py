@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as Backend
 
 from penstock.engine.model_files import ModelFiles, ModelRefused
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.text.detokenize import Detokenizer, TextStream
+from penstock.engine.text.detokenize import Detokenizer
 
 MAX_TOKEN_ID = 2**32 - 1  # what the library can be asked about
 
@@ -43,7 +43,8 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_texts = frozenset(token.content for token in added.values() if token.special)
-        self._detokenizer = Detokenizer(backend, self.special_ids)
+        detokenizer = Detokenizer(backend, self.special_ids)
+        self.stream, self.token_bytes = detokenizer.stream, detokenizer.token_bytes
 
     @property
     def bos_id(self) -> int | None:
@@ -73,23 +74,8 @@ class Tokenizer:
         text: str = self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def stream(
-        self,
-        skip_special_tokens: bool = True,
-        keep_leading_space: bool = False,
-        shown_ids: frozenset[int] = frozenset(),
-    ) -> TextStream:
-        """Decode one sequence as it grows. SentencePiece-like vocabularies drop the space before a text's first
-        word; `keep_leading_space` keeps it, for text that continues a prompt. `shown_ids` are special tokens that
-        are never skipped."""
-        return self._detokenizer.stream(skip_special_tokens, keep_leading_space, shown_ids)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text: possibly a part of a character."""
-        return self._detokenizer.token_bytes(token_id)
-
     def token_text(self, token_id: int) -> str:
-        """The same for display: U+FFFD stands for a part of a character."""
+        """What one token adds to a text, for display: U+FFFD stands for a part of a character."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def save(self, folder: Path | str) -> None:

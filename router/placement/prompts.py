@@ -166,7 +166,6 @@ class Texts:
             self.template,
             [{name: value for name, value in message.items() if value is not None} for message in chat.messages],
             tools=chat.tools,
-            tools_as_text=not self.template.has_tools,
             documents=chat.documents,
             **rendering(chat),
         )

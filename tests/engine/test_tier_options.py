@@ -12,7 +12,7 @@ from penstock.engine.config import ConfigError, EngineOptions, add_engine_option
 from penstock.engine.front.llm import LLM
 from penstock.engine.options import given_options
 from penstock.engine.sampling_params import SamplingParams
-from penstock.engine.server.families import stats_families
+from penstock.engine.server.metrics import stats_families
 from penstock.executor.oracle import OracleExecutor
 from penstock.executor.protocol import ExecutorError
 from tests.support.peer_rig import free_addresses, until

@@ -268,16 +268,9 @@ function startChat() {
   byId("form").addEventListener("change", () => {
     byId("schema-field").hidden = byId("form").value !== "json_schema";
   });
-  byId("schema").value = JSON.stringify(
-    {
-      type: "object",
-      properties: { name: { type: "string" }, year: { type: "integer" } },
-      required: ["name", "year"],
-      additionalProperties: false,
-    },
-    null,
-    2,
-  );
+  const properties = { name: { type: "string" }, year: { type: "integer" } };
+  const schema = { type: "object", properties, required: ["name", "year"], additionalProperties: false };
+  byId("schema").value = JSON.stringify(schema, null, 2);
   byId("settings").open = matchMedia("(min-width: 781px)").matches;
 }
 

@@ -23,59 +23,33 @@ function drawLive(history) {
 }
 
 function liveTiles(history) {
-  const gauge = (name) => total(history.now, name);
+  const gauge = (label, name) => tile(label, [figure(total(history.now, name)), ""], history.values(name));
+  const speed = (label, name) => tile(label, [figure(history.rate(name)), "tok/s"], history.rates(name));
   const steps = ["penstock:step_seconds_sum", "penstock:step_seconds_count"];
+  const [seconds, counts] = steps.map((name) => history.rates(name));
   const hits = ["vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"];
   return [
-    tile("Running", [figure(gauge("vllm:num_requests_running")), ""], history.values("vllm:num_requests_running")),
-    tile("Waiting", [figure(gauge("vllm:num_requests_waiting")), ""], history.values("vllm:num_requests_waiting")),
-    tile(
-      "Generated",
-      [figure(history.rate("vllm:generation_tokens_total")), "tok/s"],
-      history.rates("vllm:generation_tokens_total"),
-    ),
-    tile(
-      "Prompts",
-      [figure(history.rate("vllm:prompt_tokens_total")), "tok/s"],
-      history.rates("vllm:prompt_tokens_total"),
-    ),
-    tile(
-      "Prefix hits",
-      [percent(history.ratio(...hits)), "%"],
-      history.rates("vllm:prefix_cache_hits_total"),
-    ),
-    tile(
-      "Step",
-      duration(history.ratio(...steps)),
-      history.rates("penstock:step_seconds_count").map((rate, i) =>
-        rate > 0 ? history.rates("penstock:step_seconds_sum")[i] / rate : 0,
-      ),
-    ),
+    gauge("Running", "vllm:num_requests_running"),
+    gauge("Waiting", "vllm:num_requests_waiting"),
+    speed("Generated", "vllm:generation_tokens_total"),
+    speed("Prompts", "vllm:prompt_tokens_total"),
+    tile("Prefix hits", [percent(history.ratio(...hits)), "%"], history.rates(hits[0])),
+    tile("Step", duration(history.ratio(...steps)), counts.map((rate, i) => (rate > 0 ? seconds[i] / rate : 0))),
   ];
 }
 
 function tierMeters(series) {
   const blocks = byLabel(series, "penstock:kv_device_blocks", "state");
   const all = blocks.get("all") || 1;
-  const rows = [
-    meter(
-      "Device",
-      blocks.get("held") / all,
-      `${figure(blocks.get("held"))} held, ${figure(blocks.get("cached"))} cached of ${figure(all)}`,
-      blocks.get("cached") / all,
-    ),
-  ];
+  const [held, cached] = [blocks.get("held"), blocks.get("cached")];
+  const words = `${figure(held)} held, ${figure(cached)} cached of ${figure(all)}`;
+  const rows = [meter("Device", held / all, words, cached / all)];
   const used = byLabel(series, "penstock:kv_tier_used_blocks", "tier");
   const capacity = byLabel(series, "penstock:kv_tier_capacity_blocks", "tier");
   for (const [tier, count] of used) {
     const room = capacity.get(tier);
-    rows.push(
-      meter(
-        tier[0].toUpperCase() + tier.slice(1),
-        room ? count / room : 0,
-        room ? `${figure(count)} of ${figure(room)}` : `${figure(count)} blocks`,
-      ),
-    );
+    const full = room ? `${figure(count)} of ${figure(room)}` : `${figure(count)} blocks`;
+    rows.push(meter(tier[0].toUpperCase() + tier.slice(1), room ? count / room : 0, full));
   }
   return rows;
 }
@@ -114,12 +88,12 @@ function liveCounts(series) {
   const statuses = [...byLabel(series, "penstock:http_requests_total", "status")];
   const bad = statuses.filter(([status]) => status >= "4").reduce((sum, [, count]) => sum + count, 0);
   const ends = [...byLabel(series, "vllm:request_success_total", "finished_reason")];
-  const words = { stop: "Ended by the model", length: "Cut at their length", abort: "Aborted", error: "Failed" };
+  const endings = { stop: "Ended by the model", length: "Cut at their length", abort: "Aborted", error: "Failed" };
   return [
     ["Tokens generated", figure(total(series, "vllm:generation_tokens_total"))],
     ["Prompt tokens", figure(total(series, "vllm:prompt_tokens_total"))],
     ["Steps", figure(total(series, "penstock:step_seconds_count"))],
-    ...ends.map(([reason, count]) => [words[reason] ?? reason, figure(count)]),
+    ...ends.map(([reason, count]) => [endings[reason] ?? reason, figure(count)]),
     ["Preemptions", figure(total(series, "vllm:num_preemptions_total"))],
     ["Answers with an error", figure(bad)],
     ["Memory of the API", bytes(total(series, "process_resident_memory_bytes"))],

@@ -1,8 +1,12 @@
-"""One answer of a model as it comes: reasoning first, then text and calls."""
+"""One answer of a model as it comes: reasoning first, then text and calls.
+
+Blanks next to the marks of reasoning are dropped; the result does not depend on how the text is cut.
+"""
 
 from penstock.engine.text.tools.formats import Calls
-from penstock.engine.text.tools.reader import MAX_CALLS, CallReader, Content, Piece
-from penstock.engine.text.tools.thinking import Thinking, ThinkReader
+from penstock.engine.text.tools.reader import MAX_CALLS, CallReader, Content, Piece, Reasoning
+from penstock.engine.text.tools.scan import Wait
+from penstock.engine.text.tools.thinking import Thinking
 
 
 class AnswerReader:
@@ -14,9 +18,11 @@ class AnswerReader:
             names = frozenset(function.name for function in calls.functions)
             limit = MAX_CALLS if calls.many else 1
             self._calls = CallReader(calls.form, names, is_certain=is_certain, max_calls=limit)
-        self._thinking = None
-        if thinking is not None:
-            self._thinking = ThinkReader(thinking.marks, thinking.is_open, self._answer)
+        self._is_thinking = self._has_reasoned = False
+        self._text = ""  # what may be the beginning of a mark
+        self._blanks: list[str] = []  # before that
+        self._out: list[Piece] = []
+        self._thinking = None if thinking is None else self._think(thinking)  # None: it is over
 
     @property
     def has_called(self) -> bool:
@@ -24,18 +30,69 @@ class AnswerReader:
         return self._calls is not None and self._calls.num_calls > 0 and not self._calls.is_within_call
 
     def feed(self, text: str) -> list[Piece]:
-        return self._answer(text) if self._thinking is None else self._thinking.feed(text)
+        if self._thinking is None:
+            return self._answer(text)
+        self._text += text
+        if next(self._thinking, True):
+            self._thinking = None
+            self._out += self._answer(self._text)
+        return self._taken()
 
     def finish(self) -> list[Piece]:
-        last = [] if self._thinking is None else self._thinking.finish()
-        return last if self._calls is None else last + self._calls.finish()
+        """What was held back; unfinished reasoning stays reasoning."""
+        if self._is_thinking:
+            self._reason(self._text)
+        elif self._thinking is not None:
+            self._out += self._answer("".join(self._blanks) + self._text)
+        self._thinking = None
+        return self._taken() + (self._calls.finish() if self._calls is not None else [])
 
     def check(self) -> None:
-        for part in (self._calls, self._thinking):
-            if part is not None:
-                part.check()
+        """What holds between two pieces."""
+        assert not self._out and not (self._is_thinking and self._thinking is None)
+        if self._calls is not None:
+            self._calls.check()
+
+    def _think(self, thinking: Thinking) -> Wait[None]:
+        """Up to the answer, whose beginning it leaves in `_text`."""
+        opening, closing = thinking.marks
+        self._is_thinking = thinking.is_open
+        while not self._is_thinking:
+            body = self._text.lstrip()
+            self._blanks.append(self._text[: len(self._text) - len(body)])
+            self._text = body
+            if body.startswith(opening):
+                self._is_thinking, self._text, self._blanks = True, body[len(opening) :], []
+            elif opening.startswith(body):
+                yield
+            else:
+                self._text = "".join(self._blanks) + body
+                return
+        while (end := self._text.find(closing)) < 0:
+            num_held = next((n for n in range(len(closing) - 1, 0, -1) if self._text.endswith(closing[:n])), 0)
+            end = len(self._text) - num_held
+            self._reason(self._text[:end])
+            self._text = self._text[end:]
+            yield
+        self._reason(self._text[:end])
+        self._is_thinking, self._text, self._blanks = False, self._text[end + len(closing) :].lstrip(), []
+        while not self._text:
+            yield
+            self._text = self._text.lstrip()
+
+    def _reason(self, text: str) -> None:
+        body = text.rstrip()
+        if body:
+            whole = "".join(self._blanks) + body
+            self._out.append(Reasoning(whole if self._has_reasoned else whole.lstrip()))
+            self._has_reasoned, self._blanks = True, []
+        self._blanks.append(text[len(body) :])
 
     def _answer(self, text: str) -> list[Piece]:
         if self._calls is not None:
             return self._calls.feed(text)
         return [Content(text)] if text else []
+
+    def _taken(self) -> list[Piece]:
+        out, self._out = self._out, []
+        return out

@@ -7,32 +7,18 @@
     qwen2_5_coder  the same object between ```json and ```, alone, in <tools>      Qwen 2.5 Coder
                    or in <tool_call>
 
-A format reads what stands around the arguments (`head`, `after`); reader.py reads the arguments and lark.py makes a
-model write them. `head` and `after` get the text and a place in it and answer None where more text could change the
-answer, and only where a bounded length of it was looked at.
+reader.py reads all of them, and engine/grammar/tool_calls.py makes a model write them.
 
 Behind a mark of calls every spelling of an object that says which function is called, with which arguments, is read.
 Where there is none, a call might as well be quoted: it must be a paragraph of its own (or stand in a fence, where the
 format has them), begin with its name, and have arguments.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from penstock.engine.text.tools.scan import MAX_FRAME_CHARS, Head, Malformed, call_head, skip_blank
-
 NAMES = ("hermes", "llama3_json", "mistral", "qwen2_5_coder")
-
-_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}+")
-
-
-class After(NamedTuple):
-    """What follows a call: another one without a mark of its own (`is_call`), or text. `end` is where that begins."""
-
-    end: int
-    is_call: bool = False
 
 
 class Written(NamedTuple):
@@ -66,39 +52,6 @@ class Format:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "marks", tuple(self.closers))
-
-    def head(self, text: str, at: int, mark: str, is_first: bool) -> Head | None:
-        """Read a call up to its arguments. `is_first`: it stands right behind the mark, "" for none. Raises
-        Malformed."""
-        place: int | None = at
-        if is_first and mark in self.fences:
-            place = _passed(text, at, "json")
-        brace = place = None if place is None else _next_sign(text, at, place)
-        if place is not None and is_first and text[place] == "[":
-            brace = _next_sign(text, at, place + 1)
-        if place is None or brace is None:
-            return None
-        if text[brace] != "{":
-            if self.has_args and brace == place and is_first:
-                return _bare_head(text, place)
-            raise Malformed(place if mark else brace)  # a mark may begin here; without one, some of it must be passed
-        head = call_head(text, brace)
-        if head is not None and mark in ("", *self.fences) and not (head.is_plain and head.kind != "none"):
-            raise Malformed(head.end)
-        return None if head is None else head._replace(is_list=brace > place)
-
-    def after(self, text: str, at: int, mark: str, in_list: bool) -> After | None:
-        """Read what separates a finished call from what follows; blanks have been passed over."""
-        if in_list:
-            return After(at + 1) if text[at] == "]" else _next_call(text, at, ",", "{", needs_separator=True)
-        end = _passed(text, at, self.closers.get(mark, ""))
-        if end is None or end > at:
-            return None if end is None else After(end)
-        return _next_call(text, at, ";,", "{[") if self.goes_on(mark) else After(at)
-
-    def goes_on(self, mark: str) -> bool:
-        """Behind a call may stand what closes it, or another one."""
-        return self.is_bare or bool(self.closers.get(mark))
 
 
 class ToolSpec(NamedTuple):
@@ -156,7 +109,7 @@ def mistral(has_args: bool) -> Format:
 def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
     """The format that a chat template writes calls in; None where it is none of ours.
 
-    A template that knows no tools gets them as text (engine/text/tool_prompt.py), in the form of Hermes.
+    A template that knows no tools gets them as text (engine/text/conversation.py), in the form of Hermes.
     """
     if not has_tools:
         return HERMES
@@ -178,60 +131,3 @@ def named(name: str, source: str, has_args: bool) -> Format:
     if name == "mistral":
         return mistral(has_args or "[ARGS]" in source)
     return {form.name: form for form in (HERMES, LLAMA, CODER)}[name]
-
-
-def _passed(text: str, at: int, mark: str) -> int | None:
-    """The place behind `mark` if it stands here, else this place."""
-    if text.startswith(mark, at):
-        return at + len(mark)
-    return None if mark.startswith(text[at : at + len(mark)]) else at
-
-
-def _next_sign(text: str, start: int, at: int) -> int | None:
-    """The place of what follows the blanks, within the length that a frame has from `start` on."""
-    place = skip_blank(text, at)
-    if place - start >= MAX_FRAME_CHARS:
-        raise Malformed(place)
-    return None if place == len(text) else place
-
-
-def _next_call(text: str, at: int, separators: str, opening: str, needs_separator: bool = False) -> After | None:
-    is_separated = text[at] in separators
-    place = skip_blank(text, at + is_separated)
-    if place - at > MAX_FRAME_CHARS or needs_separator > is_separated:
-        return After(at)
-    if place == len(text):
-        return None
-    return After(place, True) if text[place] in opening else After(at)
-
-
-def _bare_head(text: str, at: int) -> Head | None:
-    """`f[ARGS]{`, `f[CALL_ID]abc[ARGS]{` or `f{`"""
-    name = _run(text, at)
-    end = None if name is None else _passed(text, at + len(name), "[CALL_ID]")
-    if name is None or end is None:
-        return None
-    if end > at + len(name):
-        call_id = _run(text, end)
-        if call_id is None:
-            return None
-        end += len(call_id)
-    end = _passed(text, end, "[ARGS]")
-    brace = len(text) if end is None else skip_blank(text, end)
-    if brace - at > MAX_FRAME_CHARS:
-        raise Malformed(at + len(name))
-    if brace == len(text):
-        return None
-    if text[brace] != "{":
-        raise Malformed(at + len(name))
-    return Head(name, brace, has_tail=False)
-
-
-def _run(text: str, at: int) -> str | None:
-    """A name or an id, when it is certain where it ends."""
-    found = _RUN.match(text, at)
-    if found is None:
-        if at < len(text):
-            raise Malformed(at)
-        return None
-    return None if found.end() == len(text) else found[0]

@@ -8,13 +8,21 @@ since a stream cannot take back what it has said. Blanks around calls are droppe
 
 import re
 from collections.abc import Collection
-from enum import Enum, auto
 from typing import NamedTuple
 
 import msgspec
 
-from penstock.engine.text.tools.formats import After, Format
-from penstock.engine.text.tools.scan import Head, Malformed, ObjectScan, call_tail, skip_blank
+from penstock.engine.text.tools.formats import Format
+from penstock.engine.text.tools.scan import (
+    MAX_FRAME_CHARS,
+    Head,
+    Incoming,
+    Kind,
+    Malformed,
+    ObjectScan,
+    Wait,
+    skip_blank,
+)
 
 MAX_CALLS = 128  # in one answer; what comes on top is text
 MAX_FALSE = 64  # beginnings that turned out to be no calls; an answer with more of them is text from there on
@@ -46,15 +54,6 @@ class Arguments(NamedTuple):
 Piece = Reasoning | Content | CallStart | Arguments
 
 
-class _At(Enum):
-    START = auto()  # nothing but blanks so far
-    TEXT = auto()
-    HEAD = auto()
-    ARGUMENTS = auto()
-    TAIL = auto()
-    AFTER = auto()
-
-
 class CallReader:
     """The state of one answer: `feed` it piece by piece, then `finish`."""
 
@@ -62,6 +61,7 @@ class CallReader:
         self, form: Format, names: Collection[str], *, is_certain: bool = False, max_calls: int = MAX_CALLS
     ) -> None:
         self.num_calls = 0
+        self.is_within_call = False  # the text so far ends within a call that has been announced
         self._num_false = 0
         self._form = form
         self._names = names
@@ -69,197 +69,241 @@ class CallReader:
         self._max_calls = max_calls
         openings = [*map(re.escape, form.marks), *([r"(?<=\n\n)(?=[{\[])"] if form.is_bare else [])]
         self._opening = re.compile("|".join(openings))
-        self._state = _At.START if form.is_bare else _At.TEXT
-        self._text = ""  # what is not decided yet, and the place in it
-        self._at = 0
+        self._source = Incoming()
+        self._at = 0  # all before it is decided
         self._blanks: list[str] = []  # of the content: dropped if a call follows
         self._raw: list[str] = []  # of a call that may still turn out to be content
-        self._arguments: list[str] = []
-        self._mark = ""  # of the call that is read or was read last
-        self._is_first = True
-        self._in_list = False
-        self._is_told = False  # the call that is read has been announced before its end
-        self._head = Head(None, 0)
-        self._scan = ObjectScan()
+        self._is_closing = False  # what is not decided can only belong to a call that has been read
         self._out: list[Piece] = []
-
-    @property
-    def is_within_call(self) -> bool:
-        """The text so far ends within a call that has been announced."""
-        return self._is_told and self._state in (_At.ARGUMENTS, _At.TAIL)
+        self._reading = self._answer()
 
     def feed(self, text: str) -> list[Piece]:
         """What `text` makes certain."""
-        kept = max(self._at - CONTEXT, 0)
-        self._text = self._text[kept:] + text
-        self._at -= kept
-        steps = {
-            _At.START: self._start,
-            _At.TEXT: self._read_text,
-            _At.HEAD: self._read_head,
-            _At.ARGUMENTS: self._read_arguments,
-            _At.TAIL: self._read_tail,
-            _At.AFTER: self._read_after,
-        }
-        goes_on = True
-        while goes_on:
-            try:
-                goes_on = steps[self._state]()
-            except Malformed as error:
-                self._give_up(error.place)
+        self._source.text += text
+        next(self._reading)
         return self._taken()
 
     def finish(self) -> list[Piece]:
         """What was held back, when the answer is over. Half of the signs that close a complete call is no content."""
-        is_closing = self._state is _At.AFTER or (self._state is _At.TAIL and self._is_told)
-        self._content("".join(self._raw) + ("" if is_closing else self._text[self._at :]))
+        self._reading.close()
+        self._content("".join(self._raw) + ("" if self._is_closing else self._source.text[self._at :]))
         if self._blanks and not self.num_calls:
             self._out.append(Content("".join(self._blanks)))
-        self._at, self._blanks = len(self._text), []
+        self._at, self._blanks = len(self._source.text), []
         return self._taken()
 
     def check(self) -> None:
         """What holds between two pieces."""
-        assert 0 <= self._at <= len(self._text)
+        assert 0 <= self._at <= len(self._source.text)
         assert not self._out
-        assert not self._raw or self._state in (_At.HEAD, _At.ARGUMENTS, _At.TAIL)
-        assert not self._arguments or (self._state in (_At.HEAD, _At.ARGUMENTS, _At.TAIL) and not self._is_told)
+        assert not (self._raw and self.is_within_call)
         assert self.num_calls <= self._max_calls
 
-    # -- the states: each reads on from self._at, and says whether the next one may try ---------------------
+    # -- what an answer is made of: each reads on from self._at ----------------------------------------------
 
-    def _start(self) -> bool:
-        self._skip_blanks()
-        if self._at == len(self._text):
-            return False
-        self._state = _At.HEAD if self._text[self._at] in "{[" else _At.TEXT
-        return True
+    def _answer(self) -> Wait[None]:
+        """Text and calls in turn, for as long as there is more."""
+        is_call = False
+        if self._form.is_bare:
+            yield from self._skip_blanks()
+            is_call = self._source.text[self._at] in "{["
+        while True:
+            mark = "" if is_call else (yield from self._read_text())
+            is_call = False
+            try:
+                yield from self._read_calls(mark)
+            except Malformed as error:
+                self._give_up(error.place)
+            self._is_closing = self.is_within_call = False
 
-    def _read_text(self) -> bool:
-        text, at = self._text, self._at
+    def _read_text(self) -> Wait[str]:
+        """Text up to a mark, and the mark."""
         may_call = self.num_calls < self._max_calls and self._num_false < MAX_FALSE
-        found = self._opening.search(text, at) if may_call else None
-        if found is not None:
-            self._content(text[at : found.start()])
-            self._raw, self._mark, self._at = [found[0]], found[0], found.end()
-            self._is_first, self._state = True, _At.HEAD
-            return True
-        self._at = len(text) - (_num_held(text, at, self._form.marks) if may_call else 0)
-        self._content(text[at : self._at])
-        return False
+        while True:
+            text, at = self._source.text, self._at
+            found = self._opening.search(text, at) if may_call else None
+            if found is not None:
+                self._content(text[at : found.start()])
+                self._raw, self._at = [found[0]], found.end()
+                return found[0]
+            self._at = len(text) - (_num_held(text, at, self._form.marks) if may_call else 0)
+            self._content(text[at : self._at])
+            yield from self._wait()
 
-    def _read_head(self) -> bool:
-        head = self._form.head(self._text, self._at, self._mark, self._is_first)
-        if head is None:
-            return False
+    def _read_calls(self, mark: str) -> Wait[None]:
+        """A call, and those that follow without text between them. `mark`: of the call that is read or was read last."""
+        form, in_list, is_first = self._form, False, True
+        while True:
+            head = yield from self._read_head(mark, is_first)
+            in_list = head.is_list or (in_list and not is_first)
+            yield from self._read_call(head)
+            is_call = False
+            while not is_call:
+                self._is_closing = True
+                yield from self._skip_blanks()
+                at = end = self._at
+                if head.has_tail:
+                    end, is_call = yield from self._read_after(mark, in_list)
+                if (is_call and self.num_calls == self._max_calls) or (not is_call and end == at):
+                    return
+                if end > at:
+                    self._at, self._blanks = end, []  # they stood before a sign of the format
+                if is_call:
+                    self._raw = [self._source.text[at:end]]
+                elif not (self._goes_on(mark) if in_list else form.is_bare):
+                    return
+                else:
+                    mark, in_list = mark if in_list else "", False
+            self._is_closing, is_first = False, not in_list
+            if is_first and not form.closers.get(mark):
+                mark = ""  # it was for one call
+
+    def _read_head(self, mark: str, is_first: bool) -> Wait[Head]:
+        """A call up to its arguments. `is_first`: it stands right behind the mark, "" for none."""
+        source, form, at = self._source, self._form, self._at
+        place = at
+        if is_first and mark in form.fences:
+            place = yield from source.passed(at, "json")
+        brace = place = yield from source.sign(at, place)
+        if is_first and source.text[place] == "[":
+            brace = yield from source.sign(at, place + 1)
+        if source.text[brace] == "{":
+            head = yield from source.call_head(brace)
+            if mark in ("", *form.fences) and not (head.is_plain and head.kind != "none"):
+                raise Malformed(head.end)
+            head = head._replace(is_list=brace > place)
+        elif form.has_args and brace == place and is_first:
+            head = yield from self._read_bare_head(place)
+        else:
+            raise Malformed(place if mark else brace)  # a mark may begin here; without one, some of it must be passed
         if (head.name is not None or head.kind == "none") and head.name not in self._names:
             raise Malformed(head.end)
-        self._head, self._scan = head, ObjectScan(in_string=head.kind == "string")
-        self._in_list = head.is_list or (self._in_list and not self._is_first)
-        self._arguments = {"object": [], "string": ['"'], "none": ["{}"]}[head.kind]
-        self._is_told = self._is_certain and head.name is not None and head.kind == "object"
-        if self._is_told:
-            self._announce()
-        else:
-            self._raw.append(self._text[self._at : head.end])
-        self._at, self._state = head.end, _At.ARGUMENTS
-        if head.kind == "none":
-            self._complete()
-        return True
+        return head
 
-    def _read_arguments(self) -> bool:
-        text, at = self._text, self._at
-        try:
-            end = self._scan.feed(text, at)
-        except Malformed as error:
-            if not self._is_told:
+    def _read_bare_head(self, at: int) -> Wait[Head]:
+        """`f[ARGS]{`, `f[CALL_ID]abc[ARGS]{` or `f{`"""
+        source = self._source
+        end = behind = yield from source.run(at)
+        id_at = yield from source.passed(end, "[CALL_ID]")
+        if id_at > end:
+            behind = yield from source.run(id_at)
+        behind = yield from source.passed(behind, "[ARGS]")
+        brace = yield from source.sign(at, behind)
+        if source.text[brace] != "{":
+            raise Malformed(end)
+        return Head(source.text[at:end], brace, has_tail=False)
+
+    def _read_call(self, head: Head) -> Wait[None]:
+        """The arguments and the end. Where the call is not announced before them, it is at its end, if it is valid."""
+        source, name, arguments = self._source, head.name, "{}"
+        is_announced = self._is_certain and name is not None and head.kind == "object"
+        self.is_within_call = is_announced
+        if is_announced:
+            self._announce(name)
+        else:
+            self._raw.append(source.text[self._at : head.end])
+        self._at, num_raw = head.end, len(self._raw)
+        if head.kind != "none":
+            yield from self._read_arguments(head.kind)
+            arguments = ('"' if head.kind == "string" else "") + "".join(self._raw[num_raw:])
+        if head.kind != "none" and head.has_tail:
+            self._is_closing = is_announced
+            tail = yield from source.call_tail(self._at, name)
+            if tail.name not in self._names:
+                raise Malformed(tail.end)
+            if not is_announced:
+                self._raw.append(source.text[self._at : tail.end])
+            name, self._at = tail.name, tail.end
+        if not is_announced:
+            whole = _object_in(arguments, head.kind == "string")
+            if whole is None:
+                raise Malformed(self._at)
+            self._announce(name)
+            self._out.append(Arguments(self.num_calls - 1, whole))
+        self.is_within_call = False
+
+    def _read_arguments(self, kind: Kind) -> Wait[None]:
+        scan = ObjectScan(in_string=kind == "string")
+        while True:
+            text, at = self._source.text, self._at
+            try:
+                end = scan.feed(text, at)
+            except Malformed as error:
+                if self.is_within_call:  # they were announced: what they are so far is theirs
+                    self._take_arguments(text[at : error.place])
+                    self._at = error.place
                 raise
-            self._take_arguments(text[at : error.place])  # they were announced: what they are so far is theirs
-            self._at, self._state = error.place, _At.TEXT
-            return True
-        self._at = len(text) if end is None else end
-        self._take_arguments(text[at : self._at])
-        if end is None:
-            return False
-        if self._head.has_tail:
-            self._state = _At.TAIL
-        else:
-            self._complete()
-        return True
+            self._at = len(text) if end is None else end
+            self._take_arguments(text[at : self._at])
+            if end is not None:
+                return
+            yield from self._wait()
 
-    def _read_tail(self) -> bool:
-        tail = call_tail(self._text, self._at, self._head.name)
-        if tail is None:
-            return False
-        if tail.name not in self._names:
-            raise Malformed(tail.end)
-        if not self._is_told:
-            self._raw.append(self._text[self._at : tail.end])
-        self._head, self._at = self._head._replace(name=tail.name), tail.end
-        self._complete()
-        return True
+    def _read_after(self, mark: str, in_list: bool) -> Wait[tuple[int, bool]]:
+        """Behind a call and the blanks that follow it: the place of what comes next, and whether it is another call
+        without a mark of its own."""
+        at = self._at
+        if in_list and self._source.text[at] == "]":
+            return at + 1, False
+        if in_list:
+            return (yield from self._find_call(at, ",", "{", needs_separator=True))
+        end = yield from self._source.passed(at, self._form.closers.get(mark, ""))
+        if end > at or not self._goes_on(mark):
+            return end, False
+        return (yield from self._find_call(at, ";,", "{[", needs_separator=False))
 
-    def _read_after(self) -> bool:
-        self._skip_blanks()
-        if self._at == len(self._text):
-            return False
-        has_tail = self._head.has_tail
-        after = self._form.after(self._text, self._at, self._mark, self._in_list) if has_tail else After(self._at)
-        if after is None:
-            return False
-        if after.is_call and self.num_calls < self._max_calls:
-            self._raw, self._state = [self._text[self._at : after.end]], _At.HEAD
-            self._is_first = not self._in_list
-            if not self._in_list and not self._form.closers.get(self._mark):
-                self._mark = ""  # the mark was for one call
-        elif after.is_call or after.end == self._at:
-            self._state = _At.TEXT
-            return True
-        elif self._in_list:
-            self._in_list = False
-            self._state = _At.AFTER if self._form.goes_on(self._mark) else _At.TEXT
-        else:
-            self._mark = ""
-            self._state = _At.AFTER if self._form.is_bare else _At.TEXT
-        if after.end > self._at:
-            self._blanks = []  # they stood before a sign of the format
-        self._at = after.end
-        return True
+    def _find_call(self, at: int, separators: str, opening: str, needs_separator: bool) -> Wait[tuple[int, bool]]:
+        is_separated = self._source.text[at] in separators
+        while True:
+            text = self._source.text
+            place = skip_blank(text, at + is_separated)
+            if place - at > MAX_FRAME_CHARS or needs_separator > is_separated:
+                return at, False
+            if place < len(text):
+                return (place, True) if text[place] in opening else (at, False)
+            yield
 
-    # -- what the states do ---------------------------------------------------------------------------------
+    def _skip_blanks(self) -> Wait[None]:
+        """Up to what is no blank: the blanks become content unless a call follows."""
+        while True:
+            end = skip_blank(self._source.text, self._at)
+            if end > self._at:
+                self._blanks.append(self._source.text[self._at : end])
+                self._at = end
+            if end < len(self._source.text):
+                return
+            yield from self._wait()
+
+    def _wait(self) -> Wait[None]:
+        """For more text; what has been read of it so far can go."""
+        kept = max(self._at - CONTEXT, 0)
+        self._source.text = self._source.text[kept:]
+        self._at -= kept
+        yield
+
+    # -- what comes of it ------------------------------------------------------------------------------------
+
+    def _goes_on(self, mark: str) -> bool:
+        """Behind a call may stand what closes it, or another one."""
+        return self._form.is_bare or bool(self._form.closers.get(mark))
 
     def _take_arguments(self, text: str) -> None:
-        if not self._is_told:
+        if not self.is_within_call:
             self._raw.append(text)
-            self._arguments.append(text)
         elif text:
             self._out.append(Arguments(self.num_calls - 1, text))
 
-    def _complete(self) -> None:
-        """The call is all there. Where it has not been announced, it is now, if it is valid."""
-        self._state = _At.AFTER
-        if self._is_told:
-            return
-        arguments = _object_in("".join(self._arguments), self._head.kind == "string")
-        if arguments is None:
-            self._give_up(self._at)
-            return
-        self._announce()
-        self._out.append(Arguments(self.num_calls - 1, arguments))
-        self._raw, self._arguments = [], []
-
-    def _announce(self) -> None:
-        assert self._head.name is not None
-        self._out.append(CallStart(self.num_calls, self._head.name))
+    def _announce(self, name: str | None) -> None:
+        assert name is not None
+        self._out.append(CallStart(self.num_calls, name))
         self.num_calls += 1
         self._raw, self._blanks = [], []
 
     def _give_up(self, place: int) -> None:
         """It is no call: all that was read of it is content. It is not searched again, or many such would cost the
         square of their length."""
-        self._content("".join(self._raw) + self._text[self._at : place])
-        self._raw, self._arguments = [], []
-        self._at, self._state = place, _At.TEXT
+        self._content("".join(self._raw) + self._source.text[self._at : place])
+        self._raw, self._at = [], place
         self._num_false += 1
 
     def _content(self, text: str) -> None:
@@ -269,12 +313,6 @@ class CallReader:
             self._blanks = []
         if len(body) < len(text):
             self._blanks.append(text[len(body) :])
-
-    def _skip_blanks(self) -> None:
-        end = skip_blank(self._text, self._at)
-        if end > self._at:
-            self._blanks.append(self._text[self._at : end])
-            self._at = end
 
     def _taken(self) -> list[Piece]:
         out, self._out = self._out, []

