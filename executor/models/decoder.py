@@ -32,6 +32,8 @@ class Decoder:
         self.kv_width = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)[1] * spec.head_dim
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         self._layers = weights.layers(self.num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
+        # Rounded to the model's dtype first, as in training.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
         self._vocabulary = Vocabulary(
             weights,
@@ -49,9 +51,8 @@ class Decoder:
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
         residual = self._vocabulary.embed(batch.tokens)
-        if self._spec.embedding_scale != 1.0:
-            # The factor is rounded to the model's dtype first, as in training.
-            residual *= torch.tensor(self._spec.embedding_scale, dtype=residual.dtype)
+        if self._embedding_scale != 1.0:
+            residual *= self._embedding_scale
         update: Tensor | None = None  # what the previous layer adds to the residual stream
         last = self.num_layers - 1
         for index, layer in enumerate(self._layers):

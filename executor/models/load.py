@@ -55,19 +55,18 @@ def load_model(
         )
     num_positions = config.max_model_len or spec.max_positions
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
-    reader: CheckpointReader | None = None
     placement = first_placement(config, spec, group.world)
-    if config.load_format == "dummy":
-        dummy = DummyWeights(config.seed, dtype, has_blocks)
-        weights = Weights(dummy, dtype, device, group, progress, placement, ops.blocks)
-    else:
-        reader = CheckpointReader(checkpoint, config.model)
-        weights = Weights(reader, dtype, device, group, progress, placement, ops.blocks)
+    read = (
+        DummyWeights(config.seed, dtype, has_blocks)
+        if config.load_format == "dummy"
+        else CheckpointReader(checkpoint, config.model)
+    )
+    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks)
     model = architecture.build(spec, weights, ops, num_positions, device)
-    if reader is not None:
+    if isinstance(read, CheckpointReader):
         # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
         ahead = range(model.num_layers, model.num_layers + fields.integer("num_nextn_predict_layers", 0, low=0))
-        reader.check_all_read(
+        read.check_all_read(
             ("lm_head.weight",) if spec.tied_head else (), tuple(f"model.layers.{index}." for index in ahead)
         )
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.

@@ -86,7 +86,7 @@ class Weights:
         block_ops: BlockOps | None = None,
     ) -> None:
         """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`."""
-        self._read, self._dtype, self._device, self._progress = read, dtype, device, progress
+        self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank …
@@ -144,7 +144,7 @@ class Weights:
         biases = [
             self.tensor(f"{name}.bias", (size,), "rows" if split == "rows" else None, units)
             if is_given
-            else torch.zeros(len(part.values), dtype=self._dtype, device=self._device)
+            else torch.zeros(len(part.values), dtype=self.dtype, device=self._device)
             for (name, size, split, units), part, is_given in zip(named, parts, given, strict=True)
         ]
         if named[0][2] == "columns" and not self.group.is_first:
@@ -183,7 +183,7 @@ class Weights:
         return tensor
 
     def _numbers(self, part: WeightPart, copy: bool = False) -> Tensor:
-        numbers = part.numbers(self._device, self._dtype, copy)
+        numbers = part.numbers(self._device, self.dtype, copy)
         if part.scales is not None:
             with self._lock:
                 self.num_widened_bytes += numbers.numel() * numbers.element_size()

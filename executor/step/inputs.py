@@ -17,11 +17,10 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import InputOps, RowTensors
-from penstock.executor.kernels.state import MAX_RUN, DeviceState
+from penstock.executor.kernels.state import HEADER, MAX_RUN, DeviceState
 from penstock.executor.protocol import Row, Sampling
 from penstock.executor.step.layout import Layout
 
-HEADER = 4  # numbers before the rows' own; the first says how many rows there are
 PAYLOAD = 4 * MAX_RUN  # numbers of runs in one copy; more of them take several
 NUM_BLOCKS = 2  # of pinned memory: one is filled while the device may still read the other
 

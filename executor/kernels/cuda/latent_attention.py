@@ -17,15 +17,7 @@ from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.paged_attention import LOG2_E, weigh
 from penstock.executor.kernels.cuda.pages import layout_of, page_rows
 from penstock.executor.kernels.cuda.tiles import latent_tile, power_of_2
-from penstock.executor.kernels.cuda.work import (
-    LOWEST,
-    join_if_last,
-    order_tiles,
-    part_place,
-    share_singles,
-    span,
-    take_share,
-)
+from penstock.executor.kernels.cuda.work import LOWEST, order_tiles, share_singles, span, store_item, take_share
 
 
 class LatentSizes(NamedTuple):
@@ -97,7 +89,7 @@ def _latent_singles(
         is_head = member < num_heads
         low = block * COLUMNS
         high = tl.minimum(context, low + count * COLUMNS)
-        best, total, acc = _attend(
+        weighed = _attend(
             q_ptr + begin * (SIZES.rope + SIZES.rank),
             latents_ptr,
             tables_ptr + row.to(tl.int64) * table_stride,
@@ -112,16 +104,10 @@ def _latent_singles(
             ROWS,
             COLUMNS,
         )
-        out = acc / tl.maximum(total, 1.0)[:, None]
-        mask = is_head[:, None] & (rank < SIZES.rank)[None, :]
         inner = member[:, None] * SIZES.rank + rank[None, :]
-        if count == blocks:
-            tl.store(out_ptr + begin * SIZES.rank + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            place = part_place(block)
-            tl.store(parts_ptr + place * (ROWS * SIZES.rank) + inner, out, mask=mask)
-            tl.store(sums_ptr + place * ROWS + member, best + tl.log2(total), mask=is_head)
-            join_if_last(shares, out_ptr + begin * SIZES.rank, taken, block, blocks, num_heads, ROWS, SIZES.rank)
+        places = inner, is_head[:, None] & (rank < SIZES.rank)[None, :], member, is_head
+        item = begin, taken, block, count, blocks
+        store_item(shares, out_ptr, weighed, places, item, num_heads, ROWS, SIZES.rank)
         left -= count
         taken += count
         block = 0

@@ -21,15 +21,7 @@ from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import layout_of, load_inside, page_rows
 from penstock.executor.kernels.cuda.tiles import decode_tile, power_of_2, prefill_tile
-from penstock.executor.kernels.cuda.work import (
-    LOWEST,
-    join_if_last,
-    order_tiles,
-    part_place,
-    share_singles,
-    span,
-    take_share,
-)
+from penstock.executor.kernels.cuda.work import LOWEST, order_tiles, share_singles, span, store_item, take_share
 
 LOG2_E = 1.4426950408889634
 
@@ -111,11 +103,12 @@ def _decode(
     is_dim = dim < SIZES.dim
     mask = (member < SIZES.group)[:, None] & is_dim[None, :]
     inner = member[:, None] * SIZES.dim + dim[None, :]  # a number's place among the group's
+    places = inner, mask, member, member < SIZES.group
     while left > 0:
         first, blocks = span(context, window, COLUMNS, HAS_WINDOW)
         count = tl.minimum(left, blocks - block)
-        group = (row.to(tl.int64) * SIZES.kv_heads + kv_head) * (SIZES.group * SIZES.dim)
-        q = tl.load(q_ptr + group + inner, mask=mask, other=0.0)
+        begin = (row.to(tl.int64) * SIZES.kv_heads + kv_head) * SIZES.group
+        q = tl.load(q_ptr + begin * SIZES.dim + inner, mask=mask, other=0.0)
         best = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
@@ -132,14 +125,8 @@ def _decode(
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
             scores = tl.where(inside[None, :], scores, -float("inf"))
             best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
-        out = acc / tl.maximum(total, 1.0)[:, None]  # 1 and more if anything was seen, or else 0
-        if count == blocks:
-            tl.store(out_ptr + group + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            place = part_place(block)
-            tl.store(parts_ptr + place * (SIZES.group * SIZES.dim) + inner, out, mask=mask)
-            tl.store(sums_ptr + place * SIZES.group + member, best + tl.log2(total), mask=member < SIZES.group)
-            join_if_last(shares, out_ptr + group, taken, block, blocks, SIZES.group, SIZES.group, SIZES.dim)
+        weighed, item = (best, total, acc), (begin, taken, block, count, blocks)
+        store_item(shares, out_ptr, weighed, places, item, SIZES.group, SIZES.group, SIZES.dim)
         left -= count
         taken += count
         block = 0
