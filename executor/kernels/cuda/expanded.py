@@ -16,9 +16,9 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.paged_attention import LOG2_E, weigh
-from penstock.executor.kernels.cuda.pages import layout_of, load_inside, page_rows
-from penstock.executor.kernels.cuda.tiles import expanded_tile, power_of_2
-from penstock.executor.kernels.cuda.work import LOWEST, find_row, order_tiles
+from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
+from penstock.executor.kernels.cuda.tiles import expanded_tile
+from penstock.executor.kernels.cuda.work import LOWEST, find_row, order_tiles, take_tile
 
 PIECE_ELEMENTS = 1 << 27  # keys and values that lie expanded at a time: 256 MiB in bfloat16
 GATHERED_ROWS = 16  # positions that one program of the gathering kernel copies
@@ -82,7 +82,6 @@ def _gather(q, latents, tables, first: int, starts, positions: int, rope_dim: in
         *numbers,
         ROPE=rope_dim,
         RANK=rank,
-        BLOCK_RANK=power_of_2(rank),
         PAGES=layout_of(latents),
         ROWS=GATHERED_ROWS,
         num_warps=4,
@@ -107,9 +106,6 @@ def _attend(q, latents, made, key_starts, batch, first_row, piece, scale, out) -
         ROPE=rope_dim,
         NOPE=nope_dim,
         VALUE=value_dim,
-        BLOCK_ROPE=max(16, power_of_2(rope_dim)),
-        BLOCK_NOPE=max(16, power_of_2(nope_dim)),
-        BLOCK_VALUE=max(16, power_of_2(value_dim)),
         PAGES=layout_of(latents),
         **tile.constants(),
     )
@@ -126,7 +122,6 @@ def _gather_latents(
     num_rows,
     ROPE: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -136,7 +131,7 @@ def _gather_latents(
     inside = position < tl.load(starts_ptr + row + 1) - start
     table_ptr = tables_ptr + (first_row + row).to(tl.int64) * table_stride
     cells = page_rows(table_ptr, position, inside, PAGES)
-    rank = tl.arange(0, BLOCK_RANK)
+    rank = tl.arange(0, block_of(RANK))
     mask = inside[:, None] & (rank < RANK)[None, :]
     latent = tl.load(latents_ptr + ROPE + cells[:, None] + rank[None, :], mask=mask, other=0.0)
     goal = (start + position).to(tl.int64) * RANK
@@ -163,40 +158,35 @@ def _expanded(
     ROPE: tl.constexpr,
     NOPE: tl.constexpr,
     VALUE: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-    BLOCK_NOPE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One program per tile of ROWS tokens of one row, and head. q and out begin with row first_row's tokens."""
     head, heads = tl.program_id(0), tl.num_programs(0)
-    order_ptr += 2 * tl.program_id(1)
-    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
-    begin = tl.load(starts_ptr + row)
-    count = tl.load(starts_ptr + row + 1) - begin
+    row, tile, begin, count = take_tile(order_ptr, tl.program_id(1), starts_ptr)
     token = tile * ROWS + tl.arange(0, ROWS)
     is_token = token < count
-    position = tl.load(contexts_ptr + row) - count + token
+    before = tl.load(contexts_ptr + row) - count
+    position = before + token
     begin -= tl.load(starts_ptr + first_row)
     place = (begin + token).to(tl.int64) * HEADS + first_head + head
-    rope = tl.arange(0, BLOCK_ROPE)
-    nope = tl.arange(0, BLOCK_NOPE)
-    value = tl.arange(0, BLOCK_VALUE)
+    rope = tl.arange(0, block_of(ROPE))
+    nope = tl.arange(0, block_of(NOPE))
+    value = tl.arange(0, block_of(VALUE))
     q_ptr += place[:, None] * (ROPE + NOPE)
     q_rope = tl.load(q_ptr + rope[None, :], mask=is_token[:, None] & (rope < ROPE)[None, :], other=0.0)
     q_nope = tl.load(q_ptr + ROPE + nope[None, :], mask=is_token[:, None] & (nope < NOPE)[None, :], other=0.0)
     best = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_VALUE], tl.float32)
+    acc = tl.zeros([ROWS, block_of(VALUE)], tl.float32)
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     key_start = tl.load(key_starts_ptr + row - first_row - piece_row)
     key_stride = heads.to(tl.int64) * (NOPE + VALUE)
     made_ptr += key_start * key_stride + head * (NOPE + VALUE)
-    first = tl.load(contexts_ptr + row) - count + tile * ROWS  # the tile's first token's position, then its last one's
+    first = before + tile * ROWS  # the tile's first token's position, then its last one's
     last = first + tl.minimum(count - tile * ROWS, ROWS) - 1
-    are_whole: tl.constexpr = BLOCK_ROPE == ROPE and BLOCK_NOPE == NOPE and BLOCK_VALUE == VALUE
+    are_whole: tl.constexpr = block_of(ROPE) == ROPE and block_of(NOPE) == NOPE and block_of(VALUE) == VALUE
     whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this: no mask
     for start in range(0, whole, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)

@@ -15,17 +15,23 @@ from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.paged_attention import LOG2_E, weigh
-from penstock.executor.kernels.cuda.pages import layout_of, page_rows
-from penstock.executor.kernels.cuda.tiles import latent_tile, power_of_2
-from penstock.executor.kernels.cuda.work import LOWEST, order_tiles, share_singles, span, store_item, take_share
+from penstock.executor.kernels.cuda.pages import block_of, layout_of, page_rows
+from penstock.executor.kernels.cuda.tiles import latent_tile
+from penstock.executor.kernels.cuda.work import (
+    LOWEST,
+    order_tiles,
+    share_singles,
+    span,
+    store_item,
+    take_share,
+    take_tile,
+)
 
 
 class LatentSizes(NamedTuple):
     heads: int
     rope: int
     rank: int
-    block_rope: int
-    block_rank: int
 
 
 def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
@@ -36,7 +42,7 @@ def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: flo
     assert latents.shape[2] == width
     read = q, latents, batch.block_tables
     numbers = batch.block_tables.stride(0), scale * LOG2_E
-    sizes = LatentSizes(num_heads, rope_dim, rank, max(16, power_of_2(rope_dim)), max(16, power_of_2(rank)))
+    sizes = LatentSizes(num_heads, rope_dim, rank)
     constants = {"SIZES": sizes, "PAGES": layout_of(latents)}
     if batch.num_single_rows:
         tile = latent_tile(num_heads, True, q.element_size(), latents.element_size())
@@ -80,7 +86,7 @@ def _latent_singles(
     row, tile, block, left, context = take_share(plan_ptr)
     taken = 0
     member = tl.arange(0, ROWS)
-    rank = tl.arange(0, SIZES.block_rank)
+    rank = tl.arange(0, block_of(SIZES.rank))
     while left > 0:
         _, blocks = span(context, 0, COLUMNS, False)
         count = tl.minimum(left, blocks - block)
@@ -137,10 +143,7 @@ def _latent(
 ):
     """One program per tile of ROWS (token, head) pairs of one row."""
     take_turn(DEPENDENT)
-    order_ptr += 2 * tl.program_id(0)
-    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
-    begin = tl.load(starts_ptr + row)
-    count = tl.load(starts_ptr + row + 1) - begin
+    row, tile, begin, count = take_tile(order_ptr, tl.program_id(0), starts_ptr)
     before = tl.load(contexts_ptr + row) - count
     pair = tile * ROWS + tl.arange(0, ROWS)
     token = pair // SIZES.heads
@@ -161,7 +164,7 @@ def _latent(
         ROWS,
         COLUMNS,
     )
-    rank = tl.arange(0, SIZES.block_rank)
+    rank = tl.arange(0, block_of(SIZES.rank))
     mask = is_pair[:, None] & (rank < SIZES.rank)[None, :]
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + begin * SIZES.rank + pair[:, None] * SIZES.rank + rank[None, :], out, mask=mask)
@@ -185,9 +188,8 @@ def _attend(
 ):
     """What queries, the `pair`s of those from q_ptr on, make of a row's positions low … high - 1, none later than their
     own `position`: as `weigh` leaves it."""
-    BLOCK_RANK: tl.constexpr = SIZES.block_rank
-    rope = tl.arange(0, SIZES.block_rope)
-    rank = tl.arange(0, BLOCK_RANK)
+    rope = tl.arange(0, block_of(SIZES.rope))
+    rank = tl.arange(0, block_of(SIZES.rank))
     is_rope = rope < SIZES.rope
     is_rank = rank < SIZES.rank
     q_ptr += pair[:, None] * (SIZES.rope + SIZES.rank)
@@ -195,7 +197,7 @@ def _attend(
     q_rank = tl.load(q_ptr + SIZES.rope + rank[None, :], mask=is_pair[:, None] & is_rank[None, :], other=0.0)
     best = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_RANK], tl.float32)
+    acc = tl.zeros([ROWS, block_of(SIZES.rank)], tl.float32)
     for start in range(low, high, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen < high

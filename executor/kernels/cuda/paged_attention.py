@@ -19,9 +19,17 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.pages import layout_of, load_inside, page_rows
-from penstock.executor.kernels.cuda.tiles import decode_tile, power_of_2, prefill_tile
-from penstock.executor.kernels.cuda.work import LOWEST, order_tiles, share_singles, span, store_item, take_share
+from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
+from penstock.executor.kernels.cuda.tiles import decode_tile, prefill_tile
+from penstock.executor.kernels.cuda.work import (
+    LOWEST,
+    order_tiles,
+    share_singles,
+    span,
+    store_item,
+    take_share,
+    take_tile,
+)
 
 LOG2_E = 1.4426950408889634
 
@@ -30,7 +38,6 @@ class HeadSizes(NamedTuple):
     kv_heads: int
     group: int  # of query heads that share a key-value head
     dim: int
-    block_dim: int
 
 
 def paged_attention(
@@ -38,7 +45,7 @@ def paged_attention(
 ) -> Tensor:
     num_heads, dim = q.shape[1:]
     kv_heads = k_pages.shape[2] // dim
-    sizes = HeadSizes(kv_heads, num_heads // kv_heads, dim, max(16, power_of_2(dim)))
+    sizes = HeadSizes(kv_heads, num_heads // kv_heads, dim)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert q.is_contiguous() and len(q) == batch.num_single_rows + sum(batch.query_lens)
     assert k_pages.stride() == v_pages.stride() and k_pages.dtype is v_pages.dtype
@@ -98,8 +105,7 @@ def _decode(
     row, kv_head, block, left, context = take_share(plan_ptr)
     taken = 0
     member = tl.arange(0, ROWS)
-    BLOCK_DIM: tl.constexpr = SIZES.block_dim
-    dim = tl.arange(0, BLOCK_DIM)
+    dim = tl.arange(0, block_of(SIZES.dim))
     is_dim = dim < SIZES.dim
     mask = (member < SIZES.group)[:, None] & is_dim[None, :]
     inner = member[:, None] * SIZES.dim + dim[None, :]  # a number's place among the group's
@@ -111,7 +117,7 @@ def _decode(
         q = tl.load(q_ptr + begin * SIZES.dim + inner, mask=mask, other=0.0)
         best = tl.full([ROWS], LOWEST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+        acc = tl.zeros([ROWS, block_of(SIZES.dim)], tl.float32)
         low = first + block * COLUMNS
         high = tl.minimum(context, low + count * COLUMNS)
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -158,24 +164,20 @@ def _prefill(
 ):
     """One program per key-value head and tile of ROWS (token, head of the group) pairs of one row."""
     kv_head = tl.program_id(0)
-    order_ptr += 2 * tl.program_id(1)
-    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
-    begin = tl.load(starts_ptr + row)
-    count = tl.load(starts_ptr + row + 1) - begin
+    row, tile, begin, count = take_tile(order_ptr, tl.program_id(1), starts_ptr)
     pair = tile * ROWS + tl.arange(0, ROWS)
     token = pair // SIZES.group
     before = tl.load(contexts_ptr + row) - count  # of the row's positions, computed in earlier steps
     position = before + token
     is_pair = token < count
     head = (begin + token).to(tl.int64) * (SIZES.kv_heads * SIZES.group) + kv_head * SIZES.group + pair % SIZES.group
-    BLOCK_DIM: tl.constexpr = SIZES.block_dim
-    dim = tl.arange(0, BLOCK_DIM)
+    dim = tl.arange(0, block_of(SIZES.dim))
     is_dim = dim < SIZES.dim
     mask = is_pair[:, None] & is_dim[None, :]
     q = tl.load(q_ptr + head[:, None] * SIZES.dim + dim[None, :], mask=mask, other=0.0)
     best = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    acc = tl.zeros([ROWS, block_of(SIZES.dim)], tl.float32)
     k_ptr += kv_head * SIZES.dim
     v_ptr += kv_head * SIZES.dim
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -189,8 +191,8 @@ def _prefill(
     for start in range(low, whole, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         cells = page_rows(table_ptr, seen, seen >= 0, PAGES)
-        k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_dim[:, None], SIZES.dim == BLOCK_DIM)
-        v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_dim[None, :], SIZES.dim == BLOCK_DIM)
+        k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_dim[:, None], SIZES.dim == block_of(SIZES.dim))
+        v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_dim[None, :], SIZES.dim == block_of(SIZES.dim))
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
     for start in range(whole, last + 1, COLUMNS):

@@ -176,6 +176,15 @@ def _share(
 
 
 @triton.jit
+def take_tile(order_ptr, number, starts_ptr):
+    """A tile in the order that `_order` made: its row, its number in it, the row's first token and how many it has."""
+    order_ptr += 2 * number
+    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
+    begin = tl.load(starts_ptr + row)
+    return row, tile, begin, tl.load(starts_ptr + row + 1) - begin
+
+
+@triton.jit
 def take_share(plan_ptr):
     """This program's share: row, head, first block, number of blocks, and the row's context."""
     plan_ptr += tl.program_id(0) * SHARE
