@@ -13,6 +13,7 @@ from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops, Pages
 from penstock.executor.kernels.linear import Narrow
 from penstock.executor.models.attention import GroupedAttention, heads_of
+from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec
@@ -20,7 +21,6 @@ from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
 
 if TYPE_CHECKING:  # else imported by models that have them
-    from penstock.executor.models.latent import LatentAttention
     from penstock.executor.models.moe import Experts, MoeMlp
 
 
@@ -78,13 +78,8 @@ class _Layer:
         self._attention_norm = norm("post_attention_layernorm") if spec.sandwich_norms else None
         self._mlp_norm = norm("pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm")
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
-        self._attention: "GroupedAttention | LatentAttention"  # noqa: UP037  (imported below)
-        if spec.latent is None:
-            self._attention = GroupedAttention(spec, index, weights, ops, tables)
-        else:
-            from penstock.executor.models.latent import LatentAttention
-
-            self._attention = LatentAttention(spec, index, weights, ops, tables)
+        kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
+        self._attention = kind(spec, index, weights, ops, tables)
         moe = spec.layers[index].moe
         self.mlp: "Mlp | MoeMlp"  # noqa: UP037  (imported below)
         if moe is None:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.paged_attention import LOG2_E, weigh
 from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
+from penstock.executor.kernels.cuda.softmax import LOG2_E, unseen, weigh
 from penstock.executor.kernels.cuda.tiles import expanded_tile
-from penstock.executor.kernels.cuda.work import LOWEST, find_row, order_tiles, take_tile
+from penstock.executor.kernels.cuda.work import find_row, order_tiles, take_tile
 
 PIECE_ELEMENTS = 1 << 27  # keys and values that lie expanded at a time: 256 MiB in bfloat16
 GATHERED_ROWS = 16  # positions that one program of the gathering kernel copies
@@ -177,9 +177,7 @@ def _expanded(
     q_ptr += place[:, None] * (ROPE + NOPE)
     q_rope = tl.load(q_ptr + rope[None, :], mask=is_token[:, None] & (rope < ROPE)[None, :], other=0.0)
     q_nope = tl.load(q_ptr + ROPE + nope[None, :], mask=is_token[:, None] & (nope < NOPE)[None, :], other=0.0)
-    best = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, block_of(VALUE)], tl.float32)
+    best, total, acc = unseen(ROWS, block_of(VALUE))
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     key_start = tl.load(key_starts_ptr + row - first_row - piece_row)
     key_stride = heads.to(tl.int64) * (NOPE + VALUE)

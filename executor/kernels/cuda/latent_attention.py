@@ -14,18 +14,10 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.paged_attention import LOG2_E, weigh
 from penstock.executor.kernels.cuda.pages import block_of, layout_of, page_rows
+from penstock.executor.kernels.cuda.softmax import LOG2_E, unseen, weigh
 from penstock.executor.kernels.cuda.tiles import latent_tile
-from penstock.executor.kernels.cuda.work import (
-    LOWEST,
-    order_tiles,
-    share_singles,
-    span,
-    store_item,
-    take_share,
-    take_tile,
-)
+from penstock.executor.kernels.cuda.work import order_tiles, share_singles, span, store_item, take_share, take_tile
 
 
 class LatentSizes(NamedTuple):
@@ -195,9 +187,7 @@ def _attend(
     q_ptr += pair[:, None] * (SIZES.rope + SIZES.rank)
     q_rope = tl.load(q_ptr + rope[None, :], mask=is_pair[:, None] & is_rope[None, :], other=0.0)
     q_rank = tl.load(q_ptr + SIZES.rope + rank[None, :], mask=is_pair[:, None] & is_rank[None, :], other=0.0)
-    best = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, block_of(SIZES.rank)], tl.float32)
+    best, total, acc = unseen(ROWS, block_of(SIZES.rank))
     for start in range(low, high, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen < high

@@ -12,7 +12,6 @@ padding, gets zeros.
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -20,18 +19,9 @@ from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
+from penstock.executor.kernels.cuda.softmax import LOG2_E, unseen, weigh
 from penstock.executor.kernels.cuda.tiles import decode_tile, prefill_tile
-from penstock.executor.kernels.cuda.work import (
-    LOWEST,
-    order_tiles,
-    share_singles,
-    span,
-    store_item,
-    take_share,
-    take_tile,
-)
-
-LOG2_E = 1.4426950408889634
+from penstock.executor.kernels.cuda.work import order_tiles, share_singles, span, store_item, take_share, take_tile
 
 
 class HeadSizes(NamedTuple):
@@ -64,17 +54,6 @@ def paged_attention(
             *read, batch.query_starts, batch.context_lens, order, out, *numbers, **constants, **tile.constants()
         )
     return out
-
-
-@triton.jit
-def weigh(scores, values, best, total, acc):
-    """One step of the online softmax: scores [M, N] in log2, values [N, D]."""
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    fade = tl.exp2(best - new_best)
-    weights = tl.exp2(scores - new_best[:, None])
-    total = total * fade + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
-    return new_best, total, acc
 
 
 @kernel
@@ -115,9 +94,7 @@ def _decode(
         count = tl.minimum(left, blocks - block)
         begin = (row.to(tl.int64) * SIZES.kv_heads + kv_head) * SIZES.group
         q = tl.load(q_ptr + begin * SIZES.dim + inner, mask=mask, other=0.0)
-        best = tl.full([ROWS], LOWEST, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, block_of(SIZES.dim)], tl.float32)
+        best, total, acc = unseen(ROWS, block_of(SIZES.dim))
         low = first + block * COLUMNS
         high = tl.minimum(context, low + count * COLUMNS)
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -175,9 +152,7 @@ def _prefill(
     is_dim = dim < SIZES.dim
     mask = is_pair[:, None] & is_dim[None, :]
     q = tl.load(q_ptr + head[:, None] * SIZES.dim + dim[None, :], mask=mask, other=0.0)
-    best = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, block_of(SIZES.dim)], tl.float32)
+    best, total, acc = unseen(ROWS, block_of(SIZES.dim))
     k_ptr += kv_head * SIZES.dim
     v_ptr += kv_head * SIZES.dim
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride

@@ -17,9 +17,9 @@ from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.softmax import LOWEST, unseen
 from penstock.executor.kernels.cuda.tiles import Tile
 
-LOWEST = tl.constexpr(-1e38)  # where maxima begin: finite, so that a row of masked scores gives weights of 0, not NaN
 LEAST_SHARE = 128  # positions of one head: below this, joining parts costs more than sharing gains
 SHARE = tl.constexpr(8)  # numbers per program, of which six are used
 CHUNK = tl.constexpr(128)  # rows that a program which shares or sorts looks at
@@ -248,9 +248,7 @@ def _join(parts_ptr, sums_ptr, out_ptr, first, count, heads, ITEM_HEADS: tl.cons
     for low in range(0, heads, HEADS):
         head = low + tl.arange(0, HEADS)
         is_head = head < heads
-        best = tl.full([HEADS], LOWEST, tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        acc = tl.zeros([HEADS, BLOCK_DIM], tl.float32)
+        best, total, acc = unseen(HEADS, BLOCK_DIM)
         for start in range(0, count, PARTS_AT_ONCE):
             part = start + tl.arange(0, PARTS_AT_ONCE)
             place = first + part + tl.where(part == 0, tl.num_programs(0), 0)
