@@ -26,18 +26,18 @@ def variants() -> list[Variant]:
 
 
 def _note(
-    kernel: Kernel,
+    self: Kernel,
     runtime: Any,
     key: tuple[Any, ...],
     grid: tuple[int, ...],
     arguments: tuple[Any, ...],
     given: dict[str, Any],
 ) -> None:
-    is_new = key not in kernel._known
-    _launch_slowly(kernel, runtime, key, grid, arguments, given)
+    is_new = key not in self._known
+    _launch_slowly(self, runtime, key, grid, arguments, given)
     if is_new:
-        dtypes = tuple(tensor.dtype for tensor in arguments[: kernel._num_pointers])
-        _LAUNCHED.append(Variant(kernel.name, given, dtypes, key[0]))
+        dtypes = tuple(tensor.dtype for tensor in arguments[: self._num_pointers])
+        _LAUNCHED.append(Variant(self.name, given, dtypes, key[0]))
 
 
 Kernel._launch_slowly = _note  # type: ignore[method-assign]

@@ -186,32 +186,24 @@ def _expanded(
     last = first + tl.minimum(count - tile * ROWS, ROWS) - 1
     are_whole: tl.constexpr = block_of(ROPE) == ROPE and block_of(NOPE) == NOPE and block_of(VALUE) == VALUE
     whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this: no mask
-    for start in range(0, whole, COLUMNS):
-        seen = start + tl.arange(0, COLUMNS)
-        cells = page_rows(table_ptr, seen, seen >= 0, PAGES)
-        made = seen * key_stride
-        rotated = load_inside(latents_ptr + cells[None, :] + rope[:, None], (rope < ROPE)[:, None], are_whole)
-        k = load_inside(made_ptr + made[None, :] + nope[:, None], (nope < NOPE)[:, None], are_whole)
-        v = load_inside(made_ptr + NOPE + made[:, None] + value[None, :], (value < VALUE)[None, :], are_whole)
-        scores = tl.dot(q_nope, k, input_precision="ieee")
-        # By way of float32: from eight bits to bfloat16 at once is what Triton cannot compile for 8.9.
-        scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
-        best, total, acc = weigh(scores, v, best, total, acc)
-    for start in range(whole, last + 1, COLUMNS):
-        seen = start + tl.arange(0, COLUMNS)
-        inside = seen <= last
-        cells = page_rows(table_ptr, seen, inside, PAGES)
-        made = seen * key_stride
-        mask = inside[None, :] & (rope < ROPE)[:, None]
-        rotated = tl.load(latents_ptr + cells[None, :] + rope[:, None], mask=mask, other=0.0)
-        mask = inside[None, :] & (nope < NOPE)[:, None]
-        k = tl.load(made_ptr + made[None, :] + nope[:, None], mask=mask, other=0.0)
-        mask = inside[:, None] & (value < VALUE)[None, :]
-        v = tl.load(made_ptr + NOPE + made[:, None] + value[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q_nope, k, input_precision="ieee")
-        scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
-        scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
-        best, total, acc = weigh(scores, v, best, total, acc)
+    for is_edge in tl.static_range(2):
+        for start in range(whole if is_edge else 0, last + 1 if is_edge else whole, COLUMNS):
+            seen = start + tl.arange(0, COLUMNS)
+            inside = seen <= last if is_edge else seen >= 0
+            cells = page_rows(table_ptr, seen, inside, PAGES)
+            made = seen * key_stride
+            mask = inside[None, :] & (rope < ROPE)[:, None]
+            rotated = load_inside(latents_ptr + cells[None, :] + rope[:, None], mask, are_whole and not is_edge)
+            mask = inside[None, :] & (nope < NOPE)[:, None]
+            k = load_inside(made_ptr + made[None, :] + nope[:, None], mask, are_whole and not is_edge)
+            mask = inside[:, None] & (value < VALUE)[None, :]
+            v = load_inside(made_ptr + NOPE + made[:, None] + value[None, :], mask, are_whole and not is_edge)
+            scores = tl.dot(q_nope, k, input_precision="ieee")
+            # By way of float32: from eight bits to bfloat16 at once is what Triton cannot compile for 8.9.
+            scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
+            if is_edge:
+                scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
+            best, total, acc = weigh(scores, v, best, total, acc)
     out = acc / tl.maximum(total, 1.0)[:, None]
     mask = is_token[:, None] & (value < VALUE)[None, :]
     tl.store(out_ptr + place[:, None] * VALUE + value[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

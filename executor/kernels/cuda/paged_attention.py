@@ -163,24 +163,22 @@ def _prefill(
     if HAS_WINDOW:
         low = tl.maximum(0, first + 1 - window) // COLUMNS * COLUMNS
         whole = low
-    for start in range(low, whole, COLUMNS):
-        seen = start + tl.arange(0, COLUMNS)
-        cells = page_rows(table_ptr, seen, seen >= 0, PAGES)
-        k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_dim[:, None], SIZES.dim == block_of(SIZES.dim))
-        v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_dim[None, :], SIZES.dim == block_of(SIZES.dim))
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-        best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
-    for start in range(whole, last + 1, COLUMNS):
-        seen = start + tl.arange(0, COLUMNS)
-        inside = seen <= last
-        cells = page_rows(table_ptr, seen, inside, PAGES)
-        k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
-        v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-        visible = seen[None, :] <= position[:, None]
-        if HAS_WINDOW:
-            visible &= seen[None, :] > position[:, None] - window
-        scores = tl.where(visible, scores, -float("inf"))
-        best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
+    are_whole: tl.constexpr = SIZES.dim == block_of(SIZES.dim)
+    for is_edge in tl.static_range(2):
+        for start in range(whole if is_edge else low, last + 1 if is_edge else whole, COLUMNS):
+            seen = start + tl.arange(0, COLUMNS)
+            inside = seen <= last if is_edge else seen >= 0
+            cells = page_rows(table_ptr, seen, inside, PAGES)
+            is_k = inside[None, :] & is_dim[:, None] if is_edge else is_dim[:, None]
+            is_v = inside[:, None] & is_dim[None, :] if is_edge else is_dim[None, :]
+            k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_k, are_whole and not is_edge)
+            v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_v, are_whole and not is_edge)
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+            if is_edge:
+                visible = seen[None, :] <= position[:, None]
+                if HAS_WINDOW:
+                    visible &= seen[None, :] > position[:, None] - window
+                scores = tl.where(visible, scores, -float("inf"))
+            best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
     out = acc / total[:, None]
     tl.store(out_ptr + head[:, None] * SIZES.dim + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
