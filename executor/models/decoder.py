@@ -35,13 +35,8 @@ class Decoder:
         # Rounded to the model's dtype first, as in training.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        self._vocabulary = Vocabulary(
-            weights,
-            "model.embed_tokens",
-            spec.vocab_size,
-            spec.hidden_size,
-            head=None if spec.tied_head else "lm_head",
-        )
+        name = "model.embed_tokens"
+        self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.hidden_size, spec.tied_head)
 
     @property
     def experts(self) -> "list[Experts]":

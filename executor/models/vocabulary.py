@@ -9,21 +9,19 @@ from penstock.executor.models.weights import Weights
 
 
 class Vocabulary:
-    """An embedding [size, width] by `name`, and a head: the same table if `head` is None, else the one named."""
+    """An embedding [size, width] by `name`, and a head: the same table if `is_tied`, else `lm_head`."""
 
-    def __init__(self, weights: Weights, name: str, size: int, width: int, head: str | None) -> None:
+    def __init__(self, weights: Weights, name: str, size: int, width: int, is_tied: bool) -> None:
         self._group, self._size = weights.group, size
         table = weights.tensor(f"{name}.weight", (size, width), split="rows")
         self._first, end = self._group.share(size)
         self._last = end - self._first - 1
         self._head: Linear
-        if head is None:
+        if is_tied:
             self._head, self._rows = tied(table)
         else:
-            self._head, self._rows = (
-                weights.linear((head,), (size,), width, split="rows"),
-                partial(table.index_select, 0),
-            )
+            self._head = weights.linear(("lm_head",), (size,), width, split="rows")
+            self._rows = partial(table.index_select, 0)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, width]"""

@@ -152,7 +152,6 @@ class DeviceInputs:
             num_single_rows=bucket,
             query_lens=(),
             query_contexts=(),
-            max_context_len=max_context,
             max_single_context=max_context,
         )
         return batch, made
@@ -232,6 +231,5 @@ def _make_batch(layout: Layout, tensors: BatchTensors, wanted: Tensor | None) ->
         num_single_rows=singles,
         query_lens=tuple(layout.counts[singles:].tolist()),
         query_contexts=tuple(contexts[singles:]),
-        max_context_len=max(contexts),
         max_single_context=max(contexts[:singles], default=0),
     )

@@ -87,21 +87,9 @@ def _latent_singles(
         is_head = member < num_heads
         low = block * COLUMNS
         high = tl.minimum(context, low + count * COLUMNS)
-        weighed = _attend(
-            q_ptr + begin * (SIZES.rope + SIZES.rank),
-            latents_ptr,
-            tables_ptr + row.to(tl.int64) * table_stride,
-            member,
-            is_head,
-            low,
-            high,
-            tl.full([ROWS], 0, tl.int32) + high,
-            scale,
-            SIZES,
-            PAGES,
-            ROWS,
-            COLUMNS,
-        )
+        queries = q_ptr + begin * (SIZES.rope + SIZES.rank), member, is_head, tl.full([ROWS], 0, tl.int32) + high
+        pages = latents_ptr, tables_ptr + row.to(tl.int64) * table_stride
+        weighed = _attend(queries, pages, low, high, scale, SIZES, PAGES, ROWS, COLUMNS)
         inner = member[:, None] * SIZES.rank + rank[None, :]
         places = inner, is_head[:, None] & (rank < SIZES.rank)[None, :], member, is_head
         item = begin, taken, block, count, blocks
@@ -141,21 +129,11 @@ def _latent(
     token = pair // SIZES.heads
     is_pair = token < count
     begin = begin.to(tl.int64) * SIZES.heads
-    _, total, acc = _attend(
-        q_ptr + begin * (SIZES.rope + SIZES.rank),
-        latents_ptr,
-        tables_ptr + row.to(tl.int64) * table_stride,
-        pair,
-        is_pair,
-        0,
-        before + tl.minimum(count, (tile * ROWS + ROWS - 1) // SIZES.heads + 1),  # of the tile's last token
-        before + token,
-        scale,
-        SIZES,
-        PAGES,
-        ROWS,
-        COLUMNS,
-    )
+    q_ptr += begin * (SIZES.rope + SIZES.rank)
+    pages = latents_ptr, tables_ptr + row.to(tl.int64) * table_stride
+    high = before + tl.minimum(count, (tile * ROWS + ROWS - 1) // SIZES.heads + 1)  # what the tile's last token sees
+    queries = q_ptr, pair, is_pair, before + token
+    _, total, acc = _attend(queries, pages, 0, high, scale, SIZES, PAGES, ROWS, COLUMNS)
     rank = tl.arange(0, block_of(SIZES.rank))
     mask = is_pair[:, None] & (rank < SIZES.rank)[None, :]
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
@@ -164,14 +142,10 @@ def _latent(
 
 @triton.jit
 def _attend(
-    q_ptr,
-    latents_ptr,
-    table_ptr,
-    pair,
-    is_pair,
+    queries,
+    pages,
     low,
     high,
-    position,
     scale,
     SIZES: tl.constexpr,
     PAGES: tl.constexpr,
@@ -180,6 +154,8 @@ def _attend(
 ):
     """What queries, the `pair`s of those from q_ptr on, make of a row's positions low … high - 1, none later than their
     own `position`: as `weigh` leaves it."""
+    q_ptr, pair, is_pair, position = queries
+    latents_ptr, table_ptr = pages
     rope = tl.arange(0, block_of(SIZES.rope))
     rank = tl.arange(0, block_of(SIZES.rank))
     is_rope = rope < SIZES.rope
