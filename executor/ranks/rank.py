@@ -48,7 +48,7 @@ class Rank:
         loaded, model = self._loaded, self._loaded.model
         block_bytes = model.num_layers * model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize
         buckets = self._buckets()
-        meter = CudaMeter(device) if device.type != "cpu" else None  # a CPU has nothing to compile
+        meter = CudaMeter(device) if _is_gpu(device) else None  # a CPU has nothing to compile
         use = None if meter is None else self._warm_up(buckets, meter)
         plan = plan_kv(config, block_bytes, loaded.num_positions, group, use)
         self.kv = self._allocate(plan.num_blocks)
@@ -165,6 +165,10 @@ class Rank:
 
         links = group.twin("experts on the move")
         return Rebalancer(self._config.eplb_config, loaded.placement, loaded.model.experts, group, links)
+
+
+def _is_gpu(device: torch.device) -> bool:
+    return device.type != "cpu"
 
 
 def open_inputs(config: ExecutorConfig, max_model_len: int, device: torch.device) -> Inputs:

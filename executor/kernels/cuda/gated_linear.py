@@ -18,7 +18,7 @@ from penstock.executor.kernels.cuda.rows import activate, gate
 from penstock.executor.kernels.cuda.tiles import few_rows_tile
 
 FEW_ROWS = 32
-DEPTH = tl.constexpr(128)  # of the products at a time
+DEPTH = 128  # of the products at a time
 
 
 def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
@@ -38,6 +38,7 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
             K=depth,
             WIDTH=width,
             ACTIVATION=activation,
+            DEPTH=DEPTH,
             **tile.constants(),
         )
     return out
@@ -54,6 +55,7 @@ def _gated_linear(
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """All rows, and some columns of both products. These are rounded before the activation, as in the twin."""
