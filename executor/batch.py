@@ -29,7 +29,6 @@ class ForwardBatch:
     num_single_rows: int  # how many of the first rows have one token
     query_lens: tuple[int, ...]  # of the rows after those, ascending
     query_contexts: tuple[int, ...]  # context_lens of the rows after those
-    max_context_len: int
     max_single_context: int  # the longest context among the single-token rows; 0 without any
     # What the kernels of one layer found out about the rows, for those of the next (kernels/cuda/work.py).
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)

@@ -212,12 +212,9 @@ class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     interval: Annotated[int, Meta(ge=1)] = 3000  # steps between two looks at the load
     redundant_experts: Annotated[int, Meta(ge=0)] = 0  # slots beyond one for each expert, over all ranks
     target: Annotated[float, Meta(gt=0, le=1)] = 0.96  # mean load of a rank / load of the fullest that is good enough
-    max_moves: Annotated[int, Meta(ge=0)] | None = (
-        None  # experts that move at most, over all layers, at one rebalancing
-    )
-    min_gain_per_gib: Annotated[float, Meta(ge=0)] = (
-        0.001  # of that ratio, mean over the layers, for a GiB that goes over the network
-    )
+    max_moves: Annotated[int, Meta(ge=0)] | None = None  # experts, over all layers, at one rebalancing
+    # Of that ratio, mean over the layers, for a GiB that goes over the network.
+    min_gain_per_gib: Annotated[float, Meta(ge=0)] = 0.001
     timeout_s: Annotated[float, Meta(gt=0)] = 30.0  # for the experts of one layer to arrive
 
 

@@ -37,7 +37,6 @@ def make_batch(rows: Rows, device: torch.device, longest: int = 0) -> ForwardBat
         num_single_rows=singles,
         query_lens=tuple(counts[singles:]),
         query_contexts=tuple(contexts[singles:]),
-        max_context_len=max(longest, max(contexts)),
         max_single_context=longest_single,
     )
 

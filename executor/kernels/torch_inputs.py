@@ -5,9 +5,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels import RowTensors
-from penstock.executor.kernels.state import OPTIONS, Places
-
-ROWS_AT = 4
+from penstock.executor.kernels.state import HEADER, OPTIONS, Places
 
 
 def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
@@ -19,7 +17,7 @@ def prepare(
     packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
 ) -> RowTensors:
     width, blocks_at, max_blocks, options_at, spare, block_size = places
-    starts, packed_rows = packed[ROWS_AT : ROWS_AT + rows + 1], packed[ROWS_AT + rows + 1 :]
+    starts, packed_rows = packed[HEADER : HEADER + rows + 1], packed[HEADER + rows + 1 :]
     row = torch.arange(rows, device=packed.device)
     is_real = row < packed[0]
     slot, first, write_from = (packed_rows[i * rows : (i + 1) * rows].long() for i in range(3))

@@ -27,17 +27,11 @@ class GroupedAttention:
                 weights.norm(f"{prefix}{part}_norm.weight", spec.head_dim, spec.norm_offset) for part in "qk"
             )
             self._norms = q_norm, k_norm, spec.norm_eps
-        width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._qkv = weights.linear(
-            (f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj"),
-            (width, kv_width, kv_width),
-            spec.hidden_size,
-            spec.qkv_bias,
-            split="rows",
-            units=(spec.num_heads, spec.num_kv_heads, spec.num_kv_heads),
-        )
+        heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        names, rows = tuple(f"{prefix}{part}_proj" for part in "qkv"), tuple(each * spec.head_dim for each in heads)
+        self._qkv = weights.linear(names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads)
         self.output = weights.linear(
-            (f"{prefix}o_proj",), (spec.hidden_size,), width, spec.output_bias, split="columns"
+            (f"{prefix}o_proj",), (spec.hidden_size,), rows[0], spec.output_bias, split="columns"
         )
 
     @property

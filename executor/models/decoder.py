@@ -13,6 +13,7 @@ from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops, Pages
 from penstock.executor.kernels.linear import Narrow
 from penstock.executor.models.attention import GroupedAttention, heads_of
+from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec
@@ -20,7 +21,6 @@ from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
 
 if TYPE_CHECKING:  # else imported by models that have them
-    from penstock.executor.models.latent import LatentAttention
     from penstock.executor.models.moe import Experts, MoeMlp
 
 
@@ -32,14 +32,11 @@ class Decoder:
         self.kv_width = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)[1] * spec.head_dim
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         self._layers = weights.layers(self.num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
+        # Rounded to the model's dtype first, as in training.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
-        self._vocabulary = Vocabulary(
-            weights,
-            "model.embed_tokens",
-            spec.vocab_size,
-            spec.hidden_size,
-            head=None if spec.tied_head else "lm_head",
-        )
+        name = "model.embed_tokens"
+        self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.hidden_size, spec.tied_head)
 
     @property
     def experts(self) -> "list[Experts]":
@@ -49,9 +46,8 @@ class Decoder:
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """Hidden states after the last norm of the tokens `batch.wanted`: [W, hidden]."""
         residual = self._vocabulary.embed(batch.tokens)
-        if self._spec.embedding_scale != 1.0:
-            # The factor is rounded to the model's dtype first, as in training.
-            residual *= torch.tensor(self._spec.embedding_scale, dtype=residual.dtype)
+        if self._embedding_scale != 1.0:
+            residual *= self._embedding_scale
         update: Tensor | None = None  # what the previous layer adds to the residual stream
         last = self.num_layers - 1
         for index, layer in enumerate(self._layers):
@@ -77,13 +73,8 @@ class _Layer:
         self._attention_norm = norm("post_attention_layernorm") if spec.sandwich_norms else None
         self._mlp_norm = norm("pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm")
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
-        self._attention: "GroupedAttention | LatentAttention"  # noqa: UP037  (imported below)
-        if spec.latent is None:
-            self._attention = GroupedAttention(spec, index, weights, ops, tables)
-        else:
-            from penstock.executor.models.latent import LatentAttention
-
-            self._attention = LatentAttention(spec, index, weights, ops, tables)
+        kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
+        self._attention = kind(spec, index, weights, ops, tables)
         moe = spec.layers[index].moe
         self.mlp: "Mlp | MoeMlp"  # noqa: UP037  (imported below)
         if moe is None:

@@ -55,22 +55,20 @@ def load_model(
         )
     num_positions = config.max_model_len or spec.max_positions
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
-    reader: CheckpointReader | None = None
     placement = first_placement(config, spec, group.world)
-    # Codes are for few rows what memory allows, and for many more than twice as fast as numbers; who asks for a dtype
-    # gets numbers of it.
+    read = (
+        DummyWeights(config.seed, dtype, has_blocks)
+        if config.load_format == "dummy"
+        else CheckpointReader(checkpoint, config.model)
+    )
+    # Codes are half the bytes for a few rows and twice as fast for many; who asks for a dtype gets numbers of it.
     keeps_codes = config.dtype == "auto" and device.type == "cpu" and codes.is_computed()
-    if config.load_format == "dummy":
-        dummy = DummyWeights(config.seed, dtype, has_blocks)
-        weights = Weights(dummy, dtype, device, group, progress, placement, ops.blocks)
-    else:
-        reader = CheckpointReader(checkpoint, config.model)
-        weights = Weights(reader, dtype, device, group, progress, placement, ops.blocks, keeps_codes)
+    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, keeps_codes)
     model = architecture.build(spec, weights, ops, num_positions, device)
-    if reader is not None:
+    if isinstance(read, CheckpointReader):
         # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
         ahead = range(model.num_layers, model.num_layers + fields.integer("num_nextn_predict_layers", 0, low=0))
-        reader.check_all_read(
+        read.check_all_read(
             ("lm_head.weight",) if spec.tied_head else (), tuple(f"model.layers.{index}." for index in ahead)
         )
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.

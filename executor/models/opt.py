@@ -71,13 +71,8 @@ class Opt:
         self.kv_width = heads_of(spec.num_heads, spec.num_heads, weights.group)[1] * spec.head_dim
         self.experts: list[Experts] = []
         prefix = "model.decoder."
-        self._vocabulary = Vocabulary(
-            weights,
-            f"{prefix}embed_tokens",
-            spec.vocab_size,
-            spec.embedding_size,
-            head=None if spec.tied_head else "lm_head",
-        )
+        name = f"{prefix}embed_tokens"
+        self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.embedding_size, spec.tied_head)
         positions_shape = (spec.max_positions + POSITION_OFFSET, spec.hidden_size)
         self._positions = weights.tensor(f"{prefix}embed_positions.weight", positions_shape)
         self._project_in: Linear | None = None

@@ -11,19 +11,19 @@ from penstock.executor.models.weights import Weights
 
 
 class Vocabulary:
-    """An embedding [size, width] by `name`, and a head: the same table if `head` is None, else the one named."""
+    """An embedding [size, width] by `name`, and a head: the same table if `is_tied`, else `lm_head`."""
 
-    def __init__(self, weights: Weights, name: str, size: int, width: int, head: str | None) -> None:
+    def __init__(self, weights: Weights, name: str, size: int, width: int, is_tied: bool) -> None:
         self._group, self._size = weights.group, size
         table = weights.table(f"{name}.weight", (size, width))
         self._first, end = self._group.share(size)
         self._last = end - self._first - 1
         self._head: Linear
         self._rows: Callable[[Tensor], Tensor]
-        if head is None:
+        if is_tied:
             self._head, self._rows = tied(table)
         else:
-            self._head = weights.linear((head,), (size,), width, split="rows")
+            self._head = weights.linear(("lm_head",), (size,), width, split="rows")
             self._rows = table.rows if isinstance(table, CodedLinear) else partial(table.index_select, 0)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ class Weights:
     ) -> None:
         """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
         codes do unless they are kept."""
-        self._read, self._dtype, self._device, self._progress = read, dtype, device, progress
+        self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank …
@@ -150,7 +150,7 @@ class Weights:
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
 
     def _coded(self, parts: list[Coded], bias: Tensor | None) -> CodedLinear:
-        layer = CodedLinear(parts, self._dtype, bias)
+        layer = CodedLinear(parts, self.dtype, bias)
         size = sum(tensor.numel() for tensor in layer.tensors() if tensor.dtype is torch.uint8)
         with self._lock:
             self.num_bytes += size
@@ -164,7 +164,7 @@ class Weights:
         biases = [
             self.tensor(f"{name}.bias", (size,), "rows" if split == "rows" else None, units)
             if is_given
-            else torch.zeros(part.shape[0], dtype=self._dtype, device=self._device)
+            else torch.zeros(part.shape[0], dtype=self.dtype, device=self._device)
             for (name, size, split, units), part, is_given in zip(named, parts, given, strict=True)
         ]
         if named[0][2] == "columns" and not self.group.is_first:
@@ -209,7 +209,7 @@ class Weights:
         return stored if isinstance(stored, Coded) else tensor
 
     def _numbers(self, part: WeightPart | Coded, copy: bool = False) -> Tensor:
-        numbers = part.numbers(self._device, self._dtype, copy)
+        numbers = part.numbers(self._device, self.dtype, copy)
         if isinstance(part, WeightPart) and part.scales is not None:
             with self._lock:
                 self.num_widened_bytes += numbers.numel() * numbers.element_size()

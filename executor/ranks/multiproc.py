@@ -28,13 +28,13 @@ def open_multiproc(
         raise ExecutorError(f"tensor_parallel_size: {config.tensor_parallel_size} given; at most {MAX_READERS} can be")
     world = config.tensor_parallel_size
     ring = MessageQueue.create(world, slots=RING_SLOTS, slot_bytes=SLOT_BYTES)
-    handle, workers, channels = ring.handle().pack(), [], Channels(msgspec.msgpack.Decoder(FromWorker))
+    workers, channels = [], Channels(msgspec.msgpack.Decoder(FromWorker))
     # The ranks meet at a port that is bound here and handed to the first, so that no other process takes it in between.
     with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
         host, port = listener.getsockname()
         for rank in range(world):
             fds = [listener.fileno()] if rank == 0 else []
-            start = Start(config, rank, world, world, rank, Rendezvous(host, port, host, *fds), handle)
+            start = Start(config, rank, world, world, rank, Rendezvous(host, port, host, *fds), ring.handle())
             worker = start_child("penstock.executor.ranks.worker", f"rank {rank}", start, fds)
             workers.append(worker)
             channels.add(rank, worker.channel)

@@ -104,7 +104,7 @@ class RayRanks:
                 sum(other.node == place.node for other in places),
                 0,  # Ray shows each actor its own GPU alone
                 Rendezvous(host, port, place.address, fd if rank == 0 else None),
-                self._ring.handle().pack() if self._ring is not None and is_local else None,
+                self._ring.handle() if self._ring is not None and is_local else None,
             )
             done = actor.run.remote(msgspec.msgpack.encode(start), msgspec.msgpack.encode(self._hub.ticket(rank)))
             self.workers.append(ActorProcess(rank, place, actor, done, self._hub))

@@ -7,6 +7,7 @@ msgspec encodes it, so nothing here can carry code, and a closed socket is how o
 import msgspec
 
 from penstock.executor.protocol import ExecutorConfig, ModelInfo, StepResult
+from penstock.executor.ring.memory_segment import RingHandle
 
 # The first of the buffers that make up a message to a worker; the rest is that kind's own. A step is msgpack: as a pickle
 # it takes eight times as long to encode, and the ring's pickle around these buffers costs 1 µs (docs/ring.md).
@@ -31,7 +32,7 @@ class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
     neighbours: int  # ranks on this machine, this one included: they share its cores
     device_index: int
     rendezvous: Rendezvous
-    ring: bytes | None  # the handle of the ring, for a rank on the executor's machine
+    ring: RingHandle | None  # for a rank on the executor's machine
 
 
 class RankProgress(msgspec.Struct, frozen=True, tag="progress", array_like=True):

@@ -43,7 +43,7 @@ def work(start: Start, reporter: Reporter, receive: Callable[[], AbstractContext
             assert receive is not None
             compute(start, receive, reporter)
         else:
-            with MessageQueue.attach(MessageQueue.unpack_handle(start.ring), start.rank) as ring:
+            with MessageQueue.attach(start.ring, start.rank) as ring:
                 compute(start, ring.borrow, reporter)
         return 0
     except Exception as error:  # the top of the process: say why, then end

@@ -36,7 +36,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23  # madvise of Linux 5.14; Python has no
 
 
 class RingHandle(msgspec.Struct, frozen=True):
-    """What a reader needs, for processes of the same user on the same machine: picklable, and packs into bytes."""
+    """What a reader needs, for processes of the same user on the same machine."""
 
     pid: int
     fd: int
@@ -44,9 +44,6 @@ class RingHandle(msgspec.Struct, frozen=True):
     num_readers: int
     slots: int
     slot_bytes: int
-
-    def pack(self) -> bytes:
-        return msgspec.msgpack.encode(self)
 
 
 class Owner(NamedTuple):

@@ -34,7 +34,6 @@ import time
 from collections.abc import Iterator
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 
 from penstock._csrc import ffi, lib
@@ -119,10 +118,6 @@ class MessageQueue:
 
     def handle(self) -> RingHandle:
         return self._segment.handle
-
-    @staticmethod
-    def unpack_handle(packed: bytes) -> RingHandle:
-        return msgspec.msgpack.decode(packed, type=RingHandle)
 
     def send(self, obj: Any, timeout_s: float | None = None) -> None:
         """Waits for a slot if all are still being read. Everything is copied when it returns."""

@@ -95,24 +95,24 @@ class Sampler:
         self,
         logits: Tensor,
         slots: list[int],
-        positions: list[int],
+        positions: np.ndarray,
         masks: RowMasks | None = None,
         on_device: Tensor | None = None,
     ) -> SampledTokens:
-        """logits [S, V], unchanged afterwards but for what `masks` takes away; positions[i] is where in its request
-        the token of row i will be. `on_device`: the positions once more, [S] int64, if the device has them already."""
+        """logits [S, V], unchanged afterwards but for what `masks` takes away; positions[i], int64, is where in its
+        request the token of row i will be. `on_device`: the positions once more, if the device has them already."""
         key = tuple(slots)
         if self._plan is None or self._plan.slots != key:
             # The same requests decode step after step; what follows from their options alone is kept.
             self._plan = self._make_plan(key)
         plan = self._plan
-        raw, where = logits, np.asarray(positions)
+        raw = logits
         if masks is not None:
             raw = logits.clone() if plan.logprobs else logits
             masks.apply(logits, self.ops)
         if plan.draw is not None:
             if on_device is None:
-                on_device = send(where.astype(np.int64), self._device)
+                on_device = send(positions, self._device)
             tokens, largest = self._choose(logits, plan.draw, on_device)
         elif plan.has_plain:
             largest, tokens = logits.max(-1)
@@ -121,13 +121,13 @@ class Sampler:
         largest = largest.float()
         edited = largest.clone()
         for part in plan.parts:
-            chosen = self._sample_part(part, logits, largest, edited, where[part.rows], on_device)
+            chosen = self._sample_part(part, logits, largest, edited, positions[part.rows], on_device)
             tokens.index_copy_(0, part.index, chosen)
         bounds = torch.stack([largest, edited])
         tokens = torch.where(torch.isfinite(bounds).all(0), tokens, 0)
         for part in plan.parts:
             if part.edits is not None:
-                part.edits.count(tokens[part.index], where[part.rows], self._seen)
+                part.edits.count(tokens[part.index], positions[part.rows], self._seen)
         logprobs = [(rows, token_logprobs(raw[index], tokens[index], num)) for num, rows, index in plan.logprobs]
         return SampledTokens(tokens, bounds, logprobs)
 

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import InputOps, RowTensors
-from penstock.executor.kernels.state import MAX_RUN, DeviceState
+from penstock.executor.kernels.state import HEADER, MAX_RUN, DeviceState
 from penstock.executor.protocol import Row, Sampling
 from penstock.executor.step.layout import Layout
 
-HEADER = 4  # numbers before the rows' own; the first says how many rows there are
 PAYLOAD = 4 * MAX_RUN  # numbers of runs in one copy; more of them take several
 NUM_BLOCKS = 2  # of pinned memory: one is filled while the device may still read the other
 
@@ -153,7 +152,6 @@ class DeviceInputs:
             num_single_rows=bucket,
             query_lens=(),
             query_contexts=(),
-            max_context_len=max_context,
             max_single_context=max_context,
         )
         return batch, made
@@ -233,6 +231,5 @@ def _make_batch(layout: Layout, tensors: BatchTensors, wanted: Tensor | None) ->
         num_single_rows=singles,
         query_lens=tuple(layout.counts[singles:].tolist()),
         query_contexts=tuple(contexts[singles:]),
-        max_context_len=max(contexts),
         max_single_context=max(contexts[:singles], default=0),
     )

@@ -44,7 +44,8 @@ class Rebalancer:
         self, config: EplbConfig, plan: Plan, layers: list[Experts], group: RankGroup, links: RankGroup
     ) -> None:
         """`links` has the same ranks as `group`, over connections of its own: transfers run beside steps."""
-        self._config, self._plan, self._layers = config, plan, layers
+        self._config, self._layers = config, layers
+        self._plan = plan  # what holds now: while layers move, the old one for some and the new one for others
         self._group, self._links = group, links
         self._counts = torch.zeros(len(layers), layers[0].num_experts, dtype=torch.int64, device=group.device)
         for experts, counts in zip(layers, self._counts, strict=True):
@@ -90,11 +91,6 @@ class Rebalancer:
             return None
         self._reported = self._update
         return self._update
-
-    @property
-    def plan(self) -> Plan:
-        """What holds now: while layers move, the old plan for some and the new one for others."""
-        return self._plan
 
     def _look(self) -> None:
         """One small copy brings all layers' counts; the first rank goes away to think."""

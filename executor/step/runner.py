@@ -42,6 +42,7 @@ class Launched:
     step: Step
     started_s: float
     result: StepResult  # as far as it is known
+    is_masked: bool  # some of its rows sample what `set_masks` allows
     sampled: SampledTokens | None = None
     sampled_rows: list[int] = field(default_factory=list)
     unsampled: tuple[Layout, Ends, torch.Tensor] | None = None  # its logits [S, vocabulary] wait for masks
@@ -80,7 +81,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {}, {})
-        launched = Launched(step, time.monotonic(), result)
+        launched = Launched(step, time.monotonic(), result, any(row.masked for row in step.rows))
         if self._transfers is not None:
             self._transfers.begin(step.transfers, written_blocks(step.rows, self._inputs.block_size))
         for admission in step.admissions:
@@ -162,7 +163,7 @@ class ModelRunner:
         """A step of single tokens: all of it by graphs, or up to the hidden states if a row wants more than a draw."""
         num_rows = len(layout.slots)
         hidden, made = graphs.forward(layout)
-        if any(row.masked for row in launched.step.rows) or not self._is_plain[layout.slots].all():
+        if launched.is_masked or not self._is_plain[layout.slots].all():
             ends = Ends(made.targets[:num_rows], tuple(tensor[:num_rows] for tensor in made.draw()))
             self._sample(layout, ends, hidden, launched)
             return
@@ -218,7 +219,7 @@ class ModelRunner:
     def _sample(self, layout: Layout, ends: Ends, hidden: torch.Tensor, launched: Launched) -> None:
         """hidden [S, hidden] of the rows that sample."""
         logits = self._model.logits(hidden)
-        if logits is not None and any(row.masked for row in launched.step.rows):
+        if logits is not None and launched.is_masked:
             launched.unsampled = layout, ends, logits
         else:
             self._choose(layout, ends, logits, launched)
@@ -242,7 +243,7 @@ class ModelRunner:
                 launched.sampled = SampledTokens(drawn, largest.expand(2, -1), [])
             else:
                 on_device = None if ends.options is None else ends.options[-1]
-                launched.sampled = self._sampler.start(logits, slots.tolist(), positions.tolist(), masks, on_device)
+                launched.sampled = self._sampler.start(logits, slots.tolist(), positions, masks, on_device)
             launched.sampled.post(self._outbox)
             launched.sampled_rows = layout.order[layout.samples].tolist()
             tokens = launched.sampled.tokens

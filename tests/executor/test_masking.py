@@ -50,7 +50,7 @@ def sample(
     sampler = Sampler(logits.shape[1], 8, torch.device("cpu"))
     for slot, sampling in enumerate(samplings):
         sampler.admit(slot, sampling, np.array([1, 2, 3], np.int32), 3)
-    sampled = sampler.start(logits, list(range(len(samplings))), [3] * len(samplings), masks)
+    sampled = sampler.start(logits, list(range(len(samplings))), np.full(len(samplings), 3), masks)
     sampled.post(Outbox(torch.device("cpu")))
     return sampled.wait()
 

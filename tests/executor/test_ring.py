@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -252,14 +253,14 @@ def test_a_spawned_child_gets_its_handle_pickled() -> None:
         child.join()
 
 
-def test_a_process_that_is_no_child_gets_it_packed() -> None:
+def test_a_process_that_is_no_child_gets_it_pickled() -> None:
     script = (
-        "import sys; from penstock.executor.ring.queue import MessageQueue as Q\n"
-        "print(Q.attach(Q.unpack_handle(bytes.fromhex(sys.argv[1])), 0).recv(20))"
+        "import pickle, sys; from penstock.executor.ring.queue import MessageQueue\n"
+        "print(MessageQueue.attach(pickle.loads(bytes.fromhex(sys.argv[1])), 0).recv(20))"
     )
     with MessageQueue.create(1, slots=3, slot_bytes=SLOT) as writer:
         writer.send("hello")
-        command = [sys.executable, "-c", script, writer.handle().pack().hex()]
+        command = [sys.executable, "-c", script, pickle.dumps(writer.handle()).hex()]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout == "hello\n"
@@ -357,7 +358,7 @@ def test_a_flipped_bit_anywhere_is_rejected_and_the_next_message_arrives(size: i
 
 def _write_for_ever(write_end: int) -> None:
     writer = MessageQueue.create(1, slots=3, slot_bytes=SLOT, out_of_band_bytes=OUT_OF_BAND)
-    os.write(write_end, writer.handle().pack())
+    os.write(write_end, pickle.dumps(writer.handle()))
     content = np.empty(20_000, np.uint8)
     for number in range(1 << 40):
         size = (number * 977) % 20_000
@@ -369,7 +370,7 @@ def read_until_the_writer_is_killed(delay_s: float) -> int:
     """Checks every message that arrives; returns how many did."""
     read_end, write_end = os.pipe()
     child = fork(_write_for_ever, write_end)
-    with MessageQueue.attach(MessageQueue.unpack_handle(os.read(read_end, 1000)), 0) as reader:
+    with MessageQueue.attach(pickle.loads(os.read(read_end, 1000)), 0) as reader:
         killer = threading.Timer(delay_s, os.kill, (child, signal.SIGKILL))
         killer.start()
         number = 0
@@ -455,14 +456,14 @@ def test_a_killed_reader_is_named_with_what_it_did() -> None:
 def _write_and_stall(write_end: int) -> None:
     writer = MessageQueue.create(1, slots=3, slot_bytes=SLOT)
     writer.send("last words")
-    os.write(write_end, writer.handle().pack())
+    os.write(write_end, pickle.dumps(writer.handle()))
     signal.pause()
 
 
 def test_a_killed_writer_is_noticed_after_its_last_message() -> None:
     read_end, write_end = os.pipe()
     child = fork(_write_and_stall, write_end)
-    with MessageQueue.attach(MessageQueue.unpack_handle(os.read(read_end, 1000)), 0) as reader:
+    with MessageQueue.attach(pickle.loads(os.read(read_end, 1000)), 0) as reader:
         os.kill(child, signal.SIGKILL)
         assert reader.recv(PATIENCE_S) == "last words"
         with pytest.raises(PeerDied, match=rf"the writer \(process {child}\) has died after message 1"):

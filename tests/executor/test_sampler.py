@@ -34,7 +34,7 @@ def sample(
     sampler: Sampler, logits: torch.Tensor, slots: list[int], positions: list[int]
 ) -> tuple[torch.Tensor, dict[int, TokenLogprobs], dict[int, str]]:
     """Start, and wait: tokens [S], log-probabilities and failures by row."""
-    sampled = sampler.start(logits, slots, positions)
+    sampled = sampler.start(logits, slots, np.array(positions))
     sampled.post(Outbox(logits.device))
     return sampled.tokens, *sampled.wait()[1:]
 
@@ -473,7 +473,7 @@ def test_plain_greedy_rows_make_no_copy_of_the_logits() -> None:
         sampler.admit(slot, Sampling(temperature=0.0, stop_ids=(2,), top_p=0.5, top_k=3), np.array([1], np.int32), 1)
     logits = torch.randn(SLOTS, VOCAB)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        sampled = sampler.start(logits, list(range(SLOTS)), [1] * SLOTS)
+        sampled = sampler.start(logits, list(range(SLOTS)), np.ones(SLOTS, dtype=np.int64))
     assert torch.equal(sampled.tokens, logits.argmax(-1))
     largest = max((event.self_cpu_memory_usage for event in profile.key_averages()), default=0)
     assert largest < VOCAB * 4

@@ -86,7 +86,7 @@ def test_whatever_requests_ask_for_goes_over_from_pinned_memory(copies: Copies) 
         slots = list(range(len(EVERYTHING) - (step == 2)))
         logits = torch.empty(len(slots), VOCAB, device=GPU)
         masks = RowMasks([0, 2], np.zeros((2, VOCAB // 32), np.int32)) if step else None
-        sampler.start(logits, slots, [8 + step] * len(slots), masks)
+        sampler.start(logits, slots, np.full(len(slots), 8 + step), masks)
         counts.append(len(copies.made))
     assert all(is_pinned and goes_on for is_pinned, goes_on in copies.made)
     assert 0 < counts[1] - counts[0] < counts[0]  # the same requests again: only positions and masks

@@ -38,7 +38,6 @@ def batch(singles: int, prompts: int, context: int = 4096) -> ForwardBatch:
         num_single_rows=singles,
         query_lens=(64,) * prompts,
         query_contexts=(context,) * prompts,
-        max_context_len=context,
         max_single_context=context if singles else 0,
     )
 

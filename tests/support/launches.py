@@ -24,6 +24,7 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
 from penstock.executor.kernels.cuda import launch  # noqa: E402
+from tests.support.variants import variants  # noqa: E402
 
 GIVEN = {"WIDTH": 3, "BLOCK": 64, "num_warps": 2, "launch_pdl": True}
 X, Y = torch.zeros(64), torch.zeros(64)
@@ -108,7 +109,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     for what in (both_ways, devices, refusals, watched):
         found[what.__name__] = what(kernel)
-    found["variants"] = [(variant.kernel, variant.device) for variant in launch.variants()]
+    found["variants"] = [(variant.kernel, variant.device) for variant in variants()]
     print(json.dumps(found | {"unknown": unknown()}))
 
 

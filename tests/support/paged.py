@@ -53,7 +53,6 @@ class Cache:
             num_single_rows=singles,
             query_lens=tuple(lens[singles:]),
             query_contexts=tuple(contexts[singles:]),
-            max_context_len=max(contexts, default=0),
             max_single_context=max(contexts[:singles], default=0),
         )
 

@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.tiles import power_of_2
 
 # The noise of tokens 4096 b + 1024 j + i is output j of the generator's call number 1024 b + i.
 LANES = tl.constexpr(1024)
-PART = 4 * LANES.value
+PART = tl.constexpr(4 * LANES.value)
 LISTED = tl.constexpr(256)  # at most so many logits of a part, and more than half as many unless they tie
 TILE = tl.constexpr(2048)  # that the second kernel reads at once
 OPTION_DTYPES = (torch.float32, torch.float32, torch.int32, torch.float32, torch.int64, torch.int64)
@@ -47,7 +48,7 @@ def choose(
     tokens, largest = empty(torch.int64, rows), empty(torch.float32, rows)
     if not rows:
         return tokens, largest
-    parts = triton.cdiv(vocab_size, PART)
+    parts = triton.cdiv(vocab_size, PART.value)
     of_parts = (
         *(empty(torch.float32, rows, parts) for _ in range(3)),
         empty(torch.int32, rows, parts),
@@ -55,8 +56,8 @@ def choose(
         empty(torch.int32, rows, parts, LISTED.value),
     )
     sizes = RowSizes(logits.stride(0), vocab_size, parts)
-    _scan[rows, parts](logits, *options, *of_parts, SIZES=sizes, PART=PART, num_warps=8)
-    block = max(16, triton.next_power_of_2(parts))
+    _scan[rows, parts](logits, *options, *of_parts, SIZES=sizes, num_warps=8)
+    block = max(16, power_of_2(parts))
     # Without a limit of registers the assembler spills to have a few less than it needs.
     _choose[(rows,)](logits, *options, *of_parts, tokens, largest, SIZES=sizes, BLOCK=block, num_warps=8, maxnreg=96)
     return tokens, largest
@@ -78,7 +79,6 @@ def _scan(
     listed_ptr,
     listed_tokens_ptr,
     SIZES: tl.constexpr,
-    PART: tl.constexpr,
 ):
     """Of a part: its largest logit, and a token. That is the largest one's, or the one drawn; then the value says by how
     much score and noise together exceed the largest score. With filters the value is the sum of the weights, beside the

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.paged_attention import LOG2_E, weigh
-from penstock.executor.kernels.cuda.pages import layout_of, load_inside, page_rows
-from penstock.executor.kernels.cuda.tiles import expanded_tile, power_of_2
-from penstock.executor.kernels.cuda.work import LOWEST, find_row, order_tiles
+from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
+from penstock.executor.kernels.cuda.softmax import LOG2_E, unseen, weigh
+from penstock.executor.kernels.cuda.tiles import expanded_tile
+from penstock.executor.kernels.cuda.work import find_row, order_tiles, take_tile
 
 PIECE_ELEMENTS = 1 << 27  # keys and values that lie expanded at a time: 256 MiB in bfloat16
 GATHERED_ROWS = 16  # positions that one program of the gathering kernel copies
@@ -82,7 +82,6 @@ def _gather(q, latents, tables, first: int, starts, positions: int, rope_dim: in
         *numbers,
         ROPE=rope_dim,
         RANK=rank,
-        BLOCK_RANK=power_of_2(rank),
         PAGES=layout_of(latents),
         ROWS=GATHERED_ROWS,
         num_warps=4,
@@ -107,9 +106,6 @@ def _attend(q, latents, made, key_starts, batch, first_row, piece, scale, out) -
         ROPE=rope_dim,
         NOPE=nope_dim,
         VALUE=value_dim,
-        BLOCK_ROPE=max(16, power_of_2(rope_dim)),
-        BLOCK_NOPE=max(16, power_of_2(nope_dim)),
-        BLOCK_VALUE=max(16, power_of_2(value_dim)),
         PAGES=layout_of(latents),
         **tile.constants(),
     )
@@ -126,7 +122,6 @@ def _gather_latents(
     num_rows,
     ROPE: tl.constexpr,
     RANK: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -136,7 +131,7 @@ def _gather_latents(
     inside = position < tl.load(starts_ptr + row + 1) - start
     table_ptr = tables_ptr + (first_row + row).to(tl.int64) * table_stride
     cells = page_rows(table_ptr, position, inside, PAGES)
-    rank = tl.arange(0, BLOCK_RANK)
+    rank = tl.arange(0, block_of(RANK))
     mask = inside[:, None] & (rank < RANK)[None, :]
     latent = tl.load(latents_ptr + ROPE + cells[:, None] + rank[None, :], mask=mask, other=0.0)
     goal = (start + position).to(tl.int64) * RANK
@@ -163,67 +158,52 @@ def _expanded(
     ROPE: tl.constexpr,
     NOPE: tl.constexpr,
     VALUE: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-    BLOCK_NOPE: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One program per tile of ROWS tokens of one row, and head. q and out begin with row first_row's tokens."""
     head, heads = tl.program_id(0), tl.num_programs(0)
-    order_ptr += 2 * tl.program_id(1)
-    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
-    begin = tl.load(starts_ptr + row)
-    count = tl.load(starts_ptr + row + 1) - begin
+    row, tile, begin, count = take_tile(order_ptr, tl.program_id(1), starts_ptr)
     token = tile * ROWS + tl.arange(0, ROWS)
     is_token = token < count
-    position = tl.load(contexts_ptr + row) - count + token
+    before = tl.load(contexts_ptr + row) - count
+    position = before + token
     begin -= tl.load(starts_ptr + first_row)
     place = (begin + token).to(tl.int64) * HEADS + first_head + head
-    rope = tl.arange(0, BLOCK_ROPE)
-    nope = tl.arange(0, BLOCK_NOPE)
-    value = tl.arange(0, BLOCK_VALUE)
+    rope = tl.arange(0, block_of(ROPE))
+    nope = tl.arange(0, block_of(NOPE))
+    value = tl.arange(0, block_of(VALUE))
     q_ptr += place[:, None] * (ROPE + NOPE)
     q_rope = tl.load(q_ptr + rope[None, :], mask=is_token[:, None] & (rope < ROPE)[None, :], other=0.0)
     q_nope = tl.load(q_ptr + ROPE + nope[None, :], mask=is_token[:, None] & (nope < NOPE)[None, :], other=0.0)
-    best = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_VALUE], tl.float32)
+    best, total, acc = unseen(ROWS, block_of(VALUE))
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
     key_start = tl.load(key_starts_ptr + row - first_row - piece_row)
     key_stride = heads.to(tl.int64) * (NOPE + VALUE)
     made_ptr += key_start * key_stride + head * (NOPE + VALUE)
-    first = tl.load(contexts_ptr + row) - count + tile * ROWS  # the tile's first token's position, then its last one's
+    first = before + tile * ROWS  # the tile's first token's position, then its last one's
     last = first + tl.minimum(count - tile * ROWS, ROWS) - 1
-    are_whole: tl.constexpr = BLOCK_ROPE == ROPE and BLOCK_NOPE == NOPE and BLOCK_VALUE == VALUE
+    are_whole: tl.constexpr = block_of(ROPE) == ROPE and block_of(NOPE) == NOPE and block_of(VALUE) == VALUE
     whole = (first + 1) // COLUMNS * COLUMNS  # every token of the tile sees all positions before this: no mask
-    for start in range(0, whole, COLUMNS):
-        seen = start + tl.arange(0, COLUMNS)
-        cells = page_rows(table_ptr, seen, seen >= 0, PAGES)
-        made = seen * key_stride
-        rotated = load_inside(latents_ptr + cells[None, :] + rope[:, None], (rope < ROPE)[:, None], are_whole)
-        k = load_inside(made_ptr + made[None, :] + nope[:, None], (nope < NOPE)[:, None], are_whole)
-        v = load_inside(made_ptr + NOPE + made[:, None] + value[None, :], (value < VALUE)[None, :], are_whole)
-        scores = tl.dot(q_nope, k, input_precision="ieee")
-        # By way of float32: from eight bits to bfloat16 at once is what Triton cannot compile for 8.9.
-        scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
-        best, total, acc = weigh(scores, v, best, total, acc)
-    for start in range(whole, last + 1, COLUMNS):
-        seen = start + tl.arange(0, COLUMNS)
-        inside = seen <= last
-        cells = page_rows(table_ptr, seen, inside, PAGES)
-        made = seen * key_stride
-        mask = inside[None, :] & (rope < ROPE)[:, None]
-        rotated = tl.load(latents_ptr + cells[None, :] + rope[:, None], mask=mask, other=0.0)
-        mask = inside[None, :] & (nope < NOPE)[:, None]
-        k = tl.load(made_ptr + made[None, :] + nope[:, None], mask=mask, other=0.0)
-        mask = inside[:, None] & (value < VALUE)[None, :]
-        v = tl.load(made_ptr + NOPE + made[:, None] + value[None, :], mask=mask, other=0.0)
-        scores = tl.dot(q_nope, k, input_precision="ieee")
-        scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
-        scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
-        best, total, acc = weigh(scores, v, best, total, acc)
+    for is_edge in tl.static_range(2):
+        for start in range(whole if is_edge else 0, last + 1 if is_edge else whole, COLUMNS):
+            seen = start + tl.arange(0, COLUMNS)
+            inside = seen <= last if is_edge else seen >= 0
+            cells = page_rows(table_ptr, seen, inside, PAGES)
+            made = seen * key_stride
+            mask = inside[None, :] & (rope < ROPE)[:, None]
+            rotated = load_inside(latents_ptr + cells[None, :] + rope[:, None], mask, are_whole and not is_edge)
+            mask = inside[None, :] & (nope < NOPE)[:, None]
+            k = load_inside(made_ptr + made[None, :] + nope[:, None], mask, are_whole and not is_edge)
+            mask = inside[:, None] & (value < VALUE)[None, :]
+            v = load_inside(made_ptr + NOPE + made[:, None] + value[None, :], mask, are_whole and not is_edge)
+            scores = tl.dot(q_nope, k, input_precision="ieee")
+            # By way of float32: from eight bits to bfloat16 at once is what Triton cannot compile for 8.9.
+            scores = tl.dot(q_rope, rotated.to(tl.float32).to(q_rope.dtype), scores, input_precision="ieee") * scale
+            if is_edge:
+                scores = tl.where(seen[None, :] <= position[:, None], scores, -float("inf"))
+            best, total, acc = weigh(scores, v, best, total, acc)
     out = acc / tl.maximum(total, 1.0)[:, None]
     mask = is_token[:, None] & (value < VALUE)[None, :]
     tl.store(out_ptr + place[:, None] * VALUE + value[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

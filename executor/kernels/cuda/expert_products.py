@@ -21,7 +21,7 @@ from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
 from penstock.executor.kernels.eight_bits import BLOCK, are_quantized, make_quantized
 
 GROUP = tl.constexpr(BLOCK)
-SUM_BLOCK = 512
+SUM_BLOCK = tl.constexpr(512)  # columns of a program that adds
 
 
 def fused_experts(
@@ -94,7 +94,7 @@ def _sum(parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: in
     assert added is None or (added.is_contiguous() and added.shape == (tokens, width))
     out = torch.empty((tokens, width), dtype=parts.dtype, device=parts.device)
     pointers = parts, slots, shares, parts if added is None else added, out
-    _add_shares[(tokens, triton.cdiv(width, SUM_BLOCK))](
+    _add_shares[(tokens, triton.cdiv(width, SUM_BLOCK.value))](
         *pointers,
         slots.numel(),
         first,
@@ -102,7 +102,6 @@ def _sum(parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: in
         TOP_K=top_k,
         NUM_SLOTS=num_slots,
         ADDS=added is not None,
-        BLOCK=SUM_BLOCK,
         num_warps=4,
     )
     return out
@@ -209,15 +208,14 @@ def _add_shares(
     TOP_K: tl.constexpr,
     NUM_SLOTS: tl.constexpr,
     ADDS: tl.constexpr,
-    BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """What a token's entries on this rank add up to, in the order of its choice."""
     take_turn(DEPENDENT)
     token = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * SUM_BLOCK + tl.arange(0, SUM_BLOCK)
     inside = column < WIDTH
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([SUM_BLOCK], tl.float32)
     for choice in tl.static_range(TOP_K):
         entry = token * TOP_K + choice
         _, ours = load_slots(slots_ptr, entry, entries, first, NUM_SLOTS)

@@ -21,8 +21,8 @@ from penstock.executor.kernels.eight_bits import BLOCK, FP8_MAX, TINY, make_quan
 
 MAX_OWN_TOKENS = 256
 LIMIT, LEAST, GROUP = tl.constexpr(FP8_MAX), tl.constexpr(TINY), tl.constexpr(BLOCK)
-GROUPS_AT_ONCE = 8  # of 128 numbers: sixteen bytes for each thread of four warps
-JOIN_BLOCK = 1024
+GROUPS = tl.constexpr(8)  # of 128 numbers that a program quantizes: sixteen bytes for each thread of four warps
+JOIN_BLOCK = tl.constexpr(1024)
 
 
 def quantize(x: Tensor) -> Quantized:
@@ -36,7 +36,7 @@ def silu_mul_quantize(gate_up: Tensor) -> Quantized:
 def _quantize(x: Tensor, width: int, is_gated: bool) -> Quantized:
     assert x.stride(1) == 1
     values, scales = make_quantized(len(x), width, x.device)
-    grid = (len(x), triton.cdiv(width // BLOCK, GROUPS_AT_ONCE))
+    grid = (len(x), triton.cdiv(width // BLOCK, GROUPS.value))
     _quantize_rows[grid](
         x,
         values,
@@ -44,7 +44,6 @@ def _quantize(x: Tensor, width: int, is_gated: bool) -> Quantized:
         scales.stride(1),
         STRIDE=x.stride(0),
         WIDTH=width,
-        GROUPS=GROUPS_AT_ONCE,
         GATED=is_gated,
         num_warps=4,
     )
@@ -95,8 +94,8 @@ def block_linear(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: tor
         **tile.constants(),
     )
     if splits > 1:
-        blocks = (triton.cdiv(rows * width, JOIN_BLOCK),)
-        _join[blocks](parts, out, rows * width, SPLITS=splits, BLOCK=JOIN_BLOCK, num_warps=4)
+        blocks = (triton.cdiv(rows * width, JOIN_BLOCK.value),)
+        _join[blocks](parts, out, rows * width, SPLITS=splits, num_warps=4)
     return out
 
 
@@ -137,7 +136,6 @@ def _quantize_rows(
     scales_stride,
     STRIDE: tl.constexpr,
     WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
     GATED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -232,12 +230,12 @@ def _block_linear(
 
 
 @kernel
-def _join(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+def _join(parts_ptr, out_ptr, size, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
     """The parts of a product, added in the order of its depth."""
     take_turn(DEPENDENT)
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.program_id(0).to(tl.int64) * JOIN_BLOCK + tl.arange(0, JOIN_BLOCK)
     inside = index < size
-    total = tl.zeros([BLOCK], tl.float32)
+    total = tl.zeros([JOIN_BLOCK], tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(parts_ptr + index + split * size.to(tl.int64), mask=inside, other=0.0)
     tl.store(out_ptr + index, total.to(out_ptr.dtype.element_ty), mask=inside)

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.executor.kernels import Activation
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.rows import activate, gate
 from penstock.executor.kernels.cuda.tiles import few_rows_tile
 
@@ -38,7 +39,6 @@ def gated_linear(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
             WIDTH=width,
             ACTIVATION=activation,
             DEPTH=DEPTH,
-            EVEN=depth % DEPTH == 0 and width % tile.columns == 0,
             **tile.constants(),
         )
     return out
@@ -56,7 +56,6 @@ def _gated_linear(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
-    EVEN: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """All rows, and some columns of both products. These are rounded before the activation, as in the twin."""
@@ -68,16 +67,16 @@ def _gated_linear(
     weight_ptrs = weight_ptr + column.to(tl.int64) * K + k[:, None]
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
+    whole: tl.constexpr = K % DEPTH == 0 and WIDTH % COLUMNS == 0
     for start in range(0, K, DEPTH):
-        if EVEN:
-            x = tl.load(x_ptrs + start, mask=row < rows, other=0.0)
-            gate_weight = tl.load(weight_ptrs + start)
-            up_weight = tl.load(weight_ptrs + start + WIDTH * K)
-        else:
-            is_weight = (start + k < K)[:, None] & (column < WIDTH)
-            x = tl.load(x_ptrs + start, mask=(row < rows) & (start + k < K)[None, :], other=0.0)
-            gate_weight = tl.load(weight_ptrs + start, mask=is_weight, other=0.0)
-            up_weight = tl.load(weight_ptrs + start + WIDTH * K, mask=is_weight, other=0.0)
+        is_deep = start + k < K
+        is_weight = is_deep[:, None] & (column < WIDTH)
+        is_x = row < rows
+        if not whole:
+            is_x &= is_deep[None, :]
+        x = tl.load(x_ptrs + start, mask=is_x, other=0.0)
+        gate_weight = load_inside(weight_ptrs + start, is_weight, whole)
+        up_weight = load_inside(weight_ptrs + start + WIDTH * K, is_weight, whole)
         gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
         up = tl.dot(x, up_weight, up, input_precision="ieee")
     dtype = out_ptr.dtype.element_ty

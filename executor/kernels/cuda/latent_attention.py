@@ -14,26 +14,16 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.paged_attention import LOG2_E, weigh
-from penstock.executor.kernels.cuda.pages import layout_of, page_rows
-from penstock.executor.kernels.cuda.tiles import latent_tile, power_of_2
-from penstock.executor.kernels.cuda.work import (
-    LOWEST,
-    join_if_last,
-    order_tiles,
-    part_place,
-    share_singles,
-    span,
-    take_share,
-)
+from penstock.executor.kernels.cuda.pages import block_of, layout_of, page_rows
+from penstock.executor.kernels.cuda.softmax import LOG2_E, unseen, weigh
+from penstock.executor.kernels.cuda.tiles import latent_tile
+from penstock.executor.kernels.cuda.work import order_tiles, share_singles, span, store_item, take_share, take_tile
 
 
 class LatentSizes(NamedTuple):
     heads: int
     rope: int
     rank: int
-    block_rope: int
-    block_rank: int
 
 
 def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: float, rope_dim: int) -> Tensor:
@@ -44,7 +34,7 @@ def latent_attention(q: Tensor, latents: Tensor, batch: ForwardBatch, scale: flo
     assert latents.shape[2] == width
     read = q, latents, batch.block_tables
     numbers = batch.block_tables.stride(0), scale * LOG2_E
-    sizes = LatentSizes(num_heads, rope_dim, rank, max(16, power_of_2(rope_dim)), max(16, power_of_2(rank)))
+    sizes = LatentSizes(num_heads, rope_dim, rank)
     constants = {"SIZES": sizes, "PAGES": layout_of(latents)}
     if batch.num_single_rows:
         tile = latent_tile(num_heads, True, q.element_size(), latents.element_size())
@@ -88,7 +78,7 @@ def _latent_singles(
     row, tile, block, left, context = take_share(plan_ptr)
     taken = 0
     member = tl.arange(0, ROWS)
-    rank = tl.arange(0, SIZES.block_rank)
+    rank = tl.arange(0, block_of(SIZES.rank))
     while left > 0:
         _, blocks = span(context, 0, COLUMNS, False)
         count = tl.minimum(left, blocks - block)
@@ -97,31 +87,13 @@ def _latent_singles(
         is_head = member < num_heads
         low = block * COLUMNS
         high = tl.minimum(context, low + count * COLUMNS)
-        best, total, acc = _attend(
-            q_ptr + begin * (SIZES.rope + SIZES.rank),
-            latents_ptr,
-            tables_ptr + row.to(tl.int64) * table_stride,
-            member,
-            is_head,
-            low,
-            high,
-            tl.full([ROWS], 0, tl.int32) + high,
-            scale,
-            SIZES,
-            PAGES,
-            ROWS,
-            COLUMNS,
-        )
-        out = acc / tl.maximum(total, 1.0)[:, None]
-        mask = is_head[:, None] & (rank < SIZES.rank)[None, :]
+        queries = q_ptr + begin * (SIZES.rope + SIZES.rank), member, is_head, tl.full([ROWS], 0, tl.int32) + high
+        pages = latents_ptr, tables_ptr + row.to(tl.int64) * table_stride
+        weighed = _attend(queries, pages, low, high, scale, SIZES, PAGES, ROWS, COLUMNS)
         inner = member[:, None] * SIZES.rank + rank[None, :]
-        if count == blocks:
-            tl.store(out_ptr + begin * SIZES.rank + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            place = part_place(block)
-            tl.store(parts_ptr + place * (ROWS * SIZES.rank) + inner, out, mask=mask)
-            tl.store(sums_ptr + place * ROWS + member, best + tl.log2(total), mask=is_head)
-            join_if_last(shares, out_ptr + begin * SIZES.rank, taken, block, blocks, num_heads, ROWS, SIZES.rank)
+        places = inner, is_head[:, None] & (rank < SIZES.rank)[None, :], member, is_head
+        item = begin, taken, block, count, blocks
+        store_item(shares, out_ptr, weighed, places, item, num_heads, ROWS, SIZES.rank)
         left -= count
         taken += count
         block = 0
@@ -151,31 +123,18 @@ def _latent(
 ):
     """One program per tile of ROWS (token, head) pairs of one row."""
     take_turn(DEPENDENT)
-    order_ptr += 2 * tl.program_id(0)
-    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
-    begin = tl.load(starts_ptr + row)
-    count = tl.load(starts_ptr + row + 1) - begin
+    row, tile, begin, count = take_tile(order_ptr, tl.program_id(0), starts_ptr)
     before = tl.load(contexts_ptr + row) - count
     pair = tile * ROWS + tl.arange(0, ROWS)
     token = pair // SIZES.heads
     is_pair = token < count
     begin = begin.to(tl.int64) * SIZES.heads
-    _, total, acc = _attend(
-        q_ptr + begin * (SIZES.rope + SIZES.rank),
-        latents_ptr,
-        tables_ptr + row.to(tl.int64) * table_stride,
-        pair,
-        is_pair,
-        0,
-        before + tl.minimum(count, (tile * ROWS + ROWS - 1) // SIZES.heads + 1),  # of the tile's last token
-        before + token,
-        scale,
-        SIZES,
-        PAGES,
-        ROWS,
-        COLUMNS,
-    )
-    rank = tl.arange(0, SIZES.block_rank)
+    q_ptr += begin * (SIZES.rope + SIZES.rank)
+    pages = latents_ptr, tables_ptr + row.to(tl.int64) * table_stride
+    high = before + tl.minimum(count, (tile * ROWS + ROWS - 1) // SIZES.heads + 1)  # what the tile's last token sees
+    queries = q_ptr, pair, is_pair, before + token
+    _, total, acc = _attend(queries, pages, 0, high, scale, SIZES, PAGES, ROWS, COLUMNS)
+    rank = tl.arange(0, block_of(SIZES.rank))
     mask = is_pair[:, None] & (rank < SIZES.rank)[None, :]
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + begin * SIZES.rank + pair[:, None] * SIZES.rank + rank[None, :], out, mask=mask)
@@ -183,14 +142,10 @@ def _latent(
 
 @triton.jit
 def _attend(
-    q_ptr,
-    latents_ptr,
-    table_ptr,
-    pair,
-    is_pair,
+    queries,
+    pages,
     low,
     high,
-    position,
     scale,
     SIZES: tl.constexpr,
     PAGES: tl.constexpr,
@@ -199,17 +154,16 @@ def _attend(
 ):
     """What queries, the `pair`s of those from q_ptr on, make of a row's positions low … high - 1, none later than their
     own `position`: as `weigh` leaves it."""
-    BLOCK_RANK: tl.constexpr = SIZES.block_rank
-    rope = tl.arange(0, SIZES.block_rope)
-    rank = tl.arange(0, BLOCK_RANK)
+    q_ptr, pair, is_pair, position = queries
+    latents_ptr, table_ptr = pages
+    rope = tl.arange(0, block_of(SIZES.rope))
+    rank = tl.arange(0, block_of(SIZES.rank))
     is_rope = rope < SIZES.rope
     is_rank = rank < SIZES.rank
     q_ptr += pair[:, None] * (SIZES.rope + SIZES.rank)
     q_rope = tl.load(q_ptr + rope[None, :], mask=is_pair[:, None] & is_rope[None, :], other=0.0)
     q_rank = tl.load(q_ptr + SIZES.rope + rank[None, :], mask=is_pair[:, None] & is_rank[None, :], other=0.0)
-    best = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_RANK], tl.float32)
+    best, total, acc = unseen(ROWS, block_of(SIZES.rank))
     for start in range(low, high, COLUMNS):
         seen = start + tl.arange(0, COLUMNS)
         inside = seen < high

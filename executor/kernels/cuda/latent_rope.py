@@ -55,7 +55,6 @@ def latent_rope_and_store(
         RANK=rank,
         TOKENS=tile.rows,
         HEADS=tile.columns,
-        BLOCK_RANK=power_of_2(rank),
         IS_WHOLE=is_whole,
         num_warps=tile.num_warps,
     )
@@ -85,7 +84,6 @@ def _latent_rope(
     RANK: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -112,7 +110,7 @@ def _latent_rope(
         cell = latents_ptr + slot_place(slot, PAGES)
         key = down_ptr + token * DOWN_STRIDE
         _rotate_neighbours(key + RANK, cell, is_row, cos_ptr, sin_ptr, PARTS)
-        rank = tl.arange(0, BLOCK_RANK)[None, None, :]
+        rank = tl.arange(0, triton.next_power_of_2(RANK))[None, None, :]
         is_rank = is_row & (rank < RANK)
         latent = tl.load(key + rank, mask=is_rank, other=0.0)
         y = normalize(latent.to(tl.float32), load_shared(weight_ptr + rank, is_rank), eps, RANK)

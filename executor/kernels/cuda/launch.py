@@ -2,17 +2,16 @@
 
 What is compiled depends on a kernel's constants and on its tensors' dtypes, and on nothing else: numbers that differ from
 step to step never choose another variant, and every pointer is aligned. So the variants that traffic can ask for are
-known at the start; `variants()` lists what has been asked for, and a launch finds its variant by a short key and hands
-it to Triton's launcher in C itself. Triton's own way there takes several times as long, for every launch of a step.
+known at the start, and must not grow with traffic: what is new is compiled while requests wait. A launch finds its
+variant by a short key and hands it to Triton's launcher in C itself. Triton's own way there takes several times as long, for every launch of a step.
 """
 
 import inspect
-import time
 import warnings
 from collections.abc import Callable
 from functools import cache, partial, reduce
 from operator import attrgetter, itemgetter, or_
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,19 +27,6 @@ KNOWN_INTERFACE = "iiiKKppOOOOOO"
 _addresses, _dtypes, _devices = torch.Tensor.data_ptr, attrgetter("dtype"), torch.Tensor.get_device
 
 
-class Variant(NamedTuple):
-    """What was compiled, or loaded from Triton's cache on disk, and how long its first launch took for that.
-
-    Where kernels are interpreted nothing is compiled, and a variant is what a GPU would have compiled.
-    """
-
-    kernel: str
-    given: dict[str, Any]  # constants and options
-    dtypes: tuple[torch.dtype, ...]  # of its tensors
-    device: int
-    seconds: float
-
-
 class Kernel:
     """In place of `triton.jit`, for functions that a launcher launches; those called in kernels keep `triton.jit`.
 
@@ -48,9 +34,6 @@ class Kernel:
     for `DEPENDENT`, which `dependent` decides. Sizes that go together are one constant, a `NamedTuple`.
     Strides that wide loads depend on are constants: a number is taken to be anything.
     """
-
-    declared: ClassVar[list["Kernel"]] = []
-    launched: ClassVar[list[Variant]] = []  # by this process, of all kernels
 
     def __init__(self, function: Callable[..., None]) -> None:
         parameters = inspect.signature(function).parameters
@@ -65,7 +48,6 @@ class Kernel:
         self._jit = triton.jit(function, do_not_specialize=self._numbers)
         self._takes_turns = "DEPENDENT" in parameters
         self._known: dict[tuple[Any, ...], _Direct | None] = {}
-        Kernel.declared.append(self)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -103,14 +85,9 @@ class Kernel:
             # An integer is 32 bits wide to the compiled kernel: Triton would compile another one for a larger.
             is_fine = isinstance(number, float) or (type(number) is int and -(2**31) <= number < 2**31)
             assert is_fine, f"{self.name}: {name} is {number}, no float and no integer of 32 bits"
-        started_s = time.monotonic()
         compiled = self._jit[grid](**dict(zip(self._pointers + self._numbers, arguments, strict=True)), **given)
-        if key in self._known:
-            return
-        seconds = time.monotonic() - started_s
-        dtypes = tuple(tensor.dtype for tensor in arguments[: self._num_pointers])
-        Kernel.launched.append(Variant(self.name, given, dtypes, key[0], seconds))
-        self._known[key] = _find_direct(compiled) if runtime.is_direct else None
+        if key not in self._known:
+            self._known[key] = _find_direct(compiled) if runtime.is_direct else None
 
     def _misaligned(self, tensors: tuple[torch.Tensor, ...]) -> str:
         wrong = [name for name, tensor in zip(self._pointers, tensors, strict=True) if tensor.data_ptr() % ALIGNMENT]
@@ -118,12 +95,6 @@ class Kernel:
 
 
 kernel = Kernel
-
-
-def variants() -> list[Variant]:
-    """All that this process has launched, by the time of their first launch. It must not grow with traffic: what is
-    new is compiled while requests wait."""
-    return Kernel.launched.copy()
 
 
 class _Direct(NamedTuple):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from penstock.executor.kernels.cuda.launch import kernel
 
-BLOCK = 2048
+BLOCK = tl.constexpr(2048)  # logits of a program
 
 
 def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_prompt: int, coefficients: Tensor) -> None:
@@ -17,7 +17,7 @@ def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_pro
     assert all(index.shape == (num,) and index.is_contiguous() for index in (rows, slots))
     assert all(index.dtype == torch.int64 for index in (rows, slots))
     assert coefficients.shape == (num, 3) and coefficients.is_contiguous() and coefficients.dtype == torch.float32
-    _penalize[num, triton.cdiv(vocab_size, BLOCK)](
+    _penalize[num, triton.cdiv(vocab_size, BLOCK.value)](
         logits,
         rows,
         slots,
@@ -26,7 +26,6 @@ def penalize(logits: Tensor, rows: Tensor, slots: Tensor, counts: Tensor, in_pro
         STRIDE=logits.stride(0),
         VOCAB=vocab_size,
         IN_PROMPT=in_prompt,
-        BLOCK=BLOCK,
     )
 
 
@@ -36,8 +35,8 @@ def mask(logits: Tensor, rows: Tensor, masks: Tensor) -> None:
     assert rows.shape == (num,) and rows.is_contiguous() and rows.dtype == torch.int64
     assert masks.is_contiguous() and masks.dtype == torch.int32
     assert len(masks) == num and 32 * masks.shape[1] >= vocab_size
-    _mask[num, triton.cdiv(vocab_size, BLOCK)](
-        logits, rows, masks, STRIDE=logits.stride(0), WORDS=masks.shape[1], VOCAB=vocab_size, BLOCK=BLOCK
+    _mask[num, triton.cdiv(vocab_size, BLOCK.value)](
+        logits, rows, masks, STRIDE=logits.stride(0), WORDS=masks.shape[1], VOCAB=vocab_size
     )
 
 
@@ -51,7 +50,6 @@ def _penalize(
     STRIDE: tl.constexpr,
     VOCAB: tl.constexpr,
     IN_PROMPT: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -69,9 +67,7 @@ def _penalize(
 
 
 @kernel
-def _mask(
-    logits_ptr, rows_ptr, masks_ptr, STRIDE: tl.constexpr, WORDS: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr
-):
+def _mask(logits_ptr, rows_ptr, masks_ptr, STRIDE: tl.constexpr, WORDS: tl.constexpr, VOCAB: tl.constexpr):
     index = tl.program_id(0)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < VOCAB

@@ -12,33 +12,22 @@ padding, gets zeros.
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.cuda.pages import layout_of, load_inside, page_rows
-from penstock.executor.kernels.cuda.tiles import decode_tile, power_of_2, prefill_tile
-from penstock.executor.kernels.cuda.work import (
-    LOWEST,
-    join_if_last,
-    order_tiles,
-    part_place,
-    share_singles,
-    span,
-    take_share,
-)
-
-LOG2_E = 1.4426950408889634
+from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
+from penstock.executor.kernels.cuda.softmax import LOG2_E, unseen, weigh
+from penstock.executor.kernels.cuda.tiles import decode_tile, prefill_tile
+from penstock.executor.kernels.cuda.work import order_tiles, share_singles, span, store_item, take_share, take_tile
 
 
 class HeadSizes(NamedTuple):
     kv_heads: int
     group: int  # of query heads that share a key-value head
     dim: int
-    block_dim: int
 
 
 def paged_attention(
@@ -46,7 +35,7 @@ def paged_attention(
 ) -> Tensor:
     num_heads, dim = q.shape[1:]
     kv_heads = k_pages.shape[2] // dim
-    sizes = HeadSizes(kv_heads, num_heads // kv_heads, dim, max(16, power_of_2(dim)))
+    sizes = HeadSizes(kv_heads, num_heads // kv_heads, dim)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert q.is_contiguous() and len(q) == batch.num_single_rows + sum(batch.query_lens)
     assert k_pages.stride() == v_pages.stride() and k_pages.dtype is v_pages.dtype
@@ -65,17 +54,6 @@ def paged_attention(
             *read, batch.query_starts, batch.context_lens, order, out, *numbers, **constants, **tile.constants()
         )
     return out
-
-
-@triton.jit
-def weigh(scores, values, best, total, acc):
-    """One step of the online softmax: scores [M, N] in log2, values [N, D]."""
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    fade = tl.exp2(best - new_best)
-    weights = tl.exp2(scores - new_best[:, None])
-    total = total * fade + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
-    return new_best, total, acc
 
 
 @kernel
@@ -106,19 +84,17 @@ def _decode(
     row, kv_head, block, left, context = take_share(plan_ptr)
     taken = 0
     member = tl.arange(0, ROWS)
-    BLOCK_DIM: tl.constexpr = SIZES.block_dim
-    dim = tl.arange(0, BLOCK_DIM)
+    dim = tl.arange(0, block_of(SIZES.dim))
     is_dim = dim < SIZES.dim
     mask = (member < SIZES.group)[:, None] & is_dim[None, :]
     inner = member[:, None] * SIZES.dim + dim[None, :]  # a number's place among the group's
+    places = inner, mask, member, member < SIZES.group
     while left > 0:
         first, blocks = span(context, window, COLUMNS, HAS_WINDOW)
         count = tl.minimum(left, blocks - block)
-        group = (row.to(tl.int64) * SIZES.kv_heads + kv_head) * (SIZES.group * SIZES.dim)
-        q = tl.load(q_ptr + group + inner, mask=mask, other=0.0)
-        best = tl.full([ROWS], LOWEST, tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+        begin = (row.to(tl.int64) * SIZES.kv_heads + kv_head) * SIZES.group
+        q = tl.load(q_ptr + begin * SIZES.dim + inner, mask=mask, other=0.0)
+        best, total, acc = unseen(ROWS, block_of(SIZES.dim))
         low = first + block * COLUMNS
         high = tl.minimum(context, low + count * COLUMNS)
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -132,14 +108,8 @@ def _decode(
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
             scores = tl.where(inside[None, :], scores, -float("inf"))
             best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
-        out = acc / tl.maximum(total, 1.0)[:, None]  # 1 and more if anything was seen, or else 0
-        if count == blocks:
-            tl.store(out_ptr + group + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
-        else:
-            place = part_place(block)
-            tl.store(parts_ptr + place * (SIZES.group * SIZES.dim) + inner, out, mask=mask)
-            tl.store(sums_ptr + place * SIZES.group + member, best + tl.log2(total), mask=member < SIZES.group)
-            join_if_last(shares, out_ptr + group, taken, block, blocks, SIZES.group, SIZES.group, SIZES.dim)
+        weighed, item = (best, total, acc), (begin, taken, block, count, blocks)
+        store_item(shares, out_ptr, weighed, places, item, SIZES.group, SIZES.group, SIZES.dim)
         left -= count
         taken += count
         block = 0
@@ -171,24 +141,18 @@ def _prefill(
 ):
     """One program per key-value head and tile of ROWS (token, head of the group) pairs of one row."""
     kv_head = tl.program_id(0)
-    order_ptr += 2 * tl.program_id(1)
-    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
-    begin = tl.load(starts_ptr + row)
-    count = tl.load(starts_ptr + row + 1) - begin
+    row, tile, begin, count = take_tile(order_ptr, tl.program_id(1), starts_ptr)
     pair = tile * ROWS + tl.arange(0, ROWS)
     token = pair // SIZES.group
     before = tl.load(contexts_ptr + row) - count  # of the row's positions, computed in earlier steps
     position = before + token
     is_pair = token < count
     head = (begin + token).to(tl.int64) * (SIZES.kv_heads * SIZES.group) + kv_head * SIZES.group + pair % SIZES.group
-    BLOCK_DIM: tl.constexpr = SIZES.block_dim
-    dim = tl.arange(0, BLOCK_DIM)
+    dim = tl.arange(0, block_of(SIZES.dim))
     is_dim = dim < SIZES.dim
     mask = is_pair[:, None] & is_dim[None, :]
     q = tl.load(q_ptr + head[:, None] * SIZES.dim + dim[None, :], mask=mask, other=0.0)
-    best = tl.full([ROWS], LOWEST, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
+    best, total, acc = unseen(ROWS, block_of(SIZES.dim))
     k_ptr += kv_head * SIZES.dim
     v_ptr += kv_head * SIZES.dim
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -199,24 +163,22 @@ def _prefill(
     if HAS_WINDOW:
         low = tl.maximum(0, first + 1 - window) // COLUMNS * COLUMNS
         whole = low
-    for start in range(low, whole, COLUMNS):
-        seen = start + tl.arange(0, COLUMNS)
-        cells = page_rows(table_ptr, seen, seen >= 0, PAGES)
-        k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_dim[:, None], SIZES.dim == BLOCK_DIM)
-        v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_dim[None, :], SIZES.dim == BLOCK_DIM)
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-        best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
-    for start in range(whole, last + 1, COLUMNS):
-        seen = start + tl.arange(0, COLUMNS)
-        inside = seen <= last
-        cells = page_rows(table_ptr, seen, inside, PAGES)
-        k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
-        v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
-        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
-        visible = seen[None, :] <= position[:, None]
-        if HAS_WINDOW:
-            visible &= seen[None, :] > position[:, None] - window
-        scores = tl.where(visible, scores, -float("inf"))
-        best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
+    are_whole: tl.constexpr = SIZES.dim == block_of(SIZES.dim)
+    for is_edge in tl.static_range(2):
+        for start in range(whole if is_edge else low, last + 1 if is_edge else whole, COLUMNS):
+            seen = start + tl.arange(0, COLUMNS)
+            inside = seen <= last if is_edge else seen >= 0
+            cells = page_rows(table_ptr, seen, inside, PAGES)
+            is_k = inside[None, :] & is_dim[:, None] if is_edge else is_dim[:, None]
+            is_v = inside[:, None] & is_dim[None, :] if is_edge else is_dim[None, :]
+            k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_k, are_whole and not is_edge)
+            v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_v, are_whole and not is_edge)
+            scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+            if is_edge:
+                visible = seen[None, :] <= position[:, None]
+                if HAS_WINDOW:
+                    visible &= seen[None, :] > position[:, None] - window
+                scores = tl.where(visible, scores, -float("inf"))
+            best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
     out = acc / total[:, None]
     tl.store(out_ptr + head[:, None] * SIZES.dim + dim[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

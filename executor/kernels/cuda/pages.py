@@ -28,6 +28,12 @@ def page_rows(table_ptr, position, inside, PAGES: tl.constexpr):
     return page * PAGES.page_stride + position % PAGES.slots * PAGES.slot_stride
 
 
+@triton.constexpr_function
+def block_of(size):
+    """How long a side of a product is that has `size` numbers: a power of two, of which there are no small products."""
+    return max(16, triton.next_power_of_2(size))
+
+
 @triton.jit
 def load_inside(ptrs, mask, IS_WHOLE: tl.constexpr):
     """Zero outside the mask; without one where the caller knows that nothing is outside."""

@@ -17,7 +17,7 @@ from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.tiles import power_of_2
 from penstock.executor.moe_spec import MoeSpec
 
-TOKENS = 4  # a program's, in `_choose`: one for each warp
+TOKENS = tl.constexpr(4)  # a program's, in `_choose`: one for each warp
 CHUNK = 512  # entries of a program
 CHUNKS_AT_ONCE = 8
 PAIRS = 8192  # of an entry and a slot that a program compares at once
@@ -38,7 +38,7 @@ def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared
     shares = torch.empty((tokens, choices), dtype=torch.float32, device=logits.device)
     pointers = logits, logits if bias is None else bias, ids, shares
     numbers = tokens, moe.renormalize_eps, float(moe.scale)
-    _choose[(triton.cdiv(tokens, TOKENS),)](
+    _choose[(triton.cdiv(tokens, TOKENS.value),)](
         *pointers,
         *numbers,
         STRIDE=logits.stride(0),
@@ -51,10 +51,6 @@ def choose_experts(logits: Tensor, bias: Tensor | None, moe: MoeSpec, num_shared
         SIGMOID=moe.scoring == "sigmoid",
         BIASED=bias is not None,
         RENORMALIZE=moe.renormalize,
-        TOKENS=TOKENS,
-        GROUP_BINS=power_of_2(moe.num_groups),
-        EXPERT_BINS=power_of_2(moe.num_experts // moe.num_groups),
-        CHOICES=power_of_2(choices),
         num_warps=4,
     )
     return ids, shares
@@ -109,10 +105,6 @@ def _choose(
     SIGMOID: tl.constexpr,
     BIASED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUP_BINS: tl.constexpr,
-    EXPERT_BINS: tl.constexpr,
-    CHOICES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Scores of some tokens, groups side by side and each padded, and as often as it takes the best that is left."""
@@ -121,6 +113,9 @@ def _choose(
     is_token = token < tokens
     token = tl.minimum(token, tokens - 1).to(tl.int64)
     each: tl.constexpr = EXPERTS // GROUPS
+    EXPERT_BINS: tl.constexpr = triton.next_power_of_2(each)
+    GROUP_BINS: tl.constexpr = triton.next_power_of_2(GROUPS)
+    CHOICES: tl.constexpr = triton.next_power_of_2(TOP_K + NUM_SHARED)
     position = tl.arange(0, GROUP_BINS * EXPERT_BINS)
     expert = position // EXPERT_BINS * each + position % EXPERT_BINS
     is_expert = (position % EXPERT_BINS < each) & (position // EXPERT_BINS < GROUPS)
@@ -135,7 +130,7 @@ def _choose(
     if BIASED:  # it steers the choice, never the share
         wanted += tl.load(bias_ptr + expert, mask=is_expert, other=0.0)[None, :]
     if GROUPS > 1:
-        wanted = _best_groups(wanted, BIASED, TOP_GROUPS, TOKENS, GROUP_BINS, EXPERT_BINS)
+        wanted = _best_groups(wanted, BIASED, TOP_GROUPS, GROUP_BINS, EXPERT_BINS)
     choice = tl.arange(0, CHOICES)
     ids = tl.zeros([TOKENS, CHOICES], tl.int32)
     shares = tl.zeros([TOKENS, CHOICES], tl.float32)
@@ -165,12 +160,7 @@ def _choose(
 
 @triton.jit
 def _best_groups(
-    wanted,
-    BIASED: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    GROUP_BINS: tl.constexpr,
-    EXPERT_BINS: tl.constexpr,
+    wanted, BIASED: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_BINS: tl.constexpr, EXPERT_BINS: tl.constexpr
 ):
     """What is wanted in the best groups. One is as good as its best expert, or (with a bias) its best two together."""
     grouped = tl.reshape(wanted, [TOKENS, GROUP_BINS, EXPERT_BINS])

@@ -65,9 +65,7 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
             rows,
             WIDTH=width,
             ACTIVATION=activation,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            num_warps=tile.num_warps,
+            **tile.constants(),
         )
     return out
 

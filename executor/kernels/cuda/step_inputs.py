@@ -7,23 +7,22 @@ from torch import Tensor
 
 from penstock.executor.kernels import RowTensors
 from penstock.executor.kernels.cuda.launch import kernel
-from penstock.executor.kernels.state import OPTIONS, Places
-from penstock.executor.kernels.torch_inputs import ROWS_AT
+from penstock.executor.kernels.state import HEADER, OPTIONS, Places
 
-CHUNK = 256
+CHUNK = tl.constexpr(256)  # tokens of a row, or numbers of a run, that one program has
 
 
 def apply_runs(packed: Tensor, state: Tensor, first: int, num_runs: int, longest: int) -> None:
     _assert_numbers(packed, state)
     assert num_runs > 0 and longest > 0 and 0 <= first <= len(packed) - 3 * num_runs
-    _apply_runs[num_runs, triton.cdiv(longest, CHUNK)](packed, state, first, CHUNK=CHUNK)
+    _apply_runs[num_runs, triton.cdiv(longest, CHUNK.value)](packed, state, first)
 
 
 def prepare(
     packed: Tensor, state: Tensor, places: Places, rows: int, tokens: int, longest: int, table_width: int
 ) -> RowTensors:
     _assert_numbers(packed, state)
-    assert rows > 0 and ROWS_AT + 1 + 4 * rows <= len(packed)
+    assert rows > 0 and HEADER + 1 + 4 * rows <= len(packed)
     assert 0 < longest <= tokens and 0 < table_width <= places.max_blocks
     assert max(places.blocks_at, places.options_at, places.spare) < len(state)
 
@@ -46,13 +45,12 @@ def prepare(
     )
     pointers = packed, state, *made
     numbers = rows, table_width, places.width, places.blocks_at, places.max_blocks, places.options_at, places.spare
-    _prepare[rows, triton.cdiv(max(longest, table_width), CHUNK)](
+    _prepare[rows, triton.cdiv(max(longest, table_width), CHUNK.value)](
         *pointers,
         *numbers,
         PAGE=places.block_size,
-        ROWS_AT=ROWS_AT,
+        HEADER=HEADER,
         OPTIONS=OPTIONS,
-        CHUNK=CHUNK,
         num_warps=4,
     )
     return made
@@ -65,7 +63,7 @@ def _assert_numbers(packed: Tensor, state: Tensor) -> None:
 
 
 @kernel
-def _apply_runs(packed_ptr, state_ptr, first, CHUNK: tl.constexpr):
+def _apply_runs(packed_ptr, state_ptr, first):
     run_ptr = packed_ptr + first + 3 * tl.program_id(0)
     to = tl.load(run_ptr)
     source = tl.load(run_ptr + 1)
@@ -98,17 +96,16 @@ def _prepare(
     options_at,
     spare,
     PAGE: tl.constexpr,
-    ROWS_AT: tl.constexpr,
+    HEADER: tl.constexpr,
     OPTIONS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """One program per row and chunk: of its tokens, and of its block table."""
     row = tl.program_id(0)
     place = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     is_real = row < tl.load(packed_ptr)
-    begin = tl.load(packed_ptr + ROWS_AT + row)
-    count = tl.load(packed_ptr + ROWS_AT + row + 1) - begin
-    columns_ptr = packed_ptr + ROWS_AT + rows + 1 + row
+    begin = tl.load(packed_ptr + HEADER + row)
+    count = tl.load(packed_ptr + HEADER + row + 1) - begin
+    columns_ptr = packed_ptr + HEADER + rows + 1 + row
     slot = tl.load(columns_ptr, mask=is_real, other=0)
     start = tl.load(columns_ptr + rows, mask=is_real, other=0)
     write_from = tl.load(columns_ptr + 2 * rows, mask=is_real, other=0)

@@ -17,12 +17,12 @@ from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.softmax import LOWEST, unseen
 from penstock.executor.kernels.cuda.tiles import Tile
 
-LOWEST = tl.constexpr(-1e38)  # where maxima begin: finite, so that a row of masked scores gives weights of 0, not NaN
 LEAST_SHARE = 128  # positions of one head: below this, joining parts costs more than sharing gains
 SHARE = tl.constexpr(8)  # numbers per program, of which six are used
-ROWS_AT_ONCE = 128  # that a program which shares or sorts looks at
+CHUNK = tl.constexpr(128)  # rows that a program which shares or sorts looks at
 PARTS_AT_ONCE = tl.constexpr(16)  # that a program which joins has in registers
 
 
@@ -60,7 +60,6 @@ def share_singles(batch: ForwardBatch, heads: int, window: int | None, tile: Til
             LEAST=max(1, LEAST_SHARE // tile.columns),
             COLUMNS=tile.columns,
             HAS_WINDOW=window is not None,
-            CHUNK=ROWS_AT_ONCE,
             num_warps=4,
         )
         parts = torch.empty((2 * programs, item_heads * dim), dtype=torch.float32, device=device)
@@ -90,7 +89,6 @@ def order_tiles(batch: ForwardBatch, first_row: int, end_row: int, per_token: in
             len(lens),
             PER_TOKEN=per_token,
             ROWS=tile.rows,
-            CHUNK=ROWS_AT_ONCE,
             num_warps=4,
         )
         return order
@@ -140,7 +138,6 @@ def _share(
     LEAST: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """One program for each of those that it plans for."""
@@ -179,6 +176,15 @@ def _share(
 
 
 @triton.jit
+def take_tile(order_ptr, number, starts_ptr):
+    """A tile in the order that `_order` made: its row, its number in it, the row's first token and how many it has."""
+    order_ptr += 2 * number
+    row, tile = tl.load(order_ptr), tl.load(order_ptr + 1)
+    begin = tl.load(starts_ptr + row)
+    return row, tile, begin, tl.load(starts_ptr + row + 1) - begin
+
+
+@triton.jit
 def take_share(plan_ptr):
     """This program's share: row, head, first block, number of blocks, and the row's context."""
     plan_ptr += tl.program_id(0) * SHARE
@@ -187,16 +193,30 @@ def take_share(plan_ptr):
 
 
 @triton.jit
-def part_place(block):
-    """Where a program's part goes that begins with an item's `block`: its last item's first part, or its first item's
-    later one."""
-    return tl.program_id(0) + tl.where(block == 0, tl.num_programs(0), 0)
+def store_item(shares, out_ptr, weighed, places, item, heads, ITEM_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """What `count` blocks of an item gave, as `weigh` leaves it: the item's [heads, DIM], if it has no others, to those
+    of out_ptr from head `begin` on. Else it is a part; `taken` blocks of this program's share went before it, and it begins with `block`
+    of the item's `blocks`. The last program to store one joins all parts.
+
+    places: of numbers and of heads within an item, and which of them there are.
+    """
+    _, parts_ptr, sums_ptr, _ = shares
+    best, total, acc = weighed
+    inner, mask, head, is_head = places
+    begin, taken, block, count, blocks = item
+    out = acc / tl.maximum(total, 1.0)[:, None]  # 1 and more if anything was seen, or else 0
+    if count == blocks:
+        tl.store(out_ptr + begin * DIM + inner, out.to(out_ptr.dtype.element_ty), mask=mask)
+    else:  # its last item's first part, or its first item's later one
+        place = tl.program_id(0) + tl.where(block == 0, tl.num_programs(0), 0)
+        tl.store(parts_ptr + place * (ITEM_HEADS * DIM) + inner, out, mask=mask)
+        tl.store(sums_ptr + place * ITEM_HEADS + head, best + tl.log2(total), mask=is_head)
+        _join_if_last(shares, out_ptr + begin * DIM, taken, block, blocks, heads, ITEM_HEADS, DIM)
 
 
 @triton.jit
-def join_if_last(shares, out_ptr, taken, block, blocks, heads, ITEM_HEADS: tl.constexpr, DIM: tl.constexpr):
-    """To be called when this program's part of an item is stored; `taken` blocks of its share went before that part,
-    which begins with `block` of the item's `blocks`. The last to arrive joins all parts into out_ptr [heads, DIM].
+def _join_if_last(shares, out_ptr, taken, block, blocks, heads, ITEM_HEADS: tl.constexpr, DIM: tl.constexpr):
+    """To be called when this program's part of an item is stored.
 
     No program waits for another, so they may run in any order and number. The parts are added in the order of their
     positions by whichever program does it: the same bits every time.
@@ -228,9 +248,7 @@ def _join(parts_ptr, sums_ptr, out_ptr, first, count, heads, ITEM_HEADS: tl.cons
     for low in range(0, heads, HEADS):
         head = low + tl.arange(0, HEADS)
         is_head = head < heads
-        best = tl.full([HEADS], LOWEST, tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        acc = tl.zeros([HEADS, BLOCK_DIM], tl.float32)
+        best, total, acc = unseen(HEADS, BLOCK_DIM)
         for start in range(0, count, PARTS_AT_ONCE):
             part = start + tl.arange(0, PARTS_AT_ONCE)
             place = first + part + tl.where(part == 0, tl.num_programs(0), 0)
@@ -285,7 +303,6 @@ def _order(
     num_rows,
     PER_TOKEN: tl.constexpr,
     ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
 ):
     """One program per tile, which counts those that come before it. A tile costs what its last pair sees, in pairs, as
     if it were full: within a row each costs ROWS more than the one before it, so none needs to be looked at."""
@@ -302,9 +319,8 @@ def _order(
         counts = tl.load(starts_ptr + other + 1, mask=inside, other=0) - begins
         least = (tl.load(contexts_ptr + other, mask=inside, other=0) - counts) * PER_TOKEN
         tiles = tl.cdiv(counts * PER_TOKEN, ROWS)
-        cheaper = tl.maximum(
-            0, cost - least
-        )  # those of cost `least + ROWS`, … up to and with `cost` do not come before
+        # Those of cost `least + ROWS`, … up to and with `cost` do not come before.
+        cheaper = tl.maximum(0, cost - least)
         longer = tiles - tl.minimum(tiles, cheaper // ROWS)
         is_tie = (cheaper % ROWS == 0) & (cheaper > 0) & (cheaper // ROWS <= tiles) & (other < row)
         rank += tl.sum(tl.where(inside, longer + is_tie.to(tl.int32), 0), 0)

@@ -14,7 +14,8 @@ import torch
 import triton.language as tl
 
 from penstock.executor.kernels import cuda
-from penstock.executor.kernels.cuda.launch import kernel, variants
+from penstock.executor.kernels.cuda.launch import kernel
+from tests.support.variants import variants
 
 
 @kernel

@@ -50,7 +50,6 @@ def count(folder: Path, config: dict[str, Any]) -> Counter[str]:
         num_single_rows=ROWS,
         query_lens=(),
         query_contexts=(),
-        max_context_len=LONGEST,
         max_single_context=LONGEST,
     )
     with torch.inference_mode(), launches() as names:

@@ -131,7 +131,7 @@ def test_any_row_draws_what_the_twin_draws_and_the_same_in_every_batch(device: t
 
 def test_thresholds_below_what_the_parts_list_are_found_in_the_row(device: torch.device) -> None:
     """Flat rows, whose nuclei are most of the vocabulary, and more equal logits than a list takes."""
-    rows, vocab = 2, 2 * sampling.PART
+    rows, vocab = 2, 2 * sampling.PART.value
     flat = 0.1 * random(rows, vocab)
     tied = torch.where(flat > 0, 1.0, 0.0)
     for logits in (flat.to(device), tied.to(device)):
@@ -275,7 +275,7 @@ def test_the_sampler_draws_with_them(device: torch.device) -> None:
         for step in range(3):
             logits = 3 * random(len(samplings), vocab, seed=step)
             masks = RowMasks([0, 2], np.full((2, 10), 0x5555_5555, np.int32))
-            sampled = sampler.start(logits.to(where), [0, 1, 2, 3], [3 + step] * 4, masks)
+            sampled = sampler.start(logits.to(where), [0, 1, 2, 3], np.full(4, 3 + step), masks)
             sampled.post(Outbox(where))
             assert sampled.wait()[1:] == ({}, {})
             rows.append(sampled.tokens.tolist())

@@ -18,7 +18,6 @@ from triton.runtime.interpreter import InterpretedFunction
 from penstock.engine.front.submit import Pooling
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps, torch_inputs, torch_ops
 from penstock.executor.kernels.cuda import step_inputs
-from penstock.executor.kernels.cuda.launch import variants
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.cuda.tiles import sizes
 from penstock.executor.models.spec import LatentSpec
@@ -33,6 +32,7 @@ from tests.support.twins import changed, operations
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import sampling as sampling_twin
 from tests.support.twins.experts import fused_experts
+from tests.support.variants import variants
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are left out, which only the interpreter can"
