@@ -62,3 +62,37 @@ int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
                    const struct penstock_coded *parts, uintptr_t y, int64_t rows, int64_t depth, int64_t width);
 int64_t penstock_coded_scratch(int64_t rows, int64_t depth);
 int penstock_coded_columns(int level);
+
+/* The layers of a dense decoder in one call (cpu_layers.c, executor/kernels/cpu_layers.py): what a model computes layer by layer through
+ * the functions above, with the same kernels in the same order. */
+
+/* Either numbers, as penstock_linear takes them, or codes. */
+struct penstock_projection {
+    uintptr_t weight, bias;
+    const struct penstock_coded *parts;
+    int num_parts; /* 0: numbers */
+    int64_t depth, width;
+};
+
+/* Norms that a layer does not have are 0. */
+struct penstock_layer {
+    struct penstock_projection qkv, output, gate_up, down;
+    uintptr_t input_norm, attention_norm, mlp_norm, output_norm, q_norm, k_norm;
+    uintptr_t cos, sin, k_pages, v_pages;
+    int half, window;
+};
+
+struct penstock_layers {
+    const struct penstock_layer *layers;
+    int num, q_heads, kv_heads, head_dim, page_size, activation;
+    int64_t page_stride, slot_stride;
+    float eps, scale;
+};
+
+/* Layers 0 … num - 1 over `tokens` of the residual stream, in its place; `update`, of the same shape, is still to be
+ * added to it. `scratch` has penstock_layers_scratch bytes. -1 if there is no memory for the work, else 0. */
+int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens,
+                        uintptr_t positions, uintptr_t kv_slots, int rows, uintptr_t query_starts,
+                        uintptr_t context_lens, uintptr_t block_tables, int64_t table_stride, uintptr_t residual,
+                        uintptr_t update, uintptr_t scratch);
+int64_t penstock_layers_scratch(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens);

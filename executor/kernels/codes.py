@@ -163,6 +163,11 @@ class CodedLinear:
         _lib.penstock_code_rows(*given, indices.data_ptr(), len(indices), out.data_ptr())
         return out.to(self._dtype)
 
+    def describe(self, projection: Any) -> None:
+        """Fill in a struct penstock_projection."""
+        projection.parts, projection.num_parts = self._parts, len(self._parts)
+        projection.depth, projection.width = self._depth, self._width
+
     def tensors(self) -> list[Tensor]:
         return [*self._panels, *([] if self._bias is None else [self._bias])]
 

@@ -7,6 +7,7 @@ torch's private operators.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,6 +100,11 @@ class CpuLinear:
             x = x.contiguous()
             stride = x.shape[1]
         return x, stride // self._elements_per_word
+
+    def describe(self, projection: Any) -> None:
+        """Fill in a struct penstock_projection."""
+        projection.weight, projection.bias = addresses(self._weight, self._bias)
+        projection.depth, projection.width = self._depth, self._width
 
     def tensors(self) -> list[Tensor]:
         return [self._weight] if self._bias is None else [self._weight, self._bias]

@@ -27,7 +27,7 @@ from penstock.executor.kernels import (
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-_ACTIVATIONS = ("silu", "gelu_tanh")  # as the C side counts them
+ACTIVATIONS = ("silu", "gelu_tanh")  # as the C side counts them
 
 
 def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, level: str | None = None) -> Ops:
@@ -71,7 +71,7 @@ class CpuOps:
     blocks: BlockOps | None = None
 
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
-        self._dtype, self._cpu = dtype, cpu
+        self._dtype, self.cpu = dtype, cpu
         self._lib: Any = _csrc.lib
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -90,14 +90,14 @@ class CpuOps:
     ) -> None:
         assert x.dtype is self._dtype and weight.dtype is torch.float32
         outputs = addresses(weight, y, total)
-        self._lib.penstock_norm(self._cpu, *_rows(x), *_rows(residual), *outputs, *x.shape, eps)
+        self._lib.penstock_norm(self.cpu, *_rows(x), *_rows(residual), *outputs, *x.shape, eps)
 
     def gate(self, gate_up: Tensor, activation: Activation) -> Tensor:
         rows, width = gate_up.shape
         assert gate_up.dtype is self._dtype
         out = torch.empty((rows, width // 2), dtype=self._dtype)
-        number = _ACTIVATIONS.index(activation)
-        self._lib.penstock_gate(self._cpu, number, *_rows(gate_up), out.data_ptr(), rows, width // 2)
+        number = ACTIVATIONS.index(activation)
+        self._lib.penstock_gate(self.cpu, number, *_rows(gate_up), out.data_ptr(), rows, width // 2)
         return out
 
     def gated_linear(self, x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
@@ -120,7 +120,7 @@ class CpuOps:
         assert positions.dtype is torch.int32 and kv_slots.dtype is torch.int64 and cos.dtype is torch.float32
         rotated = torch.empty_like(q)
         self._lib.penstock_rope(
-            self._cpu,
+            self.cpu,
             tokens,
             *_heads(q),
             *_heads(k),
@@ -170,7 +170,7 @@ class CpuOps:
         tables = batch.block_tables
         out = torch.empty_like(q)
         failed = self._lib.penstock_attention(
-            self._cpu,
+            self.cpu,
             tables.shape[0],
             *addresses(batch.query_starts, batch.context_lens, tables),
             tables.stride(0),

@@ -21,6 +21,7 @@ class Checkpoint(Protocol):
     """Tensors by their Hugging Face names. `read` may be called from several threads at once."""
 
     config: dict[str, Any]  # config.json's content
+    has_codes: bool  # some weights are read as codes
 
     def names(self) -> list[str]: ...
 

@@ -34,6 +34,7 @@ class GgufCheckpoint:
     def __init__(self, path: str | Path) -> None:
         self._file = open_gguf(path)
         self.config: dict[str, Any] = config_of(self._file)
+        self.has_codes = any(entry.type.codes for entry in self._file.tensors.values())
         self._sources = _sources(self.config)
         _check(self._file, self._sources)
 

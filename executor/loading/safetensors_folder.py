@@ -21,6 +21,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class SafetensorsFolder:
+    has_codes = False
+
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.config = config
         self._folder = folder

@@ -16,35 +16,35 @@ from penstock.executor.protocol import ExecutorError
 class GroupedAttention:
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         self._spec, self._ops = spec, ops
-        self._tables = tables[spec.layers[index].rope]
-        self._window = spec.layers[index].window
+        self.tables = tables[spec.layers[index].rope]
+        self.window = spec.layers[index].window
         prefix = f"model.layers.{index}.self_attn."
         num_heads, num_kv_heads = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)
         self._head_split = (num_heads, num_kv_heads, num_kv_heads)
-        self._norms = NO_NORMS
+        self.norms = NO_NORMS
         if spec.qk_norm:
             q_norm, k_norm = (
                 weights.norm(f"{prefix}{part}_norm.weight", spec.head_dim, spec.norm_offset) for part in "qk"
             )
-            self._norms = q_norm, k_norm, spec.norm_eps
+            self.norms = q_norm, k_norm, spec.norm_eps
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         names, rows = tuple(f"{prefix}{part}_proj" for part in "qkv"), tuple(each * spec.head_dim for each in heads)
-        self._qkv = weights.linear(names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads)
+        self.qkv = weights.linear(names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads)
         self.output = weights.linear(
             (f"{prefix}o_proj",), (spec.hidden_size,), rows[0], spec.output_bias, split="columns"
         )
 
     @property
     def takes_narrow(self) -> bool:
-        return take_narrow(self._qkv)
+        return take_narrow(self.qkv)
 
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
-        heads = multiply(self._qkv, hidden).unflatten(1, (-1, self._spec.head_dim))
+        heads = multiply(self.qkv, hidden).unflatten(1, (-1, self._spec.head_dim))
         q, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
-        rotation = Rotation(*self._tables, batch.positions)
-        q = self._ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, self._norms)
-        return self._ops.paged_attention(q, *pages, batch, self._spec.attention_scale, self._window).flatten(1)
+        rotation = Rotation(*self.tables, batch.positions)
+        q = self._ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, self.norms)
+        return self._ops.paged_attention(q, *pages, batch, self._spec.attention_scale, self.window).flatten(1)
 
 
 def heads_of(heads: int, kv_heads: int, group: RankGroup) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops, Pages
+from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
 from penstock.executor.kernels.linear import Narrow
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
@@ -19,6 +20,7 @@ from penstock.executor.models.rope import Tables, rope_tables
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
+from penstock.executor.parallel import RankGroup
 
 if TYPE_CHECKING:  # else imported by models that have them
     from penstock.executor.models.moe import Experts, MoeMlp
@@ -35,6 +37,7 @@ class Decoder:
         # Rounded to the model's dtype first, as in training.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
+        self._joined = self._join(weights.group)
         name = "model.embed_tokens"
         self._vocabulary = Vocabulary(weights, name, spec.vocab_size, spec.hidden_size, spec.tied_head)
 
@@ -49,12 +52,23 @@ class Decoder:
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         update: Tensor | None = None  # what the previous layer adds to the residual stream
-        last = self.num_layers - 1
-        for index, layer in enumerate(self._layers):
+        first, last = 0, self.num_layers - 1
+        if self._joined is not None:
+            first, update = last, self._joined(residual, batch, pages)
+        for index in range(first, self.num_layers):
             wanted = batch.wanted if index == last else None
-            update, residual = layer.forward(update, residual, batch, pages[index], wanted)
+            update, residual = self._layers[index].forward(update, residual, batch, pages[index], wanted)
         assert update is not None
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
+
+    def _join(self, group: RankGroup) -> CpuLayers | None:
+        """All layers but the last, whose MLP computes wanted tokens alone, where one call can compute them."""
+        spec = self._spec
+        dense = [each for layer in self._layers[:-1] if (each := layer.dense()) is not None]
+        if group.world > 1 or len(dense) < self.num_layers - 1:
+            return None
+        heads = *heads_of(spec.num_heads, spec.num_kv_heads, group), spec.head_dim
+        return join_layers(self._ops, dense, DenseSizes(*heads, spec.norm_eps, spec.attention_scale, spec.activation))
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
@@ -83,6 +97,19 @@ class _Layer:
             from penstock.executor.models.moe import MoeMlp
 
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
+
+    def dense(self) -> DenseLayer | None:
+        """What it is made of; None with experts or latents."""
+        attention, mlp = self._attention, self.mlp
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp):
+            return None
+        return DenseLayer(
+            (attention.qkv, attention.output, mlp.gate_up, mlp.down),
+            (self._input_norm, self._attention_norm, self._mlp_norm, self._output_norm),
+            attention.norms,
+            attention.tables,
+            attention.window,
+        )
 
     def forward(
         self, update: Tensor | None, residual: Tensor, batch: ForwardBatch, pages: Pages, wanted: Tensor | None

@@ -10,7 +10,7 @@ import torch
 
 from penstock.executor.kernels import Ops, codes, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
-from penstock.executor.loading.checkpoint import open_checkpoint
+from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import CausalModel, Spec, find_architecture
@@ -45,7 +45,10 @@ def load_model(
     name, architecture = find_architecture(fields)
     spec = architecture.read_spec(fields)
     is_gguf = path.suffix == ".gguf"
-    dtype = choose_dtype(config.dtype, "bfloat16" if is_gguf else _stored_dtype(fields), device)
+    keeps_codes = _keeps_codes(checkpoint, config, device)
+    # Between products that lose nothing, bfloat16 would be what loses most.
+    stored = "float32" if keeps_codes else "bfloat16" if is_gguf else _stored_dtype(fields)
+    dtype = choose_dtype(config.dtype, stored, device)
     ops = select_ops(device, dtype, spec.head_dim)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
     has_blocks = "quantization_config" in fields
@@ -61,8 +64,6 @@ def load_model(
         if config.load_format == "dummy"
         else CheckpointReader(checkpoint, config.model)
     )
-    # Codes are half the bytes for a few rows and twice as fast for many; who asks for a dtype gets numbers of it.
-    keeps_codes = config.dtype == "auto" and device.type == "cpu" and codes.is_computed()
     weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, keeps_codes)
     model = architecture.build(spec, weights, ops, num_positions, device)
     if isinstance(read, CheckpointReader):
@@ -77,6 +78,12 @@ def load_model(
     fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
     memory = _memory(weights, dtype)
     return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement)
+
+
+def _keeps_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> bool:
+    """Whether weights that are stored as codes are computed as codes. Who asks for a dtype gets numbers of it."""
+    is_plain = config.dtype != "auto" or config.load_format == "dummy" or device.type != "cpu"
+    return not is_plain and checkpoint.has_codes and codes.is_computed()
 
 
 def _memory(weights: Weights, dtype: torch.dtype) -> dict[str, int]:

@@ -25,40 +25,40 @@ class Mlp:
         gate, up, down = names
         rows: Split = "rows" if is_split else None
         columns: Split = "columns" if is_split else None
-        self._gate_up = weights.linear((gate, up), (size, size), spec.hidden_size, spec.mlp_bias, split=rows)
-        self._down = weights.linear((down,), (spec.hidden_size,), size, spec.mlp_bias, split=columns)
+        self.gate_up = weights.linear((gate, up), (size, size), spec.hidden_size, spec.mlp_bias, split=rows)
+        self.down = weights.linear((down,), (spec.hidden_size,), size, spec.mlp_bias, split=columns)
         self._activation, self._ops = spec.activation, ops
         self._quantize = None if ops.blocks is None or spec.activation != "silu" else ops.blocks.silu_mul_quantize
 
     def __call__(self, hidden: Tensor | Narrow) -> Tensor:
         """[T, hidden] -> [T, hidden]"""
-        layer = self._gate_up
+        layer = self.gate_up
         if isinstance(layer, Plain) and layer.bias is None:
             assert isinstance(hidden, Tensor)
-            return self._down(self._ops.gated_linear(hidden, layer.weight, self._activation))
+            return self.down(self._ops.gated_linear(hidden, layer.weight, self._activation))
         gate_up = multiply(layer, hidden)
-        if self._quantize is not None and take_narrow(self._down):
-            return multiply(self._down, Narrow(self._quantize(gate_up), gate_up.dtype))
-        return self._down(self._ops.gate(gate_up, self._activation))
+        if self._quantize is not None and take_narrow(self.down):
+            return multiply(self.down, Narrow(self._quantize(gate_up), gate_up.dtype))
+        return self.down(self._ops.gate(gate_up, self._activation))
 
     @staticmethod
     def each(mlps: "Sequence[Mlp]", counts: Sequence[int], hidden: Tensor) -> Tensor:
         """[T, hidden] -> [T, hidden]: the first counts[0] rows through the first of these, the next through the second."""
         one = mlps[0]
-        gate_up = multiply_each([mlp._gate_up for mlp in mlps], counts, hidden)
-        return multiply_each([mlp._down for mlp in mlps], counts, one._ops.gate(gate_up, one._activation))
+        gate_up = multiply_each([mlp.gate_up for mlp in mlps], counts, hidden)
+        return multiply_each([mlp.down for mlp in mlps], counts, one._ops.gate(gate_up, one._activation))
 
     @property
     def has_blocks(self) -> bool:
         """Whether all of it computes in eight bits."""
-        return take_narrow(self._gate_up, self._down)
+        return take_narrow(self.gate_up, self.down)
 
     @property
     def takes_narrow(self) -> bool:
-        return take_narrow(self._gate_up)
+        return take_narrow(self.gate_up)
 
     def tensors(self) -> list[Tensor]:
-        return [*self._gate_up.tensors(), *self._down.tensors()]
+        return [*self.gate_up.tensors(), *self.down.tensors()]
 
 
 def projections(prefix: str) -> tuple[str, str, str]:

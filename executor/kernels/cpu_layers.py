@@ -1,0 +1,100 @@
+"""All layers of a dense decoder on a CPU in one call (csrc/cpu_layers.c). Around each of their nine kernels Python takes
+10 µs, which at a few tokens is as long as the kernels themselves. The same kernels in the same order, so the same bits."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock import _csrc
+from penstock.executor.batch import ForwardBatch, KvPages
+from penstock.executor.kernels import Activation, HeadNorms, Ops
+from penstock.executor.kernels.codes import CodedLinear
+from penstock.executor.kernels.cpu_linear import CpuLinear
+from penstock.executor.kernels.cpu_ops import ACTIVATIONS, CpuOps, addresses
+from penstock.executor.kernels.linear import Linear
+
+
+class DenseLayer(NamedTuple):
+    linears: tuple[Linear, Linear, Linear, Linear]  # qkv, output, gate and up, down
+    # Before attention, behind it, before the MLP, behind it.
+    norms: tuple[Tensor, Tensor | None, Tensor, Tensor | None]
+    head_norms: HeadNorms
+    tables: tuple[Tensor, Tensor]  # cos and sin
+    window: int | None
+
+
+class DenseSizes(NamedTuple):
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    scale: float
+    activation: Activation
+
+
+class CpuLayers:
+    def __init__(self, ops: CpuOps, layers: Sequence[DenseLayer], sizes: DenseSizes) -> None:
+        self._cpu, self._given = ops.cpu, layers  # the tensors stay where they are
+        self._pages: KvPages | None = None
+        self._lib: Any = _csrc.lib
+        self._layers = _csrc.ffi.new("struct penstock_layer[]", len(layers))
+        for layer, plan in zip(layers, self._layers, strict=True):
+            for name, linear in zip(("qkv", "output", "gate_up", "down"), layer.linears, strict=True):
+                assert isinstance(linear, CpuLinear | CodedLinear)
+                linear.describe(getattr(plan, name))
+            plan.input_norm, plan.attention_norm, plan.mlp_norm, plan.output_norm = addresses(*layer.norms)
+            plan.q_norm, plan.k_norm = addresses(*layer.head_norms[:2])
+            plan.cos, plan.sin = addresses(*layer.tables)
+            plan.half, plan.window = layer.tables[0].shape[1], layer.window or 0
+        self._shared = _csrc.ffi.new("struct penstock_layers *")
+        self._shared.layers, self._shared.num = self._layers, len(layers)
+        self._shared.activation = ACTIVATIONS.index(sizes.activation)
+        for name in ("q_heads", "kv_heads", "head_dim", "eps", "scale"):
+            setattr(self._shared, name, getattr(sizes, name))
+
+    def __call__(self, residual: Tensor, batch: ForwardBatch, pages: KvPages) -> Tensor:
+        """The residual stream [T, hidden] goes through the layers in its place; returns what is to be added to it."""
+        if pages is not self._pages:
+            self._bind(pages)
+        assert residual.is_contiguous()
+        tables = batch.block_tables
+        update = torch.empty_like(residual)
+        needed = self._lib.penstock_layers_scratch(self._cpu, self._shared, len(residual))
+        scratch = torch.empty(needed, dtype=torch.uint8)
+        failed = self._lib.penstock_run_layers(
+            self._cpu,
+            self._shared,
+            len(residual),
+            *addresses(batch.positions, batch.kv_slots),
+            tables.shape[0],
+            *addresses(batch.query_starts, batch.context_lens, tables),
+            tables.stride(0),
+            *addresses(residual, update, scratch),
+        )
+        if failed:
+            raise MemoryError(f"no memory for the attention of {len(residual)} tokens")
+        return update
+
+    def _bind(self, pages: KvPages) -> None:
+        first = pages[0][0]
+        self._shared.page_size = first.shape[1]
+        self._shared.page_stride, self._shared.slot_stride, _ = first.stride()
+        for plan, layer_pages in zip(self._layers, pages[: len(self._layers)], strict=True):
+            assert all(each.stride() == first.stride() for each in layer_pages)
+            plan.k_pages, plan.v_pages = addresses(*layer_pages)
+        self._pages = pages
+
+
+def join_layers(ops: Ops, layers: Sequence[DenseLayer], sizes: DenseSizes) -> CpuLayers | None:
+    """None where not all of it runs in our kernels for the CPU."""
+    linears = [linear for layer in layers for linear in layer.linears]
+    if (
+        not layers
+        or not isinstance(ops, CpuOps)
+        or not all(isinstance(each, CpuLinear | CodedLinear) for each in linears)
+    ):
+        return None
+    assert sizes.scale > 0
+    return CpuLayers(ops, layers, sizes)

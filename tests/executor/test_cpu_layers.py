@@ -1,0 +1,60 @@
+"""All layers of a dense decoder in one call: the same bits as one call after the other, whatever the layers have."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from penstock.executor.kernels.cpu_ops import levels
+from penstock.executor.models.decoder import Decoder
+from penstock.executor.protocol import DType
+from tests.executor.test_models import executor_of, prompts
+from tests.support.driver import Driver
+
+pytestmark = pytest.mark.skipif(levels()[-1] == "portable", reason="without AVX2 torch multiplies")
+CASES = ["llama", "qwen2", "qwen3", "gemma3", "mistral-sliding", "llama-tied-biases"]
+
+
+@pytest.fixture
+def hidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """What the decoders of this test computed, step by step."""
+    seen: list[torch.Tensor] = []
+    forward = Decoder.forward
+
+    def spy(self: Decoder, *given: object) -> torch.Tensor:
+        seen.append(forward(self, *given))  # type: ignore[arg-type]
+        return seen[-1]
+
+    monkeypatch.setattr(Decoder, "forward", spy)
+    yield seen
+
+
+def run(case: str, dtype: DType, is_joined: bool) -> None:
+    executor = executor_of(case, dtype=dtype)
+    model = executor._rank._loaded.model
+    assert isinstance(model, Decoder) and model._joined is not None
+    if not is_joined:
+        model._joined = None
+    driver = Driver(executor)
+    running = []
+    for prompt in prompts(4, seed=3):
+        running.append(driver.admit(prompt))
+        driver.advance(*reversed(running), chunk=7)
+    driver.generate(*running, count=10, chunk=7)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES)
+def test_one_call_gives_the_bits_of_many(case: str, dtype: DType, hidden: list[torch.Tensor]) -> None:
+    run(case, dtype, is_joined=True)
+    joined = [*hidden]
+    hidden.clear()
+    run(case, dtype, is_joined=False)
+    assert len(joined) == len(hidden) > 10
+    assert all(torch.equal(one, many) for one, many in zip(joined, hidden, strict=True))
+
+
+@pytest.mark.parametrize("case", ["qwen3-moe", "deepseek-v2-lite"])
+def test_experts_and_latents_go_layer_by_layer(case: str) -> None:
+    model = executor_of(case)._rank._loaded.model
+    assert isinstance(model, Decoder) and model._joined is None
