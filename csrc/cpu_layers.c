@@ -3,6 +3,7 @@
 #include <stdint.h>
 
 #include "cpu_ops.cdef.h"
+#include "cpu_threads.h"
 
 #define ALIGNED(bytes) (((bytes) + 63) / 64 * 64)
 
@@ -42,12 +43,23 @@ static int project(const struct penstock_cpu *cpu, const struct penstock_project
     return 0;
 }
 
-int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens,
-                        uintptr_t positions, uintptr_t kv_slots, int rows, uintptr_t query_starts,
-                        uintptr_t context_lens, uintptr_t block_tables, int64_t table_stride, uintptr_t residual,
-                        uintptr_t update, uintptr_t scratch) {
+/* What penstock_run_layers was given, and whether it failed. */
+struct run {
+    const struct penstock_cpu *cpu;
+    const struct penstock_layers *layers;
+    int64_t tokens, table_stride;
+    uintptr_t positions, kv_slots, query_starts, context_lens, block_tables, residual, update, scratch;
+    int rows, failed;
+};
+
+static void run_layers(void *data) {
+    struct run *run = data;
+    const struct penstock_cpu *cpu = run->cpu;
+    const struct penstock_layers *layers = run->layers;
+    int64_t tokens = run->tokens;
+    uintptr_t residual = run->residual, update = run->update;
     struct room r = room_of(cpu, layers, tokens);
-    uintptr_t hidden = scratch, heads = hidden + r.hidden, query = heads + r.heads, attended = query + r.query;
+    uintptr_t hidden = run->scratch, heads = hidden + r.hidden, query = heads + r.heads, attended = query + r.query;
     uintptr_t gate_up = attended + r.attended, gated = gate_up + r.gate_up, integers = gated + r.gated;
     int64_t size = cpu->is_bfloat16 ? 2 : 4, q_width = (int64_t)layers->q_heads * layers->head_dim;
     int64_t kv_width = (int64_t)layers->kv_heads * layers->head_dim;
@@ -61,10 +73,11 @@ int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_la
                           layers->eps);
         int failed = project(cpu, &l->qkv, hidden, heads, tokens, integers);
         penstock_rope(cpu, tokens, heads, wide, key, wide, key + kv_width * size, wide, l->cos, l->sin, l->half,
-                      positions, kv_slots, l->q_norm, l->k_norm, layers->eps, query, l->k_pages, l->v_pages,
+                      run->positions, run->kv_slots, l->q_norm, l->k_norm, layers->eps, query, l->k_pages, l->v_pages,
                       layers->page_stride, layers->slot_stride, layers->q_heads, layers->kv_heads, layers->head_dim,
                       layers->page_size);
-        failed |= penstock_attention(cpu, rows, query_starts, context_lens, block_tables, table_stride, query, q_width,
+        failed |= penstock_attention(cpu, run->rows, run->query_starts, run->context_lens, run->block_tables,
+                                     run->table_stride, query, q_width,
                                      l->k_pages, l->v_pages, layers->page_stride, layers->slot_stride, attended,
                                      layers->q_heads, layers->kv_heads, layers->head_dim, layers->page_size,
                                      layers->scale, l->window);
@@ -77,7 +90,21 @@ int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_la
         failed |= project(cpu, &l->down, gated, update, tokens, integers);
         if (l->output_norm)
             penstock_norm(cpu, update, width, 0, 0, l->output_norm, update, 0, tokens, width, layers->eps);
-        if (failed) return -1;
+        if (failed) {
+            run->failed = -1;
+            return;
+        }
     }
-    return 0;
+}
+
+int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens,
+                        uintptr_t positions, uintptr_t kv_slots, int rows, uintptr_t query_starts,
+                        uintptr_t context_lens, uintptr_t block_tables, int64_t table_stride, uintptr_t residual,
+                        uintptr_t update, uintptr_t scratch) {
+    struct run run = {.cpu = cpu, .layers = layers, .tokens = tokens, .table_stride = table_stride,
+                      .positions = positions, .kv_slots = kv_slots, .query_starts = query_starts,
+                      .context_lens = context_lens, .block_tables = block_tables, .residual = residual,
+                      .update = update, .scratch = scratch, .rows = rows};
+    with_team(run_layers, &run, cpu->num_threads);
+    return run.failed;
 }

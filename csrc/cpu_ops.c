@@ -37,6 +37,11 @@ const char *penstock_cpu_level_name(int level) { return levels[level]->name; }
  * 30 microseconds of work for one core. */
 #define ELEMENTS_WORTH_A_THREAD 65536
 #define PRODUCTS_WORTH_A_FORK (2 << 20)
+#define PRODUCTS_WORTH_SHARING (1 << 18) /* with a team that is there */
+
+static int threads_for(int64_t cost, const struct penstock_cpu *cpu) {
+    return cost < (has_session() ? PRODUCTS_WORTH_SHARING : PRODUCTS_WORTH_A_FORK) ? 1 : cpu->num_threads;
+}
 
 static int64_t chunk_of(int64_t rows, int64_t width, int num_threads) {
     int64_t least = ELEMENTS_WORTH_A_THREAD / (width + 1) + 1, even = rows / (4 * num_threads) + 1;
@@ -149,7 +154,7 @@ void penstock_linear(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
                              .row_parts = (rows + LINEAR_ROWS - 1) / LINEAR_ROWS}};
     int64_t columns = w.level->columns, parts = (width + columns - 1) / columns * w.linear.row_parts;
     int64_t cost = depth * width * (rows + PRODUCTS_PER_WORD_READ);
-    int num_threads = cost < PRODUCTS_WORTH_A_FORK ? 1 : cpu->num_threads;
+    int num_threads = threads_for(cost, cpu);
     spread(linear_some, &w, parts, parts / (16 * num_threads) + 1, num_threads);
 }
 
@@ -217,7 +222,7 @@ int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
         cost += depth * width * (rows[i] + PRODUCTS_PER_WORD_READ);
     }
     struct linears_work w = {level, cpu->is_bfloat16, linears, ends};
-    int num_threads = cost < PRODUCTS_WORTH_A_FORK ? 1 : cpu->num_threads;
+    int num_threads = threads_for(cost, cpu);
     spread(linears_some, &w, parts, parts / (16 * num_threads) + 1, num_threads);
     free(linears);
     return 0;
@@ -285,7 +290,7 @@ int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
         all += parts_of(w, i);
         cost += depth * p->width * (count + PRODUCTS_PER_CODE_READ);
     }
-    int num_threads = cost < PRODUCTS_WORTH_A_FORK ? 1 : cpu->num_threads;
+    int num_threads = threads_for(cost, cpu);
     spread(coded_some, w, all, all / (16 * num_threads) + 1, num_threads);
     free(w);
     return 0;

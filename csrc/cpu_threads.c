@@ -11,6 +11,7 @@
 #include <stddef.h>
 #if !defined(_WIN32)
 #include <dlfcn.h>
+#include <sched.h>
 #endif
 
 #include "cpu_ops.cdef.h"
@@ -50,9 +51,75 @@ static void take_chunks(void *data) {
     }
 }
 
+/* A team that was called for several jobs. Its thread 0 runs a function that hands out one after the other; the others
+ * look for one, spinning. Nobody waits for a thread that has not begun: what it would have done is done by those that
+ * are there, so that a core which others use too delays a job by a chunk at most. */
+struct session {
+    void (*function)(void *);
+    void *data;
+    struct shared *job;
+    atomic_uint number;  /* odd while a job is open to be joined */
+    atomic_int num_inside; /* threads at work besides thread 0 */
+    atomic_int has_ended;
+};
+
+static _Thread_local struct session *session; /* of its thread 0 */
+
+static void rest(int turns) {
+#if !defined(_WIN32)
+    if (turns % 1024 == 1023) sched_yield();
+#endif
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+static void join_session(void *data) {
+    struct session *s = data;
+    if (session == s) {
+        s->function(s->data);
+        atomic_store(&s->has_ended, 1);
+        return;
+    }
+    unsigned done = 0;
+    for (int turns = 0; !atomic_load_explicit(&s->has_ended, memory_order_acquire); turns++) {
+        unsigned number = atomic_load(&s->number);
+        if (number % 2 == 0 || number == done) {
+            rest(turns);
+            continue;
+        }
+        atomic_fetch_add(&s->num_inside, 1); /* from here on the job cannot go away, unless it was closed before */
+        if (atomic_load(&s->number) == number) take_chunks(s->job);
+        atomic_fetch_sub(&s->num_inside, 1);
+        done = number;
+        turns = 0;
+    }
+}
+
+void with_team(void (*function)(void *), void *data, int num_threads) {
+    gomp_parallel *team = num_threads > 1 && !session ? find_team() : NULL;
+    struct session s = {.function = function, .data = data};
+    if (!team) {
+        function(data);
+        return;
+    }
+    session = &s;
+    team(join_session, &s, (unsigned)num_threads, 0);
+    session = NULL;
+}
+
+int has_session(void) { return session != NULL; }
+
 void spread(work_on *function, const void *work, int64_t count, int64_t chunk, int num_threads) {
-    gomp_parallel *team = num_threads > 1 && count > chunk ? find_team() : NULL;
     struct shared s = {.function = function, .work = work, .count = count, .chunk = chunk};
-    if (team) team(take_chunks, &s, (unsigned)num_threads, 0);
+    int is_shared = num_threads > 1 && count > chunk;
+    gomp_parallel *team = is_shared && !session ? find_team() : NULL;
+    if (is_shared && session) {
+        session->job = &s;
+        atomic_fetch_add(&session->number, 1);
+        take_chunks(&s);
+        atomic_fetch_add(&session->number, 1);
+        for (int turns = 0; atomic_load(&session->num_inside); turns++) rest(turns);
+    } else if (team) team(take_chunks, &s, (unsigned)num_threads, 0);
     else if (count) function(work, 0, count, 0);
 }

@@ -196,7 +196,7 @@ def gguf_of(model: Any, architecture: str, path: Path, **changes: Any) -> Path:
 def loaded(checkpoint: GgufCheckpoint, like: Any) -> Any:
     """A transformers model made of nothing but the checkpoint's config and tensors."""
     model = type(like)(type(like.config)(**checkpoint.config))
-    tensors = {name: checkpoint.read(name) for name in checkpoint.names()}
+    tensors = {name: numbers(checkpoint.read(name)) for name in checkpoint.names()}
     missing = model.load_state_dict(tensors, strict=False)
     assert not missing.unexpected_keys
     assert missing.missing_keys == (["lm_head.weight"] if checkpoint.config["tie_word_embeddings"] else [])

@@ -13,20 +13,27 @@ HALVES_AT = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208], "MXFP4": []}
 HALVES_AT |= {kind: [0] for kind in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")}
 
 
-def packed(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.ndarray:
-    """Random rows of a storage type: any quants and inner scales, scales that stay finite."""
+def packed(rng: np.random.Generator, shape: tuple[int, ...], kind: str, deviation: float = 0.0) -> np.ndarray:
+    """Random rows of a storage type: any quants and inner scales, scales that stay finite. With a deviation, values are
+    about as large."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     if block == 1:
-        rows: np.ndarray = gguf.quants.quantize(
-            rng.standard_normal(shape, dtype=np.float32), GGMLQuantizationType[kind]
-        )
-        return rows
+        numbers = rng.standard_normal(shape, dtype=np.float32)
+        return np.asarray(gguf.quants.quantize(numbers * (deviation or 1), GGMLQuantizationType[kind]))
     blocks = rng.integers(0, 256, (math.prod(shape) // block, size), dtype=np.uint8)
-    for at in HALVES_AT.get(kind, [0, 2]):
-        blocks[:, at : at + 2] = rng.uniform(-1, 1, len(blocks)).astype("<f2").view(np.uint8).reshape(-1, 2)
+    halves = {at: rng.uniform(-1, 1, len(blocks)) for at in HALVES_AT.get(kind, [0, 2])}
     if kind == "MXFP4":
-        blocks[:, 0] = rng.integers(0, 140, len(blocks))
-    return blocks.reshape(*shape[:-1], -1)
+        blocks[:, 0] = rng.integers(0, 140, len(blocks)) if not deviation else 127 + round(math.log2(deviation / 3))
+
+    def scaled(by: float) -> np.ndarray:
+        for at, values in halves.items():
+            blocks[:, at : at + 2] = (values * by).astype("<f2").view(np.uint8).reshape(-1, 2)
+        return blocks.reshape(*shape[:-1], -1)
+
+    rows = scaled(1.0)
+    if deviation and halves:
+        rows = scaled(deviation / float(gguf.quants.dequantize(rows, GGMLQuantizationType[kind]).std()))
+    return rows
 
 
 def coded(rng: np.random.Generator, shape: tuple[int, int], kind: str) -> tuple[Coded, torch.Tensor]:
