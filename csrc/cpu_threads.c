@@ -52,7 +52,7 @@ static void take_chunks(void *data) {
 }
 
 /* A team that was called for several jobs. Its thread 0 runs a function that hands out one after the other; the others
- * look for one, spinning. Nobody waits for a thread that has not begun: what it would have done is done by those that
+ * look for one, spinning. A thread that has not begun is not waited for: what it would have done is done by those that
  * are there, so that a core which others use too delays a job by a chunk at most. */
 struct session {
     void (*function)(void *);

@@ -84,7 +84,7 @@ class EngineOptions:
     """All that may be said of an engine, as flags and as keywords of `LLM(...)`. None: nothing is said."""
 
     dtype: DType | None = flag(
-        "number format of weights and activations (default: the model's own)",
+        "number format of weights and activations (default: the model's own; a GGUF's codes stay codes on a CPU)",
         read=lambda text: DTYPES.get(text, text),
         opens="engine",
     )
