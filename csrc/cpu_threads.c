@@ -65,7 +65,7 @@ struct session {
 
 static _Thread_local struct session *session; /* of its thread 0 */
 
-static void rest(int turns) {
+static void rest(unsigned turns) {
 #if !defined(_WIN32)
     if (turns % 1024 == 1023) sched_yield();
 #endif
@@ -82,7 +82,7 @@ static void join_session(void *data) {
         return;
     }
     unsigned done = 0;
-    for (int turns = 0; !atomic_load_explicit(&s->has_ended, memory_order_acquire); turns++) {
+    for (unsigned turns = 0; !atomic_load_explicit(&s->has_ended, memory_order_acquire); turns++) {
         unsigned number = atomic_load(&s->number);
         if (number % 2 == 0 || number == done) {
             rest(turns);
@@ -119,7 +119,7 @@ void spread(work_on *function, const void *work, int64_t count, int64_t chunk, i
         atomic_fetch_add(&session->number, 1);
         take_chunks(&s);
         atomic_fetch_add(&session->number, 1);
-        for (int turns = 0; atomic_load(&session->num_inside); turns++) rest(turns);
+        for (unsigned turns = 0; atomic_load(&session->num_inside); turns++) rest(turns);
     } else if (team) team(take_chunks, &s, (unsigned)num_threads, 0);
     else if (count) function(work, 0, count, 0);
 }

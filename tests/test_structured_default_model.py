@@ -111,7 +111,7 @@ def test_a_mask_that_allows_what_the_model_says_anyway_changes_nothing(llm: LLM)
 
 def test_a_preempted_and_a_cached_request_keep_to_their_grammar() -> None:
     regex = "(north|south)(,(north|south)){23}"
-    with LLM(device="cpu", max_model_len=160, kv_cache_bytes=24 * 368640, block_size=16, max_num_seqs=8) as small:
+    with LLM(device="cpu", max_model_len=160, kv_cache_bytes=24 * 737280, block_size=16, max_num_seqs=8) as small:
         params = [hot(StructuredOutputs(regex=regex), seed, max_tokens=110) for seed in range(8)]
         results = small.chat([QUESTION] * 8, params, use_tqdm=False)
         assert all(re.fullmatch(regex, result.outputs[0].text) for result in results)

@@ -23,7 +23,7 @@ WORDS = ["rivers", "bridges", "bread", "moon", "ships", "chess", "winter", "viol
 
 def engine(**options: Any) -> LLM:
     """Its device holds two or three prompts."""
-    return LLM(device="cpu", max_model_len=256, kv_cache_bytes=20 * 368_640, **options)
+    return LLM(device="cpu", max_model_len=256, kv_cache_bytes=20 * 737_280, **options)
 
 
 def prompts(count: int) -> list[str]:
