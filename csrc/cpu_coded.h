@@ -4,11 +4,11 @@
  * Products are summed as integers, so exactly, for 16 or 32 of depth, and these sums are scaled and summed as floats in
  * ascending order: an output is the same bits whatever other rows there are. */
 
-#define SPAN 8      /* chunks that are widened at a time */
-#define LARGEST 32512 /* 256 · 127: both bytes are signed */
+#define SPAN 8         /* chunks that are widened at a time */
+#define LARGEST 32512  /* 256 · 127: both bytes are signed */
 #define TINIEST 1e-30f /* below it everything is 0 */
 
-#define CODED_ROWS 6
+#define CODED_ROWS 6 /* whose sums stay in registers */
 #define CODED_VECTORS 2
 #define CODED_COLUMNS (CODED_VECTORS * LANES)
 
@@ -121,7 +121,7 @@ struct sums {
 };
 
 INLINE void begin_sums(const int rows, const struct coded *l, int64_t row, int64_t number, int group, struct sums *s) {
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
         const int32_t *parts = l->x.sums + (row + r) * (l->depth / 16) + number * 2 + group;
         int32_t all = l->type->groups == 2 ? parts[0] : parts[0] + parts[1];
@@ -133,7 +133,7 @@ INLINE void begin_sums(const int rows, const struct coded *l, int64_t row, int64
 
 INLINE void add_pair(const int rows, const struct coded *l, const uint32_t *x, const pairs codes[CODED_VECTORS],
                      struct sums *s) {
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
         pairs factor = (pairs)((uvec){0} + x[r * (l->depth / 2)]);
 #pragma GCC unroll 2
@@ -146,7 +146,7 @@ INLINE void add_pair(const int rows, const struct coded *l, const uint32_t *x, c
 
 INLINE void end_sums(const int rows, const struct coded *l, const struct chunk *c, int group, const struct sums *s,
                      float *out) {
-#pragma GCC unroll 12
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < CODED_VECTORS; v++) {
@@ -160,7 +160,6 @@ INLINE void end_sums(const int rows, const struct coded *l, const struct chunk *
 
 /* One row, codes of up to six bits: four at a time meet the bytes of the input. Sums of the products of bytes take 16
  * bits as long as they can. */
-
 INLINE pairs code_quad(const uint8_t *planes, const int bits, const int i, const int v) {
     pairs word;
     memcpy(&word, planes + 4 * (i * bits / 8 * CODED_COLUMNS + v * LANES), sizeof word);

@@ -300,7 +300,7 @@ class OneRank:
         yield from ((0, message) for message in heard)
 
     def fileno(self) -> int:
-        raise NotImplementedError
+        raise AssertionError("a worker that has ended is not waited for")
 
     def dump_stacks(self) -> None: ...
     def kill(self) -> None: ...
