@@ -37,7 +37,9 @@ class Keeping:
     response_store: str | None = flag(
         "a file for the responses and conversations that clients come back to (default: in memory)", "FILE"
     )
-    response_store_bytes: Count = flag("limit of all of them", "SIZE", read=size_bytes, default=256 * 2**20)
+    response_store_bytes: Count = flag(
+        "limit of all of them (default: 256MiB)", "SIZE", read=size_bytes, default=256 * 2**20
+    )
     max_responses: Count = flag("how many are kept (default: %(default)s)", "N", default=10_000)
     response_age_s: Seconds = flag("how long one is kept unused (default: 30 days)", "S", default=30 * 86400.0)
 

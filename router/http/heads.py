@@ -153,6 +153,6 @@ def question_head(path: str, host: bytes, lines: bytes) -> bytes:
     return b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), host, lines)
 
 
-def request_head(target: bytes, host: bytes, lines: bytes, content_length: int) -> bytes:
-    """A POST to a replica. `lines` are its headers, written and clean: they came through `passing`."""
-    return b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (target, host, lines, content_length)
+def request_head(method: bytes, target: bytes, host: bytes, lines: bytes, content_length: int) -> bytes:
+    """A request to a replica. `lines` are its headers, written and clean: they came through `passing`."""
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (method, target, host, lines, content_length)

@@ -13,12 +13,12 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import MODEL, Running, running
 
 DEPTH = 2  # fields within fields
-CREATE = {"model": MODEL, "input": "Hi"}
-MESSAGE = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
+CREATE: dict[str, Any] = {"model": MODEL, "input": "Hi"}
+MESSAGE: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
 COUNT = {name: value for name, value in MESSAGE.items() if name != "max_tokens"}
 
 # The package's type, the route, and a request that is complete without its field.
-WALKS = {
+WALKS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "responses": ("openai.types.responses.response_create_params:ResponseCreateParamsBase", "/v1/responses", CREATE),
     "input_tokens": (
         "openai.types.responses.input_token_count_params:InputTokenCountParams",

@@ -189,7 +189,8 @@ def test_a_choice_of_tools_is_held_to(qwen: Running) -> None:
 def test_a_text_format_is_a_grammar(server: Running, client: Any) -> None:
     form = {"type": "json_schema", "name": "place", "schema": SCHEMA}
     response = client.responses.create(model=MODEL, input="Hi", text={"format": form})
-    assert server.engine.submitted[-1][1].structured_outputs.json == SCHEMA
+    outputs = server.engine.submitted[-1][1].structured_outputs
+    assert outputs is not None and outputs.json == SCHEMA
     assert response.text.format.type == "json_schema"
 
 
