@@ -154,7 +154,7 @@ class RouterApp:
     # A request for a replica.
 
     def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
-        asked = decode(_ASKED, request.body or b"{}")
+        asked = decode(_ASKED, request.body) if request.body or request.path in PROXIED else Asked()
         group = self.fleet.group_of(asked.model)
         if bytes(asked.kv_transfer_params) not in (b"", b"null") and self.fleet.has_prefills:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
