@@ -60,6 +60,7 @@ class Endpoint:
             call.is_gone = True  # for the log; perhaps half an answer is out
         finally:
             service.release(call)
+            call.scope = {}  # which holds the call: together they would wait for the garbage collector
             service.num_open_requests -= 1
 
     def _content_type(self, scope: Scope) -> bytes:

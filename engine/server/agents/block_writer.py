@@ -73,7 +73,8 @@ class BlockWriter:
         self.events.add("message_stop")
 
     async def fail(self, error: HttpError) -> None:
-        self.events.add(**msgspec.json.decode(b'{"kind":"error",' + error_body(error.status, error.message)[1:]))
+        found = msgspec.json.decode(error_body(error.status, error.message))
+        self.events.add("error", error=found["error"])
 
     def _close(self) -> None:
         """A call that was cut off in its middle is none: it is left out of the whole answer."""

@@ -1,16 +1,17 @@
 """Responses and conversations that clients come back to, in SQLite: a file, or memory. Knows nothing of what they say.
 
 Bounded in number, bytes and age; what was not used for longest goes first. A store that fails (a full disk, a broken
-file) fails the calls that need it and no others. Everything runs in threads, one call at a time.
+file) fails the calls that need it and no others. Everything runs in one thread of its own, so that a slow disk holds up
+nothing else.
 """
 
 import asyncio
 import logging
 import os
 import sqlite3
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
@@ -40,13 +41,13 @@ class ItemStore:
 
     def __init__(self, keeping: Keeping) -> None:
         self._keeping = keeping
-        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._opened: sqlite3.Connection | None = None
 
     async def put(self, tenant: bytes, kept_id: str, kept: Kept) -> bool:
         """Whether it is kept. If not, that is the operator's to know: the client gets its answer."""
         try:
-            return await asyncio.to_thread(self._locked, lambda db: self._put(db, tenant, kept_id, kept))
+            return await self._aside(lambda db: self._put(db, tenant, kept_id, kept))
         except StoreFailed as error:
             log.error("%s is not kept: %s", kept_id, error)
             return False
@@ -73,32 +74,33 @@ class ItemStore:
     def try_out(self) -> None:
         """To find at the start that a file cannot be used; ValueError."""
         try:
-            self._locked(lambda db: db.execute("SELECT count(*) FROM kept").fetchone())
+            self._transaction(lambda db: db.execute("SELECT count(*) FROM kept").fetchone())
         except StoreFailed as error:
             raise ValueError(f"response_store: {self._keeping.response_store!r} cannot be used: {error}") from None
         self.close()
 
     def close(self) -> None:
-        with self._lock:
-            if self._opened is not None:
-                self._opened.close()
-            self._opened = None
+        if self._opened is not None:
+            self._opened.close()
+        self._opened = None
 
     async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
-            return await asyncio.to_thread(self._locked, work)
+            return await self._aside(work)
         except StoreFailed as error:
             log.error("the store of responses cannot be used: %s", error)
             raise HttpError(503, "the store of responses has failed; only requests that need none of it run") from None
 
-    def _locked(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        with self._lock:
-            try:
-                self._opened = self._opened or self._connected()
-                with self._opened:  # one transaction
-                    return work(self._opened)
-            except (sqlite3.Error, OSError) as error:
-                raise StoreFailed(str(error)) from None
+    async def _aside(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._transaction, work)
+
+    def _transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            self._opened = self._opened or self._connected()
+            with self._opened:
+                return work(self._opened)
+        except (sqlite3.Error, OSError) as error:
+            raise StoreFailed(str(error)) from None
 
     def _connected(self) -> sqlite3.Connection:
         path = self._keeping.response_store or ":memory:"

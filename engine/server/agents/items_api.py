@@ -217,7 +217,10 @@ async def _keep(service: Service, call: Call, request: ResponsesRequest, given: 
     """In the store, and at the end of its conversation."""
     items, tenant = [*given, *msgspec.to_builtins(reply.output)], tenant_of(call)
     if request.conversation_id is not None and reply.status in ("completed", "incomplete"):
-        await service.store.change(tenant, request.conversation_id, lambda kept: kept["items"].extend(items))
+        try:
+            await service.store.change(tenant, request.conversation_id, lambda kept: kept["items"].extend(items))
+        except HttpError:  # it is in the log, and the client gets its answer
+            return False
     if request.store is False:
         return False
     whole = msgspec.to_builtins(msgspec.structs.replace(reply, output=[]))

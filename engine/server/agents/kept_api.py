@@ -1,5 +1,6 @@
 """What is asked of responses and conversations that are kept: GET, DELETE and the rest, over item_store.py."""
 
+import asyncio
 import secrets
 import time
 from typing import Any
@@ -44,7 +45,7 @@ async def cancel(service: Service, call: Call, _body: bytes) -> dict[str, Any]:
         running.writer.is_cancelled = True
         for answer in running.call.answers:
             answer.abort()
-        await running.task
+        await asyncio.wait((running.task,))  # not the task itself: it would be cancelled with who waits
         return dict(msgspec.to_builtins(running.writer.reply))
     reply = _shown(await _kept(service, call))
     if not reply["background"]:
