@@ -41,7 +41,7 @@ def multiply(linear: Linear, x: Tensor | Narrow) -> Tensor:
 def multiply_each(linears: Sequence[Linear], counts: Sequence[int], x: Tensor) -> Tensor:
     """[T, in] -> [T, out]: the first counts[0] rows through the first of these layers, the next through the second.
 
-    They are alike in kind and shape, without bias, and none of the counts is 0.
+    They are alike in kind and shape, and none of the counts is 0.
     """
     if isinstance(linears[0], CodedLinear):
         return CodedLinear.each(cast("Sequence[CodedLinear]", linears), counts, x)

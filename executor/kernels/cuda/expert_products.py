@@ -16,7 +16,7 @@ from penstock.executor.kernels.cuda.fp8 import quantize_groups
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
-from penstock.executor.kernels.cuda.rows import activate
+from penstock.executor.kernels.cuda.rows import gated
 from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
 from penstock.executor.kernels.eight_bits import BLOCK, are_quantized, make_quantized
 
@@ -174,7 +174,7 @@ def _multiply(
         x_ptrs += STEP
         weight_ptrs += STEP
     if GATED:
-        acc = activate(acc, ACTIVATION) * up
+        acc = gated(acc, up, ACTIVATION)
     y_ptrs = y_ptr + entry.to(tl.int64)[:, None] * WIDTH + column[None, :]
     if QUANTIZES:  # a tile's columns are one block of scales
         values, scales = quantize_groups(acc.to(like_ptr.dtype.element_ty).to(tl.float32))
