@@ -151,9 +151,11 @@ class FusedExperts(Protocol):
         first: int,
         activation: Activation,
         added: Tensor | None = None,
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
         """What the experts in slots first … first + S - 1 add up to, each by its share, and `added`: hidden [T, H], slots
-        and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. An entry of another rank's slot adds nothing."""
+        and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. An entry of another rank's slot adds nothing.
+        Biases are those of the two products, [S, 2 I] and [S, H]. Weights of MXFP4 are bytes (`four_bits`)."""
 
 
 class BlockOps(Protocol):
@@ -281,6 +283,11 @@ def select_input_ops(device: torch.device) -> InputOps:
     from penstock.executor.kernels import torch_inputs
 
     return torch_inputs
+
+
+def has_expert_products(device: torch.device) -> bool:
+    """Whether experts of few bits are computed as they are stored."""
+    return _has_triton_kernels(device)
 
 
 def _has_triton_kernels(device: torch.device) -> bool:

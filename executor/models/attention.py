@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation
+from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation, ScoreExtras
 from penstock.executor.kernels.linear import Narrow, multiply, take_narrow
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
@@ -27,6 +27,8 @@ class GroupedAttention:
                 weights.norm(f"{prefix}{part}_norm.weight", spec.head_dim, spec.norm_offset) for part in "qk"
             )
             self.norms = q_norm, k_norm, spec.norm_eps
+        sinks = weights.tensor(f"{prefix}sinks", (spec.num_heads,), "rows").float() if spec.has_sinks else None
+        self.extras = ScoreExtras(spec.score_cap, sinks)
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         names, rows = tuple(f"{prefix}{part}_proj" for part in "qkv"), tuple(each * spec.head_dim for each in heads)
         self.qkv = weights.linear(names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads)
@@ -44,7 +46,8 @@ class GroupedAttention:
         q, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
         rotation = Rotation(*self.tables, batch.positions)
         q = self._ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, self.norms)
-        return self._ops.paged_attention(q, *pages, batch, self._spec.attention_scale, self.window).flatten(1)
+        scale = self._spec.attention_scale
+        return self._ops.paged_attention(q, *pages, batch, scale, self.window, self.extras).flatten(1)
 
 
 def heads_of(heads: int, kv_heads: int, group: RankGroup) -> tuple[int, int]:

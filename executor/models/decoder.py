@@ -72,7 +72,8 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
-        return self._vocabulary.logits(hidden)
+        logits, cap = self._vocabulary.logits(hidden), self._spec.logit_cap
+        return logits if logits is None or cap is None else (logits / cap).tanh_().mul_(cap)
 
 
 class _Layer:
@@ -109,6 +110,7 @@ class _Layer:
             attention.norms,
             attention.tables,
             attention.window,
+            attention.extras,
         )
 
     def forward(

@@ -3,6 +3,7 @@
 A feature of the config that the decoder does not compute is refused by name, never ignored.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from penstock.executor.kernels import Activation
@@ -33,18 +34,31 @@ def qwen3(fields: Fields) -> DecoderSpec:
     return spec_of(fields, _qwen_layers(fields), qk_norm=True, **attention_biases(fields))
 
 
+def gemma2(fields: Fields) -> DecoderSpec:
+    full = uniform_layers(fields)
+    sliding = uniform_layers(fields, fields.integer("sliding_window", 4096))
+    return replace(
+        _gemma(fields, pick_layers(fields, full, sliding, [index % 2 == 0 for index in range(len(full))])),
+        score_cap=fields.number("attn_logit_softcapping") if "attn_logit_softcapping" in fields else None,
+        logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
+    )
+
+
 def gemma3(fields: Fields) -> DecoderSpec:
     fields.only("final_logit_softcapping", None)
     fields.only("attn_logit_softcapping", None)
+    return replace(_gemma(fields, _gemma_layers(fields)), qk_norm=True)
+
+
+def _gemma(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
     fields.only("use_bidirectional_attention", False, default=False)
     return spec_of(
         fields,
-        _gemma_layers(fields),
+        layers,
         attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
         tied_by_default=True,
         activation_field="hidden_activation",
         activation="gelu_tanh",
-        qk_norm=True,
         sandwich_norms=True,
         norm_offset=1.0,
         embedding_scale=fields.integer("hidden_size") ** 0.5,
@@ -115,7 +129,7 @@ def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     window = fields.integer("sliding_window", 4096)
     full, sliding = uniform_layers(fields), uniform_layers(fields, window)
     first_sliding = fields.integer("max_window_layers", 28)
-    return _pick(fields, full, sliding, [index >= first_sliding for index in range(len(full))])
+    return pick_layers(fields, full, sliding, [index >= first_sliding for index in range(len(full))])
 
 
 def _gemma_layers(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -125,7 +139,7 @@ def _gemma_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     full = (LayerSpec(overall),) * num_layers
     sliding = (LayerSpec(local, fields.integer("sliding_window", 4096)),) * num_layers
     pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
-    return _pick(fields, full, sliding, [(index + 1) % pattern != 0 for index in range(num_layers)])
+    return pick_layers(fields, full, sliding, [(index + 1) % pattern != 0 for index in range(num_layers)])
 
 
 def _gemma_ropes(fields: Fields) -> tuple[Rope, Rope]:
@@ -142,7 +156,7 @@ def _gemma_ropes(fields: Fields) -> tuple[Rope, Rope]:
     return rope_of(local, local_theta, head_dim, max_positions), rope_of(overall, theta, head_dim, max_positions)
 
 
-def _pick(
+def pick_layers(
     fields: Fields, full: tuple[LayerSpec, ...], sliding: tuple[LayerSpec, ...], slides: list[bool]
 ) -> tuple[LayerSpec, ...]:
     """Per layer the full or the sliding kind; `layer_types` in the config wins over the family's rule."""

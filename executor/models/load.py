@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.executor.kernels import Ops, codes, select_ops
+from penstock.executor.kernels import Ops, codes, has_expert_products, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
 from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
@@ -43,15 +43,18 @@ def load_model(
     checkpoint = open_checkpoint(path, config)
     fields = Fields(checkpoint.config, str(path / "config.json" if path.is_dir() else path))
     name, architecture = find_architecture(fields)
+    if architecture.view is not None:
+        checkpoint = architecture.view(checkpoint)
+        fields = Fields(checkpoint.config, fields.where)
     spec = architecture.read_spec(fields)
     is_gguf = path.suffix == ".gguf"
     keeps_codes = _keeps_codes(checkpoint, config, device)
     # Between products that lose nothing, bfloat16 would be what loses most.
-    stored = "float32" if keeps_codes else "bfloat16" if is_gguf else _stored_dtype(fields)
+    stored = _stored_dtype(fields) if not is_gguf else "float32" if keeps_codes else "bfloat16"
     dtype = choose_dtype(config.dtype, stored, device)
     ops = select_ops(device, dtype, spec.head_dim)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
-    has_blocks = "quantization_config" in fields
+    has_blocks = "quantization_config" in fields and not checkpoint.has_codes
     if config.max_model_len is not None and config.max_model_len > spec.max_positions:
         raise ExecutorError(
             f"max_model_len: {config.max_model_len} given; the model's positions end at {spec.max_positions}"
@@ -76,19 +79,21 @@ def load_model(
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
     computed += ["codes"] if weights.num_code_bytes else []
     fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
-    memory = _memory(weights, dtype)
+    memory = _memory(weights, dtype, "FP8" if has_blocks else "coded")
     return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement)
 
 
 def _keeps_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> bool:
-    """Whether weights that are stored as codes are computed as codes. Who asks for a dtype gets numbers of it."""
-    is_plain = config.dtype != "auto" or config.load_format == "dummy" or device.type != "cpu"
-    return not is_plain and checkpoint.has_codes and codes.is_computed()
+    """Whether weights that are stored as codes are computed as codes (on a GPU, those that it can). Who asks for a dtype
+    gets numbers of it."""
+    if config.dtype != "auto" or config.load_format == "dummy" or not checkpoint.has_codes:
+        return False
+    return codes.is_computed() if device.type == "cpu" else has_expert_products(device)
 
 
-def _memory(weights: Weights, dtype: torch.dtype) -> dict[str, int]:
+def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]:
     widened, kept = weights.num_widened_bytes, weights.num_code_bytes
-    parts = {f"FP8 weights as {str(dtype).removeprefix('torch.')}": widened, "weights as codes": kept}
+    parts = {f"{narrow} weights as {str(dtype).removeprefix('torch.')}": widened, "weights as codes": kept}
     return {"weights": weights.num_bytes - widened - kept} | {name: size for name, size in parts.items() if size}
 
 

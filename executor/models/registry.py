@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
+from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.weights import Weights
@@ -50,6 +51,7 @@ class CausalModel(Protocol):
 class Architecture(NamedTuple):
     read_spec: Callable[[Fields], Any]
     build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel]  # spec, weights, ops, positions, device
+    view: Callable[[Checkpoint], Checkpoint] | None  # what the two above take for the checkpoint, if not itself
 
 
 # The module beside this one, and the function in it that reads the settings. A module that has no `build` of its own
@@ -57,7 +59,9 @@ class Architecture(NamedTuple):
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": ("moe_families", "deepseek_v2"),
     "DeepseekV3ForCausalLM": ("moe_families", "deepseek_v3"),
+    "Gemma2ForCausalLM": ("families", "gemma2"),
     "Gemma3ForCausalLM": ("families", "gemma3"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
     "LlamaForCausalLM": ("families", "llama"),
     "MistralForCausalLM": ("families", "mistral"),
     "MixtralForCausalLM": ("moe_families", "mixtral"),
@@ -76,4 +80,4 @@ def find_architecture(fields: Fields) -> tuple[str, Architecture]:
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
     home, reader = ARCHITECTURES[names[0]]
     module = import_module(f"penstock.executor.models.{home}")
-    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder))
+    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder), getattr(module, "view", None))

@@ -58,4 +58,8 @@ class DecoderSpec:
     sandwich_norms: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    has_sinks: bool = False
+    # A score of attention, or a logit, x becomes cap * tanh(x / cap).
+    score_cap: float | None = None
+    logit_cap: float | None = None
     latent: LatentSpec | None = None  # then head_dim is the width of a cached position, shared by all heads
