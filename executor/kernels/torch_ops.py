@@ -218,9 +218,7 @@ def _attend_row(
     out[:count] = attended.view(-1, group, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
 
 
-def _attend(
-    q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, extras: ScoreExtras
-) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, extras: ScoreExtras) -> Tensor:
     """q [rows, Hkv, group * count, D], a group's first head first."""
     if extras.cap is None and extras.sinks is None:
         return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)

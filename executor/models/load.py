@@ -15,7 +15,7 @@ from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.registry import CausalModel, Spec, find_architecture
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
+from penstock.executor.models.weights import DTYPES, CheckpointReader, KeptCodes, Weights
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
 
@@ -48,9 +48,9 @@ def load_model(
         fields = Fields(checkpoint.config, fields.where)
     spec = architecture.read_spec(fields)
     is_gguf = path.suffix == ".gguf"
-    keeps_codes = _keeps_codes(checkpoint, config, device)
+    kept_codes = _kept_codes(checkpoint, config, device)
     # Between products that lose nothing, bfloat16 would be what loses most.
-    stored = _stored_dtype(fields) if not is_gguf else "float32" if keeps_codes else "bfloat16"
+    stored = _stored_dtype(fields) if not is_gguf else "float32" if kept_codes == "all" else "bfloat16"
     dtype = choose_dtype(config.dtype, stored, device)
     ops = select_ops(device, dtype, spec.head_dim)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
@@ -67,7 +67,7 @@ def load_model(
         if config.load_format == "dummy"
         else CheckpointReader(checkpoint, config.model)
     )
-    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, keeps_codes)
+    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, kept_codes)
     model = architecture.build(spec, weights, ops, num_positions, device)
     if isinstance(read, CheckpointReader):
         # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
@@ -83,12 +83,13 @@ def load_model(
     return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement)
 
 
-def _keeps_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> bool:
-    """Whether weights that are stored as codes are computed as codes (on a GPU, those that it can). Who asks for a dtype
-    gets numbers of it."""
+def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> KeptCodes:
+    """Which weights that are stored as codes are computed as codes. Who asks for a dtype gets numbers of it."""
     if config.dtype != "auto" or config.load_format == "dummy" or not checkpoint.has_codes:
-        return False
-    return codes.is_computed() if device.type == "cpu" else has_expert_products(device)
+        return None
+    if device.type == "cpu":
+        return "all" if codes.is_computed() else None
+    return "four bits" if has_expert_products(device) else None
 
 
 def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]:

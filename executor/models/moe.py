@@ -155,7 +155,9 @@ def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None,
     """None where nothing computes them at once. Behind the slots come those of `shared`, as many as is returned."""
     if not slots or ops.fused_experts is None:
         return None, 0
-    layers = [each for each in (slots[0].gate_up, slots[0].down) if isinstance(each, Plain | BlockLinear | FourBitLinear)]
+    layers = [
+        each for each in (slots[0].gate_up, slots[0].down) if isinstance(each, Plain | BlockLinear | FourBitLinear)
+    ]
     if len(layers) < 2:
         return None, 0
     pieces = [] if shared is None else _cut(shared, slots[0])

@@ -80,4 +80,6 @@ def find_architecture(fields: Fields) -> tuple[str, Architecture]:
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
     home, reader = ARCHITECTURES[names[0]]
     module = import_module(f"penstock.executor.models.{home}")
-    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder), getattr(module, "view", None))
+    return names[0], Architecture(
+        getattr(module, reader), getattr(module, "build", Decoder), getattr(module, "view", None)
+    )

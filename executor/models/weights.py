@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from penstock.eplb import Plan
 
 Layer = TypeVar("Layer")
-KeptCodes = TypeVar("KeptCodes", CodedLinear, FourBitLinear)
+InCodes = TypeVar("InCodes", CodedLinear, FourBitLinear)
+# Which codes stay codes: all, on a CPU; those of four-bit floats, on a GPU; or none.
+KeptCodes = Literal["all", "four bits"] | None
 # Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
 # columns (then the results are summed), or none.
 Split = Literal["rows", "columns"] | None
@@ -87,7 +89,7 @@ class Weights:
         progress: Callable[[str], None],
         placement: "Plan | None" = None,
         block_ops: BlockOps | None = None,
-        keeps_codes: bool = False,
+        kept_codes: KeptCodes = None,
     ) -> None:
         """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
         codes do unless they are kept."""
@@ -97,7 +99,7 @@ class Weights:
         self.num_bytes = 0  # as stored in memory, by this rank …
         self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
         self.num_code_bytes = 0  # … and these are codes
-        self._block_ops, self._keeps_codes = block_ops, keeps_codes
+        self._block_ops, self._kept_codes = block_ops, kept_codes
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -109,7 +111,7 @@ class Weights:
     def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear:
         """The rank's rows of an embedding; kept as codes a layer that has them."""
         part = self._cut(self._fetch(name, shape), "rows", None)
-        if isinstance(part, Coded) and self._keeps_codes and self._device.type == "cpu":
+        if isinstance(part, Coded) and self._kept_codes == "all":
             return self._count_codes(CodedLinear([part], self.dtype))
         return self._count(self._numbers(part, copy=True))
 
@@ -145,8 +147,8 @@ class Weights:
         parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
         added = self._bias(named, parts, biases) if any(biases) else None
         coded = [part for part in parts if isinstance(part, Coded)]
-        if self._keeps_codes and len(coded) == len(parts):
-            if self._device.type == "cpu":
+        if self._kept_codes is not None and len(coded) == len(parts):
+            if self._kept_codes == "all":
                 return self._count_codes(CodedLinear(coded, self.dtype, added))
             if {part.type.name for part in coded} == {"MXFP4"}:
                 return self._count_codes(FourBitLinear(coded, self.dtype, self._device, added))
@@ -154,7 +156,7 @@ class Weights:
             return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
 
-    def _count_codes(self, layer: KeptCodes) -> KeptCodes:
+    def _count_codes(self, layer: InCodes) -> InCodes:
         size = sum(tensor.numel() for tensor in layer.tensors() if tensor.dtype is torch.uint8)
         with self._lock:
             self.num_bytes += size
