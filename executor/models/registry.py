@@ -61,6 +61,8 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": ("moe_families", "deepseek_v3"),
     "Gemma2ForCausalLM": ("families", "gemma2"),
     "Gemma3ForCausalLM": ("families", "gemma3"),
+    "Gemma4ForCausalLM": ("gemma4", "gemma4"),
+    "Gemma4ForConditionalGeneration": ("gemma4", "gemma4"),
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
     "LlamaForCausalLM": ("families", "llama"),
     "MistralForCausalLM": ("families", "mistral"),

@@ -16,7 +16,7 @@ from penstock.executor.loading.fields import Fields
 
 Tables = dict["Rope", tuple[Tensor, Tensor]]  # cos and sin of each kind of rotation in a model
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,10 @@ class Rope:
 
     dim: int
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
     factor: float = 1.0
     original_length: int = 0
-    low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow
+    low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow; proportional: the share of pairs that turn
     high: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
     amplitude: float = 1.0  # yarn multiplies cos and sin with it
     truncate: bool = True  # yarn
@@ -58,6 +58,8 @@ def rope_of(section: Fields, theta: float, head_dim: int, max_positions: int, pa
     dim = int(head_dim * partial)
     if kind == "default":
         return Rope(dim, theta)
+    if kind == "proportional":  # pairs lie half a head apart, whether they turn or not
+        return Rope(head_dim, theta, "proportional", section.number("factor", 1.0), low=partial)
     factor = section.number("factor")
     if kind == "linear":
         return Rope(dim, theta, "linear", factor)
@@ -106,6 +108,8 @@ def _frequencies(rope: Rope) -> Tensor:
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "proportional":
+        return plain / rope.factor * (torch.arange(rope.dim // 2) < int(rope.low * rope.dim // 2))
     if rope.kind == "llama3":
         # Wavelengths the pre-training saw many times stay, those it never saw whole are stretched by `factor`.
         turns = rope.original_length * plain / (2 * math.pi)  # of each pair within the original length
