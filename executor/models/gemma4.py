@@ -122,14 +122,14 @@ def _moe(fields: Fields) -> MoeSpec | None:
 
 def view(checkpoint: Checkpoint) -> Checkpoint:
     """Without what layers that read others' keys and values have of their own: it is never used."""
-    config = checkpoint.config
-    config = {**config, **(config.get("text_config") or {})}
-    shared, num_layers = config.get("num_kv_shared_layers") or 0, config.get("num_hidden_layers") or 0
+    whole = Fields(checkpoint.config)
+    fields = whole.section("text_config") or whole
+    first_shared = fields.integer("num_hidden_layers") - fields.integer("num_kv_shared_layers", 0, low=0)
     unused = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\..*")
 
     def is_left(name: str) -> bool:
         found = unused.fullmatch(name)
-        return found is not None and int(found[1]) >= num_layers - shared
+        return found is not None and int(found[1]) >= first_shared
 
     return StackedExperts(TextPart(checkpoint, is_left), Layout(is_interleaved=False, is_transposed=False))
 

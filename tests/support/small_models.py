@@ -211,6 +211,8 @@ def random_model(name: str, fields: dict[str, Any]) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # learned, though transformers keeps it as a buffer
             buffer += 0.3 * torch.randn(buffer.shape)
+        elif name.endswith("layer_scalar"):
+            buffer -= 0.2
     return model.eval()
 
 
