@@ -57,7 +57,8 @@ def test_a_call_that_must_be_is_held_to_a_grammar_and_history_is_the_templates(s
         message = openai_client.chat.completions.create(**asked).choices[0].message
     assert message.tool_calls[0].function.name == "weather"
     ids, params, *_ = server.engine.submitted[-1]
-    grammar = params.structured_outputs.grammar
+    assert params.structured_outputs is not None
+    grammar = params.structured_outputs.grammar or ""
     assert "functions.weather" in grammar and "final" not in grammar
     prompt = byte_tokenizer(*TOKENS).decode(ids, skip_special_tokens=False)
     assert prompt.endswith(
