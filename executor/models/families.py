@@ -87,7 +87,7 @@ def spec_of(
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
-    head_dim = _head_dim(fields)
+    head_dim = head_dim_of(fields)
     return DecoderSpec(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -105,7 +105,7 @@ def spec_of(
     )
 
 
-def _head_dim(fields: Fields) -> int:
+def head_dim_of(fields: Fields) -> int:
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", max(1, hidden_size // num_heads))
     if head_dim % 2:
@@ -118,7 +118,7 @@ def max_positions_of(fields: Fields) -> int:
 
 
 def uniform_layers(fields: Fields, window: int | None = None) -> tuple[LayerSpec, ...]:
-    rope = read_rope(fields, _head_dim(fields), max_positions_of(fields))
+    rope = read_rope(fields, head_dim_of(fields), max_positions_of(fields))
     return (LayerSpec(rope, window),) * fields.integer("num_hidden_layers")
 
 
@@ -134,7 +134,7 @@ def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 def _gemma_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     """Gemma slides in all but every sixth layer; sliding layers have a rotation of their own."""
-    head_dim = _head_dim(fields)
+    head_dim = head_dim_of(fields)
     local, overall = gemma_ropes(fields, head_dim, head_dim)
     num_layers = fields.integer("num_hidden_layers")
     full = (LayerSpec(overall),) * num_layers

@@ -4,7 +4,6 @@ ones, every layer gets a vector of its own for each token, and experts stand bes
 Pages are as wide as the widest layer's keys; narrower ones use their beginning.
 """
 
-import re
 from dataclasses import dataclass
 
 import torch
@@ -13,10 +12,8 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops, Pages, Rotation
 from penstock.executor.kernels.linear import make_linear
-from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
-from penstock.executor.loading.stacked_experts import Layout, StackedExperts
-from penstock.executor.loading.text_part import TextPart
 from penstock.executor.models.attention import heads_of
 from penstock.executor.models.families import gemma_ropes, max_positions_of, spec_of
 from penstock.executor.models.mlp import Mlp, projections
@@ -80,6 +77,7 @@ def gemma4(fields: Fields) -> Gemma4Spec:
         logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
         qkv_bias=biases,
         output_bias=biases,
+        layout=_arrangement(num_own, num_layers),
     )
     widest = max(heads, key=lambda each: each.dim * each.num_kv)
     values = {name: getattr(base, name) for name in DecoderSpec.__slots__}
@@ -120,18 +118,19 @@ def _moe(fields: Fields) -> MoeSpec | None:
     return MoeSpec(num_experts, top_k, fields.integer("moe_intermediate_size"), renormalize=True)
 
 
-def view(checkpoint: Checkpoint) -> Checkpoint:
-    """Without what layers that read others' keys and values have of their own: it is never used."""
-    whole = Fields(checkpoint.config)
-    fields = whole.section("text_config") or whole
-    first_shared = fields.integer("num_hidden_layers") - fields.integer("num_kv_shared_layers", 0, low=0)
-    unused = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\..*")
-
-    def is_left(name: str) -> bool:
-        found = unused.fullmatch(name)
-        return found is not None and int(found[1]) >= first_shared
-
-    return StackedExperts(TextPart(checkpoint, is_left), Layout(is_interleaved=False, is_transposed=False))
+def _arrangement(num_own: int, num_layers: int) -> Arrangement:
+    """Layers that read others' keys and values may have some of their own in the file: they are never used."""
+    unused = tuple(
+        f"{model}layers.{index}.self_attn.{part}_"
+        for model in ("model.", "model.language_model.")
+        for index in range(num_own, num_layers)
+        for part in "kv"
+    )
+    gate_up = ("experts.#.gate_proj.weight", 1), ("experts.#.up_proj.weight", 1)
+    return Arrangement(
+        joined=(("experts.gate_up_proj", gate_up), ("experts.down_proj", (("experts.#.down_proj.weight", 1),))),
+        ignored=(*unused, "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+    )
 
 
 class Gemma4:

@@ -10,10 +10,11 @@ import torch
 
 from penstock.executor.kernels import Ops, codes, has_expert_products, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
+from penstock.executor.loading.arrangement import PLAIN, arranged
 from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.registry import CausalModel, Spec, find_architecture
+from penstock.executor.models.registry import CausalModel, Spec, find_architecture, text_of
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import DTYPES, CheckpointReader, KeptCodes, Weights
 from penstock.executor.parallel import RankGroup
@@ -41,7 +42,10 @@ def load_model(
 ) -> LoadedModel:
     path = Path(config.model)
     checkpoint = open_checkpoint(path, config)
-    fields = Fields(checkpoint.config, str(path / "config.json" if path.is_dir() else path))
+    text = text_of(checkpoint.config)
+    if text is not checkpoint.config and "tie_word_embeddings" not in text and config.load_format != "dummy":
+        text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in checkpoint.names())
+    fields = Fields(text, str(path / "config.json" if path.is_dir() else path))
     name, architecture = find_architecture(fields)
     if architecture.view is not None:
         checkpoint = architecture.view(checkpoint)
@@ -60,6 +64,10 @@ def load_model(
             f"max_model_len: {config.max_model_len} given; the model's positions end at {spec.max_positions}"
         )
     num_positions = config.max_model_len or spec.max_positions
+    if isinstance(spec, DecoderSpec):
+        spec = spec.for_positions(num_positions)
+        if (spec.layout != PLAIN or text is not checkpoint.config) and config.load_format != "dummy":
+            checkpoint = arranged(checkpoint, spec.layout)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     placement = first_placement(config, spec, group.world)
     read = (
