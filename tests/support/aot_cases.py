@@ -266,7 +266,6 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Gemma-3-4B: windowed attention": attention(4, 1, 256, 8, 4, window=1024),
     "Gemma-2-9B: attention with a cap": attention(4, 1, 256, 16, 8, window=4096, cap=50.0),
     "Gemma-4-E2B: attention of full layers": attention(4, 1, 512, 8, 1),
-    "Gemma-4-E2B: attention of full layers, float32": attention(4, 1, 512, 8, 1, dtype=F32),
     "Gemma-4-26B-A4B: attention of full layers": attention(4, 1, 512, 16, 2),
     "Gemma-4-E2B: rope of full layers": rope(512, 8, 1, True),
     "Gemma-4-E2B: rope of layers without keys of their own": rope(256, 8, 0, True),
