@@ -13,9 +13,9 @@ from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
 from penstock.engine.options import Count, Delay, Port, Seconds, check, flag, size_bytes
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
-from penstock.engine.text.tools import formats, thinking
+from penstock.engine.text.tools import formats, harmony, thinking
 
-TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES)
+TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES, harmony.NAME)
 REASONING_PARSERS = ("auto", "none", *thinking.NAMES)
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 

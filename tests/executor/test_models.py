@@ -76,7 +76,9 @@ def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
     assert got == [greedy(case, prompt, 24)[0] for prompt in given]
 
 
-@pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-sliding", "gemma3", "opt", *LATENT])
+@pytest.mark.parametrize(
+    "case", ["llama-rope-yarn", "mistral-sliding", "gemma3", "gemma2", "gemma4", "gpt-oss", "opt", *LATENT]
+)
 def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other devices run, and what the kernels are tested against; stale blocks are NaN."""
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)
