@@ -254,13 +254,17 @@ def random_model(name: str, fields: dict[str, Any]) -> Any:
 
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields), dtype=torch.float32)
+    randomize(model)
+    return model.eval()
+
+
+def randomize(model: Any) -> None:
     for parameter in model.parameters():
         spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
         parameter.data += spread * torch.randn(parameter.shape)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # learned, though transformers keeps it as a buffer
             buffer += 0.3 * torch.randn(buffer.shape)
-    return model.eval()
 
 
 @cache
