@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.executor.kernels.codes import Coded
 from penstock.executor.loading.gguf_config import config_of
+from penstock.executor.loading.gguf_families import BY_TYPE, FACTORS, layer_names
 from penstock.executor.loading.gguf_file import GgufFile, open_gguf
 from penstock.executor.protocol import ExecutorError
 
@@ -77,6 +78,9 @@ def _sources(config: dict[str, Any]) -> dict[str, _Source]:
     if not config["tie_word_embeddings"]:
         sources["lm_head.weight"] = _Source("output.weight", (vocab, hidden))
     layer = _layer(config)
+    if config["model_type"] in BY_TYPE:
+        own = {name: _Source(*stored) if stored else None for name, stored in layer_names(config).items()}
+        layer = {name: source for name, source in {**layer, **own}.items() if source is not None}
     for index in range(config["num_hidden_layers"]):
         for name, source in layer.items():
             sources[f"model.layers.{index}.{name}"] = source._replace(name=f"blk.{index}.{source.name}")
@@ -87,7 +91,7 @@ def _layer(config: dict[str, Any]) -> dict[str, _Source]:
     """The tensors of one decoder layer, without the prefixes."""
     kind, hidden, inner, dim = (config[k] for k in ("model_type", "hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    permuted, gemma = kind == "llama", kind == "gemma3_text"
+    permuted, gemma = kind == "llama" or (kind in BY_TYPE and BY_TYPE[kind].is_permuted), kind == "gemma3_text"
     q_rows, kv_rows = heads * dim, kv_heads * dim
     layer = {
         "input_layernorm.weight": _Source("attn_norm.weight", (hidden,), plus_one=gemma),
@@ -129,7 +133,7 @@ def _check(file: GgufFile, sources: dict[str, _Source]) -> None:
             )
         if source.permuted_heads and source.shape[0] // source.permuted_heads % 2:
             raise ExecutorError(f"{file.path}: tensor {source.name!r} has heads of odd size; RoPE needs even ones")
-    known = {source.name for source in sources.values()} | {"rope_freqs.weight"}
+    known = {source.name for source in sources.values()} | {"rope_freqs.weight", *FACTORS}
     for name in file.tensors:
         if name not in known:
             raise ExecutorError(f"{file.path}: tensor {name[:80]!r} is not part of a model of this architecture")

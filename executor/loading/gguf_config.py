@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.executor.loading.fields import Fields
+from penstock.executor.loading.gguf_families import FAMILIES, family_config
 from penstock.executor.loading.gguf_file import GgufFile
 from penstock.executor.protocol import ExecutorError
 
@@ -19,6 +20,7 @@ ARCHITECTURES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    **{name: (family.model_type, family.class_name) for name, family in FAMILIES.items()},
 }
 MAX_LAYERS = 4096
 MAX_CONTEXT = 1 << 24  # tables of this length are built from it
@@ -52,7 +54,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     hidden_size = keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
     context = keys.integer("context_length", high=MAX_CONTEXT)
-    _refuse_unsupported(keys, head_dim, None if architecture == "gemma3" else context)
+    family = FAMILIES.get(architecture)
+    own_keys = () if family is None else family.own_keys
+    _refuse_unsupported(keys, head_dim, None if architecture == "gemma3" else context, own_keys)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ExecutorError(f"{file.path}: tensor 'token_embd.weight': a matrix of that name is expected")
@@ -80,6 +84,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config["rope_scaling"] = _llama3_scaling(file, config)
     if architecture == "gemma3":
         config |= _gemma3(keys, config)
+    if family is not None:
+        config |= family_config(architecture, keys, file, head_dim)
     return config
 
 
@@ -113,14 +119,14 @@ def _rope_scaling(keys: Fields) -> dict[str, Any] | None:
     return scaling
 
 
-def _refuse_unsupported(keys: Fields, head_dim: int, context: int | None) -> None:
-    """`context`: what a window must be no shorter than; None: any window will do."""
-    for key in _UNSUPPORTED:
+def _refuse_unsupported(keys: Fields, head_dim: int, context: int | None, known: tuple[str, ...]) -> None:
+    """`context`: what a window must be no shorter than; None: any window will do. `known`: what is read elsewhere."""
+    for key in set(_UNSUPPORTED).difference(known):
         keys.only(key, None, 0)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in {"attention.value_length", "rope.dimension_count"}.difference(known):
         keys.only(key, head_dim, default=head_dim)
     window = keys.integer("attention.sliding_window", 0, low=0)
-    if context is not None and 0 < window < context:
+    if context is not None and 0 < window < context and "attention.sliding_window" not in known:
         raise keys.error("attention.sliding_window", window, f"at least the context {context}")
 
 

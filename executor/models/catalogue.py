@@ -43,7 +43,7 @@ FAMILIES = (
     Family("Ministral 3", ("Ministral3",), ("text of images",), (), ("mistral",), "mistral"),
     Family("Mixtral", ("Mixtral",), ("experts", "window"), (), ("mistral",)),
     Family("OLMo 2", ("Olmo2",), (), ("olmo2",)),
-    Family("OLMo 3", ("Olmo3",), ("window",), ("olmo2",), ("olmo3",), "think"),
+    Family("OLMo 3", ("Olmo3",), ("window",), (), ("olmo3",), "think"),
     Family("OPT", ("OPT",)),
     Family("Phi-3, Phi-4", ("Phi3",), ("window", "longrope"), ("phi3",), ("phi4_mini_json",)),
     Family("Qwen 2 and 2.5", ("Qwen2",), ("window",), ("qwen2",), ("hermes", "qwen2_5_coder")),

@@ -214,6 +214,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 2,
         },
     ),
+    "ernie4.5-plain": ("Ernie4_5Config", {**SIZES, "head_dim": 24}),
     "glm4": ("Glm4Config", {**SIZES, "head_dim": 24}),
     "glm4-moe": (
         "Glm4MoeConfig",
