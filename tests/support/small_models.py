@@ -136,6 +136,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-sliding": (
+        "MixtralConfig",
+        {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 19},
+    ),
     "qwen2-moe": (
         "Qwen2MoeConfig",
         {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
