@@ -27,7 +27,7 @@ class Fields:
     name. A field that is null counts as absent."""
 
     def __init__(self, values: dict[str, Any], where: str = "config.json", prefix: str = "") -> None:
-        self._values, self._where, self._prefix = values, where, prefix
+        self._values, self.where, self._prefix = values, where, prefix
         self._asked: dict[str, None] = {}  # in their order
 
     def integer(self, name: str, default: Any = _MISSING, low: int = 1, high: int | None = None) -> int:
@@ -82,7 +82,7 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise self.error(name, value, "an object")
-        return Fields(value, f"{self._where}: {name}")
+        return Fields(value, f"{self.where}: {name}")
 
     def texts(self, name: str) -> list[str] | None:
         value = self._find(name)
@@ -95,7 +95,7 @@ class Fields:
     def with_defaults(self, **values: Any) -> "Fields":
         """These, and a family's own values where there are none."""
         given = {name: value for name, value in self._values.items() if value is not None}
-        return Fields(values | given, self._where, self._prefix)
+        return Fields(values | given, self.where, self._prefix)
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
@@ -116,7 +116,7 @@ class Fields:
     def error(self, name: str, value: object, expected: str) -> ExecutorError:
         shown = "nothing" if value is _MISSING else repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        return ExecutorError(f"{self._where}: {self._prefix}{name}: {shown} found; {expected} is expected")
+        return ExecutorError(f"{self.where}: {self._prefix}{name}: {shown} found; {expected} is expected")
 
     def _find(self, name: str) -> Any:
         self._asked[name] = None

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation
+from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation, ScoreExtras
 from penstock.executor.kernels.linear import Narrow, multiply, take_narrow
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
@@ -29,6 +29,8 @@ class GroupedAttention:
                 weights.norm(f"{prefix}{part}_norm.weight", spec.head_dim, spec.norm_offset) for part in "qk"
             )
             self.norms = q_norm, k_norm, spec.norm_eps
+        sinks = weights.tensor(f"{prefix}sinks", (spec.num_heads,), "rows").float() if spec.has_sinks else None
+        self.extras = ScoreExtras(spec.score_cap, sinks)
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         names, rows = tuple(f"{prefix}{part}_proj" for part in "qkv"), tuple(each * spec.head_dim for each in heads)
         self.qkv = weights.linear(names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads)
@@ -60,7 +62,8 @@ class GroupedAttention:
         q = self._ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, self.norms)
         if self._spec.query_growth is not None:
             q *= _growth(batch, *self._spec.query_growth).to(q.dtype)
-        return self._ops.paged_attention(q, *pages, batch, self._spec.attention_scale, self.window).flatten(1)
+        scale = self._spec.attention_scale
+        return self._ops.paged_attention(q, *pages, batch, scale, self.window, self.extras).flatten(1)
 
 
 def _growth(batch: ForwardBatch, slope: float, length: int) -> Tensor:

@@ -4,6 +4,7 @@ Plain data without torch. tests/executor/test_catalogue.py holds it against the 
 make and the GGUF architectures that are read.
 """
 
+from collections.abc import Container
 from typing import NamedTuple
 
 DTYPES = ("bfloat16", "float32", "float16 (GPU)")
@@ -17,7 +18,7 @@ class Family(NamedTuple):
     name: str
     architectures: tuple[str, ...]  # in config.json, without what all end in, ForCausalLM
     # window: layers that see only the last positions; experts; MLA: latent attention; unrotated: layers without
-    # positions; longrope: one rotation for short contexts and another for long ones; text of: what is left of them.
+    # positions; caps: scores and logits are bounded; sinks: a part of attention goes nowhere; longrope: one rotation for short contexts and another for long ones; text of: what is left of them.
     features: tuple[str, ...] = ()
     gguf: tuple[str, ...] = ()  # architectures of GGUF files
     tools: tuple[str, ...] = ()  # formats in which its models' templates write calls
@@ -25,14 +26,18 @@ class Family(NamedTuple):
 
 
 FAMILIES = (
-    Family("DeepSeek V2", ("DeepseekV2",), ("experts", "MLA")),
-    Family("DeepSeek V3, R1", ("DeepseekV3",), ("experts", "MLA"), (), ("deepseek_v3", "deepseek_v31"), "think"),
+    Family("DeepSeek V2", ("DeepseekV2",), ("experts", "MLA"), ("deepseek2",)),
+    Family(
+        "DeepSeek V3, R1", ("DeepseekV3",), ("experts", "MLA"), ("deepseek2",), ("deepseek_v3", "deepseek_v31"), "think"
+    ),
     Family("ERNIE 4.5", ("Ernie4_5",), (), ("ernie4_5",)),
     Family("ERNIE 4.5 MoE", ("Ernie4_5_Moe",), ("experts",)),
+    Family("Gemma 2", ("Gemma2",), ("window", "caps")),
     Family("Gemma 3", ("Gemma3",), ("window", "text of images"), ("gemma3",)),
     Family("GLM-4 (0414)", ("Glm4",), (), ("glm4",)),
     Family("GLM-4.5 to 4.7", ("Glm4Moe",), ("experts",), (), ("glm45", "glm47"), "think"),
     Family("GLM-4.7 Flash", ("Glm4MoeLite",), ("experts", "MLA"), (), ("glm47",), "think"),
+    Family("gpt-oss", ("GptOss",), ("experts", "window", "sinks"), (), ("harmony",), "harmony"),
     Family("Granite 3", ("Granite",), (), ("granite",), ("granite",)),
     Family("Granite 3 and 4 MoE", ("GraniteMoe", "GraniteMoeShared"), ("experts",), (), ("granite",)),
     Family("Granite 4 without Mamba", ("GraniteMoeHybrid",), ("experts", "unrotated"), (), ("hermes",)),
@@ -41,15 +46,15 @@ FAMILIES = (
     Family("MiniMax-M2", ("MiniMaxM2",), ("experts",), (), ("minimax_m2",), "think"),
     Family("Mistral", ("Mistral", "Ministral"), ("window", "text of images"), ("llama",), ("mistral",)),
     Family("Ministral 3", ("Ministral3",), ("text of images",), (), ("mistral",), "mistral"),
-    Family("Mixtral", ("Mixtral",), ("experts", "window"), (), ("mistral",)),
+    Family("Mixtral", ("Mixtral",), ("experts", "window"), ("llama",), ("mistral",)),
     Family("OLMo 2", ("Olmo2",), (), ("olmo2",)),
     Family("OLMo 3", ("Olmo3",), ("window",), (), ("olmo3",), "think"),
     Family("OPT", ("OPT",)),
     Family("Phi-3, Phi-4", ("Phi3",), ("window", "longrope"), ("phi3",), ("phi4_mini_json",)),
     Family("Qwen 2 and 2.5", ("Qwen2",), ("window",), ("qwen2",), ("hermes", "qwen2_5_coder")),
-    Family("Qwen 2 MoE", ("Qwen2Moe",), ("experts", "window")),
+    Family("Qwen 2 MoE", ("Qwen2Moe",), ("experts",), ("qwen2moe",)),
     Family("Qwen 3", ("Qwen3",), ("window",), ("qwen3",), ("hermes",), "think"),
-    Family("Qwen 3 MoE", ("Qwen3Moe",), ("experts", "window"), (), ("hermes", "qwen3_coder"), "think"),
+    Family("Qwen 3 MoE", ("Qwen3Moe",), ("experts",), ("qwen3moe",), ("hermes", "qwen3_coder"), "think"),
     Family("Seed-OSS", ("SeedOss",), (), ("seed_oss",), ("seed_oss",), "think"),
     Family("SmolLM3", ("SmolLM3",), ("window", "unrotated"), ("smollm3",), ("hermes",), "think"),
 )
@@ -83,13 +88,14 @@ def missing(architecture: str) -> str | None:
     return REFUSED[max(found, key=len)] if found else None
 
 
-def table(formats: tuple[str, ...]) -> list[dict[str, object]]:
-    """A row for each family. `formats`: those of calls that the server reads; of others it says nothing."""
+def table(tools: Container[str], reasoning: Container[str]) -> list[dict[str, object]]:
+    """A row for each family. Of formats other than those given, which the server reads, it says nothing."""
     rows: list[dict[str, object]] = []
     for family in FAMILIES:
         row: dict[str, object] = family._asdict()
         row["architectures"] = [f"{name}ForCausalLM" for name in family.architectures]
-        row["tools"] = [name for name in family.tools if name in formats]
+        row["tools"] = [name for name in family.tools if name in tools]
+        row["reasoning"] = family.reasoning if family.reasoning in reasoning else ""
         rows.append(row | {"dtypes": DTYPES, "stored": STORED})
     return rows
 

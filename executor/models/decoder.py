@@ -72,10 +72,14 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
-        logits = self._vocabulary.logits(hidden)
-        if logits is not None and self._spec.logit_scale != 1.0:
-            logits *= self._spec.logit_scale
-        return logits
+        logits, spec = self._vocabulary.logits(hidden), self._spec
+        if logits is not None and spec.logit_scale != 1.0:
+            logits *= spec.logit_scale
+        return (
+            logits
+            if logits is None or spec.logit_cap is None
+            else (logits / spec.logit_cap).tanh_().mul_(spec.logit_cap)
+        )
 
 
 class _Layer:
@@ -115,6 +119,7 @@ class _Layer:
             attention.norms,
             attention.tables,
             attention.window,
+            attention.extras,
         )
 
     def forward(

@@ -3,6 +3,7 @@
 A feature of the config that the decoder does not compute is refused by name, never ignored.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from penstock.executor.kernels import Activation
@@ -33,18 +34,31 @@ def qwen3(fields: Fields) -> DecoderSpec:
     return spec_of(fields, _qwen_layers(fields), qk_norm=True, **attention_biases(fields))
 
 
+def gemma2(fields: Fields) -> DecoderSpec:
+    full = uniform_layers(fields)
+    sliding = uniform_layers(fields, fields.integer("sliding_window", 4096))
+    return replace(
+        _gemma(fields, pick_layers(fields, full, sliding, [index % 2 == 0 for index in range(len(full))])),
+        score_cap=fields.number("attn_logit_softcapping") if "attn_logit_softcapping" in fields else None,
+        logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
+    )
+
+
 def gemma3(fields: Fields) -> DecoderSpec:
     fields.only("final_logit_softcapping", None)
     fields.only("attn_logit_softcapping", None)
+    return replace(_gemma(fields, _gemma_layers(fields)), qk_norm=True)
+
+
+def _gemma(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
     fields.only("use_bidirectional_attention", False, default=False)
     return spec_of(
         fields,
-        _gemma_layers(fields),
+        layers,
         attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
         tied_by_default=True,
         activation_field="hidden_activation",
         activation="gelu_tanh",
-        qk_norm=True,
         sandwich_norms=True,
         norm_offset=1.0,
         embedding_scale=fields.integer("hidden_size") ** 0.5,

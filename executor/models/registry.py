@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
+from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.catalogue import missing
 from penstock.executor.models.decoder import Decoder
@@ -51,6 +52,7 @@ class CausalModel(Protocol):
 class Architecture(NamedTuple):
     read_spec: Callable[[Fields], Any]
     build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel]  # spec, weights, ops, positions, device
+    view: Callable[[Checkpoint], Checkpoint] | None  # what the two above take for the checkpoint, if not itself
 
 
 # The module beside this one, and the function in it that reads the settings. A module that has no `build` of its own
@@ -60,10 +62,12 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": ("moe_families", "deepseek_v3"),
     "Ernie4_5ForCausalLM": ("dense_families", "ernie4_5"),
     "Ernie4_5_MoeForCausalLM": ("moe_families", "ernie4_5_moe"),
+    "Gemma2ForCausalLM": ("families", "gemma2"),
     "Gemma3ForCausalLM": ("families", "gemma3"),
     "Glm4ForCausalLM": ("dense_families", "glm4"),
     "Glm4MoeForCausalLM": ("moe_families", "glm4_moe"),
     "Glm4MoeLiteForCausalLM": ("moe_families", "glm4_moe_lite"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
     "GraniteForCausalLM": ("dense_families", "granite"),
     "GraniteMoeForCausalLM": ("moe_families", "granite_moe"),
     "GraniteMoeHybridForCausalLM": ("moe_families", "granite_hybrid"),
@@ -118,4 +122,6 @@ def find_architecture(fields: Fields) -> tuple[str, Architecture]:
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
     home, reader = ARCHITECTURES[names[0]]
     module = import_module(f"penstock.executor.models.{home}")
-    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder))
+    return names[0], Architecture(
+        getattr(module, reader), getattr(module, "build", Decoder), getattr(module, "view", None)
+    )

@@ -67,6 +67,10 @@ class DecoderSpec:
     # Queries grow by 1 + this * log(1 + length) for as many whole lengths (the second) as lie before them.
     query_growth: tuple[float, int] | None = None
     arrangement: Arrangement = AS_LLAMA
+    has_sinks: bool = False
+    # A score of attention, or a logit, x becomes cap * tanh(x / cap).
+    score_cap: float | None = None
+    logit_cap: float | None = None
     latent: LatentSpec | None = None  # then head_dim is the width of a cached position, shared by all heads
 
     def for_positions(self, count: int) -> "DecoderSpec":

@@ -121,10 +121,10 @@ def _add_models_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_models(args: argparse.Namespace) -> int:
     import json
 
-    from penstock.engine.text.tools.formats import NAMES
+    from penstock.engine.text.tools import formats, thinking
     from penstock.executor.models.catalogue import as_text, table
 
-    rows = table(NAMES)
+    rows = table(formats.NAMES, thinking.NAMES)
     print(json.dumps(rows, indent=2) if args.json else as_text(rows))
     return 0
 

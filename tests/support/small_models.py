@@ -135,6 +135,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **SIZES,
+            "head_dim": 32,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **SIZES,
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "rope_parameters": YARN_ROPE | {"truncate": False, "rope_theta": 150000.0},
+            "_attn_implementation": "eager",
+        },
+    ),
     "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "mixtral-sliding": (
         "MixtralConfig",
