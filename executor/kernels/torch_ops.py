@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Activation, BlockOps, FusedExperts, HeadNorms, Pages, Rotation
+from penstock.executor.kernels import NO_NORMS, Activation, BlockOps, FusedExperts, GroupOps, HeadNorms, Pages, Rotation
 from penstock.executor.moe_spec import MoeSpec
 
 fused_experts: FusedExperts | None = None
 blocks: BlockOps | None = None
+groups: GroupOps | None = None
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23

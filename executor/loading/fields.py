@@ -85,6 +85,13 @@ class Fields:
             raise self.error(name, value, "a list of strings")
         return value
 
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def pass_over(self, names: str) -> None:
+        """Fields that say nothing about what is computed, parted by blanks."""
+        self._asked.update(dict.fromkeys(names.split()))
+
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
 

@@ -13,6 +13,7 @@ from penstock.executor.kernels.cpu_linear import is_repacked
 from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
+from penstock.executor.loading.packed_weights import PackedCheckpoint
 from penstock.executor.models.registry import CausalModel, Spec, find_architecture
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
@@ -50,8 +51,10 @@ def load_model(
     stored = "float32" if keeps_codes else "bfloat16" if is_gguf else _stored_dtype(fields)
     dtype = choose_dtype(config.dtype, stored, device)
     ops = select_ops(device, dtype, spec.head_dim)
+    is_packed = isinstance(checkpoint, PackedCheckpoint)
+    group_ops = ops.groups if (is_packed or checkpoint.has_codes) and config.load_format != "dummy" else None
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
-    has_blocks = "quantization_config" in fields
+    has_blocks = "quantization_config" in fields and not is_packed
     if config.max_model_len is not None and config.max_model_len > spec.max_positions:
         raise ExecutorError(
             f"max_model_len: {config.max_model_len} given; the model's positions end at {spec.max_positions}"
@@ -64,7 +67,7 @@ def load_model(
         if config.load_format == "dummy"
         else CheckpointReader(checkpoint, config.model)
     )
-    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, keeps_codes)
+    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, keeps_codes, group_ops)
     model = architecture.build(spec, weights, ops, num_positions, device)
     if isinstance(read, CheckpointReader):
         # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
@@ -81,15 +84,20 @@ def load_model(
 
 
 def _keeps_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> bool:
-    """Whether weights that are stored as codes are computed as codes. Who asks for a dtype gets numbers of it."""
+    """Whether a CPU computes from weights that are stored as codes. Who asks for a dtype gets numbers of it."""
     is_plain = config.dtype != "auto" or config.load_format == "dummy" or device.type != "cpu"
     return not is_plain and checkpoint.has_codes and codes.is_computed()
 
 
 def _memory(weights: Weights, dtype: torch.dtype) -> dict[str, int]:
-    widened, kept = weights.num_widened_bytes, weights.num_code_bytes
-    parts = {f"FP8 weights as {str(dtype).removeprefix('torch.')}": widened, "weights as codes": kept}
-    return {"weights": weights.num_bytes - widened - kept} | {name: size for name, size in parts.items() if size}
+    name = str(dtype).removeprefix("torch.")
+    parts = {
+        f"FP8 weights as {name}": weights.num_widened_bytes,
+        f"codes as {name}": weights.num_widened_code_bytes,
+        "weights as codes": weights.num_code_bytes,
+    }
+    rest = weights.num_bytes - sum(parts.values())
+    return {"weights": rest} | {name: size for name, size in parts.items() if size}
 
 
 def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> "Plan | None":

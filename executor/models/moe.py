@@ -5,7 +5,7 @@ experts (`--enable-expert-parallel`): every rank has some experts whole, and com
 Either way every rank sees all tokens, and the layer's one sum over ranks puts the parts together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
-from penstock.executor.kernels import FusedExperts, Ops, Scaled
+from penstock.executor.kernels import FusedExperts, Ops, Packed, Scaled
 from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
+from penstock.executor.kernels.grouped import GroupedLinear
 from penstock.executor.kernels.linear import Narrow, make_linear
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.spec import DecoderSpec
@@ -92,7 +93,9 @@ class Experts:
         self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
         self._activation = spec.activation
         always = None if weights.placement is not None else shared  # another rank's plan could not place it
-        self._fused, self._weights, self.num_shared = _fuse(self.slots, always, ops)
+        self._fused: Callable[..., Tensor] | None
+        self._weights: Sequence[Scaled | Packed]
+        self._fused, self._weights, self.num_shared = _fuse_packed(self.slots, ops) or _fuse(self.slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # Another rank's, but part of the model that the fingerprint names.
             shape = (moe.intermediate_size, spec.hidden_size)
@@ -135,6 +138,21 @@ class Experts:
         # A token's experts are added in the order of its choice, so the sum does not depend on the batch.
         total = (out.view(num_tokens, top_k, hidden.shape[1]) * shares[..., None]).sum(1).to(hidden.dtype)
         return total if added is None else total + added
+
+
+def _fuse_packed(slots: list[Mlp], ops: Ops) -> "tuple[Callable[..., Tensor], Sequence[Packed], int] | None":
+    """Likewise, where all are codes of one kind; what every token goes through stays by itself."""
+    stacked: list[Packed] = []
+    for layers in zip(*((slot.gate_up, slot.down) for slot in slots), strict=True):
+        weights = [layer.weight for layer in layers if isinstance(layer, GroupedLinear) and layer.bias is None]
+        if ops.groups is None or len(weights) < len(slots) or len({weight.form for weight in weights}) > 1:
+            return None
+        stacks = [torch.stack(tensors) for tensors in zip(*(weight.tensors() for weight in weights), strict=True)]
+        for weight, *parts in zip(weights, *stacks, strict=True):
+            for tensor, part in zip(weight.tensors(), parts, strict=True):
+                tensor.data = part
+        stacked.append(weights[0].like(stacks))
+    return (ops.groups.packed_experts, stacked, 0) if stacked and ops.groups is not None else None
 
 
 def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[FusedExperts | None, list[Scaled], int]:

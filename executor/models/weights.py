@@ -7,17 +7,20 @@ what it did not ask for must not be there.
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Literal, TypeVar
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
-from penstock.executor.kernels import BlockOps
+from penstock.executor.kernels import BlockOps, GroupOps
+from penstock.executor.kernels.code_groups import as_groups
 from penstock.executor.kernels.codes import Coded, CodedLinear
-from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
+from penstock.executor.kernels.grouped import Grouped, GroupedLinear, half_of, kind_of, pack
+from penstock.executor.kernels.linear import BlockLinear, Linear, Reordered, SideBySide, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.parallel import RankGroup
@@ -31,11 +34,20 @@ Layer = TypeVar("Layer")
 # Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
 # columns (then the results are summed), or none.
 Split = Literal["rows", "columns"] | None
+Part = WeightPart | Coded | Grouped
 
 # Buffers that old versions of transformers saved; they follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 LOAD_THREADS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class _Kept(NamedTuple):
+    """A part in the form in which codes are computed."""
+
+    kind: object  # what parts of one layer have in common
+    part: Coded | Grouped
+    order: Tensor | None  # in which its layer takes inputs, where that is not the kernel's part
 
 
 class CheckpointReader:
@@ -46,7 +58,7 @@ class CheckpointReader:
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded:
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded | Grouped:
         if name not in self._names and name.removeprefix("model.") in self._names:
             name = name.removeprefix("model.")  # saved without its head, as embedding models are
         if name not in self._names:
@@ -64,7 +76,9 @@ class CheckpointReader:
         left = sorted(
             name
             for name in self._names - self._read
-            if not name.endswith((*IGNORED_SUFFIXES, *ignored)) and not name.startswith(prefixes)
+            if not name.endswith((*IGNORED_SUFFIXES, *ignored))
+            and not name.startswith(prefixes)
+            and not self._is_empty_bias(name)
         )
         if left:
             raise ExecutorError(
@@ -72,13 +86,18 @@ class CheckpointReader:
                 f"{', '.join(map(repr, left[:5]))}{' …' if len(left) > 5 else ''}"
             )
 
+    def _is_empty_bias(self, name: str) -> bool:
+        """AutoGPTQ gave every layer of codes a bias, zeros where the model has none."""
+        stored = self._checkpoint.read(name) if name.endswith(".bias") and self._checkpoint.has_codes else None
+        return isinstance(stored, Tensor) and not stored.any()
+
 
 class Weights:
     """Hands out the rank's part of each tensor in the model's dtype on its device."""
 
     def __init__(
         self,
-        read: Callable[[str, tuple[int, ...]], Tensor | Coded],
+        read: Callable[[str, tuple[int, ...]], Tensor | Coded | Grouped],
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup,
@@ -86,16 +105,18 @@ class Weights:
         placement: "Plan | None" = None,
         block_ops: BlockOps | None = None,
         keeps_codes: bool = False,
+        group_ops: GroupOps | None = None,
     ) -> None:
         """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
-        codes do unless they are kept."""
+        codes do unless they are kept: for a CPU, or for `group_ops`."""
         self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank …
         self.num_widened_bytes = 0  # … of which these were eight bits each, and are not here
         self.num_code_bytes = 0  # … and these are codes
-        self._block_ops, self._keeps_codes = block_ops, keeps_codes
+        self.num_widened_code_bytes = 0  # … and these are numbers that were codes
+        self._block_ops, self._keeps_codes, self._group_ops = block_ops, keeps_codes, group_ops
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -104,11 +125,14 @@ class Weights:
         # A copy also where nothing is converted: the original may be a view of a mapped file.
         return self._count(self._numbers(part, copy=True))
 
-    def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear:
+    def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear | GroupedLinear:
         """The rank's rows of an embedding; kept as codes a layer that has them."""
         part = self._cut(self._fetch(name, shape), "rows", None)
-        if self._keeps_codes and isinstance(part, Coded):
-            return self._coded([part], None)
+        kept = self._kept(part)
+        if kept is not None and (self._group_ops is None or kept.order is None):
+            layer = self._of_codes([kept], None)
+            if isinstance(layer, CodedLinear | GroupedLinear):
+                return layer
         return self._count(self._numbers(part, copy=True))
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
@@ -142,23 +166,63 @@ class Weights:
         named = list(zip(names, rows, splits, units or (None,) * len(names), strict=True))
         parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
         added = self._bias(named, parts, biases) if any(biases) else None
-        coded = [part for part in parts if isinstance(part, Coded)]
-        if self._keeps_codes and len(coded) == len(parts):
-            return self._coded(coded, added)
+        kept = [self._kept(part) for part in parts]
+        if any(kept):
+            return self._in_runs(parts, kept, added)
         if self._block_ops is not None and (blocks := whole_blocks(parts, self._device)) is not None:
             return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
-        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
+        return self._plain(parts, added)
 
-    def _coded(self, parts: list[Coded], bias: Tensor | None) -> CodedLinear:
-        layer = CodedLinear(parts, self.dtype, bias)
-        size = sum(tensor.numel() for tensor in layer.tensors() if tensor.dtype is torch.uint8)
+    def _plain(self, parts: Sequence[Part], bias: Tensor | None) -> Linear:
+        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), bias)
+
+    def _kept(self, part: Part) -> _Kept | None:
+        """In the form in which codes are computed; None: as numbers."""
+        if isinstance(part, WeightPart) or not (self._keeps_codes or self._group_ops):
+            return None
+        if self._group_ops is None:
+            order = part.order if isinstance(part, Grouped) else None
+            coded = part.coded() if isinstance(part, Grouped) else part
+            return None if coded is None else _Kept(None if order is None else order.numpy().tobytes(), coded, order)
+        groups = as_groups(part) if isinstance(part, Coded) else part
+        # Cards whose registers have no floats of eight bits have no products of them either.
+        if groups is None or half_of(groups) is None or (groups.is_float and self._block_ops is None):
+            return None
+        return _Kept(kind_of(groups), groups, None)
+
+    def _in_runs(self, parts: Sequence[Part], kept: Sequence[_Kept | None], bias: Tensor | None) -> Linear:
+        """Neighbours of one kind are one layer."""
+        layers: list[Linear] = []
+        row = 0
+        for is_kept, run in groupby(zip(parts, kept, strict=True), key=lambda pair: pair[1] and (pair[1].kind,)):
+            given = list(run)
+            rows = sum(part.shape[0] for part, _ in given)
+            added = None if bias is None else bias[row : row + rows]
+            if is_kept:
+                layers.append(self._of_codes([each for _, each in given if each is not None], added))
+            else:
+                layers.append(self._plain([part for part, _ in given], added))
+            row += rows
+        return layers[0] if len(layers) == 1 else SideBySide(layers)
+
+    def _of_codes(self, run: Sequence[_Kept], bias: Tensor | None) -> Linear:
+        """Of one kind."""
+        order = run[0].order
+        layer: CodedLinear | GroupedLinear
+        if self._group_ops is None:
+            layer = CodedLinear([each.part for each in run if isinstance(each.part, Coded)], self.dtype, bias)
+            tensors = [tensor for tensor in layer.tensors() if tensor.dtype is torch.uint8]
+        else:
+            weight = pack([each.part for each in run if isinstance(each.part, Grouped)], self._device)
+            layer, tensors = GroupedLinear(weight, bias, self._group_ops, self.dtype), weight.tensors()
+        size = sum(tensor.nbytes for tensor in tensors)
         with self._lock:
             self.num_bytes += size
             self.num_code_bytes += size
-        return layer
+        return layer if order is None else Reordered(layer, order)
 
     def _bias(
-        self, named: list[tuple[str, int, Split, int | None]], parts: list[WeightPart | Coded], given: tuple[bool, ...]
+        self, named: list[tuple[str, int, Split, int | None]], parts: list[Part], given: tuple[bool, ...]
     ) -> Tensor | None:
         """The biases side by side, zero where one of several layers has none."""
         biases = [
@@ -187,9 +251,9 @@ class Weights:
             total.update(f"{len(other)}:{other}".encode())
         return total.digest()
 
-    def _fetch(self, name: str, shape: tuple[int, ...]) -> WeightPart | Coded:
+    def _fetch(self, name: str, shape: tuple[int, ...]) -> Part:
         values = self._stored(name, shape)
-        if isinstance(values, Coded):
+        if isinstance(values, Coded | Grouped):
             return values
         if values.dtype is not EIGHT_BITS:
             return WeightPart(values)
@@ -199,23 +263,34 @@ class Weights:
         assert isinstance(scales, Tensor)
         return WeightPart(values, scales)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded | Grouped:
         stored = self._read(name, shape)
-        kind, tensor = (stored.type.name, stored.rows) if isinstance(stored, Coded) else (str(stored.dtype), stored)
-        tensor = tensor.contiguous()
-        content = xxhash.xxh3_128(tensor.view(torch.uint8).numpy().data if tensor.dim() else b"").digest()
+        if isinstance(stored, Grouped):
+            kind, tensors = f"groups of {stored.bits}", [each for each in stored if isinstance(each, Tensor)]
+        elif isinstance(stored, Coded):
+            kind, tensors = stored.type.name, [stored.rows]
+        else:
+            tensors = [stored := stored.contiguous()]
+            kind = str(stored.dtype)
+        content = xxhash.xxh3_128()
+        for tensor in tensors:
+            content.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data if tensor.dim() else b"")
         with self._lock:
-            self._digests[name] = f"{kind}{list(shape)}".encode() + content
-        return stored if isinstance(stored, Coded) else tensor
+            self._digests[name] = f"{kind}{list(shape)}".encode() + content.digest()
+        return stored
 
-    def _numbers(self, part: WeightPart | Coded, copy: bool = False) -> Tensor:
+    def _numbers(self, part: Part, copy: bool = False) -> Tensor:
         numbers = part.numbers(self._device, self.dtype, copy)
-        if isinstance(part, WeightPart) and part.scales is not None:
-            with self._lock:
-                self.num_widened_bytes += numbers.numel() * numbers.element_size()
+        is_plain = isinstance(part, WeightPart) and part.scales is None
+        is_eight_bits = part.is_float if isinstance(part, Grouped) else isinstance(part, WeightPart)
+        with self._lock:
+            if is_eight_bits and not is_plain:
+                self.num_widened_bytes += numbers.nbytes
+            elif not is_plain:
+                self.num_widened_code_bytes += numbers.nbytes
         return numbers
 
-    def _cut(self, part: WeightPart | Coded, split: Split, units: int | None) -> WeightPart | Coded:
+    def _cut(self, part: Part, split: Split, units: int | None) -> Part:
         if split is None:
             return part
         dim = 0 if split == "rows" else 1
@@ -224,8 +299,10 @@ class Weights:
         unit_size = size // (units or size)
         start, size = first * unit_size, (end - first) * unit_size
         cut = part.narrow(dim, start, size)
-        if cut is None:  # through blocks
+        if cut is None:  # through blocks or groups
             cut = WeightPart(part.numbers(self._device, torch.float32)).narrow(dim, start, size)
+            with self._lock:
+                self.num_widened_code_bytes += cut.values.numel() * self.dtype.itemsize
         return cut
 
     def _count(self, tensor: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels.codes import CODE_TYPES, is_computed
+from penstock.executor.kernels.codes import is_computed
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_gguf import HIDDEN, INNER, VOCAB, loaded, metadata, random_model, shapes, write
-from tests.support.coded import packed
+from tests.support.coded import FILE_TYPES, packed
 from tests.support.driver import Driver
 
 pytestmark = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
@@ -25,7 +25,7 @@ PROMPT = [5, 17, 80, 3, 44, 9, 71, 30, 12, 66, 2, 51]
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each weight of another type."""
-    rng, kinds = np.random.default_rng(0), cycle(CODE_TYPES)
+    rng, kinds = np.random.default_rng(0), cycle(FILE_TYPES)
     tensors: dict[str, tuple[np.ndarray, str]] = {}
     for name, shape in shapes().items():
         kind = next(kinds) if len(shape) == 2 else "F32"
@@ -71,7 +71,7 @@ def test_ranks_whose_parts_cut_through_blocks_compute_with_numbers(file: Path, e
 def test_a_dtype_that_is_asked_for_widens_the_codes_and_is_another_model(file: Path, expected: list[int]) -> None:
     kept, widened = (UniprocExecutor(config(file, dtype=dtype)) for dtype in ("auto", "float32"))
     assert "weights as codes" not in widened.info.memory
-    assert sum(kept.info.memory.values()) - kept.info.memory["KV cache"] < widened.info.memory["weights"] / 4
+    assert sum(kept.info.memory.values()) - kept.info.memory["KV cache"] < widened.info.memory["codes as float32"] / 4
     assert kept.info.fingerprint != widened.info.fingerprint
     driver = Driver(widened)
     assert driver.generate(driver.admit(PROMPT), count=24) == [expected]
