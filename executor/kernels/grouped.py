@@ -45,13 +45,17 @@ class Grouped(NamedTuple):
     def is_float(self) -> bool:
         return self.codes.dtype is EIGHT_BIT_FLOATS
 
+    def take(self, rows: Tensor | slice) -> "Grouped":
+        below = None if self.below is None else self.below[rows]
+        return self._replace(
+            codes=self.codes.view(torch.uint8)[rows].view(self.codes.dtype), scales=self.scales[rows], below=below
+        )
+
     def narrow(self, dim: int, start: int, size: int) -> "Grouped | None":
         """None: a group would be cut into pieces that no kernel takes, or inputs are out of order."""
         below = self.below
         if dim == 0:
-            rows = slice(start, start + size)
-            below = None if below is None else below[rows]
-            return self._replace(codes=self.codes[rows], scales=self.scales[rows], below=below)
+            return self.take(slice(start, start + size))
         if size == self.shape[1]:
             return self
         if self.order is not None:

@@ -45,7 +45,8 @@ class PackedCheckpoint:
         names = self._folder.names()
         end = f".{self._main}"
         packed = [name.removesuffix(end) for name in names if name.endswith(end) and self._is_packed(name)]
-        beside = {f"{module}.{kind}" for module in packed for kind in (self._main, *_BESIDE.split())}
+        kinds = {self._main, *_BESIDE.split()} - ({"weight_zero_point"} if self._layout == "floats" else set())
+        beside = {f"{module}.{kind}" for module in packed for kind in kinds}
         return dict.fromkeys((name for name in names if name not in beside), False) | dict.fromkeys(
             (f"{module}.weight" for module in packed), True
         )
@@ -137,9 +138,9 @@ class PackedCheckpoint:
         return Grouped(f"{module}.weight", codes, scales, below, bits), scheme, g_idx
 
     def _zeros(self, name: str, rows: int, groups: int, bits: int, middle: int) -> Tensor | None:
-        if not self._has(name):
+        if self._layout == "floats" or not self._has(name):
             return None
-        if self._folder.dtype(name) == "I32":
+        if self._layout == "packed" and self._folder.dtype(name) == "I32":
             stored = self._get(name, ("I32",), (-(-rows * bits // 32), groups))
             return _turned(_unpacked(_turned(stored), bits)[:, :rows])
         found = self._folder.shape(name)

@@ -44,8 +44,8 @@ def read_schemes(config: dict[str, Any], where: str) -> list[Scheme]:
         return []
     method = fields.text("quant_method", "fp8")
     if method not in _READERS:
-        if method != "fp8":
-            raise fields.error("quant_method", method, f"one of {', '.join((*_READERS, 'fp8'))}")
+        if method not in ("fp8", "mxfp4"):
+            raise fields.error("quant_method", method, f"one of {', '.join((*_READERS, 'fp8', 'mxfp4'))}")
         check_quantization(config, where)
         return []
     schemes = _READERS[method](fields)
@@ -110,7 +110,8 @@ def _compressed(fields: Fields) -> list[Scheme]:
     schemes = []
     for name in groups.names():
         group = groups.section(name)
-        assert group is not None
+        if group is None:
+            raise groups.error(name, None, "an object with weights")
         group.texts("targets")
         group.only("format", fields.text("format"), default=fields.text("format"))
         group.only("output_activations", None)

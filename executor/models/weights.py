@@ -9,20 +9,19 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 import xxhash
 from torch import Tensor
 
 from penstock.executor.kernels import BlockOps, GroupOps
-from penstock.executor.kernels.code_groups import as_groups
 from penstock.executor.kernels.codes import Coded, CodedLinear
-from penstock.executor.kernels.grouped import Grouped, GroupedLinear, half_of, kind_of, pack
-from penstock.executor.kernels.linear import BlockLinear, Linear, Reordered, SideBySide, make_linear
+from penstock.executor.kernels.grouped import Grouped, GroupedLinear
+from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.models.code_layers import CodeLayers, KeptCodes, Part
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
@@ -34,20 +33,11 @@ Layer = TypeVar("Layer")
 # Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
 # columns (then the results are summed), or none.
 Split = Literal["rows", "columns"] | None
-Part = WeightPart | Coded | Grouped
 
 # Buffers that old versions of transformers saved; they follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 LOAD_THREADS = 8
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class _Kept(NamedTuple):
-    """A part in the form in which codes are computed."""
-
-    kind: object  # what parts of one layer have in common
-    part: Coded | Grouped
-    order: Tensor | None  # in which its layer takes inputs, where that is not the kernel's part
 
 
 class CheckpointReader:
@@ -104,19 +94,19 @@ class Weights:
         progress: Callable[[str], None],
         placement: "Plan | None" = None,
         block_ops: BlockOps | None = None,
-        keeps_codes: bool = False,
+        kept_codes: KeptCodes = None,
         group_ops: GroupOps | None = None,
     ) -> None:
         """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
-        codes do unless they are kept: for a CPU, or for `group_ops`."""
+        codes do unless `kept_codes` or `group_ops` are for them."""
         self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank …
-        self.num_widened_bytes = 0  # … of which these were eight bits each, and are not here
+        self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
         self.num_code_bytes = 0  # … and these are codes
-        self.num_widened_code_bytes = 0  # … and these are numbers that were codes
-        self._block_ops, self._keeps_codes, self._group_ops = block_ops, keeps_codes, group_ops
+        self._block_ops = block_ops
+        self._codes = CodeLayers(kept_codes, group_ops, block_ops is not None, dtype, device, self._count_codes)
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -128,11 +118,9 @@ class Weights:
     def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear | GroupedLinear:
         """The rank's rows of an embedding; kept as codes a layer that has them."""
         part = self._cut(self._fetch(name, shape), "rows", None)
-        kept = self._kept(part)
-        if kept is not None and (self._group_ops is None or kept.order is None):
-            layer = self._of_codes([kept], None)
-            if isinstance(layer, CodedLinear | GroupedLinear):
-                return layer
+        layer = self._codes.table(part)
+        if layer is not None:
+            return layer
         return self._count(self._numbers(part, copy=True))
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
@@ -166,9 +154,9 @@ class Weights:
         named = list(zip(names, rows, splits, units or (None,) * len(names), strict=True))
         parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
         added = self._bias(named, parts, biases) if any(biases) else None
-        kept = [self._kept(part) for part in parts]
-        if any(kept):
-            return self._in_runs(parts, kept, added)
+        layer = self._codes.layer(parts, added, self._plain)
+        if layer is not None:
+            return layer
         if self._block_ops is not None and (blocks := whole_blocks(parts, self._device)) is not None:
             return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
         return self._plain(parts, added)
@@ -176,50 +164,10 @@ class Weights:
     def _plain(self, parts: Sequence[Part], bias: Tensor | None) -> Linear:
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), bias)
 
-    def _kept(self, part: Part) -> _Kept | None:
-        """In the form in which codes are computed; None: as numbers."""
-        if isinstance(part, WeightPart) or not (self._keeps_codes or self._group_ops):
-            return None
-        if self._group_ops is None:
-            order = part.order if isinstance(part, Grouped) else None
-            coded = part.coded() if isinstance(part, Grouped) else part
-            return None if coded is None else _Kept(None if order is None else order.numpy().tobytes(), coded, order)
-        groups = as_groups(part) if isinstance(part, Coded) else part
-        # Cards whose registers have no floats of eight bits have no products of them either.
-        if groups is None or half_of(groups) is None or (groups.is_float and self._block_ops is None):
-            return None
-        return _Kept(kind_of(groups), groups, None)
-
-    def _in_runs(self, parts: Sequence[Part], kept: Sequence[_Kept | None], bias: Tensor | None) -> Linear:
-        """Neighbours of one kind are one layer."""
-        layers: list[Linear] = []
-        row = 0
-        for is_kept, run in groupby(zip(parts, kept, strict=True), key=lambda pair: pair[1] and (pair[1].kind,)):
-            given = list(run)
-            rows = sum(part.shape[0] for part, _ in given)
-            added = None if bias is None else bias[row : row + rows]
-            if is_kept:
-                layers.append(self._of_codes([each for _, each in given if each is not None], added))
-            else:
-                layers.append(self._plain([part for part, _ in given], added))
-            row += rows
-        return layers[0] if len(layers) == 1 else SideBySide(layers)
-
-    def _of_codes(self, run: Sequence[_Kept], bias: Tensor | None) -> Linear:
-        """Of one kind."""
-        order = run[0].order
-        layer: CodedLinear | GroupedLinear
-        if self._group_ops is None:
-            layer = CodedLinear([each.part for each in run if isinstance(each.part, Coded)], self.dtype, bias)
-            tensors = [tensor for tensor in layer.tensors() if tensor.dtype is torch.uint8]
-        else:
-            weight = pack([each.part for each in run if isinstance(each.part, Grouped)], self._device)
-            layer, tensors = GroupedLinear(weight, bias, self._group_ops, self.dtype), weight.tensors()
-        size = sum(tensor.nbytes for tensor in tensors)
+    def _count_codes(self, size: int) -> None:
         with self._lock:
             self.num_bytes += size
             self.num_code_bytes += size
-        return layer if order is None else Reordered(layer, order)
 
     def _bias(
         self, named: list[tuple[str, int, Split, int | None]], parts: list[Part], given: tuple[bool, ...]
@@ -281,13 +229,9 @@ class Weights:
 
     def _numbers(self, part: Part, copy: bool = False) -> Tensor:
         numbers = part.numbers(self._device, self.dtype, copy)
-        is_plain = isinstance(part, WeightPart) and part.scales is None
-        is_eight_bits = part.is_float if isinstance(part, Grouped) else isinstance(part, WeightPart)
-        with self._lock:
-            if is_eight_bits and not is_plain:
-                self.num_widened_bytes += numbers.nbytes
-            elif not is_plain:
-                self.num_widened_code_bytes += numbers.nbytes
+        if isinstance(part, Coded) or part.scales is not None:
+            with self._lock:
+                self.num_widened_bytes += numbers.numel() * numbers.element_size()
         return numbers
 
     def _cut(self, part: Part, split: Split, units: int | None) -> Part:
@@ -302,7 +246,7 @@ class Weights:
         if cut is None:  # through blocks or groups
             cut = WeightPart(part.numbers(self._device, torch.float32)).narrow(dim, start, size)
             with self._lock:
-                self.num_widened_code_bytes += cut.values.numel() * self.dtype.itemsize
+                self.num_widened_bytes += cut.values.numel() * self.dtype.itemsize
         return cut
 
     def _count(self, tensor: Tensor) -> Tensor:

@@ -222,7 +222,7 @@ def test_what_does_not_fit_is_named(model: Path, changes: dict[str, Any], compla
     [
         (
             {"quant_method": "bitsandbytes"},
-            "quant_method: 'bitsandbytes' found; one of awq, gptq, compressed-tensors, fp8 is",
+            "quant_method: 'bitsandbytes' found; one of awq, gptq, compressed-tensors, fp8, mxfp4 is",
         ),
         ({"activation_scheme": "static"}, "activation_scheme: 'static' found; 'dynamic' is expected"),
         ({"weight_block_size": None}, "weight_block_size: None found; [128, 128] is expected"),

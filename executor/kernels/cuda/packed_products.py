@@ -48,7 +48,9 @@ def packed_experts(
     first: int,
     activation: Activation,
     added: Tensor | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
+    assert biases == (None, None), "experts of codes have no biases"
     num_slots, width, _ = down.codes.shape
     entries, inner = slots.numel(), down.depth
     itemsize = hidden.element_size()

@@ -112,7 +112,7 @@ def packed_expert_tile(entries: int, num_slots: int, columns: int, itemsize: int
     """As `expert_tile`; its rows do not depend on `columns`."""
     if entries > 16 * num_slots and itemsize < 4:
         if not current_card().has_wide_products:
-            return Tile(64, 64, 8, 3)
+            return Tile(64, 32, 8, 3)
         return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
     return expert_tile(entries, num_slots, columns, itemsize, 2)
 

@@ -22,9 +22,10 @@ def packed_experts(
     first: int,
     activation: Activation,
     added: Tensor | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     up, narrow = ((widen(weight).to(hidden.dtype), None) for weight in (gate_up, down))
-    return fused_experts(hidden, slots, shares, up, narrow, first, activation, added)
+    return fused_experts(hidden, slots, shares, up, narrow, first, activation, added, biases)
 
 
 def widen(weight: Packed) -> Tensor:
