@@ -343,6 +343,11 @@ def test_a_store_in_a_file_outlives_the_server_and_one_that_breaks_fails_alone(t
         assert server.chat().status_code == 200
 
 
+def test_a_conversation_takes_items_and_no_references(server: Running) -> None:
+    answer = server.post("/v1/conversations", {"items": [{"type": "item_reference", "id": "msg_1"}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "items[0].type")
+
+
 def test_requests_are_counted_by_route_and_not_by_id(server: Running, client: Any) -> None:
     client.responses.retrieve(client.responses.create(model=MODEL, input="Hi").id)
     with pytest.raises(openai.NotFoundError):
