@@ -282,7 +282,7 @@ def test_a_response_in_the_background_outlives_its_client_and_can_be_cancelled(s
     try:
         done, cancelled = (client.responses.create(model=MODEL, input="Hi", background=True) for _ in range(2))
         assert {done.status, client.responses.retrieve(done.id).status} == {"in_progress"}
-        assert server.app.service.num_open_requests == 2  # a drain waits for them
+        until(lambda: server.app.service.num_open_requests == 2)  # a drain waits for them
         assert client.responses.cancel(cancelled.id).status == "cancelled"
     finally:
         server.engine.hold = False
