@@ -47,7 +47,8 @@ def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: 
     section = rope_section(fields)
     theta = section.number("rope_theta", fields.number("rope_theta", default_theta))
     partial = fields.number("partial_rotary_factor", 1.0)
-    original = fields.integer_or_none("original_max_position_embeddings")  # wins over the section's
+    name = "original_max_position_embeddings"
+    original = fields.integer(name, low=2) if name in fields else None  # wins over the section's
     return rope_of(section, theta, head_dim, max_positions, partial, original)
 
 
@@ -81,7 +82,7 @@ def rope_of(
         return Rope(dim, theta)
     if kind == "linear":
         return Rope(dim, theta, "linear", section.number("factor"))
-    original = original or section.integer("original_max_position_embeddings", max_positions)
+    original = original or section.integer("original_max_position_embeddings", max_positions, low=2)
     if kind == "longrope":
         short, long = (section.numbers(f"{name}_factor", dim // 2) for name in ("short", "long"))
         amplitude = _long_amplitude(section, max_positions, original)

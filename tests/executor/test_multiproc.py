@@ -63,6 +63,11 @@ def exit_codes(executor: RankedExecutor) -> list[int | None]:
         ("gemma4", 2),
         ("mistral-sliding", 2),
         ("qwen2", 4),
+        ("phi3", 2),
+        ("glm4", 2),
+        ("olmo2", 2),
+        ("minimax-m2", 4),  # whose norms over all heads count each key head twice
+        ("granite4-moe", 2),
         ("opt", 4),
         ("opt-norm-after-projected", 2),
     ],

@@ -187,6 +187,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-sliding": (
+        "MixtralConfig",
+        {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 19},
+    ),
     "qwen2-moe": (
         "Qwen2MoeConfig",
         {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
@@ -265,6 +269,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 2,
         },
     ),
+    "ernie4.5-plain": ("Ernie4_5Config", {**SIZES, "head_dim": 24}),
     "glm4": ("Glm4Config", {**SIZES, "head_dim": 24}),
     "glm4-moe": (
         "Glm4MoeConfig",
@@ -305,6 +310,11 @@ def random_model(name: str, fields: dict[str, Any]) -> Any:
 
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields), dtype=torch.float32)
+    randomize(model)
+    return model.eval()
+
+
+def randomize(model: Any) -> None:
     for parameter in model.parameters():
         spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
         parameter.data += spread * torch.randn(parameter.shape)
@@ -313,7 +323,6 @@ def random_model(name: str, fields: dict[str, Any]) -> Any:
             buffer += 0.3 * torch.randn(buffer.shape)
         elif name.endswith("layer_scalar"):
             buffer -= 0.2
-    return model.eval()
 
 
 @cache
