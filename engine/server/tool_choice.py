@@ -162,11 +162,11 @@ class Tools:
         # The text before a structural tag is free anyway, so reasoning fits into it.
         if calls is None and (answer is None or thought is None or answer.kind == "structural_tag"):
             return answer
-        from penstock.engine.grammar import harmony as messages
+        from penstock.engine.grammar import message_grammar
         from penstock.engine.grammar.tool_calls import grammar
 
         if is_harmony(calls, thought):
-            return StructuredOutputs(grammar=messages.grammar(self._special_ids, calls, answer))
+            return StructuredOutputs(grammar=message_grammar.grammar(self._special_ids, calls, answer))
         return StructuredOutputs(grammar=grammar(self._special_ids, calls, answer, thought))
 
 

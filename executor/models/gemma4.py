@@ -28,7 +28,7 @@ LAYER_KINDS = ("sliding_attention", "full_attention")
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class LayerHeads:
     """What a layer's attention is like beyond its LayerSpec."""
 
     dim: int
@@ -42,7 +42,7 @@ class Heads:
 class Gemma4Spec(DecoderSpec):
     """`head_dim` and `num_kv_heads` are the widest layer's."""
 
-    heads: tuple[Heads, ...] = ()
+    heads: tuple[LayerHeads, ...] = ()
     input_width: int = 0  # of what a layer gets for each token; 0: nothing
     input_vocab_size: int = 0
     wide_from: int = 0  # layers from here on have an MLP of twice the width
@@ -77,7 +77,7 @@ def gemma4(fields: Fields) -> Gemma4Spec:
         logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
         qkv_bias=biases,
         output_bias=biases,
-        layout=_arrangement(num_own, num_layers),
+        arrangement=_arrangement(num_own, num_layers),
     )
     widest = max(heads, key=lambda each: each.dim * each.num_kv)
     values = {name: getattr(base, name) for name in DecoderSpec.__slots__}
@@ -90,7 +90,7 @@ def gemma4(fields: Fields) -> Gemma4Spec:
     )
 
 
-def _heads(fields: Fields, index: int, kinds: list[str], num_own: int) -> Heads:
+def _heads(fields: Fields, index: int, kinds: list[str], num_own: int) -> LayerHeads:
     is_full, has_equal = kinds[index] == "full_attention", fields.flag("attention_k_eq_v", False)
     dim, num_kv = fields.integer("head_dim", 256), fields.integer("num_key_value_heads", 4)
     if is_full:  # as transformers writes it, or as the published files have it
@@ -107,7 +107,7 @@ def _heads(fields: Fields, index: int, kinds: list[str], num_own: int) -> Heads:
     if num_heads % num_kv:
         raise fields.error("num_key_value_heads", num_kv, f"a divisor of num_attention_heads ({num_heads})")
     pages = index if index < num_own else max(at for at in range(num_own) if kinds[at] == kinds[index])
-    return Heads(dim, num_kv, pages, index >= num_own, not (has_equal and is_full))
+    return LayerHeads(dim, num_kv, pages, index >= num_own, not (has_equal and is_full))
 
 
 def _moe(fields: Fields) -> MoeSpec | None:
@@ -142,7 +142,7 @@ class Gemma4:
         self.kv_width = max(heads_of(spec.num_heads, each.num_kv, weights.group)[1] * each.dim for each in spec.heads)
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         num_layers, width = len(spec.layers), spec.input_width
-        self._layers = weights.layers(num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
+        self._layers = weights.layers(num_layers, lambda index: _Gemma4Layer(spec, index, weights, ops, tables))
         self._norm = weights.norm("model.norm.weight", spec.hidden_size)
         if width:
             shape = spec.input_vocab_size, num_layers * width
@@ -183,7 +183,7 @@ class Gemma4:
 build = Gemma4
 
 
-class _Layer:
+class _Gemma4Layer:
     def __init__(self, spec: Gemma4Spec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         self._spec, self._ops, self._group, self._eps = spec, ops, weights.group, spec.norm_eps
         prefix, hidden, width = f"model.layers.{index}.", spec.hidden_size, spec.input_width
