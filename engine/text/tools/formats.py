@@ -1,24 +1,30 @@
 """The ways in which models write calls, and which of them a model was trained on.
 
-    hermes         <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>     Qwen 2.5 and 3, Hermes, ChatML models
-    llama3_json    {"name": "f", "parameters": {…}}, or behind <|python_tag|>      Llama 3.1 to 3.3
-    mistral        [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]                Mistral until 2024
-                   [TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]…                             Mistral since
-    qwen2_5_coder  the same object between ```json and ```, alone, in <tools>      Qwen 2.5 Coder
-                   or in <tool_call>
+    objects        <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>       hermes, llama3_json, mistral …
+    named JSON     <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}   deepseek_v3, kimi_k2 …
+    tagged text    <function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>        qwen3_coder, glm45, minimax_m2 …
+    literals       [f(a=1, b='x')]     call:f{a:1,b:<|"|>x<|"|>}                     llama4_pythonic, olmo3, gemma4 …
 
-reader.py reads all of them, and engine/grammar/tool_calls.py makes a model write them.
+A format is an entry of FORMATS and nothing else: reader.py and arguments.py read it, engine/grammar/tool_calls.py and
+parameters.py make a model write it.
 
 Behind a mark of calls every spelling of an object that says which function is called, with which arguments, is read.
 Where there is none, a call might as well be quoted: it must be a paragraph of its own (or stand in a fence, where the
 format has them), begin with its name, and have arguments.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
-NAMES = ("hermes", "llama3_json", "mistral", "qwen2_5_coder")
+# Texts that may be special tokens of a model.
+_TOKEN = re.compile(r"<[^<>\s=]+>|\[[A-Z_]+\]|｜DSML｜")
+
+
+def tokens_in(*texts: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(token for text in texts for token in _TOKEN.findall(text)))
 
 
 class Written(NamedTuple):
@@ -32,26 +38,68 @@ class Written(NamedTuple):
     end: str
 
 
+class Parameters(NamedTuple):
+    """How arguments are written that are no JSON: one by one, with `join` between them.
+
+    Without `quote` a value is the text up to `after_value`, and the schema says what it means, or `before_text`, which
+    stands before strings in place of `before_value`. With '"' values are literals of Python; with anything else they
+    are JSON, but for strings, which stand between two `quote` as they are, and names, which stand alone.
+    """
+
+    before_key: str
+    before_value: str
+    after_value: str = ""
+    before_text: str = ""
+    join: str = ""
+    quote: str = ""
+
+    @property
+    def trims(self) -> bool:
+        """A line break at either end of a value is not part of it."""
+        return self.before_value.endswith("\n")
+
+
 @dataclass(frozen=True)
 class Format:
-    """`closers`: the marks that open calls, each with what closes them. `fences` are those that open other things as
-    well. `punctuation` are further texts that may be tokens of their own. `is_bare`: a paragraph that begins with a
-    brace may be a call without a mark. `has_args`: calls may be a name and its arguments. `has_many`: an answer may
-    have several calls. `id_length`: what the template accepts as the id of a call."""
+    """`found_by`: texts in a chat template, all of one of the groups. `closers`: the marks that open calls, each with
+    what closes them. `fences` are those that open other things as well. `extra` are further texts that may be tokens of
+    their own. `is_bare`: a paragraph that begins with a bracket may be a call without a mark. `is_framed`: a call is a
+    name and its arguments, not an object; `is_numbered`: and a number. `has_args`: an object may be such a call.
+    `has_many`: an answer may have several calls. `id_length`: what the template accepts as the id of a call."""
 
     name: str
+    found_by: tuple[tuple[str, ...], ...]
     written: Written
     closers: Mapping[str, str]
+    parameters: Parameters | None = None
     fences: tuple[str, ...] = ()
-    punctuation: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
     is_bare: bool = False
+    is_framed: bool = False
+    is_numbered: bool = False
     has_args: bool = False
     has_many: bool = True
     id_length: int = 24
-    marks: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "marks", tuple(self.closers))
+    @cached_property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(self.closers)
+
+    @cached_property
+    def tokens(self) -> tuple[str, ...]:
+        """All texts that may be tokens."""
+        return tokens_in(
+            *self.closers, *self.closers.values(), *self.written, *map(str, self.parameters or ()), *self.extra
+        )
+
+    def closing(self, mark: str) -> list[str]:
+        """What closes calls that began with this mark, or without one."""
+        return re.findall(r"\]|[^\]]+", self.closers.get(mark, self.written.end).strip())
+
+    def opening(self, mark: str) -> list[str]:
+        """What stands between a mark and the name of the first call, without blanks."""
+        whole = self.written.start + self.written.before_name
+        return (whole.partition(mark)[2] if mark and mark in whole else whole).split()
 
 
 class ToolSpec(NamedTuple):
@@ -70,40 +118,222 @@ class Calls(NamedTuple):
     many: bool
 
 
+def _objects(start: str, end: str, join: str = ", ", key: str = "arguments") -> Written:
+    return Written(start, '{"name": "', f'", "{key}": ', "}", join, end)
+
+
+def _literal(start: str, end: str, join: str = ", ") -> Written:
+    return Written(start, "", "(", ")", join, end)
+
+
+_PYTHON = Parameters("", "=", join=", ", quote='"')
 HERMES = Format(
     "hermes",
-    Written("<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n<tool_call>", ""),
+    (("<tool_call>",),),
+    _objects("<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n"),
     {"<tool_call>": "</tool_call>"},
-    punctuation=("</tool_call>",),
 )
 LLAMA = Format(
     "llama3_json",
-    Written("", '{"name": "', '", "parameters": ', "}", "; ", ""),
+    (("<|python_tag|>",), ("<|eot_id|>", '"parameters"'), ("<|eot|>", '"parameters"')),
+    _objects("", "", "; ", "parameters"),
     {"<|python_tag|>": ""},
     is_bare=True,
     has_many=False,  # the template refuses a history with more than one; several are read nevertheless
 )
 CODER = Format(
     "qwen2_5_coder",
-    Written("```json\n", '{"name": "', '", "arguments": ', "}", "\n", "\n```"),
+    # not Qwen 2.5 Coder itself: its template is that of Qwen 2.5, and says what it does not write
+    (("```json", '"name"', '"arguments"'),),
+    _objects("```json\n", "\n```", "\n"),
     {"<tool_call>": "</tool_call>", "<tools>": "</tools>", "```": "```"},
     fences=("```",),
-    punctuation=("</tool_call>",),
     is_bare=True,
+)
+_MISTRAL = Format(
+    "mistral",
+    (("[TOOL_CALLS]",),),
+    _objects("[TOOL_CALLS][", "]"),
+    {"[TOOL_CALLS]": ""},
+    extra=("[ARGS]", "[CALL_ID]"),
+    has_args=True,
+    id_length=9,  # its templates refuse any other
+)
+_QWEN3_CODER = Format(
+    "qwen3_coder",
+    (("<tool_call>", "<function="),),
+    Written("<tool_call>\n", "<function=", ">\n", "</function>", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    {"<tool_call>": "</tool_call>", "<function=": "</tool_call>"},  # the first mark is often left out
+    Parameters("<parameter=", ">\n", "\n</parameter>\n"),
+    is_framed=True,
+)
+_GLM = Format(
+    "glm45",
+    (("<arg_key>",),),
+    Written("<tool_call>", "", "\n", "", "</tool_call>\n<tool_call>", "</tool_call>"),
+    {"<tool_call>": "</tool_call>"},
+    Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    is_framed=True,
+)
+_DEEPSEEK = Format(
+    "deepseek_v31",
+    (("<｜tool▁sep｜>",),),
+    Written(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁call▁end｜>",
+        "",
+        "<｜tool▁calls▁end｜>",
+    ),
+    {"<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>"},
+    is_framed=True,
 )
 
 
-def mistral(has_args: bool) -> Format:
-    """Both forms are read; `has_args` says that the model knows the newer one, and makes it write that."""
-    objects = Written("[TOOL_CALLS][", '{"name": "', '", "arguments": ', "}", ", ", "]")
+def _dsml(name: str, block: str) -> Format:
     return Format(
-        "mistral",
-        Written("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", "") if has_args else objects,
-        {"[TOOL_CALLS]": ""},
-        punctuation=("[ARGS]", "[CALL_ID]"),
-        has_args=True,
-        id_length=9,  # its templates refuse any other
+        name,
+        (("｜DSML｜", f"{block}>"),),
+        Written(
+            f"<｜DSML｜{block}>\n", '<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>", "\n", f"\n</｜DSML｜{block}>"
+        ),
+        {f"<｜DSML｜{block}>": f"</｜DSML｜{block}>"},
+        Parameters(
+            '<｜DSML｜parameter name="', '" string="false">', "</｜DSML｜parameter>\n", before_text='" string="true">'
+        ),
+        is_framed=True,
     )
+
+
+def _gemma(name: str, start: str, end: str, quote: str) -> Format:
+    return Format(
+        name,
+        ((start, quote),),
+        Written(start, "call:", "{", "}", end + start, end),
+        {start: end},
+        Parameters("", ":", join=",", quote=quote),
+        is_framed=True,
+    )
+
+
+# The first one whose texts a template has is its model's format: the special ones stand before the general ones.
+FORMATS = (
+    replace(_MISTRAL, found_by=(("[TOOL_CALLS]", "[ARGS]"),), written=Written("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", "")),
+    _MISTRAL,
+    replace(
+        _QWEN3_CODER,
+        name="seed_oss",
+        found_by=(("<seed:tool_call>",),),
+        written=Written(
+            "<seed:tool_call>\n", "<function=", ">\n", "</function>", "\n</seed:tool_call>\n<seed:tool_call>\n", "\n</seed:tool_call>"
+        ),
+        closers={"<seed:tool_call>": "</seed:tool_call>"},
+        parameters=Parameters("<parameter=", ">", "</parameter>\n"),
+    ),
+    _QWEN3_CODER,
+    replace(
+        _GLM,
+        name="glm47",
+        found_by=(("</arg_key><arg_value>",),),
+        written=Written("<tool_call>", "", "", "", "</tool_call><tool_call>", "</tool_call>"),
+        parameters=Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+    ),
+    _GLM,
+    _dsml("deepseek_v32", "function_calls"),
+    _dsml("deepseek_v4", "tool_calls"),
+    replace(
+        _DEEPSEEK,
+        name="deepseek_v3",
+        found_by=(("<｜tool▁sep｜>", "```json"),),
+        written=_DEEPSEEK.written._replace(
+            before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+            before_arguments="\n```json\n",
+            after_arguments="\n```<｜tool▁call▁end｜>",
+            join="\n",
+        ),
+    ),
+    _DEEPSEEK,
+    Format(
+        "kimi_k2",
+        (("<|tool_calls_section_begin|>",),),
+        Written(
+            "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>", "", "<|tool_calls_section_end|>",
+        ),
+        {"<|tool_calls_section_begin|>": "<|tool_calls_section_end|>"},
+        is_framed=True,
+        is_numbered=True,
+    ),
+    Format(
+        "minimax_m2",
+        (("<minimax:tool_call>",),),
+        Written("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>", "\n", "\n</minimax:tool_call>"),
+        {"<minimax:tool_call>": "</minimax:tool_call>"},
+        Parameters('<parameter name="', '">', "</parameter>\n"),
+        is_framed=True,
+    ),
+    _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    Format(
+        "lfm2",
+        (("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        _literal("<|tool_call_start|>[", "]<|tool_call_end|>"),
+        {"<|tool_call_start|>": "]<|tool_call_end|>"},
+        _PYTHON,
+        is_framed=True,
+    ),
+    Format(
+        "olmo3",
+        (("<function_calls>",),),
+        _literal("<function_calls>\n", "\n</function_calls>", "\n"),
+        {"<function_calls>": "</function_calls>"},
+        _PYTHON,
+        is_framed=True,
+    ),
+    Format(
+        "llama4_pythonic",
+        (("[func_name1(",),),
+        _literal("[", "]"),
+        {"<|python_start|>": "]<|python_end|>"},
+        _PYTHON,
+        is_bare=True,
+        is_framed=True,
+    ),
+    Format("granite-20b-fc", (("<function_call>",),), _objects("<function_call> ", "", "\n<function_call> "), {"<function_call>": ""}),
+    replace(
+        HERMES,
+        name="phi4_mini_json",
+        found_by=(("<|tool_call|>", "<|/tool_call|>"),),
+        written=_objects("<|tool_call|>[", "]<|/tool_call|>"),
+        closers={"<|tool_call|>": "<|/tool_call|>", "functools[": "]"},
+    ),
+    Format("phi4_mini_json", (("functools[",),), _objects("functools[", "]"), {"functools[": "]"}),
+    Format("granite", (("<|tool_call|>",),), _objects("<|tool_call|>[", "]"), {"<|tool_call|>": "", "<tool_call>": ""}),
+    Format("hunyuan_a13b", (("<tool_calls>",),), _objects("<tool_calls>[", "]</tool_calls>"), {"<tool_calls>": "</tool_calls>"}),
+    HERMES,
+    Format(
+        "xlam",
+        (('[{"name": "tool_call_name"',), ('[{"name": "func_name1"',)),
+        _objects("[", "]"),
+        {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "```": "```"},
+        fences=("```",),
+        is_bare=True,
+    ),
+    LLAMA,
+    CODER,
+)  # fmt: skip
+NAMES = tuple(dict.fromkeys(form.name for form in FORMATS))
+# What vLLM calls some of them.
+ALIASES = {
+    "llama4_json": "llama3_json",
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+    "mimo": "qwen3_coder",
+    "granite4": "hermes",
+    "jamba": "hunyuan_a13b",
+    "pythonic": "llama4_pythonic",
+}
 
 
 def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
@@ -111,23 +341,14 @@ def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
 
     A template that knows no tools gets them as text (engine/text/conversation.py), in the form of Hermes.
     """
-    if not has_tools:
-        return HERMES
-    if "[TOOL_CALLS]" in source:
-        return mistral(has_args or "[ARGS]" in source)
-    if "<function=" in source or "<arg_key>" in source:  # as <tool_call> in Qwen 3 Coder and GLM, but not JSON
-        return None
-    if "<tool_call>" in source:
-        return HERMES
-    if "<|python_tag|>" in source or ("<|eot_id|>" in source and '"parameters"' in source):
-        return LLAMA
-    if "```json" in source and '"name"' in source and '"arguments"' in source and "｜" not in source:
-        return CODER  # not Qwen 2.5 Coder itself: its template is that of Qwen 2.5, and says what it does not write
-    return None
+    return _first(FORMATS, source + "[ARGS]" * has_args) if has_tools else HERMES
 
 
 def named(name: str, source: str, has_args: bool) -> Format:
-    """The format of this name, one of NAMES."""
-    if name == "mistral":
-        return mistral(has_args or "[ARGS]" in source)
-    return {form.name: form for form in (HERMES, LLAMA, CODER)}[name]
+    """The format of this name, one of NAMES or ALIASES."""
+    forms = [form for form in FORMATS if form.name == ALIASES.get(name, name)]
+    return _first(forms, source + "[TOOL_CALLS][ARGS]" * has_args) or forms[-1]
+
+
+def _first(forms: Iterable[Format], source: str) -> Format | None:
+    return next((form for form in forms if any(all(map(source.__contains__, texts)) for texts in form.found_by)), None)

@@ -1,0 +1,363 @@
+"""The grammar of arguments that are not written as one JSON object: text between marks, or literals (text/tools/formats.py).
+
+Values are held to their schemas as far as such a form goes: strings stand there as they are, up to the mark that ends
+them, everything else is JSON or the like. Properties come in the schema's order, and only those that it names, if it
+names any. What a form cannot be held to is refused, or left out for a tool that is not strict.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from penstock.engine.grammar.json_schema import lark_prepared, prepared
+from penstock.engine.grammar.opposites import words
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.text.tools.arguments import kinds, typed
+from penstock.engine.text.tools.formats import Format, Parameters, ToolSpec
+
+ANY = r"(.|\n)*"
+_MAX_BRANCHES = 64
+_OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
+_OF_OTHERS = frozenset(words(
+    "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf items prefixItems minItems maxItems"
+    " properties required additionalProperties patternProperties"
+))  # fmt: skip
+_SAYS_NOTHING = frozenset(("$defs", "type", "properties", "required", "additionalProperties"))
+# What a value of a type begins with, where text could be taken for one.
+_BEGINNINGS = {"array": r"\[", "object": r"\{", "integer": "-0-9", "number": "-0-9"}
+_KEYS = {"": r'[^<>"\n]{1,255}', '"': r"[A-Za-z_][A-Za-z0-9_]*"}  # what can be written, by `quote`
+_KEY = r"[^\s,:=(){}\[\]<>'\"\\]+"
+# Of every format that a pattern does not hold already, some values at least.
+_LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_FORMATS = {
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
+    "ipv6": "[0-9a-fA-F]{1,4}(:[0-9a-fA-F]{1,4}){7}",
+    "hostname": rf"{_LABEL}(\.{_LABEL})*",
+    "email": rf"[A-Za-z0-9_+\-]+(\.[A-Za-z0-9_+\-]+)*@{_LABEL}(\.{_LABEL})+",
+    "uri": r"[a-z][a-z0-9+.\-]*:\/\/[A-Za-z0-9._~:\/?@!$&'()*+,;=\-]+",
+    "duration": r"P([0-9]+W|[0-9]+D(T[0-9]+H)?|T[0-9]+(H([0-9]+M)?|M([0-9]+S)?|S))",
+}
+
+
+class ParameterRules:
+    """The rules for what one function takes. `text` makes Lark of a fixed text, `lines` are the rules so far.
+
+    `spacing`: of JSON. `is_loose`: written by the model in its own way, so that blanks may stand between signs.
+    """
+
+    def __init__(
+        self,
+        lines: list[str],
+        text: Callable[[str], str],
+        form: Format,
+        function: ToolSpec,
+        prefix: str,
+        spacing: dict[str, Any],
+        is_loose: bool,
+    ) -> None:
+        assert form.parameters is not None
+        self._lines, self._text, self._form, self._function = lines, text, form, function
+        self._parameters: Parameters = form.parameters
+        self._prefix, self._spacing, self._is_loose = prefix, spacing, is_loose
+        self._num_rules = 0
+        self._known: dict[str, str] = {}  # rules by the reference that they stand for
+        schema = {"type": "object", **function.parameters}
+        self._root = prepared(schema, "tools", not function.is_strict, function.name, function.coerce_one_of)
+        self._gap = "gap " if is_loose else ""
+
+    def all(self) -> str:
+        """Lark for what stands between the signs around the arguments."""
+        schema = self._followed(self._root)
+        self._check(schema, _SAYS_NOTHING)
+        parameters, pairs = self._parameters, []
+        for name, inner, is_needed in self._properties(schema, _KEYS.get(parameters.quote, _KEY)):
+            if parameters.quote:
+                pair = f"{self._text(name + parameters.before_value)} {self._gap}{self._value(inner)}"
+            else:
+                pair = f"{self._fixed(parameters.before_key + name)} {self._tagged(inner)}"
+            pairs.append((pair, is_needed))
+        others = schema.get("additionalProperties", True)
+        if pairs or others is False:
+            return self._members(pairs) if parameters.quote else self._tags(pairs)
+        name = f"{self._fixed(parameters.before_key)} /[A-Za-z_][A-Za-z0-9_]{{0,63}}/"
+        value = self._value(others) if parameters.quote else self._tagged(others)
+        return (
+            f"({name} {value} ({self._comma()} {name} {value})*)?"
+            if parameters.quote
+            else f"({self._gap}{name} {value})*"
+        )
+
+    # -- names -----------------------------------------------------------------------------------------------
+
+    def _properties(self, schema: Mapping[str, Any], writable: str) -> Iterator[tuple[str, Any, bool]]:
+        required = schema.get("required", [])
+        properties = {name: schema.get("additionalProperties", True) for name in required} | schema.get(
+            "properties", {}
+        )
+        for name in [
+            *schema.get("properties", {}),
+            *(name for name in required if name not in schema.get("properties", {})),
+        ]:
+            if re.fullmatch(writable, name):
+                if properties[name] is not False:
+                    yield name, properties[name], name in required
+            elif name in required:
+                self._refuse(f"required: {name!r} cannot be written as a name")
+
+    def _tags(self, pairs: list[tuple[str, bool]]) -> str:
+        return " ".join(f"({self._gap}{pair}){'' if is_needed else '?'}" for pair, is_needed in pairs) + f" {self._gap}"
+
+    def _members(self, pairs: list[tuple[str, bool]]) -> str:
+        """Members with commas between them, those that are needed and any of the others."""
+        rest, num_needed = "", 0
+        ways: list[str] = []
+        for pair, is_needed in reversed(pairs):
+            num_needed += is_needed
+            ways = [f"{pair} {rest}", *([] if is_needed else ways)]
+            rule = self._rule(f"({self._comma()} {pair}){'' if is_needed else '?'} {rest}")
+            rest = rule
+        return f"({' | '.join(ways)}){'' if num_needed else '?'}" if ways else ""
+
+    def _comma(self) -> str:
+        return 'gap "," gap' if self._is_loose else json.dumps(self._parameters.join)
+
+    # -- values ----------------------------------------------------------------------------------------------
+
+    def _tagged(self, schema: Any) -> str:
+        """A value between marks, with the mark behind it."""
+        parameters, branches = self._parameters, list(self._branches(schema))
+        wanted, excluded = kinds(schema, self._root), ""
+        ways: list[str] = []
+        strings: list[dict[str, Any]] = []
+        for branch in branches:
+            types = kinds(branch, self._root)
+            values = branch.get("enum", [branch["const"]] if "const" in branch else None)
+            if values is not None:
+                for value in values:
+                    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                    if parameters.after_value.strip() not in text and json.loads(typed(text, wanted)) == value:
+                        ways.append(self._before(isinstance(value, str)) + self._between(self._text(text)))
+            elif "string" in types:
+                strings.append(branch)
+            elif "string" not in wanted or _OF_OTHERS & branch.keys():
+                found = self._json(branch)
+                if types == {"boolean"} and self._is_loose:
+                    found = f'({found} | "True" | "False")'
+                ways.append(self._before(False) + self._between(found))
+                excluded += "".join(_BEGINNINGS[kind] for kind in types if kind in _BEGINNINGS)
+            else:
+                strings.append({})  # what is read from text without a constraint may be of this type
+        for branch in strings:
+            pattern, without = (
+                self._pattern(branch),
+                rf"[ \t\r\n]*[{excluded}]{ANY}" if excluded and not parameters.before_text else "",
+            )
+            ways.append(self._before(True) + self._string(pattern, without, parameters.after_value, parameters.trims))
+        if not ways:
+            self._refuse("enum: none of the values can be written")
+            return self._tagged({})
+        return f"({' | '.join(dict.fromkeys(ways))})"
+
+    def _before(self, is_text: bool) -> str:
+        before = (
+            self._parameters.before_text if is_text and self._parameters.before_text else self._parameters.before_value
+        )
+        return self._fixed(before if not self._is_loose else before.rstrip("\n")) + " "
+
+    def _between(self, value: str) -> str:
+        """A value that is not followed to its mark as text is."""
+        if self._is_loose:
+            return f"gap {value} gap {self._fixed(self._parameters.after_value)}"
+        return f"{value} {self._text(self._parameters.after_value)}"
+
+    def _string(self, pattern: str | None, without: str, closer: str, trims: bool) -> str:
+        """Text up to what ends it, which is not part of it."""
+        mark = closer.strip()
+        breaks = ("\\n" if trims and self._is_loose else "", "\\n" if trims else "")
+        found = f"/{ANY}/" if pattern is None else f"/{breaks[0]}{pattern}{breaks[1]}/"
+        found += f" & ~/{ANY}{escaped(mark)}{ANY}/" + (f" & ~/{without}/" if without else "")
+        terminal = self._rule(found, is_terminal=True)
+        behind = self._text(mark)
+        rule = self._rule(f"{terminal} {behind}", is_lazy=behind.startswith('"'))
+        rest = closer[len(closer.rstrip()) :] if not self._is_loose else ""
+        return f"{rule} {self._text(rest)}".rstrip()
+
+    def _pattern(self, branch: Mapping[str, Any]) -> str | None:
+        """A string's regular expression; None: any text."""
+        self._check(branch, frozenset(("type", *_OF_STRINGS)) | _OF_OTHERS)
+        low, high = branch.get("minLength", 0), branch.get("maxLength", "")
+        found = [f"(.|\\n){{{low},{high}}}"] if low or high != "" else []
+        if "format" in branch:
+            found.append(_FORMATS[branch["format"]])
+        if "pattern" in branch:
+            body = branch["pattern"]
+            flat = re.sub(r"\[(\\.|[^\]])*\]|\\.", "x", body)
+            while (inner := re.sub(r"\([^()]*\)", "x", flat)) != flat:
+                flat = inner
+            if "|" in flat or set("^$") & set(flat[1:-1]):
+                self._refuse("pattern: one with anchors or alternatives side by side")
+            else:
+                start, end = "" if flat.startswith("^") else ANY, "" if flat.endswith("$") else ANY
+                body = body.removeprefix("^") if flat.startswith("^") else body
+                body = body[:-1] if flat.endswith("$") else body
+                found.append(start + "(" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", body) + ")" + end)
+        if len(found) > 1:
+            self._refuse(" and ".join(name for name in _OF_STRINGS if name in branch) + ": together")
+        return found[-1] if found else None
+
+    def _value(self, schema: Any) -> str:
+        """A literal."""
+        reference = schema.get("$ref") if isinstance(schema, dict) else None
+        if reference in self._known:
+            return self._known[reference]
+        name = self._new()
+        if reference is not None:  # known before its body, which may contain it
+            self._known[reference] = name
+        body = f"{' | '.join(dict.fromkeys(map(self._literal, self._branches(schema))))}"
+        self._lines.append(f"{name}: {body}")
+        return name
+
+    def _literal(self, branch: Mapping[str, Any]) -> str:
+        is_python, quote = self._parameters.quote == '"', self._parameters.quote
+        values = branch.get("enum", [branch["const"]] if "const" in branch else None)
+        if values is not None:
+            texts = [*map(self._written, values)]
+            if is_python:
+                texts += [f"'{value}'" for value in values if isinstance(value, str) and not set(value) & set("'\\\n")]
+            return " | ".join(map(self._text, texts))
+        given = branch.get("type")
+        if given == "string":
+            if not is_python:
+                return f"{self._text(quote)} {self._string(self._pattern(branch), '', quote, trims=False)}"
+            single = r""" | /'([^'\\\n]|\\[nrtbf'"\\])*'/"""
+            return self._json(branch) + (single if not branch.keys() & set(_OF_STRINGS) else "")
+        if given in ("integer", "number"):
+            return self._json(branch)
+        if given in ("boolean", "null"):
+            words = ("true", "false", "True", "False") if given == "boolean" else ("null", "None")
+            return " | ".join(json.dumps(word) for word in words)
+        known = {"array": {"type", "items", "minItems", "maxItems"}, "object": _SAYS_NOTHING}.get(given or "")
+        if known is None:
+            return self._anything()
+        if is_python and branch.keys() - known:
+            return self._json(branch)
+        self._check(branch, frozenset(known))
+        return self._array(branch) if given == "array" else self._object(branch)
+
+    def _array(self, branch: Mapping[str, Any]) -> str:
+        item, low, high = (
+            self._rule(self._value(branch.get("items", True))),
+            branch.get("minItems", 0),
+            branch.get("maxItems"),
+        )
+        if high == 0:
+            return f'"[" {self._gap}"]"'
+        more = f"({self._comma()} {item}){{{max(low - 1, 0)},{'' if high is None else high - 1}}}"
+        return f'"[" {self._gap}({item} {more}){"" if low else "?"} {self._gap}"]"'
+
+    def _object(self, branch: Mapping[str, Any]) -> str:
+        is_python = self._parameters.quote == '"'
+        colon = f"{self._gap}{json.dumps(': ' if is_python and not self._is_loose else ':')} {self._gap}"
+        pairs = []
+        for name, inner, is_needed in self._properties(branch, ANY if is_python else _KEY):
+            written = f"({self._literal({'const': name})})" if is_python else self._text(name)
+            pairs.append((f"{written} {colon}{self._value(inner)}", is_needed))
+        others = branch.get("additionalProperties", True)
+        members = self._members(pairs)
+        if not pairs and others is not False:
+            name = f"({self._literal({'type': 'string'})})" if is_python else "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+            pair = self._rule(f"{name} {colon}{self._value(others)}")
+            members = f"({pair} ({self._comma()} {pair})*)?"
+        return f'"{{" {self._gap}{members} {self._gap}"}}"'
+
+    def _anything(self) -> str:
+        name = f"{self._prefix}any"
+        if name not in self._known:
+            self._known[name] = name
+            ways = [
+                self._literal({"type": kind}) for kind in ("string", "number", "boolean", "null", "array", "object")
+            ]
+            self._lines.append(f"{name}: {' | '.join(ways)}")
+        return name
+
+    def _written(self, value: Any) -> str:
+        """A value in an enumeration."""
+        quote, join = self._parameters.quote, self._parameters.join
+        if isinstance(value, str):
+            return json.dumps(value, ensure_ascii=False) if quote == '"' else quote + value + quote
+        if isinstance(value, list):
+            return f"[{join.join(map(self._written, value))}]"
+        if isinstance(value, dict):
+            return (
+                "{" + join.join(f"{self._written(name)}:{self._written(inner)}" for name, inner in value.items()) + "}"
+            )
+        return str(value) if quote == '"' else json.dumps(value)
+
+    # -- schemas ---------------------------------------------------------------------------------------------
+
+    def _branches(self, schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
+        """The alternatives of a schema: each of one type, an enumeration, or without any constraint."""
+        found = self._followed(schema if isinstance(schema, dict) else {})
+        several = "anyOf" if "anyOf" in found else "allOf" if len(found.get("allOf", ())) == 1 else None
+        if several is not None and depth < _MAX_BRANCHES:
+            rest = {name: inner for name, inner in found.items() if name != several}
+            for member in found[several]:
+                inner = self._followed(member if isinstance(member, dict) else {})
+                if any(rest[name] != inner[name] for name in rest.keys() & inner.keys()):
+                    self._refuse(f"{several}: beside a keyword that its schemas have as well")
+                yield from self._branches({**rest, **inner}, depth + 1)
+        elif "enum" in found or "const" in found:
+            yield found
+        elif isinstance(found.get("type"), list):
+            yield from ({**found, "type": kind} for kind in found["type"])
+        elif "type" not in found and found.keys() & {*_OF_STRINGS, *_OF_OTHERS, "allOf", "not"}:
+            self._refuse(f"{sorted(found)[0]}: without a type")
+            yield {}
+        else:
+            yield found
+
+    def _followed(self, schema: Mapping[str, Any]) -> dict[str, Any]:
+        for _ in range(_MAX_BRANCHES):
+            if "$ref" not in schema:
+                break
+            name = schema["$ref"].rpartition("/")[2]
+            schema = self._root if schema["$ref"] == "#" else self._root["$defs"][name]
+        return dict(schema)
+
+    def _check(self, schema: Mapping[str, Any], known: frozenset[str]) -> None:
+        if schema.keys() - known:
+            self._refuse(sorted(schema.keys() - known)[0])
+
+    def _refuse(self, what: str) -> None:
+        if self._function.is_strict:
+            raise InvalidRequest(
+                "tools", f"{self._function.name}: {what}: calls of {self._form.name} are not held to that"
+            )
+
+    # -- rules -----------------------------------------------------------------------------------------------
+
+    def _json(self, branch: Mapping[str, Any]) -> str:
+        definitions = {"$defs": self._root["$defs"]} if "$defs" in self._root else {}
+        options = {"lenient": not self._function.is_strict, **self._spacing}
+        return self._rule(lark_prepared({**branch, **definitions}, **options))
+
+    def _fixed(self, text: str) -> str:
+        """As it is, or with blanks where the model has its own way."""
+        return " gap ".join(map(self._text, text.split())) if self._is_loose else self._text(text)
+
+    def _rule(self, body: str, *, is_terminal: bool = False, is_lazy: bool = False) -> str:
+        name = self._new().upper() if is_terminal else self._new()
+        self._lines.append(f"{name}{'[lazy]' if is_lazy else ''}: {body}")
+        return name
+
+    def _new(self) -> str:
+        self._num_rules += 1
+        return f"{self._prefix}{self._num_rules}"
+
+
+def escaped(text: str) -> str:
+    """As a regular expression of Lark, between slashes."""
+    return re.sub(r"([\\/.+*?()|\[\]{}^$#&~-])", r"\\\1", text).replace("\n", "\\n")
