@@ -27,6 +27,7 @@ _SAYS_NOTHING = frozenset(("$defs", "type", "properties", "required", "additiona
 # What a value of a type begins with, where text could be taken for one.
 _BEGINNINGS = {"array": r"\[", "object": r"\{", "integer": "-0-9", "number": "-0-9"}
 _KEYS = {"": r'[^<>"\n]{1,255}', '"': r"[A-Za-z_][A-Za-z0-9_]*"}  # what can be written, by `quote`
+_ANY_NAME = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _KEY = r"[^\s,:=(){}\[\]<>'\"\\]+"
 # Of every format that a pattern does not hold already, some values at least.
 _LABEL = "[A-Za-z0-9]([A-Za-z0-9\\-]{0,61}[A-Za-z0-9])?"
@@ -82,13 +83,11 @@ class ParameterRules:
         others = schema.get("additionalProperties", True)
         if pairs or others is False:
             return self._members(pairs) if parameters.quote else self._tags(pairs)
-        name = f"{self._fixed(parameters.before_key)} /[A-Za-z_][A-Za-z0-9_]{{0,63}}/"
-        value = self._value(others) if parameters.quote else self._tagged(others)
-        return (
-            f"({name} {value} ({self._comma()} {name} {value})*)?"
-            if parameters.quote
-            else f"({self._gap}{name} {value})*"
-        )
+        name = f"{self._fixed(parameters.before_key)} {_ANY_NAME}"
+        if not parameters.quote:
+            return f"({self._gap}{name} {self._tagged(others)})*"
+        pair = self._rule(f"{name} {self._text(parameters.before_value)} {self._gap}{self._value(others)}")
+        return f"({pair} ({self._comma()} {pair})*)?"
 
     # -- names -----------------------------------------------------------------------------------------------
 
@@ -127,35 +126,35 @@ class ParameterRules:
     # -- values ----------------------------------------------------------------------------------------------
 
     def _tagged(self, schema: Any) -> str:
-        """A value between marks, with the mark behind it."""
-        parameters, branches = self._parameters, list(self._branches(schema))
-        wanted, excluded = kinds(schema, self._root), ""
+        """A value between marks, with the mark behind it. What begins like JSON is read as that, where it may be."""
+        closer, wanted = self._parameters.after_value, kinds(schema, self._root)
         ways: list[str] = []
-        strings: list[dict[str, Any]] = []
-        for branch in branches:
+        strings: list[str | None] = []
+        excluded = set(wanted & {"array", "object"})
+        for branch in self._branches(schema):
             types = kinds(branch, self._root)
             values = branch.get("enum", [branch["const"]] if "const" in branch else None)
             if values is not None:
-                for value in values:
-                    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-                    if parameters.after_value.strip() not in text and json.loads(typed(text, wanted)) == value:
-                        ways.append(self._before(isinstance(value, str)) + self._between(self._text(text)))
-            elif "string" in types:
-                strings.append(branch)
-            elif "string" not in wanted or _OF_OTHERS & branch.keys():
-                found = self._json(branch)
-                if types == {"boolean"} and self._is_loose:
-                    found = f'({found} | "True" | "False")'
-                ways.append(self._before(False) + self._between(found))
-                excluded += "".join(_BEGINNINGS[kind] for kind in types if kind in _BEGINNINGS)
-            else:
-                strings.append({})  # what is read from text without a constraint may be of this type
-        for branch in strings:
-            pattern, without = (
-                self._pattern(branch),
-                rf"[ \t\r\n]*[{excluded}]{ANY}" if excluded and not parameters.before_text else "",
-            )
-            ways.append(self._before(True) + self._string(pattern, without, parameters.after_value, parameters.trims))
+                texts = [value for value in values if isinstance(value, str) and closer.strip() not in value]
+                if texts := [escaped(text) for text in texts if json.loads(typed(text, wanted)) == text]:
+                    strings.append(f"({'|'.join(texts)})")
+                others = (json.dumps(value, ensure_ascii=False) for value in values if not isinstance(value, str))
+                ways += [self._before(False) + self._between(json.dumps(text)) for text in others]
+                continue
+            if "string" in types:
+                strings.append(self._pattern(branch))
+            for kind in sorted(types - {"string"}):
+                if "string" not in wanted or kind in excluded or _OF_OTHERS & branch.keys():
+                    excluded.add(kind)
+                    found = self._json({**branch, "type": kind} if len(types) > 1 else branch)
+                    found = f'({found} | "True" | "False")' if kind == "boolean" and self._is_loose else found
+                    ways.append(self._before(False) + self._between(found))
+                else:
+                    strings.append(None)  # what is read from any text may be of this type
+        beginnings = "".join(_BEGINNINGS.get(kind, "") for kind in sorted(excluded))
+        without = rf"[ \t\r\n]*[{beginnings}]{ANY}" if beginnings and not self._parameters.before_text else ""
+        for pattern in dict.fromkeys(strings):
+            ways.append(self._before(True) + self._string(pattern, without, closer, self._parameters.trims))
         if not ways:
             self._refuse("enum: none of the values can be written")
             return self._tagged({})
@@ -210,15 +209,13 @@ class ParameterRules:
 
     def _value(self, schema: Any) -> str:
         """A literal."""
-        reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if reference in self._known:
-            return self._known[reference]
-        name = self._new()
-        if reference is not None:  # known before its body, which may contain it
-            self._known[reference] = name
-        body = f"{' | '.join(dict.fromkeys(map(self._literal, self._branches(schema))))}"
-        self._lines.append(f"{name}: {body}")
-        return name
+        return self._rule(" | ".join(dict.fromkeys(map(self._literal, self._branches(schema)))))
+
+    def _reference(self, reference: str) -> str:
+        if reference not in self._known:  # known before its body, which may contain it
+            name = self._known[reference] = self._new()
+            self._lines.append(f"{name}: {self._value(self._followed({'$ref': reference}))}")
+        return self._known[reference]
 
     def _literal(self, branch: Mapping[str, Any]) -> str:
         is_python, quote = self._parameters.quote == '"', self._parameters.quote
@@ -228,6 +225,8 @@ class ParameterRules:
             if is_python:
                 texts += [f"'{value}'" for value in values if isinstance(value, str) and not set(value) & set("'\\\n")]
             return " | ".join(map(self._text, texts))
+        if "$ref" in branch:
+            return self._reference(branch["$ref"])
         given = branch.get("type")
         if given == "string":
             if not is_python:
@@ -268,7 +267,7 @@ class ParameterRules:
         others = branch.get("additionalProperties", True)
         members = self._members(pairs)
         if not pairs and others is not False:
-            name = f"({self._literal({'type': 'string'})})" if is_python else "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
+            name = f"({self._literal({'type': 'string'})})" if is_python else _ANY_NAME
             pair = self._rule(f"{name} {colon}{self._value(others)}")
             members = f"({pair} ({self._comma()} {pair})*)?"
         return f'"{{" {self._gap}{members} {self._gap}"}}"'
@@ -300,12 +299,17 @@ class ParameterRules:
 
     def _branches(self, schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
         """The alternatives of a schema: each of one type, an enumeration, or without any constraint."""
-        found = self._followed(schema if isinstance(schema, dict) else {})
+        found = schema if isinstance(schema, dict) else {}
+        if "$ref" in found and self._parameters.quote:
+            self._check(found, frozenset(("$ref",)))
+            yield found
+            return
+        found = self._followed(found)
         several = "anyOf" if "anyOf" in found else "allOf" if len(found.get("allOf", ())) == 1 else None
         if several is not None and depth < _MAX_BRANCHES:
             rest = {name: inner for name, inner in found.items() if name != several}
             for member in found[several]:
-                inner = self._followed(member if isinstance(member, dict) else {})
+                inner = member if isinstance(member, dict) else {}
                 if any(rest[name] != inner[name] for name in rest.keys() & inner.keys()):
                     self._refuse(f"{several}: beside a keyword that its schemas have as well")
                 yield from self._branches({**rest, **inner}, depth + 1)

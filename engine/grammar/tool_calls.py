@@ -176,7 +176,8 @@ class _Rules:
         form = calls.form
         join = "comma" if "," in form.written.join else "gap"
         before = "".join(f"{self._text(word)} gap " for word in form.written.before_name.split())
-        more = f"({join} {before}frame)*" if calls.many else ""
+        is_block = calls.many and (form.written.before_name or form.written.after_arguments)
+        more = f"({join} {before}frame)*" if is_block else ""
         opening = "".join(f"{self._text(word)} gap " for word in form.opening(mark))
         return f"gap {opening}frame {more} gap {' gap '.join(map(self._text, form.closing(mark)))}"
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.engine.text.tools.formats import Format, named
+
 Call = tuple[str, dict[str, Any]]
 
 
@@ -128,4 +130,12 @@ WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
     "phi4_mini_json": _objects("functools[", "]", ", "),
     "hunyuan_a13b": _objects("<tool_calls>[", "]</tool_calls>", ", "),
     "xlam": _objects("[", "]", ", "),
+}
+FORMS: dict[str, Format] = {
+    name: named(
+        name.split()[0],
+        {"mistral with args": "[TOOL_CALLS][ARGS]", "phi4_mini_json": "functools["}.get(name, ""),
+        False,
+    )
+    for name in WRITERS
 }

@@ -29,12 +29,13 @@ _WORD = re.compile(r"""[^\s,:=(){}\[\]<>'"\\]++""")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")
 _NAME = re.compile(r"[^\W\d]\w*+")
 _STRING = frozenset(("string",))
+_NESTED = frozenset(("array", "object"))
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _TYPES = {"NoneType": "null", "bool": "boolean", "int": "integer", "float": "number", "str": "string", "list": "array", "dict": "object"}  # fmt: skip
 _PLAIN = {"'": re.compile(r"[^'\\]*+"), '"': re.compile(r'[^"\\]*+')}
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([^xuU0-9]))", re.DOTALL)
 _ESCAPE_CHARS = {"x": 4, "u": 6, "U": 10}
-_MEANT = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": "", "\\": "\\", "'": "'", '"': '"'}  # fmt: skip
+_MEANT = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": "", "/": "/", "\\": "\\", "'": "'", '"': '"'}  # fmt: skip
 
 
 class ArgumentsReader(Protocol):
@@ -69,6 +70,8 @@ def typed(text: str, wanted: Collection[str]) -> str:
     body = text.strip()
     if wanted != _STRING:
         body = _CONSTANTS.get(body, body) if "string" not in wanted else body
+        if "number" in wanted and _NUMBER.fullmatch(body):
+            return body  # however large
         try:
             kind = _TYPES[type(msgspec.json.decode(body)).__name__]
             if kind in wanted and kind != "string":
@@ -136,13 +139,13 @@ class Tagged(_Reader):
         self._parameters, self._schema, self._end = parameters, schema, end
         self._closer = parameters.after_value.strip()
         self._held = (self._closer, *(("\n" + self._closer,) if parameters.trims else ()))
-        self._wanted: frozenset[str] | None = None  # of the value that is being read
-        self._is_begun = False  # it, behind the line break before it
+        self._wanted: frozenset[str] = frozenset()  # of the value that is being read
+        self._is_begun = self._is_json = self._is_quoted = False  # it; and within its strings
         self._parts: list[str] = []  # of it, unless it is a string, whose parts go out at once
         self._join = ""
 
     def _piece(self, text: str, at: int) -> tuple[int, bool]:
-        return self._value(text, at) if self._wanted is not None else self._key(text, skip_blank(text, at))
+        return self._value(text, at) if self._wanted else self._key(text, skip_blank(text, at))
 
     def _key(self, text: str, at: int) -> tuple[int, bool]:
         if text.startswith(self._end, at):
@@ -170,27 +173,47 @@ class Tagged(_Reader):
         if place is None:
             return at, False
         self._found.append(f"{self._join}{json.dumps(key[0], ensure_ascii=False)}: ")
-        self._join, self._wanted, self._is_begun = ", ", wanted, not self._parameters.trims
+        self._join, self._wanted, self._is_begun, self._is_quoted = ", ", wanted, False, False
         if wanted == _STRING:
             self._found.append('"')
         return place, True
 
     def _value(self, text: str, at: int) -> tuple[int, bool]:
-        if at == len(text):
-            return at, False
         if not self._is_begun:
-            at += text[at] == "\n"
-            self._is_begun = True
-        end = text.find(self._closer, at)
-        stop = end if end >= 0 else len(text) - num_held(text, at, self._held)
+            start = at + text.startswith("\n", at)
+            first = skip_blank(text, start)
+            if first == len(text) and first - start <= MAX_FRAME_CHARS:
+                return at, False
+            at, self._is_begun = start if self._parameters.trims else at, True
+            self._is_json = bool(_NESTED & self._wanted) and text[first : first + 1] in ("[", "{")
+        stop, end = self._ended(text, at)
         stop -= end > at and self._parameters.trims and text[end - 1] == "\n"
         is_string = self._wanted == _STRING
         (self._found if is_string else self._parts).append(_inside(text[at:stop]) if is_string else text[at:stop])
         if end < 0:
             return stop, False
-        self._found.append('"' if is_string else typed("".join(self._parts), self._wanted or ALL))
-        self._wanted, self._parts = None, []
+        self._found.append('"' if is_string else typed("".join(self._parts), self._wanted))
+        self._wanted, self._parts = frozenset(), []
         return end + len(self._closer), True
+
+    def _ended(self, text: str, at: int) -> tuple[int, int]:
+        """How far the value goes in what is there, and where its end is, or -1. In a string within JSON there is none."""
+        while True:
+            if self._is_quoted:
+                rest = _PLAIN['"'].match(text, at)
+                assert rest is not None  # it matches nothing at all, too
+                at = rest.end()
+                if text[at : at + 1] in ("", "\\") and len(text) - at < 2:
+                    return at, -1
+                self._is_quoted = text[at] == "\\"
+                at += 1 + self._is_quoted
+                if self._is_quoted:
+                    continue
+            end = text.find(self._closer, at)
+            quote = text.find('"', at, len(text) if end < 0 else end) if self._is_json else -1
+            if quote < 0:
+                return (end, end) if end >= 0 else (len(text) - num_held(text, at, self._held), -1)
+            at, self._is_quoted = quote + 1, True
 
 
 class Literals(_Reader):
