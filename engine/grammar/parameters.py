@@ -129,7 +129,7 @@ class ParameterRules:
         """A value between marks, with the mark behind it. What begins like JSON is read as that, where it may be."""
         closer, wanted = self._parameters.after_value, kinds(schema, self._root)
         ways: list[str] = []
-        strings: list[str | None] = []
+        strings: list[tuple[str, ...]] = []
         excluded = set(wanted & {"array", "object"})
         for branch in self._branches(schema):
             types = kinds(branch, self._root)
@@ -137,24 +137,29 @@ class ParameterRules:
             if values is not None:
                 texts = [value for value in values if isinstance(value, str) and closer.strip() not in value]
                 if texts := [escaped(text) for text in texts if json.loads(typed(text, wanted)) == text]:
-                    strings.append(f"({'|'.join(texts)})")
+                    strings.append((f"({'|'.join(texts)})",))
                 others = (json.dumps(value, ensure_ascii=False) for value in values if not isinstance(value, str))
                 ways += [self._before(False) + self._between(json.dumps(text)) for text in others]
                 continue
             if "string" in types:
-                strings.append(self._pattern(branch))
+                strings.append(self._patterns(branch) or ())
             for kind in sorted(types - {"string"}):
-                if "string" not in wanted or kind in excluded or _OF_OTHERS & branch.keys():
+                if (
+                    "string" not in wanted
+                    or kind in excluded
+                    or self._parameters.before_text
+                    or _OF_OTHERS & branch.keys()
+                ):
                     excluded.add(kind)
                     found = self._json({**branch, "type": kind} if len(types) > 1 else branch)
                     found = f'({found} | "True" | "False")' if kind == "boolean" and self._is_loose else found
                     ways.append(self._before(False) + self._between(found))
                 else:
-                    strings.append(None)  # what is read from any text may be of this type
+                    strings.append(())  # what is read from any text may be of this type
         beginnings = "".join(_BEGINNINGS.get(kind, "") for kind in sorted(excluded))
         without = rf"[ \t\r\n]*[{beginnings}]{ANY}" if beginnings and not self._parameters.before_text else ""
-        for pattern in dict.fromkeys(strings):
-            ways.append(self._before(True) + self._string(pattern, without, closer, self._parameters.trims))
+        for patterns in dict.fromkeys(strings):
+            ways.append(self._before(True) + self._string(patterns, without, closer, self._parameters.trims))
         if not ways:
             self._refuse("enum: none of the values can be written")
             return self._tagged({})
@@ -172,11 +177,11 @@ class ParameterRules:
             return f"gap {value} gap {self._fixed(self._parameters.after_value)}"
         return f"{value} {self._text(self._parameters.after_value)}"
 
-    def _string(self, pattern: str | None, without: str, closer: str, trims: bool) -> str:
+    def _string(self, patterns: tuple[str, ...], without: str, closer: str, trims: bool) -> str:
         """Text up to what ends it, which is not part of it."""
         mark = closer.strip()
         breaks = ("\\n" if trims and self._is_loose else "", "\\n" if trims else "")
-        found = f"/{ANY}/" if pattern is None else f"/{breaks[0]}{pattern}{breaks[1]}/"
+        found = " & ".join(f"/{breaks[0]}{pattern}{breaks[1]}/" for pattern in patterns) or f"/{ANY}/"
         found += f" & ~/{ANY}{escaped(mark)}{ANY}/" + (f" & ~/{without}/" if without else "")
         terminal = self._rule(found, is_terminal=True)
         behind = self._text(mark)
@@ -184,28 +189,24 @@ class ParameterRules:
         rest = closer[len(closer.rstrip()) :] if not self._is_loose else ""
         return f"{rule} {self._text(rest)}".rstrip()
 
-    def _pattern(self, branch: Mapping[str, Any]) -> str | None:
-        """A string's regular expression; None: any text."""
-        self._check(branch, frozenset(("type", *_OF_STRINGS)) | _OF_OTHERS)
+    def _patterns(self, branch: Mapping[str, Any], *, is_needed: bool = True) -> tuple[str, ...] | None:
+        """Regular expressions that a string must match, all of them; None: what holds it is more than that."""
         low, high = branch.get("minLength", 0), branch.get("maxLength", "")
         found = [f"(.|\\n){{{low},{high}}}"] if low or high != "" else []
         if "format" in branch:
             found.append(_FORMATS[branch["format"]])
-        if "pattern" in branch:
-            body = branch["pattern"]
+        if body := branch.get("pattern"):
             flat = re.sub(r"\[(\\.|[^\]])*\]|\\.", "x", body)
             while (inner := re.sub(r"\([^()]*\)", "x", flat)) != flat:
                 flat = inner
             if "|" in flat or set("^$") & set(flat[1:-1]):
-                self._refuse("pattern: one with anchors or alternatives side by side")
-            else:
-                start, end = "" if flat.startswith("^") else ANY, "" if flat.endswith("$") else ANY
-                body = body.removeprefix("^") if flat.startswith("^") else body
-                body = body[:-1] if flat.endswith("$") else body
-                found.append(start + "(" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", body) + ")" + end)
-        if len(found) > 1:
-            self._refuse(" and ".join(name for name in _OF_STRINGS if name in branch) + ": together")
-        return found[-1] if found else None
+                if is_needed:
+                    self._refuse("pattern: one with anchors or alternatives side by side")
+                return None
+            ends = "" if flat.startswith("^") else ANY, "" if flat.endswith("$") else ANY
+            body = body[not ends[0] : len(body) - (not ends[1])]
+            found.append(ends[0] + "(" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", body) + ")" + ends[1])
+        return tuple(found)
 
     def _value(self, schema: Any) -> str:
         """A literal."""
@@ -230,9 +231,15 @@ class ParameterRules:
         given = branch.get("type")
         if given == "string":
             if not is_python:
-                return f"{self._text(quote)} {self._string(self._pattern(branch), '', quote, trims=False)}"
-            single = r""" | /'([^'\\\n]|\\[nrtbf'"\\])*'/"""
-            return self._json(branch) + (single if not branch.keys() & set(_OF_STRINGS) else "")
+                return f"{self._text(quote)} {self._string(self._patterns(branch) or (), '', quote, trims=False)}"
+            patterns = self._patterns(branch, is_needed=False)
+            if patterns is None:
+                return self._json(branch)
+            single = r"/'([^'\\\n]|\\[nrtbf'\"\\])*'/"
+            if patterns:
+                held = " & ".join(f"/'{pattern}'/" for pattern in patterns)
+                single = self._rule(rf"{held} & ~/'{ANY}['\\\n]{ANY}'/", is_terminal=True)
+            return f"{self._json(branch)} | {single}"
         if given in ("integer", "number"):
             return self._json(branch)
         if given in ("boolean", "null"):

@@ -213,7 +213,7 @@ class _Rules:
         for kind, text, start, excluded in (
             ("FIRST", begun, "" if thinking is not None else _BLANK, first),
             ("FREE", ANY, rf"{_BLANK}[;,]?{_BLANK}", spelled),
-            ("OTHER", ANY, None, [*spelled, rf'({names})"' if not form.is_framed else rf"({names}){_BLANK}\("]),
+            ("OTHER", ANY, None, [*spelled, rf'({names})"' if not form.is_framed else rf"{_BLANK}({names}){_BLANK}\("]),
         ):
             paragraph = rf"{text}\n\n" if start is None else rf"({text}\n\n|{start})"
             patterns = {"": f"({text})?"}

@@ -15,7 +15,7 @@ from penstock.engine.options import Delay, Port, check, flag
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tools import formats, thinking
 
-TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES)
+TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES, *formats.ALIASES)
 REASONING_PARSERS = ("auto", "none", *thinking.NAMES)
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 

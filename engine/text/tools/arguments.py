@@ -29,7 +29,7 @@ _WORD = re.compile(r"""[^\s,:=(){}\[\]<>'"\\]++""")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")
 _NAME = re.compile(r"[^\W\d]\w*+")
 _STRING = frozenset(("string",))
-_NESTED = frozenset(("array", "object"))
+_NESTED = {"[": "array", "{": "object"}
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _TYPES = {"NoneType": "null", "bool": "boolean", "int": "integer", "float": "number", "str": "string", "list": "array", "dict": "object"}  # fmt: skip
 _PLAIN = {"'": re.compile(r"[^'\\]*+"), '"': re.compile(r'[^"\\]*+')}
@@ -108,7 +108,7 @@ def _inside(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-class _Reader:
+class PieceReader:
     """Reads piece by piece, for as long as the next one is there."""
 
     def __init__(self, found: str) -> None:
@@ -131,7 +131,7 @@ class _Reader:
         raise NotImplementedError
 
 
-class Tagged(_Reader):
+class Tagged(PieceReader):
     """Arguments that are text between marks. The schema of a function says what is meant."""
 
     def __init__(self, parameters: Parameters, schema: Mapping[str, Any], end: str) -> None:
@@ -185,7 +185,7 @@ class Tagged(_Reader):
             if first == len(text) and first - start <= MAX_FRAME_CHARS:
                 return at, False
             at, self._is_begun = start if self._parameters.trims else at, True
-            self._is_json = bool(_NESTED & self._wanted) and text[first : first + 1] in ("[", "{")
+            self._is_json = _NESTED.get(text[first : first + 1]) in self._wanted
         stop, end = self._ended(text, at)
         stop -= end > at and self._parameters.trims and text[end - 1] == "\n"
         is_string = self._wanted == _STRING
@@ -216,7 +216,7 @@ class Tagged(_Reader):
             at, self._is_quoted = quote + 1, True
 
 
-class Literals(_Reader):
+class Literals(PieceReader):
     """Arguments that are literals, up to the sign that closes them: those of Python, or with a `quote` of its own
     around strings. `is_value`: not arguments, but one list or object."""
 
