@@ -78,7 +78,7 @@ class ParameterRules:
             if parameters.quote:
                 pair = f"{self._text(name + parameters.before_value)} {self._gap}{self._value(inner)}"
             else:
-                pair = f"{self._fixed(parameters.before_key + name)} {self._tagged(inner)}"
+                pair = f"{self._fixed(parameters.before_key)} {self._text(name)} {self._tagged(inner)}"
             pairs.append((pair, is_needed))
         others = schema.get("additionalProperties", True)
         if pairs or others is False:
@@ -92,19 +92,13 @@ class ParameterRules:
     # -- names -----------------------------------------------------------------------------------------------
 
     def _properties(self, schema: Mapping[str, Any], writable: str) -> Iterator[tuple[str, Any, bool]]:
-        required = schema.get("required", [])
-        properties = {name: schema.get("additionalProperties", True) for name in required} | schema.get(
-            "properties", {}
-        )
-        for name in [
-            *schema.get("properties", {}),
-            *(name for name in required if name not in schema.get("properties", {})),
-        ]:
-            if re.fullmatch(writable, name):
-                if properties[name] is not False:
-                    yield name, properties[name], name in required
-            elif name in required:
+        properties, required = schema.get("properties", {}), schema.get("required", ())
+        others = {name: schema.get("additionalProperties", True) for name in required if name not in properties}
+        for name, inner in {**properties, **others}.items():
+            if not re.fullmatch(writable, name) and name in required:
                 self._refuse(f"required: {name!r} cannot be written as a name")
+            elif re.fullmatch(writable, name) and inner is not False:
+                yield name, inner, name in required
 
     def _tags(self, pairs: list[tuple[str, bool]]) -> str:
         return " ".join(f"({self._gap}{pair}){'' if is_needed else '?'}" for pair, is_needed in pairs) + f" {self._gap}"
@@ -116,8 +110,7 @@ class ParameterRules:
         for pair, is_needed in reversed(pairs):
             num_needed += is_needed
             ways = [f"{pair} {rest}", *([] if is_needed else ways)]
-            rule = self._rule(f"({self._comma()} {pair}){'' if is_needed else '?'} {rest}")
-            rest = rule
+            rest = self._rule(f"({self._comma()} {pair}){'' if is_needed else '?'} {rest}")
         return f"({' | '.join(ways)}){'' if num_needed else '?'}" if ways else ""
 
     def _comma(self) -> str:

@@ -80,9 +80,9 @@ def typed(text: str, wanted: Collection[str]) -> str:
             pass
         if body[:1] in ("{", "[") and "string" not in wanted:  # templates print lists and objects as Python does
             try:
-                found = Literals('"', is_value=True).feed(body, 0)
-                if found.is_done and found.place == len(body) and msgspec.json.decode(found.found) is not None:
-                    return found.found
+                place, found, is_done = Literals('"', is_value=True).feed(body, 0)
+                if is_done and place == len(body) and msgspec.json.decode(found) is not None:
+                    return found
             except (Malformed, msgspec.DecodeError, RecursionError):
                 pass
     return json.dumps(text, ensure_ascii=False)
@@ -124,7 +124,7 @@ class PieceReader:
             error.found = "".join(self._found)
             raise
         found, self._found = "".join(self._found), []
-        return Fed(at, found, self._is_done)
+        return at, found, self._is_done
 
     def _piece(self, text: str, at: int) -> tuple[int, bool]:
         """The place behind what has been read, and whether there may be more."""

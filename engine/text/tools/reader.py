@@ -65,7 +65,7 @@ class CallReader:
         self.num_calls = 0
         self.is_within_call = False  # the text so far ends within a call that has been announced
         self._num_false = 0
-        self._form = form
+        self._form, self._marks = form, form.marks
         self._functions = functions
         self._is_certain = is_certain
         self._max_calls = max_calls
@@ -133,7 +133,7 @@ class CallReader:
                 self._content(text[at : found.start()])
                 self._raw, self._at = [found[0]], found.end()
                 return found[0]
-            self._at = len(text) - (num_held(text, at, self._form.marks) if may_call else 0)
+            self._at = len(text) - (num_held(text, at, self._marks) if may_call else 0)
             self._content(text[at : self._at])
             yield from self._wait()
 
@@ -289,10 +289,10 @@ class CallReader:
                 self._at, found, is_done = arguments.feed(text, at)
             except Malformed as error:
                 if self.is_within_call:  # they were announced: what they are so far is theirs
-                    self._take_arguments("", error.found)
                     self._at = error.place
+                    self._take_arguments(at, error.found)
                 raise
-            self._take_arguments(text[at : self._at], found)
+            self._take_arguments(at, found)
             if is_done:
                 return
             yield from self._wait()
@@ -345,9 +345,10 @@ class CallReader:
         """Behind a call may stand what closes it, or another one."""
         return self._form.is_bare or bool(self._form.closers.get(mark))
 
-    def _take_arguments(self, text: str, found: str) -> None:
+    def _take_arguments(self, start: int, found: str) -> None:
+        """JSON of arguments that was written from `start` on."""
         if not self.is_within_call:
-            self._raw.append(text)
+            self._raw.append(self._source.text[start : self._at])
             self._found.append(found)
         elif found:
             self._out.append(Arguments(self.num_calls - 1, found))

@@ -32,6 +32,8 @@ _END = re.compile(r"\s*+([,}])")
 T = TypeVar("T")
 Wait = Generator[None, None, T]  # yields where only more text can tell
 Kind = Literal["object", "string", "none"]  # how arguments are written
+# Of a reader of arguments: the place up to which it has read, the JSON that this makes, and whether it is the end.
+Fed = tuple[int, str, bool]
 
 
 class Malformed(Exception):
@@ -41,14 +43,6 @@ class Malformed(Exception):
         super().__init__(place)
         self.place = place
         self.found = ""
-
-
-class Fed(NamedTuple):
-    """Of a reader of arguments."""
-
-    place: int  # all before it has been read
-    found: str  # the JSON that it makes
-    is_done: bool
 
 
 class Head(NamedTuple):
@@ -80,7 +74,7 @@ class ObjectScan:
         except Malformed as error:
             error.found = text[at : error.place]
             raise
-        return Fed(len(text), text[at:], False) if end is None else Fed(end, text[at:end], True)
+        return (len(text), text[at:], False) if end is None else (end, text[at:end], True)
 
     def _end(self, text: str, at: int) -> int | None:
         """The place behind the last brace or quote, or None: all of `text` belongs to it.
