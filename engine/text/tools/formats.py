@@ -75,11 +75,14 @@ class Format:
     fences: tuple[str, ...] = ()
     extra: tuple[str, ...] = ()
     is_bare: bool = False
-    is_framed: bool = False
     is_numbered: bool = False
     has_args: bool = False
     has_many: bool = True
     id_length: int = 24
+
+    @cached_property
+    def is_framed(self) -> bool:
+        return not self.written.before_name.startswith("{") and not self.has_args
 
     @cached_property
     def marks(self) -> tuple[str, ...]:
@@ -118,211 +121,190 @@ class Calls(NamedTuple):
     many: bool
 
 
-def _objects(start: str, end: str, join: str = ", ", key: str = "arguments") -> Written:
-    return Written(start, '{"name": "', f'", "{key}": ', "}", join, end)
+def _format(
+    name: str,
+    start: str,
+    end: str,
+    call: tuple[str, str, str],
+    parameters: Parameters | None = None,
+    *,
+    join: str | None = None,
+    found_by: tuple[tuple[str, ...], ...] = (),
+    closers: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Format:
+    """`call`: what stands before the name, before the arguments and behind them. Without `join` each call has its own
+    `start` and `end`. The mark is what `start` has besides blanks and a bracket."""
+    mark = start.strip().rstrip("[")
+    written = Written(start, *call, f"{end}\n{start}" if join is None else join, end)
+    return Format(name, found_by or ((mark,),), written, closers or {mark: end.strip()}, parameters, **more)
 
 
-def _literal(start: str, end: str, join: str = ", ") -> Written:
-    return Written(start, "", "(", ")", join, end)
-
-
-_PYTHON = Parameters("", "=", join=", ", quote='"')
-HERMES = Format(
-    "hermes",
-    (("<tool_call>",),),
-    _objects("<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n"),
-    {"<tool_call>": "</tool_call>"},
-)
-LLAMA = Format(
+_OBJECT = ('{"name": "', '", "arguments": ', "}")
+_FUNCTION = ("<function=", ">\n", "</function>")
+_PYTHON = ("", "(", ")"), Parameters("", "=", join=", ", quote='"')
+HERMES = _format("hermes", "<tool_call>\n", "\n</tool_call>", _OBJECT)
+LLAMA = _format(
     "llama3_json",
-    (("<|python_tag|>",), ("<|eot_id|>", '"parameters"'), ("<|eot|>", '"parameters"')),
-    _objects("", "", "; ", "parameters"),
-    {"<|python_tag|>": ""},
+    *("", "", ('{"name": "', '", "parameters": ', "}")),
+    join="; ",
+    found_by=(("<|python_tag|>",), ("<|eot_id|>", '"parameters"'), ("<|eot|>", '"parameters"')),
+    closers={"<|python_tag|>": ""},
     is_bare=True,
     has_many=False,  # the template refuses a history with more than one; several are read nevertheless
 )
-CODER = Format(
+CODER = _format(
     "qwen2_5_coder",
+    *("```json\n", "\n```", _OBJECT),
+    join="\n",
     # not Qwen 2.5 Coder itself: its template is that of Qwen 2.5, and says what it does not write
-    (("```json", '"name"', '"arguments"'),),
-    _objects("```json\n", "\n```", "\n"),
-    {"<tool_call>": "</tool_call>", "<tools>": "</tools>", "```": "```"},
+    found_by=(("```json", '"name"', '"arguments"'),),
+    closers={"<tool_call>": "</tool_call>", "<tools>": "</tools>", "```": "```"},
     fences=("```",),
     is_bare=True,
 )
-_MISTRAL = Format(
+_MISTRAL = _format(
     "mistral",
-    (("[TOOL_CALLS]",),),
-    _objects("[TOOL_CALLS][", "]"),
-    {"[TOOL_CALLS]": ""},
+    *("[TOOL_CALLS][", "]", _OBJECT),
+    join=", ",
+    closers={"[TOOL_CALLS]": ""},
     extra=("[ARGS]", "[CALL_ID]"),
     has_args=True,
     id_length=9,  # its templates refuse any other
 )
-_QWEN3_CODER = Format(
-    "qwen3_coder",
-    (("<tool_call>", "<function="),),
-    Written("<tool_call>\n", "<function=", ">\n", "</function>", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
-    {"<tool_call>": "</tool_call>", "<function=": "</tool_call>"},  # the first mark is often left out
-    Parameters("<parameter=", ">\n", "\n</parameter>\n"),
-    is_framed=True,
-)
-_GLM = Format(
-    "glm45",
-    (("<arg_key>",),),
-    Written("<tool_call>", "", "\n", "", "</tool_call>\n<tool_call>", "</tool_call>"),
-    {"<tool_call>": "</tool_call>"},
-    Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
-    is_framed=True,
-)
-_DEEPSEEK = Format(
-    "deepseek_v31",
-    (("<｜tool▁sep｜>",),),
-    Written(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        "",
-        "<｜tool▁calls▁end｜>",
-    ),
-    {"<｜tool▁calls▁begin｜>": "<｜tool▁calls▁end｜>"},
-    is_framed=True,
-)
 
 
 def _dsml(name: str, block: str) -> Format:
-    return Format(
-        name,
-        (("｜DSML｜", f"{block}>"),),
-        Written(
-            f"<｜DSML｜{block}>\n", '<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>", "\n", f"\n</｜DSML｜{block}>"
-        ),
-        {f"<｜DSML｜{block}>": f"</｜DSML｜{block}>"},
-        Parameters(
-            '<｜DSML｜parameter name="', '" string="false">', "</｜DSML｜parameter>\n", before_text='" string="true">'
-        ),
-        is_framed=True,
+    call = ('<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>")
+    parameters = Parameters(
+        '<｜DSML｜parameter name="', '" string="false">', "</｜DSML｜parameter>\n", before_text='" string="true">'
     )
+    ends = f"<｜DSML｜{block}>\n", f"\n</｜DSML｜{block}>"
+    return _format(name, *ends, call, parameters, join="\n", found_by=(("｜DSML｜", f"{block}>"),))
+
+
+def _deepseek(name: str, before: str, between: str, behind: str, **more: Any) -> Format:
+    call = (f"<｜tool▁call▁begin｜>{before}", between, f"{behind}<｜tool▁call▁end｜>")
+    return _format(name, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call, **more)
 
 
 def _gemma(name: str, start: str, end: str, quote: str) -> Format:
-    return Format(
-        name,
-        ((start, quote),),
-        Written(start, "call:", "{", "}", end + start, end),
-        {start: end},
-        Parameters("", ":", join=",", quote=quote),
-        is_framed=True,
-    )
+    parameters = Parameters("", ":", join=",", quote=quote)
+    return _format(name, start, end, ("call:", "{", "}"), parameters, join=end + start, found_by=((start, quote),))
 
 
 # The first one whose texts a template has is its model's format: the special ones stand before the general ones.
 FORMATS = (
-    replace(_MISTRAL, found_by=(("[TOOL_CALLS]", "[ARGS]"),), written=Written("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", "")),
+    replace(
+        _MISTRAL,
+        found_by=(("[TOOL_CALLS]", "[ARGS]"),),
+        written=Written("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", ""),
+    ),
     _MISTRAL,
-    replace(
-        _QWEN3_CODER,
-        name="seed_oss",
-        found_by=(("<seed:tool_call>",),),
-        written=Written(
-            "<seed:tool_call>\n", "<function=", ">\n", "</function>", "\n</seed:tool_call>\n<seed:tool_call>\n", "\n</seed:tool_call>"
-        ),
-        closers={"<seed:tool_call>": "</seed:tool_call>"},
-        parameters=Parameters("<parameter=", ">", "</parameter>\n"),
+    _format(
+        "seed_oss",
+        *("<seed:tool_call>\n", "\n</seed:tool_call>", _FUNCTION),
+        Parameters("<parameter=", ">", "</parameter>\n"),
     ),
-    _QWEN3_CODER,
-    replace(
-        _GLM,
-        name="glm47",
+    _format(
+        "qwen3_coder",
+        *("<tool_call>\n", "\n</tool_call>", _FUNCTION),
+        Parameters("<parameter=", ">\n", "\n</parameter>\n"),
+        found_by=(("<tool_call>", "<function="),),
+        closers={"<tool_call>": "</tool_call>", "<function=": "</tool_call>"},  # the first mark is often left out
+    ),
+    _format(
+        "glm47",
+        *("<tool_call>", "</tool_call>", ("", "", "")),
+        Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+        join="</tool_call><tool_call>",
         found_by=(("</arg_key><arg_value>",),),
-        written=Written("<tool_call>", "", "", "", "</tool_call><tool_call>", "</tool_call>"),
-        parameters=Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
     ),
-    _GLM,
+    _format(
+        "glm45",
+        *("<tool_call>", "</tool_call>", ("", "\n", "")),
+        Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        found_by=(("<arg_key>",),),
+    ),
     _dsml("deepseek_v32", "function_calls"),
     _dsml("deepseek_v4", "tool_calls"),
-    replace(
-        _DEEPSEEK,
-        name="deepseek_v3",
+    _deepseek(
+        "deepseek_v3",
+        *("function<｜tool▁sep｜>", "\n```json\n", "\n```"),
+        join="\n",
         found_by=(("<｜tool▁sep｜>", "```json"),),
-        written=_DEEPSEEK.written._replace(
-            before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
-            before_arguments="\n```json\n",
-            after_arguments="\n```<｜tool▁call▁end｜>",
-            join="\n",
-        ),
     ),
-    _DEEPSEEK,
-    Format(
+    _deepseek("deepseek_v31", "", "<｜tool▁sep｜>", "", join="", found_by=(("<｜tool▁sep｜>",),)),
+    _format(
         "kimi_k2",
-        (("<|tool_calls_section_begin|>",),),
-        Written(
-            "<|tool_calls_section_begin|>", "<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>",
-            "<|tool_call_end|>", "", "<|tool_calls_section_end|>",
-        ),
-        {"<|tool_calls_section_begin|>": "<|tool_calls_section_end|>"},
-        is_framed=True,
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        ("<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        join="",
         is_numbered=True,
     ),
-    Format(
+    _format(
         "minimax_m2",
-        (("<minimax:tool_call>",),),
-        Written("<minimax:tool_call>\n", '<invoke name="', '">\n', "</invoke>", "\n", "\n</minimax:tool_call>"),
-        {"<minimax:tool_call>": "</minimax:tool_call>"},
+        *("<minimax:tool_call>\n", "\n</minimax:tool_call>", ('<invoke name="', '">\n', "</invoke>")),
         Parameters('<parameter name="', '">', "</parameter>\n"),
-        is_framed=True,
+        join="\n",
     ),
     _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
     _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
-    Format(
+    _format(
         "lfm2",
-        (("<|tool_call_start|>",), ("<|tool_list_start|>",)),
-        _literal("<|tool_call_start|>[", "]<|tool_call_end|>"),
-        {"<|tool_call_start|>": "]<|tool_call_end|>"},
-        _PYTHON,
-        is_framed=True,
+        *("<|tool_call_start|>[", "]<|tool_call_end|>", *_PYTHON),
+        join=", ",
+        found_by=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
     ),
-    Format(
-        "olmo3",
-        (("<function_calls>",),),
-        _literal("<function_calls>\n", "\n</function_calls>", "\n"),
-        {"<function_calls>": "</function_calls>"},
-        _PYTHON,
-        is_framed=True,
-    ),
-    Format(
+    _format("olmo3", "<function_calls>\n", "\n</function_calls>", *_PYTHON, join="\n"),
+    _format(
         "llama4_pythonic",
-        (("[func_name1(",),),
-        _literal("[", "]"),
-        {"<|python_start|>": "]<|python_end|>"},
-        _PYTHON,
+        *("[", "]", *_PYTHON),
+        join=", ",
+        found_by=(("[func_name1(",),),
+        closers={"<|python_start|>": "]<|python_end|>"},
         is_bare=True,
-        is_framed=True,
     ),
-    Format("granite-20b-fc", (("<function_call>",),), _objects("<function_call> ", "", "\n<function_call> "), {"<function_call>": ""}),
-    replace(
-        HERMES,
-        name="phi4_mini_json",
+    _format("granite-20b-fc", "<function_call> ", "", _OBJECT),
+    _format(
+        "phi4_mini_json",
+        *("<|tool_call|>[", "]<|/tool_call|>", _OBJECT),
+        join=", ",
         found_by=(("<|tool_call|>", "<|/tool_call|>"),),
-        written=_objects("<|tool_call|>[", "]<|/tool_call|>"),
         closers={"<|tool_call|>": "<|/tool_call|>", "functools[": "]"},
     ),
-    Format("phi4_mini_json", (("functools[",),), _objects("functools[", "]"), {"functools[": "]"}),
-    Format("granite", (("<|tool_call|>",),), _objects("<|tool_call|>[", "]"), {"<|tool_call|>": "", "<tool_call>": ""}),
-    Format("hunyuan_a13b", (("<tool_calls>",),), _objects("<tool_calls>[", "]</tool_calls>"), {"<tool_calls>": "</tool_calls>"}),
+    _format(
+        "phi4_mini_json",
+        *("functools[", "]", _OBJECT),
+        join=", ",
+        found_by=(("functools[",),),
+        closers={"functools[": "]"},
+    ),
+    _format(
+        "granite",
+        *("<|tool_call|>[", "]", _OBJECT),
+        join=", ",
+        closers={"<|tool_call|>": "", "<tool_call>": ""},
+    ),
+    _format(
+        "hunyuan_a13b",
+        *("<tool_calls>[", "]</tool_calls>", _OBJECT),
+        join=", ",
+        closers={"<tool_calls>": "</tool_calls>"},
+    ),
     HERMES,
-    Format(
+    _format(
         "xlam",
-        (('[{"name": "tool_call_name"',), ('[{"name": "func_name1"',)),
-        _objects("[", "]"),
-        {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "```": "```"},
+        *("[", "]", _OBJECT),
+        join=", ",
+        found_by=(('[{"name": "tool_call_name"',), ('[{"name": "func_name1"',)),
+        closers={"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "```": "```"},
         fences=("```",),
         is_bare=True,
     ),
     LLAMA,
     CODER,
-)  # fmt: skip
+)
 NAMES = tuple(dict.fromkeys(form.name for form in FORMATS))
 # What vLLM calls some of them.
 ALIASES = {
