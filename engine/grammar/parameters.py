@@ -18,6 +18,7 @@ from penstock.engine.text.tools.formats import Format, Parameters, ToolSpec
 
 ANY = r"(.|\n)*"
 _MAX_BRANCHES = 64
+_MAX_LENGTH = 2000  # of a string: each character is a state of the lexer, and it has 50,000
 _OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
 _OF_OTHERS = frozenset(words(
     "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf items prefixItems minItems maxItems"
@@ -121,34 +122,40 @@ class ParameterRules:
     def _tagged(self, schema: Any) -> str:
         """A value between marks, with the mark behind it. What begins like JSON is read as that, where it may be."""
         closer, wanted = self._parameters.after_value, kinds(schema, self._root)
+        mark, like_text = closer.strip(), list[str]()
         ways: list[str] = []
         strings: list[tuple[str, ...]] = []
         excluded = set(wanted & {"array", "object"})
         for branch in self._branches(schema):
             types = kinds(branch, self._root)
-            values = branch.get("enum", [branch["const"]] if "const" in branch else None)
-            if values is not None:
-                texts = [value for value in values if isinstance(value, str) and closer.strip() not in value]
-                if texts := [escaped(text) for text in texts if json.loads(typed(text, wanted)) == text]:
-                    strings.append((f"({'|'.join(texts)})",))
-                others = (json.dumps(value, ensure_ascii=False) for value in values if not isinstance(value, str))
-                ways += [self._before(False) + self._between(json.dumps(text)) for text in others]
+            if (values := _values(branch)) is not None:
+                texts = {
+                    value if isinstance(value, str) else json.dumps(value, ensure_ascii=False): value
+                    for value in values
+                }
+                texts = {text: value for text, value in texts.items() if json.loads(typed(text, wanted)) == value}
+                if found := [
+                    escaped(text) for text, value in texts.items() if isinstance(value, str) and mark not in text
+                ]:
+                    strings.append((f"({'|'.join(found)})",))
+                fixed = (json.dumps(text) for text, value in texts.items() if not isinstance(value, str))
+                ways += [self._before(False) + self._between(text) for text in fixed]
                 continue
             if "string" in types:
                 strings.append(self._patterns(branch) or ())
             for kind in sorted(types - {"string"}):
-                if (
-                    "string" not in wanted
-                    or kind in excluded
-                    or self._parameters.before_text
-                    or _OF_OTHERS & branch.keys()
-                ):
+                held = self._json({**branch, "type": kind} if len(types) > 1 else branch)
+                held = (
+                    f'({held} | "True" | "False")'
+                    if kind == "boolean" and self._is_loose and "string" not in wanted
+                    else held
+                )
+                is_apart = "string" not in wanted or self._parameters.before_text or _OF_OTHERS & branch.keys()
+                if is_apart or kind in excluded:
                     excluded.add(kind)
-                    found = self._json({**branch, "type": kind} if len(types) > 1 else branch)
-                    found = f'({found} | "True" | "False")' if kind == "boolean" and self._is_loose else found
-                    ways.append(self._before(False) + self._between(found))
-                else:
-                    strings.append(())  # what is read from any text may be of this type
+                (ways if kind in excluded else like_text).append(self._before(False) + self._between(held))
+        if () not in strings:  # else any text is allowed, and what could be read as one of these as well
+            ways += like_text
         beginnings = "".join(_BEGINNINGS.get(kind, "") for kind in sorted(excluded))
         without = rf"[ \t\r\n]*[{beginnings}]{ANY}" if beginnings and not self._parameters.before_text else ""
         for patterns in dict.fromkeys(strings):
@@ -185,6 +192,9 @@ class ParameterRules:
     def _patterns(self, branch: Mapping[str, Any], *, is_needed: bool = True) -> tuple[str, ...] | None:
         """Regular expressions that a string must match, all of them; None: what holds it is more than that."""
         low, high = branch.get("minLength", 0), branch.get("maxLength", "")
+        more = branch.keys() - {"type", *_OF_STRINGS} - _OF_OTHERS
+        if max(low, high or 0) > _MAX_LENGTH:
+            more = {f"a length above {_MAX_LENGTH}"}
         found = [f"(.|\\n){{{low},{high}}}"] if low or high != "" else []
         if "format" in branch:
             found.append(_FORMATS[branch["format"]])
@@ -193,13 +203,13 @@ class ParameterRules:
             while (inner := re.sub(r"\([^()]*\)", "x", flat)) != flat:
                 flat = inner
             if "|" in flat or set("^$") & set(flat[1:-1]):
-                if is_needed:
-                    self._refuse("pattern: one with anchors or alternatives side by side")
-                return None
+                more = {"pattern: one with anchors or alternatives side by side"}
             ends = "" if flat.startswith("^") else ANY, "" if flat.endswith("$") else ANY
             body = body[not ends[0] : len(body) - (not ends[1])]
             found.append(ends[0] + "(" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", body) + ")" + ends[1])
-        return tuple(found)
+        if more and is_needed:
+            self._refuse(min(more))
+        return None if more else tuple(found)
 
     def _value(self, schema: Any) -> str:
         """A literal."""
@@ -213,9 +223,8 @@ class ParameterRules:
 
     def _literal(self, branch: Mapping[str, Any]) -> str:
         is_python, quote = self._parameters.quote == '"', self._parameters.quote
-        values = branch.get("enum", [branch["const"]] if "const" in branch else None)
-        if values is not None:
-            texts = [*map(self._written, values)]
+        if (values := _values(branch)) is not None:
+            texts = [self._written(value) for value in values if is_python or quote not in str(value)]
             if is_python:
                 texts += [f"'{value}'" for value in values if isinstance(value, str) and not set(value) & set("'\\\n")]
             return " | ".join(map(self._text, texts))
@@ -299,6 +308,8 @@ class ParameterRules:
 
     def _branches(self, schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
         """The alternatives of a schema: each of one type, an enumeration, or without any constraint."""
+        if schema is False:
+            self._refuse("false")
         found = schema if isinstance(schema, dict) else {}
         if "$ref" in found and self._parameters.quote:
             self._check(found, frozenset(("$ref",)))
@@ -360,6 +371,11 @@ class ParameterRules:
     def _new(self) -> str:
         self._num_rules += 1
         return f"{self._prefix}{self._num_rules}"
+
+
+def _values(branch: Mapping[str, Any]) -> list[Any] | None:
+    found: list[Any] | None = branch.get("enum", [branch["const"]] if "const" in branch else None)
+    return found
 
 
 def escaped(text: str) -> str:

@@ -47,6 +47,8 @@ TRIP = ToolSpec(
             "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "mixed": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
             "when": {"type": "string", "format": "date"},
+            "flag": {"anyOf": [{"const": "auto"}, {"type": "boolean"}]},
+            "both": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3, "minLength": 2},
         },
         "required": ["city", "days"],
         "additionalProperties": False,
@@ -76,7 +78,7 @@ SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
 SAMPLE: list[Call] = [
     ("trip", {"city": "Zürich \"x\" \n {[(<\\n>", "short": "abc", "days": 3, "far": True, "price": None, "unit": "f d",
               "code": "ab-1", "tags": ["a", "b, c"], "opts": {"on": False, "at": [1, -2]}, "note": "it is",
-              "mixed": "5", "when": "2024-02-29"}),
+              "mixed": "5", "when": "2024-02-29", "flag": True, "both": "xyz"}),
     ("clock", {}),
     ("tree", {"node": {"v": 1, "next": {"v": 2, "next": None}}}),
     ("free", {"a": 1.5, "b": ["x", {"y": None}], "c": "z"}),
@@ -226,6 +228,8 @@ WRONG: list[Call] = [
     ("trip", {"city": "a", "days": 1, "opts": {"at": []}}),
     ("trip", {"city": "a", "days": 1, "opts": {"on": "x"}}),
     ("trip", {"city": "a", "days": 1, "when": "2023-02-29"}),
+    ("trip", {"city": "a", "days": 1, "flag": "on"}),
+    ("trip", {"city": "a", "days": 1, "both": "wxyz"}),
     ("trip", {"city": "a", "days": 1, "more": 1}),
     ("tree", {"node": {"v": 1, "next": {"next": None}}}),
 ]
