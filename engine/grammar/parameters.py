@@ -15,9 +15,9 @@ from penstock.engine.grammar.opposites import words
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.tools.arguments import kinds, typed
 from penstock.engine.text.tools.formats import Format, Parameters, ToolSpec
+from penstock.engine.text.tools.scan import MAX_DEPTH
 
 ANY = r"(.|\n)*"
-_MAX_BRANCHES = 64
 _MAX_LENGTH = 2000  # of a string: each character is a state of the lexer, and it has 50,000
 _OF_STRINGS = ("minLength", "maxLength", "pattern", "format")
 _OF_OTHERS = frozenset(words(
@@ -306,24 +306,28 @@ class ParameterRules:
 
     # -- schemas ---------------------------------------------------------------------------------------------
 
-    def _branches(self, schema: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-        """The alternatives of a schema: each of one type, an enumeration, or without any constraint."""
+    def _branches(self, schema: Any, seen: set[str] | None = None) -> Iterator[dict[str, Any]]:
+        """The alternatives of a schema: each of one type, an enumeration, or without any constraint. References are
+        followed once, and those of literals not at all: they may lead back."""
         if schema is False:
             self._refuse("false")
-        found = schema if isinstance(schema, dict) else {}
-        if "$ref" in found and self._parameters.quote:
+        seen, found = set() if seen is None else seen, schema if isinstance(schema, dict) else {}
+        if "$ref" in found:
             self._check(found, frozenset(("$ref",)))
-            yield found
-            return
-        found = self._followed(found)
+            if self._parameters.quote:
+                yield found
+            if self._parameters.quote or found["$ref"] in seen:
+                return
+            seen.add(found["$ref"])
+            found = self._followed(found)
         several = "anyOf" if "anyOf" in found else "allOf" if len(found.get("allOf", ())) == 1 else None
-        if several is not None and depth < _MAX_BRANCHES:
+        if several is not None:
             rest = {name: inner for name, inner in found.items() if name != several}
             for member in found[several]:
                 inner = member if isinstance(member, dict) else {}
                 if any(rest[name] != inner[name] for name in rest.keys() & inner.keys()):
                     self._refuse(f"{several}: beside a keyword that its schemas have as well")
-                yield from self._branches({**rest, **inner}, depth + 1)
+                yield from self._branches({**rest, **inner}, seen)
         elif "enum" in found or "const" in found:
             yield found
         elif isinstance(found.get("type"), list):
@@ -335,7 +339,7 @@ class ParameterRules:
             yield found
 
     def _followed(self, schema: Mapping[str, Any]) -> dict[str, Any]:
-        for _ in range(_MAX_BRANCHES):
+        for _ in range(MAX_DEPTH):
             if "$ref" not in schema:
                 break
             name = schema["$ref"].rpartition("/")[2]

@@ -31,11 +31,19 @@ _NAME = re.compile(r"[^\W\d]\w*+")
 _STRING = frozenset(("string",))
 _NESTED = {"[": "array", "{": "object"}
 _CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_TYPES = {"NoneType": "null", "bool": "boolean", "int": "integer", "float": "number", "str": "string", "list": "array", "dict": "object"}  # fmt: skip
+_TYPES = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
 _PLAIN = {"'": re.compile(r"[^'\\]*+"), '"': re.compile(r'[^"\\]*+')}
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([^xuU0-9]))", re.DOTALL)
 _ESCAPE_CHARS = {"x": 4, "u": 6, "U": 10}
-_MEANT = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": "", "/": "/", "\\": "\\", "'": "'", '"': '"'}  # fmt: skip
+_MEANT = dict(zip("ntrbfva/'\"\\", "\n\t\r\b\f\v\a/'\"\\", strict=True)) | {"\n": ""}
 
 
 class ArgumentsReader(Protocol):
@@ -43,25 +51,34 @@ class ArgumentsReader(Protocol):
         """Read on from `at`. Raises Malformed with what was found up to there."""
 
 
-def kinds(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
+def kinds(schema: Any, root: Any) -> frozenset[str]:
     """The types of the values that a schema has room for."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
+    return _kinds(schema, root, set()) & ALL or ALL
+
+
+def _kinds(schema: Any, root: Any, seen: set[str]) -> frozenset[str]:
+    """`seen`: references that have been followed, which may lead back."""
+    if not isinstance(schema, Mapping):
         return ALL
     if isinstance(given := schema.get("type"), (str, list)):
         names = frozenset((given,) if isinstance(given, str) else map(str, given))
         return names | {"integer"} if "number" in names else names
     if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
-        return frozenset(_TYPES[type(value).__name__] for value in values)
-    for several in ("anyOf", "oneOf"):
+        return frozenset(_TYPES[type(value)] for value in values)
+    for several in ("anyOf", "oneOf", "allOf"):
         if isinstance(members := schema.get(several), list) and members:
-            return frozenset().union(*(kinds(member, root, depth + 1) for member in members))
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#/"):
-        found = root
-        for part in reference[2:].split("/"):
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return kinds(found, root, depth + 1)
-    members = schema.get("allOf")
-    return kinds(members[0], root, depth + 1) if isinstance(members, list) and members else ALL
+            members = members[:1] if several == "allOf" else members
+            return frozenset().union(*(_kinds(member, root, seen) for member in members))
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return ALL
+    if reference in seen:
+        return frozenset()
+    seen.add(reference)
+    found = root
+    for part in reference.split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return _kinds(found, root, seen)
 
 
 def typed(text: str, wanted: Collection[str]) -> str:
@@ -70,10 +87,11 @@ def typed(text: str, wanted: Collection[str]) -> str:
     body = text.strip()
     if wanted != _STRING:
         body = _CONSTANTS.get(body, body) if "string" not in wanted else body
-        if "number" in wanted and _NUMBER.fullmatch(body):
+        is_number = "number" in wanted or ("integer" in wanted and "string" not in wanted)
+        if is_number and _NUMBER.fullmatch(body):
             return body  # however large
         try:
-            kind = _TYPES[type(msgspec.json.decode(body)).__name__]
+            kind = _TYPES[type(msgspec.json.decode(body))]
             if kind in wanted and kind != "string":
                 return body
         except (msgspec.DecodeError, RecursionError):
