@@ -57,7 +57,7 @@ class ParameterRules:
         form: Format,
         function: ToolSpec,
         prefix: str,
-        spacing: dict[str, Any],
+        spacing: Mapping[str, Any],
         is_loose: bool,
     ) -> None:
         assert form.parameters is not None

@@ -56,7 +56,7 @@ def grammar(
 ) -> str:
     """Lark for an answer that is `answer` or calls, behind reasoning. One of the two is given."""
     assert calls is not None or answer is not None, "there is nothing to hold an answer to"
-    rules = _Rules(special_ids)
+    rules = Rules(special_ids)
     lead = rules.thinking(thinking) if thinking is not None else ""
     parts = []
     if answer is not None:
@@ -64,21 +64,24 @@ def grammar(
     if calls is not None:
         parts.append(rules.calls(calls) if calls.must or answer is not None else rules.maybe_calls(calls, thinking))
     rules.lines.insert(0, f"start: {lead}({' | '.join(parts)})")
-    return "\n".join(["%llguidance {}", *rules.lines, f"TEXT: /{ANY}/"])
+    return rules.lark()
 
 
-class _Rules:
+class Rules:
     """The rules so far."""
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.lines: list[str] = []
         self._special_ids = special_ids
 
+    def lark(self) -> str:
+        return "\n".join(["%llguidance {}", *self.lines, f"TEXT: /{ANY}/"])
+
     def thinking(self, thinking: Thinking) -> str:
         marks = thinking.marks
-        self._until("thoughts", marks.close)
+        self.until("thoughts", marks.close)
         self.lines.append(f"BLANK: /{_BLANK}/")
-        opening = self._text(marks.open)
+        opening = self.text(marks.open)
         if marks.is_implied and not thinking.is_open:
             return f"({opening})? thoughts BLANK "
         return "thoughts BLANK " if thinking.is_open else f"({opening} thoughts)? BLANK "
@@ -106,7 +109,7 @@ class _Rules:
         """Calls from the first character on."""
         written = calls.form.written
         call, later = self._call(calls)
-        parts = [self._text(written.start), call, f"({later})*" if calls.many else "", self._text(written.end)]
+        parts = [self.text(written.start), call, f"({later})*" if calls.many else "", self.text(written.end)]
         return " ".join(part for part in parts if part)
 
     def maybe_calls(self, calls: Calls, thinking: Thinking | None) -> str:
@@ -126,7 +129,7 @@ class _Rules:
             if (kind == "FREE" and not calls.many) or (kind == "OTHER" and not form.is_bare):
                 continue
             for index, mark in enumerate(mark for mark in form.marks if mark not in form.fences):
-                self._until(f"{kind.lower()}_{index}", mark, kind)
+                self.until(f"{kind.lower()}_{index}", mark, kind)
                 behind = self._frames_behind(calls, mark) if form.is_framed else self._behind_mark(calls, mark)
                 called.append(f"{before}{kind.lower()}_{index} {behind}")
             if form.is_bare and form.is_framed:
@@ -145,7 +148,7 @@ class _Rules:
         named, bare, reversed_ = [], [], []
         for index, function in enumerate(calls.functions):
             name = json.dumps(function.name + '"')
-            arguments = self._arguments(index, function, _OWN_SPACING, calls.form)
+            arguments = self.arguments(index, function, _OWN_SPACING, calls.form)
             named.append(f"{name} comma key colon {arguments}")
             bare += [name] if _takes_nothing(function.parameters) else []
             reversed_.append(f'{arguments} comma name "\\"" {name}')
@@ -163,23 +166,23 @@ class _Rules:
         for index, function in enumerate(calls.functions):
             behind, words = form.written.before_arguments, form.written.before_arguments.split()
             if form.is_numbered:
-                head = [self._text(function.name), _NUMBER, *map(self._text, words)]
+                head = [self.text(function.name), _NUMBER, *map(self.text, words)]
             elif behind[:1].isspace() or not behind:
-                head = [*map(self._text, [function.name, *words])]
+                head = [*map(self.text, [function.name, *words])]
             else:  # in one piece: the name of a call must not be the beginning of text that is none
-                head = [self._text(function.name + words[0]), *map(self._text, words[1:])]
-            arguments = self._arguments(index, function, _OWN_SPACING, form, is_loose=True)
-            frames.append(" gap ".join([*head, arguments, *map(self._text, form.written.after_arguments.split())]))
+                head = [self.text(function.name + words[0]), *map(self.text, words[1:])]
+            arguments = self.arguments(index, function, _OWN_SPACING, form, is_loose=True)
+            frames.append(" gap ".join([*head, arguments, *map(self.text, form.written.after_arguments.split())]))
         self.lines.append(f"frame: {' | '.join(frames)}")
 
     def _frames_behind(self, calls: Calls, mark: str) -> str:
         form = calls.form
         join = "comma" if "," in form.written.join else "gap"
-        before = "".join(f"{self._text(word)} gap " for word in form.written.before_name.split())
+        before = "".join(f"{self.text(word)} gap " for word in form.written.before_name.split())
         is_block = calls.many and (form.written.before_name or form.written.after_arguments)
         more = f"({join} {before}frame)*" if is_block else ""
-        opening = "".join(f"{self._text(word)} gap " for word in form.opening(mark))
-        return f"gap {opening}frame {more} gap {' gap '.join(map(self._text, form.closing(mark)))}"
+        opening = "".join(f"{self.text(word)} gap " for word in form.opening(mark))
+        return f"gap {opening}frame {more} gap {' gap '.join(map(self.text, form.closing(mark)))}"
 
     def _behind_mark(self, calls: Calls, mark: str) -> str:
         closer = calls.form.closers[mark]
@@ -187,13 +190,13 @@ class _Rules:
         ways = [f'"[" gap object {more} gap "]"']
         ways.append("object (separator object)*" if closer and calls.many else "object")
         if calls.form.has_args:
-            call_id = f"({self._text('[CALL_ID]')} /[A-Za-z0-9_-]{{1,64}}/)?"
-            behind = f"{call_id} ({self._text('[ARGS]')})? gap"
+            call_id = f"({self.text('[CALL_ID]')} /[A-Za-z0-9_-]{{1,64}}/)?"
+            behind = f"{call_id} ({self.text('[ARGS]')})? gap"
             ways += [
                 f"{json.dumps(function.name)} {behind} arguments_{index}"
                 for index, function in enumerate(calls.functions)
             ]
-        return f"gap ({' | '.join(ways)})" + (f" gap {self._text(closer)}" if closer else "")
+        return f"gap ({' | '.join(ways)})" + (f" gap {self.text(closer)}" if closer else "")
 
     def _texts(self, calls: Calls, thinking: Thinking | None) -> None:
         """What text may be: FIRST at the beginning of an answer, FREE behind a call, OTHER behind what began like one;
@@ -231,31 +234,36 @@ class _Rules:
         """A call, and one behind another one."""
         form, written, names = calls.form, calls.form.written, range(len(calls.functions))
         for index, function in enumerate(calls.functions):
-            arguments = self._arguments(index, function, _SPACING, form)
+            arguments = self.arguments(index, function, _SPACING, form)
             for rule, join in (("function", ""), ("later", written.join)):
                 # One piece of text up to the arguments: where text that is no call could go on as well, the lexer would
                 # not see the end of a shorter one.
                 head = join + written.before_name + function.name
                 if form.is_numbered:
-                    lark = f"{self._text(head)} {_NUMBER} {self._text(written.before_arguments)}"
+                    lark = f"{self.text(head)} {_NUMBER} {self.text(written.before_arguments)}"
                 else:
-                    lark = self._text(head + written.before_arguments)
-                self.lines.append(f"{rule}_{index}: {lark} {arguments} {self._text(written.after_arguments)}".rstrip())
+                    lark = self.text(head + written.before_arguments)
+                self.lines.append(f"{rule}_{index}: {lark} {arguments} {self.text(written.after_arguments)}".rstrip())
         first, later = (" | ".join(f"{rule}_{index}" for index in names) for rule in ("function", "later"))
         return f"({first})", later
 
-    def _arguments(
-        self, index: int, function: ToolSpec, spacing: dict[str, Any], form: Format, is_loose: bool = False
+    def arguments(
+        self,
+        index: int,
+        function: ToolSpec,
+        spacing: Mapping[str, Any] = _SPACING,
+        form: Format | None = None,
+        is_loose: bool = False,
     ) -> str:
-        if form.parameters is not None:
+        if form is not None and form.parameters is not None:
             prefix = f"arguments_{index}_"
-            body = ParameterRules(self.lines, self._text, form, function, prefix, spacing, is_loose).all()
+            body = ParameterRules(self.lines, self.text, form, function, prefix, spacing, is_loose).all()
         else:
             body = _arguments(function, spacing)
         self.lines.append(f"arguments_{index}: {body}")
         return f"arguments_{index}"
 
-    def _until(self, rule: str, mark: str, text: str = "TEXT") -> None:
+    def until(self, rule: str, mark: str, text: str = "TEXT") -> None:
         """A rule: free text up to a mark and with it."""
         before, *rest = self._parts(mark)
         if not rest and before not in self._special_ids:
@@ -264,9 +272,9 @@ class _Rules:
         if before not in self._special_ids:
             self.lines.append(f"{rule.upper()}_UP_TO: {text} {json.dumps(before)}")
             text, mark = f"{rule.upper()}_UP_TO", mark.removeprefix(before)
-        self.lines.append(f"{rule}: {text} {self._text(mark)}")
+        self.lines.append(f"{rule}: {text} {self.text(mark)}")
 
-    def _text(self, text: str) -> str:
+    def text(self, text: str) -> str:
         """Fixed text as Lark, the special tokens in it as tokens."""
         ids = self._special_ids
         return " ".join(
@@ -301,7 +309,7 @@ def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
     return parameters.keys() - known <= {"required"} and not parameters.get("required")
 
 
-def _arguments(function: ToolSpec, spacing: dict[str, Any]) -> str:
+def _arguments(function: ToolSpec, spacing: Mapping[str, Any]) -> str:
     schema = {**function.parameters}
     if not function.is_strict or "type" not in schema:
         schema["type"] = "object"

@@ -10,7 +10,7 @@ import torch
 
 from penstock.executor.kernels import Ops, codes, has_expert_products, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
-from penstock.executor.loading.arrangement import PLAIN, arranged
+from penstock.executor.loading.arrangement import AS_LLAMA, arranged
 from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
@@ -42,10 +42,11 @@ def load_model(
 ) -> LoadedModel:
     path = Path(config.model)
     checkpoint = open_checkpoint(path, config)
-    text = text_of(checkpoint.config)
+    where = str(path / "config.json" if path.is_dir() else path)
+    text = text_of(checkpoint.config, where)
     if text is not checkpoint.config and "tie_word_embeddings" not in text and config.load_format != "dummy":
         text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in checkpoint.names())
-    fields = Fields(text, str(path / "config.json" if path.is_dir() else path))
+    fields = Fields(text, where)
     name, architecture = find_architecture(fields)
     if architecture.view is not None:
         checkpoint = architecture.view(checkpoint)
@@ -65,9 +66,11 @@ def load_model(
         )
     num_positions = config.max_model_len or spec.max_positions
     if isinstance(spec, DecoderSpec):
+        if any(layer.rope.long_divisors and num_positions > layer.rope.original_length for layer in spec.layers):
+            progress("Positions beyond the original length: contexts of any length rotate as long ones (max_model_len)")
         spec = spec.for_positions(num_positions)
-        if (spec.layout != PLAIN or text is not checkpoint.config) and config.load_format != "dummy":
-            checkpoint = arranged(checkpoint, spec.layout)
+        if (spec.arrangement != AS_LLAMA or text is not checkpoint.config) and config.load_format != "dummy":
+            checkpoint = arranged(checkpoint, spec.arrangement)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     placement = first_placement(config, spec, group.world)
     read = (

@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 # Texts that may be special tokens of a model.
-_TOKEN = re.compile(r"<[^<>\s=]+>|\[[A-Z_]+\]|｜DSML｜")
+_TOKEN = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]|｜DSML｜")
 
 
 def tokens_in(*texts: str) -> tuple[str, ...]:

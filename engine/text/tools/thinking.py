@@ -16,6 +16,7 @@ THINK = Marks("<think>", "</think>")
 MISTRAL = Marks("[THINK]", "[/THINK]")
 SEED = Marks("<seed:think>", "</seed:think>")
 GEMMA = Marks("<|channel>thought", "<channel|>")
+HARMONY = Marks("<|channel|>analysis", "<|channel|>final")  # read by a reader of its own (harmony.py)
 IMPLIED = THINK._replace(is_implied=True)
 # The names that other servers give to the same thing are accepted.
 NAMES = {
@@ -24,12 +25,13 @@ NAMES = {
     "mistral": MISTRAL,
     "seed_oss": SEED,
     "gemma4": GEMMA,
+    "harmony": HARMONY,
 }
 
 
 def detect(source: str) -> Marks | None:
     """The marks that a chat template knows; None: its model does not reason aloud."""
-    known = (THINK, MISTRAL, SEED, GEMMA)
+    known = (THINK, MISTRAL, SEED, GEMMA, HARMONY)
     return next((marks for marks in known if marks.open in source or marks.close in source), None)
 
 
@@ -40,6 +42,7 @@ class Thinking(NamedTuple):
     marks: Marks
     is_open: bool = False
     is_over: bool = False
+    begun: str = ""  # harmony: what the prompt has of the message that goes on
 
 
 def thinking_after(marks: Marks, prompt: str) -> Thinking:

@@ -181,24 +181,25 @@ def _multiply(
         rows_ptr = x_ptr + row.to(tl.int64) * STRIDE
         given = values_ptr, exponents_ptr, column
         acc, up = coded_products(rows_ptr, is_entry, given, acc, up, WIDTH, DEPTH, STEP, GATED)
-    for start in range(0, 0 if CODED else DEPTH, STEP):
-        group = start // GROUP
-        x_scale = tl.full([ROWS], 1.0, tl.float32)
-        if QUANTIZED:
-            x_scale = tl.load(x_scales_ptr + group * x_scales_stride + row, mask=is_entry, other=0.0)
-        is_deep = start + k < DEPTH
-        is_weight = is_deep[:, None] & (column < WIDTH)[None, :]
-        is_x = is_entry[:, None]
-        if not whole:
-            is_x = is_x & is_deep[None, :]
-        x = tl.load(x_ptrs, mask=is_x, other=0.0)
-        weight = load_inside(weight_ptrs, is_weight, whole)
-        acc = _add_product(acc, x, x_scale, weight, gate_scales + group, SCALED, QUANTIZED)
-        if GATED:
-            weight = load_inside(weight_ptrs + WIDTH * DEPTH, is_weight, whole)
-            up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
-        x_ptrs += STEP
-        weight_ptrs += STEP
+    else:
+        for start in range(0, DEPTH, STEP):
+            group = start // GROUP
+            x_scale = tl.full([ROWS], 1.0, tl.float32)
+            if QUANTIZED:
+                x_scale = tl.load(x_scales_ptr + group * x_scales_stride + row, mask=is_entry, other=0.0)
+            is_deep = start + k < DEPTH
+            is_weight = is_deep[:, None] & (column < WIDTH)[None, :]
+            is_x = is_entry[:, None]
+            if not whole:
+                is_x = is_x & is_deep[None, :]
+            x = tl.load(x_ptrs, mask=is_x, other=0.0)
+            weight = load_inside(weight_ptrs, is_weight, whole)
+            acc = _add_product(acc, x, x_scale, weight, gate_scales + group, SCALED, QUANTIZED)
+            if GATED:
+                weight = load_inside(weight_ptrs + WIDTH * DEPTH, is_weight, whole)
+                up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
+            x_ptrs += STEP
+            weight_ptrs += STEP
     if BIASED:
         bias_ptrs = bias_ptr + slot * (factor * WIDTH) + column
         acc += tl.load(bias_ptrs, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]

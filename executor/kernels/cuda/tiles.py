@@ -31,6 +31,8 @@ class Tile(NamedTuple):
 def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
     """rows: the query heads that share a key-value head; columns: positions at a time."""
     rows = max(16, power_of_2(group))
+    if head_dim > 256:
+        return Tile(rows, 16, 4, 1, 1) if itemsize == 4 else Tile(rows, 16, 8, 2, 1)
     if itemsize == 4:
         return Tile(rows, 16 if head_dim > 128 else 32, 4, 2, 2)
     if not current_card().has_wide_products:
@@ -42,9 +44,13 @@ def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) ->
 
 def prefill_tile(head_dim: int, itemsize: int) -> Tile:
     """rows: pairs of a token and one of its heads; 64 or more of them make a warpgroup's product (wgmma)."""
+    if head_dim > 256 and itemsize == 4:
+        return Tile(16, 16, 8, 1)
     if itemsize == 4:
         return Tile(32, 16 if head_dim > 128 else 32, 4, 1)
     is_wide = current_card().has_wide_products
+    if head_dim > 256:
+        return Tile(32, 32, 8, 2)  # sums of a warpgroup's product do not fit into its registers
     if head_dim > 128:
         return Tile(128 if is_wide else 64, 32, 8, 2)
     return Tile(128, 64 if is_wide else 32, 8, 3)
