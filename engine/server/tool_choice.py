@@ -73,7 +73,7 @@ class Tools:
         source = template.source if template is not None else ""
         has_args = tokenizer.backend.token_to_id("[ARGS]") is not None
         self._tokenizer = tokenizer
-        named = config.tool_call_parser
+        named = formats.ALIASES.get(config.tool_call_parser, config.tool_call_parser)
         if named == harmony.NAME or (named == "auto" and harmony.is_written(source)):
             self.form: formats.Format | None = harmony.FORM
         elif named == "auto":

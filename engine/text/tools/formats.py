@@ -315,6 +315,7 @@ ALIASES = {
     "granite4": "hermes",
     "jamba": "hunyuan_a13b",
     "pythonic": "llama4_pythonic",
+    "openai": "harmony",  # which has a reader of its own (harmony.py)
 }
 
 
@@ -327,8 +328,8 @@ def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
 
 
 def named(name: str, source: str, has_args: bool) -> Format:
-    """The format of this name, one of NAMES or ALIASES."""
-    forms = [form for form in FORMATS if form.name == ALIASES.get(name, name)]
+    """The format of this name, one of NAMES."""
+    forms = [form for form in FORMATS if form.name == name]
     return _first(forms, source + "[TOOL_CALLS][ARGS]" * has_args) or forms[-1]
 
 

@@ -25,7 +25,7 @@ NAMES = {
     "mistral": MISTRAL,
     "seed_oss": SEED,
     "gemma4": GEMMA,
-    "harmony": HARMONY,
+    **dict.fromkeys(("harmony", "openai_gptoss"), HARMONY),
 }
 
 
