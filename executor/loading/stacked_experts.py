@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels.codes import CODE_TYPES, Coded
+from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.loading.checkpoint import Checkpoint
 
 _PATTERN = re.compile(r"(.+\.experts\.)(gate_up|down)_proj(_blocks|_scales|_bias|)")
@@ -64,7 +65,7 @@ class StackedExperts:
             shape.reverse()
         return (shape[0] // (1 if source.part is None else 2), *shape[1:])
 
-    def read(self, name: str) -> Tensor | Coded:
+    def read(self, name: str) -> Tensor | Coded | Grouped:
         source = self._sources[name]
         if source is None:
             return self._checkpoint.read(name)

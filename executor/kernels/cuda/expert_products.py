@@ -54,7 +54,7 @@ def fused_experts(
     given = {"ACTIVATION": activation}
     _launch(order, up_tile, x, gate_up, biases[0], inside, slots.shape[1], hidden, GATED=True, **given)
     _launch(order, down_tile, inside, down, biases[1], (parts, None), 1, hidden, GATED=False, **given)
-    return _sum(parts, slots, shares, num_slots, first, added)
+    return weighted_sum(parts, slots, shares, num_slots, first, added)
 
 
 def _launch(
@@ -105,7 +105,9 @@ def _pointers(x: Scaled) -> tuple[Tensor, Tensor]:
     return values, values if scales is None else scales
 
 
-def _sum(parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: int, added: Tensor | None) -> Tensor:
+def weighted_sum(
+    parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: int, added: Tensor | None
+) -> Tensor:
     (tokens, top_k), width = slots.shape, parts.shape[1]
     assert shares.shape == slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
     assert added is None or (added.is_contiguous() and added.shape == (tokens, width))

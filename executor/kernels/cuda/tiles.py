@@ -103,6 +103,26 @@ def block_linear_tile(rows: int, width: int) -> Tile:
     return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 128, 8, 3)
 
 
+def packed_tile(rows: int, width: int, itemsize: int) -> Tile:
+    """With codes, which pass through registers: where a product's factors do, too, tiles of many rows are smaller."""
+    if itemsize == 4:
+        return Tile(16, 32, 4, 2)
+    if rows <= 16:
+        return Tile(16, 64 if width >= 64 * current_card().num_processors else 32, 4, 4)
+    if not current_card().has_wide_products:
+        return Tile(64, 64, 8, 3)
+    return Tile(64, 64, 4, 3) if rows <= 64 else Tile(128, 128, 8, 3)
+
+
+def packed_expert_tile(entries: int, num_slots: int, columns: int, itemsize: int) -> Tile:
+    """As `expert_tile`; its rows do not depend on `columns`."""
+    if entries > 16 * num_slots and itemsize < 4:
+        if not current_card().has_wide_products:
+            return Tile(64, 32, 8, 3)
+        return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
+    return expert_tile(entries, num_slots, columns, itemsize, 2)
+
+
 def depth_splits(programs: int, depth: int) -> int:
     """Into how many parts a product's depth is cut: as long as all of them run at once, and have a part worth joining."""
     splits = 1

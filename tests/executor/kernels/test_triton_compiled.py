@@ -116,6 +116,10 @@ def test_products_run_on_tensor_cores(compiled: Found) -> None:
         if kernel["kernel"] == "_multiply":
             wide = "QGMMA" if "eight-bit" in kernel["case"] else "HGMMA"
             assert kernel[wide if is_wide else "HMMA"] > 0, kernel
+        if kernel["kernel"] == "_multiply_codes":
+            assert kernel["HGMMA" if is_wide else "HMMA"] > 0, kernel
+            # Codes, and x where its columns are in order.
+            assert kernel["wide_loads"] > 0, kernel
         if kernel["kernel"] == "_block_linear":
             assert kernel["QGMMA" if is_wide else "HMMA"] > 0, kernel
 
