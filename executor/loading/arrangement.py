@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.executor.kernels.codes import Coded
 from penstock.executor.kernels.eight_bits import BLOCK
+from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.loading.block_scales import EIGHT_BITS
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.protocol import ExecutorError
@@ -73,7 +74,7 @@ class _Arranged:
         place = self._places[name]
         return self._inner.shape(place.name) if place.shape is None else place.shape
 
-    def read(self, name: str) -> Tensor | Coded:
+    def read(self, name: str) -> Tensor | Coded | Grouped:
         place = self._places[name]
         stored = self._inner.read(place.name)
         if place.expert is not None:
@@ -113,7 +114,7 @@ class _Arranged:
                 yield part.replace("#", str(expert)), _Place(name, (size * unit, *columns), expert, start)
             start += size * unit
 
-    def _apart(self, name: str, stored: Tensor | Coded) -> Tensor | Coded:
+    def _apart(self, name: str, stored: Tensor | Coded | Grouped) -> Tensor | Coded | Grouped:
         """Rotated neighbours moved apart, in queries and keys alike, so that their products stay."""
         if self._given.neighbours is None or not name.endswith(_ROTATED):
             return stored
@@ -125,4 +126,6 @@ class _Arranged:
             )
         head = torch.cat((torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, dim)))
         order = (torch.arange(0, stored.shape[0], dim)[:, None] + head).flatten()
+        if isinstance(stored, Grouped):
+            return stored.take(order)
         return stored._replace(rows=stored.rows[order]) if isinstance(stored, Coded) else stored[order]

@@ -64,6 +64,7 @@ ARCHITECTURES = {
     "Ernie4_5_MoeForCausalLM": ("moe_families", "ernie4_5_moe"),
     "Gemma2ForCausalLM": ("families", "gemma2"),
     "Gemma3ForCausalLM": ("families", "gemma3"),
+    "Gemma4ForCausalLM": ("gemma4", "gemma4"),
     "Glm4ForCausalLM": ("dense_families", "glm4"),
     "Glm4MoeForCausalLM": ("moe_families", "glm4_moe"),
     "Glm4MoeLiteForCausalLM": ("moe_families", "glm4_moe_lite"),
@@ -93,6 +94,7 @@ ARCHITECTURES = {
 # Multimodal models whose text part runs alone: the class by the `model_type` of their `text_config`.
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
 _OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # what the outer config may say

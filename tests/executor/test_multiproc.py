@@ -60,6 +60,7 @@ def exit_codes(executor: RankedExecutor) -> list[int | None]:
         ("llama-tied-biases", 4),  # two ranks share each of the two key-value heads
         ("qwen3", 2),
         ("gemma3", 2),
+        ("gemma4", 2),
         ("mistral-sliding", 2),
         ("qwen2", 4),
         ("phi3", 2),

@@ -71,6 +71,16 @@ GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
+GEMMA4 = {
+    **SIZES,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "vocab_size_per_layer_input": 160,
+    "final_logit_softcapping": 3.0,
+}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -144,6 +154,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 20,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        GEMMA4 | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "use_double_wide_mlp": True},
+    ),
+    "gemma4-moe": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "final_logit_softcapping": None,
         },
     ),
     "gpt-oss": (
@@ -293,6 +321,8 @@ def randomize(model: Any) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # learned, though transformers keeps it as a buffer
             buffer += 0.3 * torch.randn(buffer.shape)
+        elif name.endswith("layer_scalar"):
+            buffer -= 0.2
 
 
 @cache
