@@ -60,7 +60,8 @@ def deepseek_v2(fields: Fields) -> DecoderSpec:
 
 
 def deepseek_v3(fields: Fields) -> DecoderSpec:
-    return _deepseek(fields, _deepseek_v3_moe(fields))
+    own = fields.with_defaults(n_group=8, topk_group=4, routed_scaling_factor=2.5, n_shared_experts=1)
+    return _deepseek(own, _deepseek_v3_moe(own))
 
 
 def glm4_moe(fields: Fields) -> DecoderSpec:
@@ -82,7 +83,8 @@ def glm4_moe_lite(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(
         rms_norm_eps=1e-5,
         max_position_embeddings=202752,
-        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
         routed_scaling_factor=1.8,
         q_lora_rank=768,
         first_k_dense_replace=1,
