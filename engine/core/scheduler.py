@@ -24,6 +24,7 @@ from penstock.engine.messages import FinishReason, Output, Stats, Submit
 from penstock.executor.protocol import (
     NOTHING_LEFT,
     Admission,
+    ExecutorError,
     GroupInfo,
     ModelInfo,
     Row,
@@ -71,6 +72,10 @@ class Scheduler:
         if info.groups != (GroupInfo(),):
             from penstock.engine.core import groups
 
+            if config.speculative_config is not None and info.groups[-1].pages:
+                raise ExecutorError(
+                    "speculative_config: given; this model's recurrent layers cannot take back a draft that was wrong"
+                )
             self._groups = groups.Groups(self.pool, info, config.max_num_batched_tokens)
         self._holdings = Holdings(
             self.pool, self.tiers, info.block_size, config.enable_prefix_caching, self._stats, self._groups
