@@ -61,13 +61,6 @@ class Scheduler:
         self.waiting = WaitingQueue(config.patience_s)
         self.held: dict[Request, None] = {}  # their grammars are being compiled
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
-        self.tiers: Tiering | None = None
-        if info.host_slots:
-            from penstock.engine.core import tiering
-
-            saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
-            self.tiers = tiering.Tiering(info, self.pool, saves_per_step)
-        self._stats = Stats()  # its counters; the gauges are taken when they are asked for
         self._groups: Groups | None = None
         if info.groups != (GroupInfo(),):
             from penstock.engine.core import groups
@@ -77,6 +70,13 @@ class Scheduler:
                     "speculative_config: given; this model's recurrent layers cannot take back a draft that was wrong"
                 )
             self._groups = groups.Groups(self.pool, info, config.max_num_batched_tokens)
+        self.tiers: Tiering | None = None
+        if info.host_slots:
+            from penstock.engine.core import tiering
+
+            saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
+            self.tiers = tiering.Tiering(info, self.pool, saves_per_step, self._groups)
+        self._stats = Stats()  # its counters; the gauges are taken when they are asked for
         self._holdings = Holdings(
             self.pool, self.tiers, info.block_size, config.enable_prefix_caching, self._stats, self._groups
         )
