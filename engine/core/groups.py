@@ -23,6 +23,7 @@ class Groups:
     def __init__(self, pool: BlockPool, info: ModelInfo, chunk: int) -> None:
         """`chunk`: the most positions that a row has."""
         self._pool, self._size, self._chunk, self._groups = pool, info.block_size, chunk, info.groups
+        self.registered: list[bytes] | None = None  # blocks, by their keys, while it is listened to
         self.offer: Callable[[bytes], None] = lambda _key: None  # to the tiers, where there are any
         self._full = [index for index, group in enumerate(info.groups) if group.kind == "full"]
         self._windows = [(index, group.window) for index, group in enumerate(info.groups) if group.kind == "window"]
@@ -80,7 +81,14 @@ class Groups:
 
     def state_keys(self, request: Request, num: int) -> list[bytes]:
         """Of the checkpoint behind the first `num` blocks."""
-        return [page_key(request.keys[num - 1], self._state, page) for page in range(self._num_pages)]
+        return self._pages_of(request.keys[num - 1])
+
+    def _pages_of(self, key: bytes) -> list[bytes]:
+        return [page_key(key, self._state, page) for page in range(self._num_pages)]
+
+    def keys_at(self, key: bytes) -> list[bytes]:
+        """Of what groups after the first keep at the block of this key."""
+        return [*(page_key(key, group) for group in range(1, self.num_attention)), *self._pages_of(key)]
 
     def keys(self, request: Request, num: int) -> list[list[bytes]]:
         """Of each attention group what a cached prefix of `num` blocks needs, up to its end; then of the state."""
@@ -191,6 +199,8 @@ class Groups:
         over; returns what it leaves, which the step being planned may still write to."""
         replaced = []
         for block in range(request.num_registered, end):
+            if self.registered is not None:
+                self.registered.append(request.keys[block])
             for group, table in enumerate((request.blocks, *request.others)):
                 page = table[block]
                 if not page:  # it has left the window before its key was known
@@ -213,6 +223,8 @@ class Groups:
         for num in [num for num in request.checkpoints if num <= len(request.keys)]:
             pages = request.checkpoints.pop(num)
             keys = self.state_keys(request, num)
+            if self.registered is not None:
+                self.registered.append(request.keys[num - 1])
             known = [self._pool.register(*pair) for pair in zip(pages, keys, strict=True)]
             for key in keys:
                 self.offer(key)
