@@ -95,7 +95,7 @@ class Fields:
     def with_defaults(self, **values: Any) -> "Fields":
         """These, and a family's own values where there are none."""
         given = {name: value for name, value in self._values.items() if value is not None}
-        return Fields(values | given, self._where, self._prefix)
+        return Fields(values | given, self.where, self._prefix)
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
