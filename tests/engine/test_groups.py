@@ -9,6 +9,7 @@ from penstock.cache.keys import block_keys, namespace_root, page_key
 from penstock.engine.messages import Submit
 from penstock.executor.protocol import ExecutorError, GroupInfo
 from tests.engine.test_tiers import tier_storm
+from tests.support.flaky_store import FlakyStore
 from tests.support.simulation import BLOCK_SIZE, World, random_drafts, random_request, submit
 
 FULL = GroupInfo()
@@ -120,6 +121,47 @@ def test_a_state_stays_in_place_and_is_sent_once() -> None:
 def test_drafts_are_refused_where_layers_keep_states() -> None:
     with pytest.raises(ExecutorError, match="speculative_config: given; .*recurrent"):
         World(groups=(FULL, STATE), drafts=random_drafts(random.Random(1)))
+
+
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE)])
+def test_all_groups_come_back_from_the_host_and_from_the_disk_of_an_earlier_engine(
+    groups: tuple[GroupInfo, ...],
+) -> None:
+    prompt, store = list(range(21)), FlakyStore()
+    world = World(num_blocks=40, host_slots=400, store=store, groups=groups)
+    assert cached(world, "cold", prompt) == 0
+    expected = world.tokens("cold")
+    assert cached(world, "warm", prompt) == 20
+    for number in range(12):
+        cached(world, f"churn{number}", [30 + number] * 21)
+    assert not world.scheduler.pool.find(key_of(world, submit("", prompt).tokens, 0, group=0))
+    assert cached(world, "from the host", prompt) == 20
+    assert world.scheduler.stats().tiers["host"]["hit_tokens"] == 20
+    world.settle()
+    world.executor.close()
+    world = World(num_blocks=40, host_slots=400, store=FlakyStore(data=store.data), groups=groups)
+    world.settle()
+    assert cached(world, "from the disk", prompt) == 20
+    assert world.scheduler.stats().tiers["disk"]["hit_tokens"] == 20
+    assert world.tokens("from the disk") == world.tokens("from the disk")[:1] == expected
+    world.executor.close()
+
+
+def test_a_checkpoint_that_is_lost_between_match_and_use_is_computed_again() -> None:
+    """The store has said that it has the prefix, and then lacks one of the state's pages."""
+    prompt, store = list(range(21)), FlakyStore()
+    world = World(num_blocks=40, host_slots=400, store=store, groups=(FULL, STATE))
+    cached(world, "cold", prompt)
+    expected = world.tokens("cold")
+    world.settle()
+    world.executor.close()
+    key = key_of(world, submit("", prompt).tokens, 4, group=0)
+    world = World(num_blocks=40, host_slots=400, store=FlakyStore(data=store.data), groups=(FULL, STATE))
+    world.settle()
+    del store.data[page_key(key, 1, 2)]
+    assert cached(world, "warm", prompt) == 0, "the blocks have come, and are of no use without a state"
+    assert world.tokens("warm") == expected
+    world.executor.close()
 
 
 def key_of(world: World, tokens: bytes, block: int, group: int) -> bytes:
