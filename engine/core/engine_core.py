@@ -43,7 +43,7 @@ class EngineCore:
         self._make_compiler = make_compiler
         self._compiler: Compiler | None = None
         self._constraints: Constraints | None = None
-        pools: dict[str, Keys] = {"device": self.scheduler.pool}
+        pools: dict[str, CachedKeys] = {"device": self.scheduler.pool}
         if self.scheduler.tiers is not None:  # what a store has passes through the host first
             pools["host"] = self.scheduler.tiers.index.host
         if self.scheduler.groups is not None:
@@ -175,7 +175,7 @@ def _num_tokens(step: Step) -> int:
     return sum(row.count for row in step.rows)
 
 
-class Keys(Protocol):
+class CachedKeys(Protocol):
     """What is cached, and what has changed while it was listened to: a pool, or what stands for it."""
 
     changes: dict[bytes, bool] | None
@@ -189,7 +189,7 @@ class CacheLog:
     Without a watcher, every pool's `changes` is None and nothing is kept or copied.
     """
 
-    def __init__(self, pools: Mapping[str, Keys]) -> None:
+    def __init__(self, pools: Mapping[str, CachedKeys]) -> None:
         self._pools = pools
         self._is_new = False  # the next updates are snapshots
 

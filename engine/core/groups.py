@@ -134,7 +134,7 @@ class Groups:
             tables[group] += pool.allocate(-(-num_tokens // self._size) - num)
         request.blocks, *request.others = tables
         request.num_sent_blocks, *request.num_sent_others = request.num_left
-        # The pool hears of what is copied when the first row is planned: until then nobody else may read it.
+        # The pool hears of what is copied when the first row is planned: until then no other request may read it.
         request.num_registered = first
         request.state, request.is_state_shared = state, True
         if copies[-1]:
