@@ -248,7 +248,7 @@ class Tiering:
         return places
 
     def place(self, key: bytes) -> int:
-        """A device block, a host slot as a negative, or 0."""
+        """A device block, a host block as a negative, or 0."""
         return self._pool.find(key) or -self.index.host.find(key)
 
     def prefix(self, groups: "Groups", request: Request, is_busy: bool) -> Prefix:

@@ -36,7 +36,7 @@ class UsableKeys:
 
     @changes.setter
     def changes(self, changes: dict[bytes, bool] | None) -> None:
-        """None: nobody listens any more. Else what has been heard."""
+        """None: the changes are not asked for any more. Else those that have been taken."""
         if changes is None or self._net is None:
             self._pool.changes = changes
             self._groups.registered = None if changes is None else []
