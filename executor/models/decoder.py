@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch, KvPages
+from penstock.executor.batch import ForwardBatch, KvPages, StatePages
+from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops, Pages
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
 from penstock.executor.kernels.linear import Narrow
@@ -29,7 +30,8 @@ if TYPE_CHECKING:  # else imported by models that have them
 class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
-        self.num_layers = len(spec.layers)
+        self.num_layers, self.unit_bytes = len(spec.layers), 0
+        self.caches = tuple(LayerCache(layer.window) for layer in spec.layers)
         self.kv_parts = 2 if spec.latent is None else 1
         self.kv_width = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)[1] * spec.head_dim
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
@@ -55,9 +57,11 @@ class Decoder:
         first, last = 0, self.num_layers - 1
         if self._joined is not None:
             first, update = last, self._joined(residual, batch, pages)
+        batches = batch.by_layer(self.num_layers)
         for index in range(first, self.num_layers):
-            wanted = batch.wanted if index == last else None
-            update, residual = self._layers[index].forward(update, residual, batch, pages[index], wanted)
+            wanted, own = batch.wanted if index == last else None, pages[index]
+            assert not isinstance(own, StatePages)
+            update, residual = self._layers[index].forward(update, residual, batches[index], own, wanted)
         assert update is not None
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
+from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.fields import Fields
@@ -34,6 +35,8 @@ class Spec(Protocol):
 
 class CausalModel(Protocol):
     num_layers: int
+    caches: tuple[LayerCache, ...]  # what each layer keeps
+    unit_bytes: int  # of a state's largest unit; 0: no layer has a state
     kv_parts: int  # 2: keys and values; 1: one vector that is both
     kv_width: int  # of each part, of one position in one layer
 

@@ -74,7 +74,7 @@ def test_after_a_prefix_hit(case: str, dtype: DType, cached: int) -> None:
     owner = driver.admit([*PROMPT[:cached], 1, 2, 3])
     driver.generate(owner, count=5, chunk=13)
     hit = driver.admit(PROMPT, FULL)
-    hit.blocks, hit.computed = owner.blocks[: cached // BLOCK], cached
+    driver.share(owner, hit, cached // BLOCK)
     assert trace(driver, hit, owner) == alone(case, dtype)
 
 
