@@ -7,13 +7,31 @@ single token come first, so a kernel may treat them as one rectangle, and those 
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 # Per layer its key pages and value pages, each [blocks, block_size, kv heads * head_dim] with a page stride that
 # spans all layers.
 KvPages = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+class StatePages(NamedTuple):
+    """Where a recurrent layer keeps its units, equal pieces of what each row carries along: unit u of a row is on the page
+    table[(first_unit + u) // units_per_page], (first_unit + u) % units_per_page * unit_bytes from its beginning."""
+
+    base: torch.Tensor  # [pages, bytes of a page] uint8
+    first_unit: int
+    units_per_page: int
+    unit_bytes: int  # a multiple of 64
+
+
+class StateBatch(NamedTuple):
+    """The pages of each row's state before its first token, and where the state goes after its last one."""
+
+    read: torch.Tensor  # [R, pages of a state] int32
+    write: torch.Tensor  # the same pages: in place
+    is_new: torch.Tensor  # [R] bool: nothing is read, the state is zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +48,7 @@ class ForwardBatch:
     query_lens: tuple[int, ...]  # of the rows after those, ascending
     query_contexts: tuple[int, ...]  # context_lens of the rows after those
     max_single_context: int  # the longest context among the single-token rows; 0 without any
+    states: StateBatch | None = None
     # What the kernels of one layer found out about the rows, for those of the next (kernels/cuda/work.py).
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 

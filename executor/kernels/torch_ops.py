@@ -11,11 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Activation, BlockOps, FusedExperts, HeadNorms, Pages, Rotation
+from penstock.executor.kernels import (
+    NO_NORMS,
+    Activation,
+    BlockOps,
+    FusedExperts,
+    HeadNorms,
+    Pages,
+    Rotation,
+    torch_recurrent,
+)
+from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.moe_spec import MoeSpec
 
 fused_experts: FusedExperts | None = None
 blocks: BlockOps | None = None
+recurrent: RecurrentOps = torch_recurrent
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23
