@@ -55,7 +55,8 @@ class CpuRecurrent:
 
 
 def _describe(states: StatePages, batch: ForwardBatch) -> Any:
-    read, write, is_new = batch.states or ()
+    assert batch.states is not None
+    read, write, is_new = batch.states
     assert read.dtype is write.dtype is torch.int32 and read.is_contiguous() and write.is_contiguous()
     assert is_new.dtype is torch.bool and states.base.stride(1) == 1
     given = {

@@ -1,5 +1,7 @@
 """`RecurrentOps` in plain torch, as this module is one: the oracle for the C and Triton versions, and their fallback."""
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -38,7 +40,7 @@ def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch
     beta = inputs.b.float().sigmoid()
     out, after = torch.empty_like(v), []
     starts = batch.query_starts.tolist()
-    for row, (first, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for row, (first, end) in enumerate(pairwise(starts)):
         state = before[row]  # [H, key_dim, value_dim]
         for token in range(first, end):
             state = state * decay[token, :, None, None]

@@ -20,7 +20,7 @@ class GroupedAttention:
         self.window = spec.layers[index].window
         prefix = f"model.layers.{index}.self_attn."
         num_heads, num_kv_heads = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)
-        self._head_split = (num_heads, num_kv_heads, num_kv_heads)
+        self._head_split: tuple[int, ...] = (num_heads, num_kv_heads, num_kv_heads)
         self.norms = NO_NORMS
         if spec.qk_norm:
             q_norm, k_norm = (
@@ -29,9 +29,15 @@ class GroupedAttention:
             self.norms = q_norm, k_norm, spec.norm_eps
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         names, rows = tuple(f"{prefix}{part}_proj" for part in "qkv"), tuple(each * spec.head_dim for each in heads)
-        self.qkv = weights.linear(names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads)
+        pieces = None
+        if spec.output_gate:  # stored head by head, a query and its gate; here all gates are behind all queries
+            self._head_split = (num_heads, num_heads, num_kv_heads, num_kv_heads)
+            rows, pieces = (2 * rows[0], *rows[1:]), ((spec.head_dim, spec.head_dim), None, None)
+        self.qkv = weights.linear(
+            names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads, pieces=pieces
+        )
         self.output = weights.linear(
-            (f"{prefix}o_proj",), (spec.hidden_size,), rows[0], spec.output_bias, split="columns"
+            (f"{prefix}o_proj",), (spec.hidden_size,), heads[0] * spec.head_dim, spec.output_bias, split="columns"
         )
 
     @property
@@ -41,10 +47,13 @@ class GroupedAttention:
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
         heads = multiply(self.qkv, hidden).unflatten(1, (-1, self._spec.head_dim))
-        q, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
+        q, *gates, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
         rotation = Rotation(*self.tables, batch.positions)
         q = self._ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, self.norms)
-        return self._ops.paged_attention(q, *pages, batch, self._spec.attention_scale, self.window).flatten(1)
+        out = self._ops.paged_attention(q, *pages, batch, self._spec.attention_scale, self.window)
+        for gate in gates:
+            out *= gate.sigmoid()
+        return out.flatten(1)
 
 
 def heads_of(heads: int, kv_heads: int, group: RankGroup) -> tuple[int, int]:

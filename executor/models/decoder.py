@@ -4,7 +4,7 @@ Sizes are the rank's own: heads and MLP columns are shared out between ranks. Th
 weights and tables; keys and values live in the pages that `forward` is given.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops, Pages
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
-from penstock.executor.kernels.linear import Narrow
+from penstock.executor.kernels.linear import Linear, Narrow
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.rope import Tables, rope_tables
-from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.models.spec import DecoderSpec, DeltaSpec
 from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import RankGroup
@@ -75,6 +75,29 @@ class Decoder:
         return self._vocabulary.logits(hidden)
 
 
+class _Mixer(Protocol):
+    """What brings a layer's tokens together: it attends, or carries a state along."""
+
+    output: Linear
+
+    @property
+    def takes_narrow(self) -> bool: ...
+
+    def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Any) -> Tensor: ...
+
+
+def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> _Mixer:
+    recurrent = spec.layers[index].recurrent
+    if recurrent is None:
+        kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
+        return kind(spec, index, weights, ops, tables)
+    from penstock.executor.models.recurrent import DeltaNet, ShortConv
+
+    if isinstance(recurrent, DeltaSpec):
+        return DeltaNet(spec, recurrent, index, weights, ops)
+    return ShortConv(spec, recurrent, index, weights, ops)
+
+
 class _Layer:
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         prefix = f"model.layers.{index}."
@@ -87,8 +110,7 @@ class _Layer:
         self._attention_norm = norm("post_attention_layernorm") if spec.sandwich_norms else None
         self._mlp_norm = norm("pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm")
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
-        kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
-        self._attention = kind(spec, index, weights, ops, tables)
+        self._attention = _mixer_of(spec, index, weights, ops, tables)
         moe = spec.layers[index].moe
         self.mlp: "Mlp | MoeMlp"  # noqa: UP037  (imported below)
         if moe is None:
@@ -99,9 +121,9 @@ class _Layer:
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
 
     def dense(self) -> DenseLayer | None:
-        """What it is made of; None with experts or latents."""
+        """What it is made of; None with experts, latents, states or gates behind the attention."""
         attention, mlp = self._attention, self.mlp
-        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp):
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or self._spec.output_gate:
             return None
         return DenseLayer(
             (attention.qkv, attention.output, mlp.gate_up, mlp.down),
@@ -139,7 +161,7 @@ class _Layer:
 
     def _norm_before(
         self,
-        part: "GroupedAttention | LatentAttention | Mlp | MoeMlp",
+        part: "_Mixer | Mlp | MoeMlp",
         update: Tensor,
         residual: Tensor,
         weight: Tensor,

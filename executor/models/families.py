@@ -64,6 +64,7 @@ def spec_of(
     tied_by_default: bool = False,
     activation_field: str = "hidden_act",
     activation: Activation = "silu",
+    intermediate_size: int | None = None,
     **features: Any,  # the rest of DecoderSpec's fields
 ) -> DecoderSpec:
     """What all families read alike, and the checks that hold for all."""
@@ -77,7 +78,7 @@ def spec_of(
     return DecoderSpec(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size"),
+        intermediate_size=intermediate_size or fields.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,

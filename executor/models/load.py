@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ def load_model(
 ) -> LoadedModel:
     path = Path(config.model)
     checkpoint = open_checkpoint(path, config)
-    fields = Fields(checkpoint.config, str(path / "config.json" if path.is_dir() else path))
+    fields = Fields(text_config(checkpoint.config), str(path / "config.json" if path.is_dir() else path))
     name, architecture = find_architecture(fields)
     spec = architecture.read_spec(fields)
     is_gguf = path.suffix == ".gguf"
@@ -62,7 +62,7 @@ def load_model(
     read = (
         DummyWeights(config.seed, dtype, has_blocks)
         if config.load_format == "dummy"
-        else CheckpointReader(checkpoint, config.model)
+        else CheckpointReader(checkpoint, config.model, architecture.renamed)
     )
     weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, keeps_codes)
     model = architecture.build(spec, weights, ops, num_positions, device)
@@ -70,7 +70,8 @@ def load_model(
         # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
         ahead = range(model.num_layers, model.num_layers + fields.integer("num_nextn_predict_layers", 0, low=0))
         read.check_all_read(
-            ("lm_head.weight",) if spec.tied_head else (), tuple(f"model.layers.{index}." for index in ahead)
+            ("lm_head.weight",) if spec.tied_head else (),
+            (*(f"model.layers.{index}." for index in ahead), *architecture.left),
         )
     # The spec has everything of the config that reaches the numbers: sizes, RoPE, windows, scales.
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
@@ -78,6 +79,13 @@ def load_model(
     fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
     memory = _memory(weights, dtype)
     return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement)
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the model of text in a model of several things. What both say, the outer one decides: above all
+    whether the embedding is the head too."""
+    text = config.get("text_config")
+    return {**text, **config} if isinstance(text, dict) else config
 
 
 def _keeps_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> bool:

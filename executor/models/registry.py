@@ -50,6 +50,8 @@ class CausalModel(Protocol):
 class Architecture(NamedTuple):
     read_spec: Callable[[Fields], Any]
     build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel]  # spec, weights, ops, positions, device
+    renamed: tuple[tuple[str, str], ...]  # parts of tensors' names, and what they are in the checkpoint
+    left: tuple[str, ...]  # how the names of tensors begin that are not computed: of images, of tokens ahead
 
 
 # The module beside this one, and the function in it that reads the settings. A module that has no `build` of its own
@@ -58,6 +60,7 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": ("moe_families", "deepseek_v2"),
     "DeepseekV3ForCausalLM": ("moe_families", "deepseek_v3"),
     "Gemma3ForCausalLM": ("families", "gemma3"),
+    "Lfm2ForCausalLM": ("recurrent_families", "lfm2"),
     "LlamaForCausalLM": ("families", "llama"),
     "MistralForCausalLM": ("families", "mistral"),
     "MixtralForCausalLM": ("moe_families", "mixtral"),
@@ -66,6 +69,11 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": ("moe_families", "qwen2_moe"),
     "Qwen3ForCausalLM": ("families", "qwen3"),
     "Qwen3MoeForCausalLM": ("moe_families", "qwen3_moe"),
+    "Qwen3NextForCausalLM": ("recurrent_families", "qwen3_next"),
+    "Qwen3_5ForCausalLM": ("recurrent_families", "qwen3_5"),
+    "Qwen3_5ForConditionalGeneration": ("recurrent_families", "qwen3_5"),
+    "Qwen3_5MoeForCausalLM": ("recurrent_families", "qwen3_5_moe"),
+    "Qwen3_5MoeForConditionalGeneration": ("recurrent_families", "qwen3_5_moe"),
 }
 
 
@@ -76,4 +84,5 @@ def find_architecture(fields: Fields) -> tuple[str, Architecture]:
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
     home, reader = ARCHITECTURES[names[0]]
     module = import_module(f"penstock.executor.models.{home}")
-    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder))
+    renamed, left = getattr(module, "STORED", {}).get(reader, ((), ()))
+    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder), renamed, left)

@@ -6,9 +6,11 @@ what it did not ask for must not be there.
 
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -35,20 +37,29 @@ Split = Literal["rows", "columns"] | None
 # Buffers that old versions of transformers saved; they follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 LOAD_THREADS = 8
+# Experts as some checkpoints have them: all of a layer in one tensor, without `.weight` in its name.
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class CheckpointReader:
-    """Reads tensors of an expected shape from a checkpoint and remembers which."""
+    """Reads tensors of an expected shape from a checkpoint and remembers which. `renamed`: what parts of their names are
+    called there, if any is."""
 
-    def __init__(self, checkpoint: Checkpoint, where: str) -> None:
-        self._checkpoint, self._where = checkpoint, where
+    def __init__(self, checkpoint: Checkpoint, where: str, renamed: tuple[tuple[str, str], ...] = ()) -> None:
+        self._checkpoint, self._where, self._renamed = checkpoint, where, renamed
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded:
         if name not in self._names and name.removeprefix("model.") in self._names:
             name = name.removeprefix("model.")  # saved without its head, as embedding models are
+        if name not in self._names:
+            stored = reduce(lambda text, pair: text.replace(*pair), self._renamed, name)
+            if (fused := _EXPERT.fullmatch(stored)) is not None and f"{fused[1]}.{_FUSED[fused[3]]}" in self._names:
+                return self._read_expert(f"{fused[1]}.{_FUSED[fused[3]]}", int(fused[2]), fused[3] == "up_proj", shape)
+            name = stored if stored in self._names else name
         if name not in self._names:
             raise ExecutorError(f"{self._where}: tensor {name!r} of shape {list(shape)} is missing")
         found = self._checkpoint.shape(name)
@@ -58,6 +69,20 @@ class CheckpointReader:
             )
         self._read.add(name)
         return self._checkpoint.read(name)
+
+    def _read_expert(self, name: str, expert: int, is_second: bool, shape: tuple[int, ...]) -> Tensor:
+        """One of a layer's experts, stored as one tensor; gate and up projections are the halves of one."""
+        found = self._checkpoint.shape(name)
+        halves = 2 if _FUSED["up_proj"] in name else 1
+        if len(found) != 3 or expert >= found[0] or found[1:] != (halves * shape[0], shape[1]):
+            raise ExecutorError(
+                f"{self._where}: tensor {name!r} has shape {list(found)}; config.json calls for expert {expert} of "
+                f"shape {[halves * shape[0], shape[1]]} in it"
+            )
+        self._read.add(name)
+        stored = self._checkpoint.read(name)
+        assert isinstance(stored, Tensor)
+        return stored[expert, shape[0] if is_second else 0 :][: shape[0]]
 
     def check_all_read(self, ignored: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> None:
         """`ignored`: how names end that may be left; `prefixes`: how they begin."""
@@ -131,16 +156,22 @@ class Weights:
         bias: bool | tuple[bool, ...] = False,
         split: Split | tuple[Split, ...] = None,
         units: tuple[int | None, ...] | None = None,
+        pieces: tuple[tuple[int, ...] | None, ...] | None = None,
     ) -> Linear:
         """One linear layer from one or several (their outputs side by side), by names without '.weight'.
 
         `bias` and `split` are everyone's, or each one's own. `units` says into how many indivisible parts each one's
-        split dimension falls, heads for instance; every row or column is one by default.
+        split dimension falls, heads for instance; every row or column is one by default. `pieces`: the rows are stored
+        in turns of so many of one kind, then so many of the next; the layer has all of a kind together.
         """
         biases = bias if isinstance(bias, tuple) else (bias,) * len(names)
         splits = split if isinstance(split, tuple) else (split,) * len(names)
         named = list(zip(names, rows, splits, units or (None,) * len(names), strict=True))
         parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
+        for index, kinds in enumerate(pieces or ()):
+            if kinds is not None:
+                assert not biases[index]
+                parts[index] = self._sorted(parts[index], kinds)
         added = self._bias(named, parts, biases) if any(biases) else None
         coded = [part for part in parts if isinstance(part, Coded)]
         if self._keeps_codes and len(coded) == len(parts):
@@ -148,6 +179,10 @@ class Weights:
         if self._block_ops is not None and (blocks := whole_blocks(parts, self._device)) is not None:
             return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
+
+    def _sorted(self, part: WeightPart | Coded, kinds: tuple[int, ...]) -> WeightPart:
+        turns = self._numbers(part).unflatten(0, (-1, sum(kinds))).split(kinds, dim=1)
+        return WeightPart(torch.cat([rows.flatten(0, 1) for rows in turns]))
 
     def _coded(self, parts: list[Coded], bias: Tensor | None) -> CodedLinear:
         layer = CodedLinear(parts, self.dtype, bias)

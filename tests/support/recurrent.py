@@ -32,7 +32,7 @@ class Layer:
         taps: int = 4,
         device: str | torch.device = "cpu",
     ) -> "Layer":
-        key_heads, value_heads, key_dim, value_dim = sizes
+        _, value_heads, _, value_dim = sizes
         rate, shift = -random(value_heads, seed=1).exp(), random(value_heads, seed=2)
         norm = 1 + 0.3 * random(value_dim, seed=3)
         heads = DeltaHeads(*sizes, rate.to(device), shift.to(device), norm.to(device), 1e-6)
