@@ -20,10 +20,11 @@ void penstock_convolve(const struct penstock_cpu *cpu, const struct penstock_sta
 /* The gated delta rule. A head keeps S [key_dim, value_dim] float32 in unit 1 + head. With q and k of unit length, q
  * also scaled by key_dim^-1/2, decay = exp(rate * softplus(a + shift)) and beta = sigmoid(b), a token makes
  * S = decay S + k (beta (v - decay k S)), and out = norm(q S) * norm_weight * silu(z).
- * qkv: key_heads queries, as many keys, then values of a token side by side; z: value_heads * value_dim of it. */
+ * qkv: key_heads queries, as many keys, then values of a token side by side; z: value_heads * value_dim of it; gates:
+ * value_heads numbers b, then as many a. */
 struct penstock_delta {
-    uintptr_t qkv, z, a, b, rate, shift, norm_weight, out;
-    int64_t qkv_stride, z_stride, a_stride, b_stride;
+    uintptr_t qkv, z, gates, rate, shift, norm_weight, out;
+    int64_t qkv_stride, z_stride, gates_stride;
     int key_heads, value_heads, key_dim, value_dim; /* dims up to PENSTOCK_HEAD */
     float eps;
 };

@@ -82,10 +82,11 @@ INLINE void begin_run(const struct penstock_delta *d, struct delta_run *run, int
         for (int64_t i = 0; i < width; i += LANES)
             sum = multiply_add(load(run->q[t], i, width - i, FLOAT32), load(run->k[t], i, width - i, FLOAT32), sum);
         run->product[t] = sum_lanes(sum);
-        float a = one_of(d->a, token * d->a_stride + head, type) + ((const float *)d->shift)[head];
+        int64_t gate = token * d->gates_stride + head;
+        float a = one_of(d->gates, gate + d->value_heads, type) + ((const float *)d->shift)[head];
         float softplus = a > 20.0f ? a : log1pf(expf(a));
         run->decay[t] = expf(((const float *)d->rate)[head] * softplus);
-        run->beta[t] = 1.0f / (1.0f + expf(-one_of(d->b, token * d->b_stride + head, type)));
+        run->beta[t] = 1.0f / (1.0f + expf(-one_of(d->gates, gate, type)));
     }
 }
 

@@ -38,13 +38,13 @@ class CpuRecurrent:
         return y
 
     def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
-        qkv, z, a, b = inputs
+        qkv, z, gates = inputs
         assert all(part.dtype is self._dtype and part.stride(1) == 1 for part in inputs)
         assert max(heads.key_dim, heads.value_dim) <= MAX_HEAD
         assert heads.key_dim * heads.value_dim * 4 <= states.unit_bytes
         out = torch.empty((len(z), heads.values), dtype=self._dtype)
-        names = "qkv", "z", "a", "b", "rate", "shift", "norm_weight", "out"
-        tensors = qkv, z, a, b, heads.rate, heads.shift, heads.norm, out
+        names = "qkv", "z", "gates", "rate", "shift", "norm_weight", "out"
+        tensors = qkv, z, gates, heads.rate, heads.shift, heads.norm, out
         strides = {f"{name}_stride": part.stride(0) for name, part in zip(names, inputs, strict=False)}
         sizes = {name: getattr(heads, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "eps")}
         delta = dict(zip(names, map(Tensor.data_ptr, tensors), strict=True)) | strides | sizes

@@ -36,8 +36,7 @@ class DeltaInputs(NamedTuple):
 
     qkv: Tensor  # [T, 2 keys + values], out of the convolution
     z: Tensor  # [T, values]
-    a: Tensor  # [T, value heads]
-    b: Tensor  # [T, value heads]
+    gates: Tensor  # [T, 2 value heads]: b, then a
 
 
 class RecurrentOps(Protocol):

@@ -36,8 +36,8 @@ def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch
     q, k, v = (part.float() for part in inputs.qkv.split((heads.keys, heads.keys, heads.values), 1))
     q, k = (_direction(part.unflatten(1, (heads.key_heads, -1))).repeat_interleave(group, 1) for part in (q, k))
     q, v = q * heads.key_dim**-0.5, v.unflatten(1, (num, -1))  # [T, H, dim]
-    decay = (heads.rate * F.softplus(inputs.a.float() + heads.shift)).exp()
-    beta = inputs.b.float().sigmoid()
+    b, a = inputs.gates.float().chunk(2, 1)
+    decay, beta = (heads.rate * F.softplus(a + heads.shift)).exp(), b.sigmoid()
     out, after = torch.empty_like(v), []
     starts = batch.query_starts.tolist()
     for row, (first, end) in enumerate(pairwise(starts)):

@@ -55,9 +55,8 @@ class DeltaNet:
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, states: StatePages) -> Tensor:
         """[T, hidden] -> [T, values]"""
         made = multiply(self._input, hidden)
-        beta, decay = multiply(self._gates, hidden).chunk(2, dim=1)
         qkv = self._recurrent.convolve(made[:, : self._channels], self._taps, None, states, batch, True)
-        inputs = DeltaInputs(qkv, made[:, self._channels :], decay, beta)
+        inputs = DeltaInputs(qkv, made[:, self._channels :], multiply(self._gates, hidden))
         return self._recurrent.delta_rule(inputs, self.heads, states, batch)
 
 

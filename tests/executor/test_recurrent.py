@@ -59,8 +59,7 @@ def test_chunks_and_batches_of_any_size_give_the_same_bits(level: str, dtype: to
 def test_strong_and_weak_gates_reach_their_limits(level: str) -> None:
     """A decay of nothing and of everything, and a key of zeros: no NaN where there is a limit."""
     layer = Layer.random(4, (1, 1, 16, 16))
-    layer.inputs.a[:] = torch.tensor([-300.0, 300.0, 25.0, 19.0])[:, None]
-    layer.inputs.b[:] = torch.tensor([300.0, -300.0, 100.0, 0.0])[:, None]
+    layer.inputs.gates[:] = torch.tensor([[300.0, -300.0], [-300.0, 300.0], [100.0, 25.0], [0.0, 19.0]])
     layer.inputs.qkv[2] = 0
     states, twins = States(layer, 1), States(layer, 1)
     actual = layer.run(cpu_ops.make_ops(torch.float32, 64, 1, level), states.pages, batch_of([4], states.tables))

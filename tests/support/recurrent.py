@@ -37,7 +37,7 @@ class Layer:
         norm = 1 + 0.3 * random(value_dim, seed=3)
         heads = DeltaHeads(*sizes, rate.to(device), shift.to(device), norm.to(device), 1e-6)
         channels = 2 * heads.keys + heads.values
-        widths = channels, heads.values, value_heads, value_heads
+        widths = channels, heads.values, 2 * value_heads
         merged = random(tokens, sum(widths), dtype=dtype, seed=4).to(device)  # parts of one product
         weight = random(taps, channels, seed=5).to(device) / taps**0.5
         return cls(

@@ -12,13 +12,16 @@ from penstock.executor.kernels.cuda import (
     latent_rope,
     logit_edits,
     paged_attention,
+    recurrent,
     rope_and_store,
     routing,
     rows,
 )
+from penstock.executor.kernels.recurrent import RecurrentOps
 
 
 class CudaOps:
+    recurrent: RecurrentOps = recurrent
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     gate = staticmethod(rows.gate)

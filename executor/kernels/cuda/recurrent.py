@@ -1,0 +1,447 @@
+"""`RecurrentOps` in Triton. Rows of one token go past their heads' states in one kernel; rows of several in chunks of 64.
+
+Within a chunk, what each token changes depends on those before it through a triangular system, I + L. Its inverse does
+not need the state, so all chunks of all heads are prepared at once (`_prepare`): u, the changes if the state were zero,
+and w, what a state takes from them. Then a program per row, head and 64 columns of the state goes from chunk to chunk
+(`_advance`), and the last kernel norms and gates. Decay is kept as the logarithm of what is left since the chunk began.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.executor.batch import ForwardBatch, StatePages
+from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.pages import block_of
+from penstock.executor.kernels.cuda.rows import activate, normalize
+from penstock.executor.kernels.cuda.tiles import power_of_2
+from penstock.executor.kernels.cuda.work import find_row
+from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
+
+CHUNK = tl.constexpr(64)  # tokens: 64 rows make a warpgroup's product
+SUB = tl.constexpr(16)  # tokens of the pieces of a chunk that are solved one token after the other
+COLUMNS = 64  # of a state that one program takes through a row
+CONV_TOKENS, CONV_CHANNELS = 32, 128
+
+
+class Units(NamedTuple):
+    """Where units lie in the pages, in elements."""
+
+    page: int
+    unit: int
+    per_page: int
+
+
+class Sizes(NamedTuple):
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    qkv_stride: int  # from token to token, as the next two
+    z_stride: int
+    gate_stride: int
+
+    @staticmethod
+    def of(heads: DeltaHeads, inputs: DeltaInputs) -> "Sizes":
+        assert all(part.stride(1) == 1 for part in inputs)
+        return Sizes(*heads[:4], *(part.stride(0) for part in inputs))
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
+) -> Tensor:
+    taps, channels = weight.shape
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    y = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
+    pages, table, numbers, units = _kept(states, batch, x.dtype)
+    singles, several = batch.num_single_rows, len(batch.query_lens)
+    pointers = x, weight, weight if bias is None else bias, y, pages, *table, batch.query_starts
+    for first, rows, tokens in ((0, singles, 1), (singles, several, CONV_TOKENS)):
+        if rows:
+            tiles = rows if tokens == 1 else sum(batch.query_lens) // tokens + rows
+            _convolve[(tiles, triton.cdiv(channels, CONV_CHANNELS))](
+                *pointers,
+                *numbers,
+                first,
+                rows,
+                X_STRIDE=x.stride(0),
+                WIDTH=channels,
+                TAPS=taps,
+                UNITS=units,
+                HAS_BIAS=bias is not None,
+                HAS_SILU=has_silu,
+                TOKENS=tokens,
+                CHANNELS=CONV_CHANNELS,
+                num_warps=4,
+            )
+    return y
+
+
+def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
+    qkv, z, gates = inputs
+    sizes = Sizes.of(heads, inputs)
+    out = torch.empty((len(z), heads.values), dtype=z.dtype, device=z.device)
+    pages, table, numbers, units = _kept(states, batch, torch.float32)
+    singles, several = batch.num_single_rows, len(batch.query_lens)
+    constants: dict[str, Any] = {"SIZES": sizes, "UNITS": units}
+    if singles:
+        wide = power_of_2(heads.key_dim) * power_of_2(heads.value_dim) >= 1 << 14
+        _single[(heads.value_heads, singles)](
+            qkv,
+            z,
+            gates,
+            heads.rate,
+            heads.shift,
+            heads.norm,
+            out,
+            pages,
+            *table,
+            *numbers,
+            heads.eps,
+            **constants,
+            num_warps=8 if wide else 4,
+        )
+    if several:
+        tokens, precision = len(z), "ieee" if z.dtype is torch.float32 else "tf32"
+        u = torch.empty((tokens, heads.values), dtype=z.dtype, device=z.device)
+        w = torch.empty((tokens, heads.value_heads * heads.key_dim), dtype=z.dtype, device=z.device)
+        left = torch.empty((tokens, heads.value_heads), dtype=torch.float32, device=z.device)
+        made = torch.empty((tokens, heads.values), dtype=torch.float32, device=z.device)
+        tiles = sum(batch.query_lens) // CHUNK.value + several
+        _prepare[(tiles, heads.value_heads)](
+            qkv,
+            gates,
+            heads.rate,
+            heads.shift,
+            u,
+            w,
+            left,
+            batch.query_starts,
+            singles,
+            several,
+            SIZES=sizes,
+            PRECISION=precision,
+            num_warps=4,
+        )
+        columns = min(COLUMNS, block_of(heads.value_dim))
+        _advance[(heads.value_heads, several, triton.cdiv(heads.value_dim, columns))](
+            qkv, u, w, left, made, pages, *table, batch.query_starts, *numbers, singles, **constants, COLUMNS=columns
+        )
+        first = sum(batch.query_lens)
+        _finish[(first, heads.value_heads)](
+            made, z, heads.norm, out, tokens - first, heads.eps, SIZES=sizes, num_warps=1
+        )
+    return out
+
+
+def _kept(
+    states: StatePages, batch: ForwardBatch, dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], tuple[int, int], Units]:
+    """The pages in numbers of `dtype`; read and write table and what is new; a table's width and the layer's first unit."""
+    assert batch.states is not None
+    read, write, is_new = batch.states
+    assert read.is_contiguous() and write.is_contiguous()
+    pages = states.base.view(dtype)
+    units = Units(pages.stride(0), states.unit_bytes // dtype.itemsize, states.units_per_page)
+    return pages, (read, write, is_new), (read.shape[1], states.first_unit), units
+
+
+@triton.jit
+def unit_of(table_ptr, row, unit, width, first_unit, UNITS: tl.constexpr):
+    """Where a unit of a row begins."""
+    at = first_unit + unit
+    page = tl.load(table_ptr + row.to(tl.int64) * width + at // UNITS.per_page).to(tl.int64)
+    return page * UNITS.page + at % UNITS.per_page * UNITS.unit
+
+
+@kernel
+def _convolve(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    pages_ptr,
+    read_ptr,
+    write_ptr,
+    is_new_ptr,
+    starts_ptr,
+    width,
+    first_unit,
+    first_row,
+    num_rows,
+    X_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    UNITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """A program per tile of tokens and channels. The first tile of a row, alone in reading the tail, leaves the new one."""
+    if TOKENS == 1:
+        row = first_row + tl.program_id(0)
+        tile = 0
+    else:
+        row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, 1, TOKENS)
+    begin = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - begin
+    if tile * TOKENS >= count:
+        return
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    is_channel = channel < WIDTH
+    token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
+    x_ptr += begin.to(tl.int64) * X_STRIDE
+    tail_ptr = pages_ptr + unit_of(read_ptr, row, 0, width, first_unit, UNITS)
+    has_tail = tl.load(is_new_ptr + row) == 0
+    acc = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = token - (TAPS - 1) + tap
+        is_mine = is_channel & (token < count)
+        x = tl.load(x_ptr + at * X_STRIDE + channel, mask=is_mine & (at >= 0), other=0.0).to(tl.float32)
+        if TAPS > 1:
+            tail = tail_ptr + (at + TAPS - 1) * WIDTH + channel
+            x += tl.load(tail, mask=is_mine & (at < 0) & has_tail, other=0.0).to(tl.float32)
+        acc += x * tl.load(weight_ptr + tap * WIDTH + channel, mask=is_channel, other=0.0)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + channel, mask=is_channel, other=0.0)
+    if HAS_SILU:
+        acc = activate(acc, "silu")
+    place = (begin + token).to(tl.int64) * WIDTH + channel
+    tl.store(y_ptr + place, acc.to(y_ptr.dtype.element_ty), mask=is_channel & (token < count))
+    if TAPS > 1:
+        if tile == 0:
+            KEPT: tl.constexpr = triton.next_power_of_2(TAPS - 1)
+            kept = tl.arange(0, KEPT)[:, None]
+            is_kept = is_channel & (kept < TAPS - 1)
+            at = count - (TAPS - 1) + kept
+            x = tl.load(x_ptr + at * X_STRIDE + channel, mask=is_kept & (at >= 0), other=0.0)
+            tail = tail_ptr + (at + TAPS - 1) * WIDTH + channel
+            x = tl.where(at >= 0, x, tl.load(tail, mask=is_kept & (at < 0) & has_tail, other=0.0))
+            tl.debug_barrier()  # in place: all has been read
+            kept_ptr = pages_ptr + unit_of(write_ptr, row, 0, width, first_unit, UNITS)
+            tl.store(kept_ptr + kept * WIDTH + channel, x, mask=is_kept)
+
+
+@triton.jit
+def direction(x, scale):
+    """Each row of x at length `scale`, or all of x if it is one row."""
+    return x * (scale / tl.sqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) + 1e-6))
+
+
+@triton.jit
+def log_decay(a, rate, shift):
+    x = a.to(tl.float32) + shift
+    return rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@kernel
+def _single(
+    qkv_ptr,
+    z_ptr,
+    gates_ptr,
+    rate_ptr,
+    shift_ptr,
+    norm_ptr,
+    out_ptr,
+    pages_ptr,
+    read_ptr,
+    write_ptr,
+    is_new_ptr,
+    width,
+    first_unit,
+    eps,
+    SIZES: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """One head of a row of one token, whose number is the row's."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    SCALE: tl.constexpr = SIZES.key**-0.5
+    i = tl.arange(0, triton.next_power_of_2(SIZES.key))
+    j = tl.arange(0, triton.next_power_of_2(SIZES.value))
+    is_i, is_j = i < SIZES.key, j < SIZES.value
+    token = row.to(tl.int64)
+    qkv_ptr += token * SIZES.qkv_stride
+    key_ptr = qkv_ptr + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key + i
+    keys: tl.constexpr = SIZES.key_heads * SIZES.key
+    q = direction(tl.load(key_ptr, mask=is_i, other=0.0).to(tl.float32), SCALE)
+    k = direction(tl.load(key_ptr + keys, mask=is_i, other=0.0).to(tl.float32), 1.0)
+    v = tl.load(qkv_ptr + 2 * keys + head * SIZES.value + j, mask=is_j, other=0.0).to(tl.float32)
+    gate = token * SIZES.gate_stride + head
+    decay = tl.exp(
+        log_decay(tl.load(gates_ptr + gate + SIZES.value_heads), tl.load(rate_ptr + head), tl.load(shift_ptr + head))
+    )
+    beta = tl.sigmoid(tl.load(gates_ptr + gate).to(tl.float32))
+    inside = is_i[:, None] & is_j[None, :]
+    place = i[:, None] * SIZES.value + j[None, :]
+    has_state = tl.load(is_new_ptr + row) == 0
+    state_ptr = pages_ptr + unit_of(read_ptr, row, 1 + head, width, first_unit, UNITS)
+    state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0) * decay
+    change = beta * (v - tl.sum(k[:, None] * state, 0))
+    state += k[:, None] * change[None, :]
+    kept_ptr = pages_ptr + unit_of(write_ptr, row, 1 + head, width, first_unit, UNITS)
+    tl.store(kept_ptr + place, state, mask=inside)
+    y = normalize(tl.sum(q[:, None] * state, 0), tl.load(norm_ptr + j, mask=is_j, other=0.0), eps, SIZES.value)
+    z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value + j, mask=is_j, other=0.0).to(tl.float32)
+    out_ptr += token * (SIZES.value_heads * SIZES.value) + head * SIZES.value + j
+    tl.store(out_ptr, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=is_j)
+
+
+@triton.jit
+def inverse(lower, PRECISION: tl.constexpr):
+    """Of I + lower, [CHUNK, CHUNK] strictly lower triangular.
+
+    The pieces on the diagonal, D, are inverted one token after the other, all side by side. With M = D (the rest), whose
+    fourth power is zero, the whole is (I + M)⁻¹ D = (I - M) (I + M²) D: no powers of `lower`, which may be huge.
+    """
+    PIECES: tl.constexpr = CHUNK // SUB
+    piece, one = tl.arange(0, PIECES), tl.arange(0, SUB)
+    is_diagonal = (piece[:, None] == piece[None, :])[:, None, :, None]
+    apart = tl.reshape(lower, (PIECES, SUB, PIECES, SUB))
+    own = tl.sum(tl.where(is_diagonal, apart, 0.0), 2)  # [PIECES, SUB, SUB]
+    solved = tl.where((one[:, None] == one[None, :])[None, :, :], 1.0, own * 0.0)
+    for token in range(1, SUB):
+        is_token = (one == token)[None, :, None]
+        row = tl.sum(tl.where(is_token, own, 0.0), 1)  # [PIECES, SUB]
+        solved -= tl.where(is_token, tl.sum(row[:, :, None] * solved, 1)[:, None, :], 0.0)
+    diagonal = tl.reshape(tl.where(is_diagonal, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
+    number = tl.arange(0, CHUNK)
+    rest = tl.where((number[:, None] // SUB) == (number[None, :] // SUB), 0.0, lower)
+    identity = tl.where(number[:, None] == number[None, :], 1.0, 0.0)
+    m = tl.dot(diagonal, rest, input_precision=PRECISION)
+    both = tl.dot(identity - m, identity + tl.dot(m, m, input_precision=PRECISION), input_precision=PRECISION)
+    return tl.dot(both, diagonal, input_precision=PRECISION)
+
+
+@kernel
+def _prepare(
+    qkv_ptr,
+    gates_ptr,
+    rate_ptr,
+    shift_ptr,
+    u_ptr,
+    w_ptr,
+    left_ptr,
+    starts_ptr,
+    first_row,
+    num_rows,
+    SIZES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """u, w and what decay has left by each token, of one head's chunk."""
+    head = tl.program_id(1)
+    row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, 1, CHUNK)
+    begin = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - begin
+    if tile * CHUNK >= count:
+        return
+    number = tl.arange(0, CHUNK)
+    i, j = tl.arange(0, block_of(SIZES.key)), tl.arange(0, block_of(SIZES.value))
+    is_token = tile * CHUNK + number < count
+    token = (begin + tile * CHUNK + number).to(tl.int64)
+    keys: tl.constexpr = SIZES.key_heads * SIZES.key
+    key = keys + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key
+    qkv_ptr += token[:, None] * SIZES.qkv_stride
+    is_k, is_v = is_token[:, None] & (i < SIZES.key)[None, :], is_token[:, None] & (j < SIZES.value)[None, :]
+    k = direction(tl.load(qkv_ptr + key + i[None, :], mask=is_k, other=0.0).to(tl.float32), 1.0)
+    gate = token * SIZES.gate_stride + head
+    a = tl.load(gates_ptr + gate + SIZES.value_heads, mask=is_token, other=0.0)
+    decay = tl.where(is_token, log_decay(a, tl.load(rate_ptr + head), tl.load(shift_ptr + head)), 0.0)
+    beta = tl.where(is_token, tl.sigmoid(tl.load(gates_ptr + gate, mask=is_token, other=0.0).to(tl.float32)), 0.0)
+    left = tl.cumsum(decay, 0)
+    tl.store(left_ptr + token * SIZES.value_heads + head, left, mask=is_token)
+    narrow = u_ptr.dtype.element_ty
+    products = tl.dot(k.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * beta[:, None]
+    is_before = number[:, None] > number[None, :]
+    since = tl.where(is_before, tl.exp(tl.where(is_before, left[:, None] - left[None, :], 0.0)), 0.0)
+    solved = inverse(products * since, PRECISION).to(narrow)
+    v = tl.load(qkv_ptr + 2 * keys + head * SIZES.value + j[None, :], mask=is_v, other=0.0).to(tl.float32)
+    u = tl.dot(solved, (v * beta[:, None]).to(narrow), input_precision="ieee")
+    place = token[:, None] * (SIZES.value_heads * SIZES.value) + head * SIZES.value + j[None, :]
+    tl.store(u_ptr + place, u.to(narrow), mask=is_v)
+    w = tl.dot(solved, (k * (beta * tl.exp(left))[:, None]).to(narrow), input_precision="ieee")
+    place = token[:, None] * (SIZES.value_heads * SIZES.key) + head * SIZES.key + i[None, :]
+    tl.store(w_ptr + place, w.to(narrow), mask=is_k)
+
+
+@kernel
+def _advance(
+    qkv_ptr,
+    u_ptr,
+    w_ptr,
+    left_ptr,
+    made_ptr,
+    pages_ptr,
+    read_ptr,
+    write_ptr,
+    is_new_ptr,
+    starts_ptr,
+    width,
+    first_unit,
+    first_row,
+    SIZES: tl.constexpr,
+    UNITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some columns of one head's state, chunk after chunk of its row."""
+    head, row = tl.program_id(0), first_row + tl.program_id(1)
+    begin = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - begin
+    number = tl.arange(0, CHUNK)
+    i = tl.arange(0, block_of(SIZES.key))
+    j = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    is_i, is_j = i < SIZES.key, j < SIZES.value
+    inside = is_i[:, None] & is_j[None, :]
+    place = i[:, None] * SIZES.value + j[None, :]
+    has_state = tl.load(is_new_ptr + row) == 0
+    state_ptr = pages_ptr + unit_of(read_ptr, row, 1 + head, width, first_unit, UNITS)
+    state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
+    narrow = u_ptr.dtype.element_ty
+    SCALE: tl.constexpr = SIZES.key**-0.5
+    keys: tl.constexpr = SIZES.key_heads * SIZES.key
+    key = head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key
+    is_past = number[:, None] >= number[None, :]
+    for start in range(0, count, CHUNK):
+        is_token = start + number < count
+        token = (begin + start + number).to(tl.int64)
+        is_k, is_v = is_token[:, None] & is_i[None, :], is_token[:, None] & is_j[None, :]
+        q_ptrs = qkv_ptr + token[:, None] * SIZES.qkv_stride + key + i[None, :]
+        q = direction(tl.load(q_ptrs, mask=is_k, other=0.0).to(tl.float32), SCALE)
+        k = direction(tl.load(q_ptrs + keys, mask=is_k, other=0.0).to(tl.float32), 1.0)
+        left = tl.load(left_ptr + token * SIZES.value_heads + head, mask=is_token, other=0.0)
+        last = tl.sum(tl.where(number == tl.minimum(count - start, CHUNK) - 1, left, 0.0), 0)
+        w = tl.load(
+            w_ptr + token[:, None] * (SIZES.value_heads * SIZES.key) + head * SIZES.key + i[None, :],
+            mask=is_k,
+            other=0.0,
+        )
+        values = token[:, None] * (SIZES.value_heads * SIZES.value) + head * SIZES.value + j[None, :]
+        change = tl.load(u_ptr + values, mask=is_v, other=0.0).to(tl.float32)
+        change -= tl.dot(w, state.to(narrow), input_precision="ieee")
+        scores = tl.dot(q.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee")
+        since = tl.exp(tl.where(is_past, left[:, None] - left[None, :], 0.0))
+        scores = tl.where(is_past, scores * since, 0.0)
+        out = tl.dot((q * tl.exp(left)[:, None]).to(narrow), state.to(narrow), input_precision="ieee")
+        out = tl.dot(scores.to(narrow), change.to(narrow), out, input_precision="ieee")
+        tl.store(made_ptr + values, out, mask=is_v)
+        remains = tl.where(is_token, tl.exp(last - left), 0.0)
+        state *= tl.exp(last)
+        state = tl.dot(tl.trans((k * remains[:, None]).to(narrow)), change.to(narrow), state, input_precision="ieee")
+    kept_ptr = pages_ptr + unit_of(write_ptr, row, 1 + head, width, first_unit, UNITS)
+    tl.store(kept_ptr + place, state, mask=inside)
+
+
+@kernel
+def _finish(made_ptr, z_ptr, norm_ptr, out_ptr, first, eps, SIZES: tl.constexpr):
+    """The norm and the gate of one head of one token, from the first one on."""
+    token, head = (first + tl.program_id(0)).to(tl.int64), tl.program_id(1)
+    j = tl.arange(0, triton.next_power_of_2(SIZES.value))
+    is_j = j < SIZES.value
+    place = token * (SIZES.value_heads * SIZES.value) + head * SIZES.value + j
+    made = tl.load(made_ptr + place, mask=is_j, other=0.0)
+    y = normalize(made, tl.load(norm_ptr + j, mask=is_j, other=0.0), eps, SIZES.value)
+    z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value + j, mask=is_j, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=is_j)
