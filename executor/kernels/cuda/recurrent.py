@@ -1,4 +1,5 @@
-"""`RecurrentOps` in Triton. Rows of one token go past their heads' states in one kernel; rows of several in chunks of 64.
+"""`RecurrentOps` in Triton. Rows of one token go past their heads' states in one kernel (`_step`), as all do in float32;
+rows of several go in chunks of 64.
 
 Within a chunk, what each token changes depends on those before it through a triangular system, I + L. Its inverse does
 not need the state, so all chunks of all heads are prepared at once (`_prepare`): u, the changes if the state were zero,
@@ -24,7 +25,8 @@ from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 CHUNK = tl.constexpr(64)  # tokens: 64 rows make a warpgroup's product
 SUB = tl.constexpr(16)  # tokens of the pieces of a chunk that are solved one token after the other
 COLUMNS = 64  # of a state that one program takes through a row
-CONV_TOKENS, CONV_CHANNELS = 32, 128
+FINISHED = 16  # tokens that a program norms and gates
+CONV_TILES = {True: (1, 512, 2), False: (32, 128, 4)}  # by whether rows have one token: tokens, channels, warps
 
 
 class Units(NamedTuple):
@@ -38,8 +40,8 @@ class Units(NamedTuple):
 class Sizes(NamedTuple):
     key_heads: int
     value_heads: int
-    key: int
-    value: int
+    key_dim: int
+    value_dim: int
     qkv_stride: int  # from token to token, as the next two
     z_stride: int
     gate_stride: int
@@ -59,10 +61,11 @@ def convolve(
     pages, table, numbers, units = _kept(states, batch, x.dtype)
     singles, several = batch.num_single_rows, len(batch.query_lens)
     pointers = x, weight, weight if bias is None else bias, y, pages, *table, batch.query_starts
-    for first, rows, tokens in ((0, singles, 1), (singles, several, CONV_TOKENS)):
+    for first, rows in ((0, singles), (singles, several)):
         if rows:
+            tokens, wide, warps = CONV_TILES[first == 0 and singles > 0]
             tiles = rows if tokens == 1 else sum(batch.query_lens) // tokens + rows
-            _convolve[(tiles, triton.cdiv(channels, CONV_CHANNELS))](
+            _convolve[(tiles, triton.cdiv(channels, wide))](
                 *pointers,
                 *numbers,
                 first,
@@ -74,65 +77,51 @@ def convolve(
                 HAS_BIAS=bias is not None,
                 HAS_SILU=has_silu,
                 TOKENS=tokens,
-                CHANNELS=CONV_CHANNELS,
-                num_warps=4,
+                CHANNELS=wide,
+                num_warps=warps,
             )
     return y
 
 
 def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
     qkv, z, gates = inputs
-    sizes = Sizes.of(heads, inputs)
-    out = torch.empty((len(z), heads.values), dtype=z.dtype, device=z.device)
+    sizes, tokens, num_heads = Sizes.of(heads, inputs), len(z), heads.value_heads
+    out = torch.empty((tokens, heads.values), dtype=z.dtype, device=z.device)
     pages, table, numbers, units = _kept(states, batch, torch.float32)
     singles, several = batch.num_single_rows, len(batch.query_lens)
     constants: dict[str, Any] = {"SIZES": sizes, "UNITS": units}
-    if singles:
+    is_exact = z.dtype is torch.float32  # there are no products of float32 that are as quick as they would have to be
+    if rows := singles + several if is_exact else singles:
         wide = power_of_2(heads.key_dim) * power_of_2(heads.value_dim) >= 1 << 14
-        _single[(heads.value_heads, singles)](
-            qkv,
-            z,
-            gates,
-            heads.rate,
-            heads.shift,
-            heads.norm,
-            out,
-            pages,
-            *table,
+        _step[(num_heads, rows)](
+            *(qkv, z, gates, heads.rate, heads.shift, heads.norm, out, pages, *table, batch.query_starts),
             *numbers,
             heads.eps,
             **constants,
             num_warps=8 if wide else 4,
         )
-    if several:
-        tokens, precision = len(z), "ieee" if z.dtype is torch.float32 else "tf32"
+    if several and not is_exact:
         u = torch.empty((tokens, heads.values), dtype=z.dtype, device=z.device)
-        w = torch.empty((tokens, heads.value_heads * heads.key_dim), dtype=z.dtype, device=z.device)
-        left = torch.empty((tokens, heads.value_heads), dtype=torch.float32, device=z.device)
+        w = torch.empty((tokens, num_heads * heads.key_dim), dtype=z.dtype, device=z.device)
+        left = torch.empty((tokens, num_heads), dtype=torch.float32, device=z.device)
         made = torch.empty((tokens, heads.values), dtype=torch.float32, device=z.device)
-        tiles = sum(batch.query_lens) // CHUNK.value + several
-        _prepare[(tiles, heads.value_heads)](
-            qkv,
-            gates,
-            heads.rate,
-            heads.shift,
-            u,
-            w,
-            left,
-            batch.query_starts,
-            singles,
-            several,
+        count, columns = sum(batch.query_lens), min(COLUMNS, block_of(heads.value_dim))
+        _prepare[(count // CHUNK.value + several, num_heads)](
+            *(qkv, gates, heads.rate, heads.shift, u, w, left, batch.query_starts),
+            *(singles, several),
             SIZES=sizes,
-            PRECISION=precision,
-            num_warps=4,
+            num_warps=8,
         )
-        columns = min(COLUMNS, block_of(heads.value_dim))
-        _advance[(heads.value_heads, several, triton.cdiv(heads.value_dim, columns))](
-            qkv, u, w, left, made, pages, *table, batch.query_starts, *numbers, singles, **constants, COLUMNS=columns
+        _advance[(num_heads, several, triton.cdiv(heads.value_dim, columns))](
+            *(qkv, u, w, left, made, pages, *table, batch.query_starts),
+            *(*numbers, singles),
+            **constants,
+            COLUMNS=columns,
+            num_warps=8,
+            num_stages=2,
         )
-        first = sum(batch.query_lens)
-        _finish[(first, heads.value_heads)](
-            made, z, heads.norm, out, tokens - first, heads.eps, SIZES=sizes, num_warps=1
+        _finish[(triton.cdiv(count, FINISHED), num_heads)](
+            *(made, z, heads.norm, out), *(tokens - count, tokens, heads.eps), SIZES=sizes, TOKENS=FINISHED, num_warps=4
         )
     return out
 
@@ -214,16 +203,15 @@ def _convolve(
     tl.store(y_ptr + place, acc.to(y_ptr.dtype.element_ty), mask=is_channel & (token < count))
     if TAPS > 1:
         if tile == 0:
-            KEPT: tl.constexpr = triton.next_power_of_2(TAPS - 1)
-            kept = tl.arange(0, KEPT)[:, None]
+            kept = tl.arange(0, triton.next_power_of_2(TAPS - 1))[:, None]
             is_kept = is_channel & (kept < TAPS - 1)
-            at = count - (TAPS - 1) + kept
-            x = tl.load(x_ptr + at * X_STRIDE + channel, mask=is_kept & (at >= 0), other=0.0)
-            tail = tail_ptr + (at + TAPS - 1) * WIDTH + channel
-            x = tl.where(at >= 0, x, tl.load(tail, mask=is_kept & (at < 0) & has_tail, other=0.0))
+            source = count - (TAPS - 1) + kept
+            ours = tl.load(x_ptr + source * X_STRIDE + channel, mask=is_kept & (source >= 0), other=0.0)
+            older = tail_ptr + (source + TAPS - 1) * WIDTH + channel
+            ours += tl.load(older, mask=is_kept & (source < 0) & has_tail, other=0.0)  # one of the two is zero
             tl.debug_barrier()  # in place: all has been read
             kept_ptr = pages_ptr + unit_of(write_ptr, row, 0, width, first_unit, UNITS)
-            tl.store(kept_ptr + kept * WIDTH + channel, x, mask=is_kept)
+            tl.store(kept_ptr + kept * WIDTH + channel, ours, mask=is_kept)
 
 
 @triton.jit
@@ -239,7 +227,7 @@ def log_decay(a, rate, shift):
 
 
 @kernel
-def _single(
+def _step(
     qkv_ptr,
     z_ptr,
     gates_ptr,
@@ -251,47 +239,48 @@ def _single(
     read_ptr,
     write_ptr,
     is_new_ptr,
+    starts_ptr,
     width,
     first_unit,
     eps,
     SIZES: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    """One head of a row of one token, whose number is the row's."""
+    """One head of one row, token after token."""
     head, row = tl.program_id(0), tl.program_id(1)
-    SCALE: tl.constexpr = SIZES.key**-0.5
-    i = tl.arange(0, triton.next_power_of_2(SIZES.key))
-    j = tl.arange(0, triton.next_power_of_2(SIZES.value))
-    is_i, is_j = i < SIZES.key, j < SIZES.value
-    token = row.to(tl.int64)
-    qkv_ptr += token * SIZES.qkv_stride
-    key_ptr = qkv_ptr + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key + i
-    keys: tl.constexpr = SIZES.key_heads * SIZES.key
-    q = direction(tl.load(key_ptr, mask=is_i, other=0.0).to(tl.float32), SCALE)
-    k = direction(tl.load(key_ptr + keys, mask=is_i, other=0.0).to(tl.float32), 1.0)
-    v = tl.load(qkv_ptr + 2 * keys + head * SIZES.value + j, mask=is_j, other=0.0).to(tl.float32)
-    gate = token * SIZES.gate_stride + head
-    decay = tl.exp(
-        log_decay(tl.load(gates_ptr + gate + SIZES.value_heads), tl.load(rate_ptr + head), tl.load(shift_ptr + head))
-    )
-    beta = tl.sigmoid(tl.load(gates_ptr + gate).to(tl.float32))
+    SCALE: tl.constexpr = SIZES.key_dim**-0.5
+    i = tl.arange(0, triton.next_power_of_2(SIZES.key_dim))
+    j = tl.arange(0, triton.next_power_of_2(SIZES.value_dim))
+    is_i, is_j = i < SIZES.key_dim, j < SIZES.value_dim
     inside = is_i[:, None] & is_j[None, :]
-    place = i[:, None] * SIZES.value + j[None, :]
+    place = i[:, None] * SIZES.value_dim + j[None, :]
     has_state = tl.load(is_new_ptr + row) == 0
     state_ptr = pages_ptr + unit_of(read_ptr, row, 1 + head, width, first_unit, UNITS)
-    state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0) * decay
-    change = beta * (v - tl.sum(k[:, None] * state, 0))
-    state += k[:, None] * change[None, :]
+    state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
+    rate, shift = tl.load(rate_ptr + head), tl.load(shift_ptr + head)
+    norm = tl.load(norm_ptr + j, mask=is_j, other=0.0)
+    keys: tl.constexpr = SIZES.key_heads * SIZES.key_dim
+    key_ptr = qkv_ptr + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim + i
+    for number in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):
+        token = number.to(tl.int64)
+        at = token * SIZES.qkv_stride
+        q = direction(tl.load(key_ptr + at, mask=is_i, other=0.0).to(tl.float32), SCALE)
+        k = direction(tl.load(key_ptr + at + keys, mask=is_i, other=0.0).to(tl.float32), 1.0)
+        v = tl.load(qkv_ptr + at + 2 * keys + head * SIZES.value_dim + j, mask=is_j, other=0.0).to(tl.float32)
+        gate_ptr = gates_ptr + token * SIZES.gate_stride + head
+        state *= tl.exp(log_decay(tl.load(gate_ptr + SIZES.value_heads), rate, shift))
+        change = tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * (v - tl.sum(k[:, None] * state, 0))
+        state += k[:, None] * change[None, :]
+        y = normalize(tl.sum(q[:, None] * state, 0), norm, eps, SIZES.value_dim)
+        z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value_dim + j, mask=is_j, other=0.0).to(tl.float32)
+        out = out_ptr + token * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j
+        tl.store(out, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=is_j)
     kept_ptr = pages_ptr + unit_of(write_ptr, row, 1 + head, width, first_unit, UNITS)
     tl.store(kept_ptr + place, state, mask=inside)
-    y = normalize(tl.sum(q[:, None] * state, 0), tl.load(norm_ptr + j, mask=is_j, other=0.0), eps, SIZES.value)
-    z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value + j, mask=is_j, other=0.0).to(tl.float32)
-    out_ptr += token * (SIZES.value_heads * SIZES.value) + head * SIZES.value + j
-    tl.store(out_ptr, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=is_j)
 
 
 @triton.jit
-def inverse(lower, PRECISION: tl.constexpr):
+def inverse(lower):
     """Of I + lower, [CHUNK, CHUNK] strictly lower triangular.
 
     The pieces on the diagonal, D, are inverted one token after the other, all side by side. With M = D (the rest), whose
@@ -311,9 +300,9 @@ def inverse(lower, PRECISION: tl.constexpr):
     number = tl.arange(0, CHUNK)
     rest = tl.where((number[:, None] // SUB) == (number[None, :] // SUB), 0.0, lower)
     identity = tl.where(number[:, None] == number[None, :], 1.0, 0.0)
-    m = tl.dot(diagonal, rest, input_precision=PRECISION)
-    both = tl.dot(identity - m, identity + tl.dot(m, m, input_precision=PRECISION), input_precision=PRECISION)
-    return tl.dot(both, diagonal, input_precision=PRECISION)
+    m = tl.dot(diagonal, rest, input_precision="tf32")
+    both = tl.dot(identity - m, identity + tl.dot(m, m, input_precision="tf32"), input_precision="tf32")
+    return tl.dot(both, diagonal, input_precision="tf32")
 
 
 @kernel
@@ -329,7 +318,6 @@ def _prepare(
     first_row,
     num_rows,
     SIZES: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
     """u, w and what decay has left by each token, of one head's chunk."""
     head = tl.program_id(1)
@@ -339,13 +327,13 @@ def _prepare(
     if tile * CHUNK >= count:
         return
     number = tl.arange(0, CHUNK)
-    i, j = tl.arange(0, block_of(SIZES.key)), tl.arange(0, block_of(SIZES.value))
+    i, j = tl.arange(0, block_of(SIZES.key_dim)), tl.arange(0, block_of(SIZES.value_dim))
     is_token = tile * CHUNK + number < count
     token = (begin + tile * CHUNK + number).to(tl.int64)
-    keys: tl.constexpr = SIZES.key_heads * SIZES.key
-    key = keys + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key
+    keys: tl.constexpr = SIZES.key_heads * SIZES.key_dim
+    key = keys + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim
     qkv_ptr += token[:, None] * SIZES.qkv_stride
-    is_k, is_v = is_token[:, None] & (i < SIZES.key)[None, :], is_token[:, None] & (j < SIZES.value)[None, :]
+    is_k, is_v = is_token[:, None] & (i < SIZES.key_dim)[None, :], is_token[:, None] & (j < SIZES.value_dim)[None, :]
     k = direction(tl.load(qkv_ptr + key + i[None, :], mask=is_k, other=0.0).to(tl.float32), 1.0)
     gate = token * SIZES.gate_stride + head
     a = tl.load(gates_ptr + gate + SIZES.value_heads, mask=is_token, other=0.0)
@@ -357,13 +345,13 @@ def _prepare(
     products = tl.dot(k.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * beta[:, None]
     is_before = number[:, None] > number[None, :]
     since = tl.where(is_before, tl.exp(tl.where(is_before, left[:, None] - left[None, :], 0.0)), 0.0)
-    solved = inverse(products * since, PRECISION).to(narrow)
-    v = tl.load(qkv_ptr + 2 * keys + head * SIZES.value + j[None, :], mask=is_v, other=0.0).to(tl.float32)
+    solved = inverse(products * since).to(narrow)
+    v = tl.load(qkv_ptr + 2 * keys + head * SIZES.value_dim + j[None, :], mask=is_v, other=0.0).to(tl.float32)
     u = tl.dot(solved, (v * beta[:, None]).to(narrow), input_precision="ieee")
-    place = token[:, None] * (SIZES.value_heads * SIZES.value) + head * SIZES.value + j[None, :]
+    place = token[:, None] * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j[None, :]
     tl.store(u_ptr + place, u.to(narrow), mask=is_v)
     w = tl.dot(solved, (k * (beta * tl.exp(left))[:, None]).to(narrow), input_precision="ieee")
-    place = token[:, None] * (SIZES.value_heads * SIZES.key) + head * SIZES.key + i[None, :]
+    place = token[:, None] * (SIZES.value_heads * SIZES.key_dim) + head * SIZES.key_dim + i[None, :]
     tl.store(w_ptr + place, w.to(narrow), mask=is_k)
 
 
@@ -391,18 +379,18 @@ def _advance(
     begin = tl.load(starts_ptr + row)
     count = tl.load(starts_ptr + row + 1) - begin
     number = tl.arange(0, CHUNK)
-    i = tl.arange(0, block_of(SIZES.key))
+    i = tl.arange(0, block_of(SIZES.key_dim))
     j = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    is_i, is_j = i < SIZES.key, j < SIZES.value
+    is_i, is_j = i < SIZES.key_dim, j < SIZES.value_dim
     inside = is_i[:, None] & is_j[None, :]
-    place = i[:, None] * SIZES.value + j[None, :]
+    place = i[:, None] * SIZES.value_dim + j[None, :]
     has_state = tl.load(is_new_ptr + row) == 0
     state_ptr = pages_ptr + unit_of(read_ptr, row, 1 + head, width, first_unit, UNITS)
     state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
     narrow = u_ptr.dtype.element_ty
-    SCALE: tl.constexpr = SIZES.key**-0.5
-    keys: tl.constexpr = SIZES.key_heads * SIZES.key
-    key = head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key
+    SCALE: tl.constexpr = SIZES.key_dim**-0.5
+    keys: tl.constexpr = SIZES.key_heads * SIZES.key_dim
+    key = head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim
     is_past = number[:, None] >= number[None, :]
     for start in range(0, count, CHUNK):
         is_token = start + number < count
@@ -414,11 +402,11 @@ def _advance(
         left = tl.load(left_ptr + token * SIZES.value_heads + head, mask=is_token, other=0.0)
         last = tl.sum(tl.where(number == tl.minimum(count - start, CHUNK) - 1, left, 0.0), 0)
         w = tl.load(
-            w_ptr + token[:, None] * (SIZES.value_heads * SIZES.key) + head * SIZES.key + i[None, :],
+            w_ptr + token[:, None] * (SIZES.value_heads * SIZES.key_dim) + head * SIZES.key_dim + i[None, :],
             mask=is_k,
             other=0.0,
         )
-        values = token[:, None] * (SIZES.value_heads * SIZES.value) + head * SIZES.value + j[None, :]
+        values = token[:, None] * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j[None, :]
         change = tl.load(u_ptr + values, mask=is_v, other=0.0).to(tl.float32)
         change -= tl.dot(w, state.to(narrow), input_precision="ieee")
         scores = tl.dot(q.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee")
@@ -435,13 +423,14 @@ def _advance(
 
 
 @kernel
-def _finish(made_ptr, z_ptr, norm_ptr, out_ptr, first, eps, SIZES: tl.constexpr):
-    """The norm and the gate of one head of one token, from the first one on."""
-    token, head = (first + tl.program_id(0)).to(tl.int64), tl.program_id(1)
-    j = tl.arange(0, triton.next_power_of_2(SIZES.value))
-    is_j = j < SIZES.value
-    place = token * (SIZES.value_heads * SIZES.value) + head * SIZES.value + j
-    made = tl.load(made_ptr + place, mask=is_j, other=0.0)
-    y = normalize(made, tl.load(norm_ptr + j, mask=is_j, other=0.0), eps, SIZES.value)
-    z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value + j, mask=is_j, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=is_j)
+def _finish(made_ptr, z_ptr, norm_ptr, out_ptr, first, end, eps, SIZES: tl.constexpr, TOKENS: tl.constexpr):
+    """The norm and the gate of one head of some tokens, from the first one on."""
+    head = tl.program_id(1)
+    token = (first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    j = tl.arange(0, triton.next_power_of_2(SIZES.value_dim))[None, :]
+    inside = (token < end) & (j < SIZES.value_dim)
+    place = token * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j
+    made = tl.load(made_ptr + place, mask=inside, other=0.0)
+    y = normalize(made, tl.load(norm_ptr + j, mask=j < SIZES.value_dim, other=0.0), eps, SIZES.value_dim)
+    z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value_dim + j, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=inside)
