@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from penstock import _csrc
-from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.kernels import Activation, HeadNorms, Ops
+from penstock.executor.batch import ForwardBatch, KvPages, StatePages
+from penstock.executor.kernels import NO_EXTRAS, Activation, HeadNorms, Ops, ScoreExtras
 from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.cpu_linear import CpuLinear
 from penstock.executor.kernels.cpu_ops import ACTIVATIONS, CpuOps, addresses
@@ -23,6 +23,7 @@ class DenseLayer(NamedTuple):
     head_norms: HeadNorms
     tables: tuple[Tensor, Tensor]  # cos and sin
     window: int | None
+    extras: ScoreExtras = NO_EXTRAS  # with one cap for all layers
 
 
 class DenseSizes(NamedTuple):
@@ -46,10 +47,11 @@ class CpuLayers:
                 linear.describe(getattr(plan, name))
             plan.input_norm, plan.attention_norm, plan.mlp_norm, plan.output_norm = addresses(*layer.norms)
             plan.q_norm, plan.k_norm = addresses(*layer.head_norms[:2])
-            plan.cos, plan.sin = addresses(*layer.tables)
+            plan.cos, plan.sin, plan.sinks = addresses(*layer.tables, layer.extras.sinks)
             plan.half, plan.window = layer.tables[0].shape[1], layer.window or 0
         self._shared = _csrc.ffi.new("struct penstock_layers *")
         self._shared.layers, self._shared.num = self._layers, len(layers)
+        self._shared.cap = layers[0].extras.cap or 0.0
         self._shared.activation = ACTIVATIONS.index(sizes.activation)
         for name in ("q_heads", "kv_heads", "head_dim", "eps", "scale"):
             setattr(self._shared, name, getattr(sizes, name))
@@ -57,9 +59,11 @@ class CpuLayers:
     def __call__(self, residual: Tensor, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """The residual stream [T, hidden] goes through the layers in its place; returns what is to be added to it."""
         if pages is not self._pages:
-            self._bind(pages)
+            self._bind(pages, batch.group_of)
         assert residual.is_contiguous()
-        tables = batch.block_tables
+        tables, groups = batch.block_tables, ((batch.kv_slots, batch.block_tables), *batch.other_groups)
+        assert all(each.stride() == tables.stride() for _, each in groups)
+        kv_slots, block_tables = (_csrc.ffi.new("uintptr_t[]", addresses(*each)) for each in zip(*groups, strict=True))
         update = torch.empty_like(residual)
         needed = self._lib.penstock_layers_scratch(self._cpu, self._shared, len(residual))
         scratch = torch.empty(needed, dtype=torch.uint8)
@@ -67,9 +71,11 @@ class CpuLayers:
             self._cpu,
             self._shared,
             len(residual),
-            *addresses(batch.positions, batch.kv_slots),
+            *addresses(batch.positions),
+            kv_slots,
             tables.shape[0],
-            *addresses(batch.query_starts, batch.context_lens, tables),
+            *addresses(batch.query_starts, batch.context_lens),
+            block_tables,
             tables.stride(0),
             *addresses(residual, update, scratch),
         )
@@ -77,13 +83,16 @@ class CpuLayers:
             raise MemoryError(f"no memory for the attention of {len(residual)} tokens")
         return update
 
-    def _bind(self, pages: KvPages) -> None:
-        first = pages[0][0]
+    def _bind(self, pages: KvPages, group_of: tuple[int, ...]) -> None:
+        own = [each for each in pages if not isinstance(each, StatePages)]
+        assert len(own) == len(pages)
+        first = own[0][0]
         self._shared.page_size = first.shape[1]
         self._shared.page_stride, self._shared.slot_stride, _ = first.stride()
-        for plan, layer_pages in zip(self._layers, pages[: len(self._layers)], strict=True):
+        for index, (plan, layer_pages) in enumerate(zip(self._layers, own[: len(self._layers)], strict=True)):
             assert all(each.stride() == first.stride() for each in layer_pages)
             plan.k_pages, plan.v_pages = addresses(*layer_pages)
+            plan.group = group_of[index] if group_of else 0
         self._pages = pages
 
 

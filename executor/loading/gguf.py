@@ -4,6 +4,8 @@ llama.cpp's converter renames every tensor, reorders the rows of Llama's q and k
 one to Gemma's norms. All of it is undone here, so that what loads a model knows one layout.
 """
 
+import math
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,13 @@ class _Source(NamedTuple):
     shape: tuple[int, ...]
     permuted_heads: int = 0  # the rows of each of so many heads are interleaved
     plus_one: bool = False
+    expert: tuple[int, int] | None = None  # which of how many of this shape, that lie one behind the other
+    parts: "tuple[_Source, ...]" = ()  # for each head: keys, transposed, and values; the file has no tensor `name`
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        shape = self.shape if self.expert is None else (self.expert[1], *self.shape)
+        return tuple(size for size in shape if size > 1)
 
 
 class GgufCheckpoint:
@@ -35,7 +44,7 @@ class GgufCheckpoint:
         self._file = open_gguf(path)
         self.config: dict[str, Any] = config_of(self._file)
         self.has_codes = any(entry.type.codes for entry in self._file.tensors.values())
-        self._sources = _sources(self.config)
+        self._sources = _sources(self.config, self._file.tensors)
         _check(self._file, self._sources)
 
     def names(self) -> list[str]:
@@ -45,9 +54,17 @@ class GgufCheckpoint:
         return self._sources[name].shape
 
     def read(self, name: str) -> Tensor | Coded:
-        source = self._sources[name]
+        return self._read(self._sources[name])
+
+    def _read(self, source: _Source) -> Tensor | Coded:
+        if source.parts:
+            keys, values = (self._numbers(part) for part in source.parts)
+            return torch.cat((keys.transpose(1, 2), values), 1).flatten(0, 1)
         entry = self._file.tensors[source.name]
-        raw = torch.frombuffer(self._file.data, dtype=torch.uint8, count=entry.size_bytes, offset=entry.offset)
+        index, of = source.expert or (0, 1)
+        size = entry.size_bytes // of
+        offset = entry.offset + index * size
+        raw = torch.frombuffer(self._file.data, dtype=torch.uint8, count=size, offset=offset)
         if source.permuted_heads:
             # Stored: pairs (i, i + dim/2) side by side.
             rows = raw.view(source.permuted_heads, -1, 2, raw.numel() // source.shape[0])
@@ -56,17 +73,26 @@ class GgufCheckpoint:
         if codes is None:
             values = raw.view(_FLOATS[entry.type.name]).view(source.shape)
         else:
-            coded = Coded(source.name, codes, raw.view(source.shape[0] if is_matrix else 1, -1))
+            coded = Coded(source.name, codes, raw.view(math.prod(source.shape[:-1]), -1))
             if is_matrix and not source.plus_one:
                 return coded
             values = coded.numbers(torch.device("cpu"), torch.float32).view(source.shape)
         return values - 1 if source.plus_one else values
 
+    def _numbers(self, source: _Source) -> Tensor:
+        read = self._read(source)
+        values = read.numbers(torch.device("cpu"), torch.float32) if isinstance(read, Coded) else read.float()
+        return values.view(source.shape)
+
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def _sources(config: dict[str, Any]) -> dict[str, _Source]:
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _sources(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Source]:
     """HF name → source, for every tensor that a model of this config has."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     plus_one = config["model_type"] == "gemma3_text"
@@ -76,60 +102,124 @@ def _sources(config: dict[str, Any]) -> dict[str, _Source]:
     }
     if not config["tie_word_embeddings"]:
         sources["lm_head.weight"] = _Source("output.weight", (vocab, hidden))
-    layer = _layer(config)
+    attention = _latent_attention(config, tensors) if "kv_lora_rank" in config else _attention(config)
+    num_experts = next((config[key] for key in _EXPERT_COUNTS if key in config), 0)
+    dense = _norms(config) | attention | _mlp("mlp.", config["intermediate_size"], hidden)
+    sparse = _norms(config) | attention | (_experts(config, num_experts) if num_experts else {})
+    first_sparse = config.get("first_k_dense_replace", 0) if num_experts else config["num_hidden_layers"]
     for index in range(config["num_hidden_layers"]):
-        for name, source in layer.items():
-            sources[f"model.layers.{index}.{name}"] = source._replace(name=f"blk.{index}.{source.name}")
+        at = f"blk.{index}."
+        for name, source in (dense if index < first_sparse else sparse).items():
+            parts = tuple(part._replace(name=at + part.name) for part in source.parts)
+            sources[f"model.layers.{index}.{name}"] = source._replace(name=at + source.name, parts=parts)
     return sources
 
 
-def _layer(config: dict[str, Any]) -> dict[str, _Source]:
-    """The tensors of one decoder layer, without the prefixes."""
-    kind, hidden, inner, dim = (config[k] for k in ("model_type", "hidden_size", "intermediate_size", "head_dim"))
+def _attention(config: dict[str, Any]) -> dict[str, _Source]:
+    kind, hidden, dim = (config[k] for k in ("model_type", "hidden_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    permuted, gemma = kind == "llama", kind == "gemma3_text"
+    permuted, gemma = kind in ("llama", "mixtral"), kind == "gemma3_text"
     q_rows, kv_rows = heads * dim, kv_heads * dim
-    layer = {
-        "input_layernorm.weight": _Source("attn_norm.weight", (hidden,), plus_one=gemma),
+    found = {
         "self_attn.q_proj.weight": _Source("attn_q.weight", (q_rows, hidden), heads * permuted),
         "self_attn.k_proj.weight": _Source("attn_k.weight", (kv_rows, hidden), kv_heads * permuted),
         "self_attn.v_proj.weight": _Source("attn_v.weight", (kv_rows, hidden)),
         "self_attn.o_proj.weight": _Source("attn_output.weight", (hidden, q_rows)),
-        "mlp.gate_proj.weight": _Source("ffn_gate.weight", (inner, hidden)),
-        "mlp.up_proj.weight": _Source("ffn_up.weight", (inner, hidden)),
-        "mlp.down_proj.weight": _Source("ffn_down.weight", (hidden, inner)),
     }
     if config["attention_bias"]:
-        layer["self_attn.q_proj.bias"] = _Source("attn_q.bias", (q_rows,), heads * permuted)
-        layer["self_attn.k_proj.bias"] = _Source("attn_k.bias", (kv_rows,), kv_heads * permuted)
-        layer["self_attn.v_proj.bias"] = _Source("attn_v.bias", (kv_rows,))
-        if kind != "qwen2":
-            layer["self_attn.o_proj.bias"] = _Source("attn_output.bias", (hidden,))
-    if kind in ("qwen3", "gemma3_text"):
-        layer["self_attn.q_norm.weight"] = _Source("attn_q_norm.weight", (dim,), plus_one=gemma)
-        layer["self_attn.k_norm.weight"] = _Source("attn_k_norm.weight", (dim,), plus_one=gemma)
+        found["self_attn.q_proj.bias"] = _Source("attn_q.bias", (q_rows,), heads * permuted)
+        found["self_attn.k_proj.bias"] = _Source("attn_k.bias", (kv_rows,), kv_heads * permuted)
+        found["self_attn.v_proj.bias"] = _Source("attn_v.bias", (kv_rows,))
+        if kind not in ("qwen2", "qwen2_moe"):
+            found["self_attn.o_proj.bias"] = _Source("attn_output.bias", (hidden,))
+    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+        found["self_attn.q_norm.weight"] = _Source("attn_q_norm.weight", (dim,), plus_one=gemma)
+        found["self_attn.k_norm.weight"] = _Source("attn_k_norm.weight", (dim,), plus_one=gemma)
+    return found
+
+
+def _latent_attention(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Source]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    rank, q_rank, nope, rope, value = (
+        config[k] for k in ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    expand = _Source("attn_kv_b.weight", (heads * (nope + value), rank))
+    if "blk.0.attn_kv_b.weight" not in tensors:
+        keys, values = (heads, rank, nope), (heads, value, rank)
+        expand = expand._replace(parts=(_Source("attn_k_b.weight", keys), _Source("attn_v_b.weight", values)))
+    found = {
+        "self_attn.kv_a_proj_with_mqa.weight": _Source("attn_kv_a_mqa.weight", (rank + rope, hidden)),
+        "self_attn.kv_a_layernorm.weight": _Source("attn_kv_a_norm.weight", (rank,)),
+        "self_attn.kv_b_proj.weight": expand,
+        "self_attn.o_proj.weight": _Source("attn_output.weight", (hidden, heads * value)),
+    }
+    q_rows = heads * (nope + rope)
+    if q_rank is None:
+        return found | {"self_attn.q_proj.weight": _Source("attn_q.weight", (q_rows, hidden))}
+    return found | {
+        "self_attn.q_a_proj.weight": _Source("attn_q_a.weight", (q_rank, hidden)),
+        "self_attn.q_a_layernorm.weight": _Source("attn_q_a_norm.weight", (q_rank,)),
+        "self_attn.q_b_proj.weight": _Source("attn_q_b.weight", (q_rows, q_rank)),
+    }
+
+
+def _norms(config: dict[str, Any]) -> dict[str, _Source]:
+    gemma = config["model_type"] == "gemma3_text"
+    names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
     if gemma:
-        layer["post_attention_layernorm.weight"] = _Source("post_attention_norm.weight", (hidden,), plus_one=True)
-        layer["pre_feedforward_layernorm.weight"] = _Source("ffn_norm.weight", (hidden,), plus_one=True)
-        layer["post_feedforward_layernorm.weight"] = _Source("post_ffw_norm.weight", (hidden,), plus_one=True)
-    else:
-        layer["post_attention_layernorm.weight"] = _Source("ffn_norm.weight", (hidden,))
-    return layer
+        names |= {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
+        names["post_feedforward_layernorm"] = "post_ffw_norm"
+    shape = (config["hidden_size"],)
+    return {f"{name}.weight": _Source(f"{stored}.weight", shape, plus_one=gemma) for name, stored in names.items()}
+
+
+def _mlp(
+    prefix: str,
+    inner: int,
+    hidden: int,
+    stored: str = "",
+    expert: tuple[int, int] | None = None,
+    projections: Sequence[str] = PROJECTIONS,
+) -> dict[str, _Source]:
+    """`stored`: how the file's names end."""
+    shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    return {
+        f"{prefix}{name}.weight": _Source(f"ffn_{part}{stored}.weight", shape, expert=expert)
+        for name, (part, shape) in zip(projections, shapes.items(), strict=True)
+    }
+
+
+def _experts(config: dict[str, Any], num: int) -> dict[str, _Source]:
+    kind, hidden = config["model_type"], config["hidden_size"]
+    inner = config.get("moe_intermediate_size", config["intermediate_size"])
+    block, projections = ("block_sparse_moe.", ("w1", "w3", "w2")) if kind == "mixtral" else ("mlp.", PROJECTIONS)
+    found = {f"{block}gate.weight": _Source("ffn_gate_inp.weight", (num, hidden))}
+    for index in range(num):
+        found |= _mlp(f"{block}experts.{index}.", inner, hidden, "_exps", (index, num), projections)
+    if kind == "deepseek_v3":
+        found[f"{block}gate.e_score_correction_bias"] = _Source("exp_probs_b.bias", (num,))
+    if kind == "qwen2_moe":
+        found[f"{block}shared_expert_gate.weight"] = _Source("ffn_gate_inp_shexp.weight", (1, hidden))
+        found |= _mlp(f"{block}shared_expert.", config["shared_expert_intermediate_size"], hidden, "_shexp")
+    elif shared := config.get("n_shared_experts"):
+        found |= _mlp(f"{block}shared_experts.", shared * inner, hidden, "_shexp")
+    return found
 
 
 def _check(file: GgufFile, sources: dict[str, _Source]) -> None:
     """The file has exactly the tensors that its metadata calls for."""
-    for source in sources.values():
+    stored = [part for source in sources.values() for part in source.parts or (source,)]
+    for source in stored:
         entry = file.tensors.get(source.name)
         if entry is None:
             raise ExecutorError(f"{file.path}: tensor {source.name!r} is missing")
-        if entry.shape != source.shape:
+        if tuple(size for size in entry.shape if size > 1) != source.stored_shape:
             raise ExecutorError(
-                f"{file.path}: tensor {source.name!r} has shape {entry.shape}; the metadata says {source.shape}"
+                f"{file.path}: tensor {source.name!r} has shape {entry.shape}; the metadata says {source.stored_shape}"
             )
         if source.permuted_heads and source.shape[0] // source.permuted_heads % 2:
             raise ExecutorError(f"{file.path}: tensor {source.name!r} has heads of odd size; RoPE needs even ones")
-    known = {source.name for source in sources.values()} | {"rope_freqs.weight"}
+    known = {source.name for source in stored} | {"rope_freqs.weight"}
     for name in file.tensors:
         if name not in known:
             raise ExecutorError(f"{file.path}: tensor {name[:80]!r} is not part of a model of this architecture")

@@ -19,13 +19,20 @@ ARCHITECTURES = {
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
 }
+# Stored under one name with others: with experts, and with another choice of them.
+MIXTRAL = "mixtral", "MixtralForCausalLM"
+DEEPSEEK_V3 = "deepseek_v3", "DeepseekV3ForCausalLM"
+SIGMOID = 2  # expert_gating_func; 1 is the softmax
 MAX_LAYERS = 4096
+MAX_EXPERTS = 4096
 MAX_CONTEXT = 1 << 24  # tables of this length are built from it
 
 # Keys that change the computation in a way these architectures do not have; 0 or absent is fine.
 _UNSUPPORTED = (
-    "expert_count",
     "logit_scale",
     "embedding_scale",
     "residual_scale",
@@ -44,15 +51,16 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         raise metadata.error("general.architecture", architecture, f"one of {', '.join(ARCHITECTURES)}")
     if (parts := metadata.integer("split.count", 1, low=0)) > 1:
         raise metadata.error("split.count", parts, "1 (join the parts with gguf-split --merge)")
-    model_type, class_name = ARCHITECTURES[architecture]
     prefix = f"{architecture}."
     own = {key: _uniform(value) for key, value in file.metadata.items() if key.startswith(prefix)}
     keys = Fields(own, str(file.path), prefix)
+    model_type, class_name = _kind(architecture, keys)
     num_heads = keys.integer("attention.head_count")
     hidden_size = keys.integer("embedding_length")
-    head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
+    is_latent = architecture == "deepseek2"
+    head_dim = keys.integer("rope.dimension_count" if is_latent else "attention.key_length", hidden_size // num_heads)
     context = keys.integer("context_length", high=MAX_CONTEXT)
-    _refuse_unsupported(keys, head_dim, None if architecture == "gemma3" else context)
+    _refuse_unsupported(keys, None if is_latent else head_dim, None if architecture == "gemma3" else context)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ExecutorError(f"{file.path}: tensor 'token_embd.weight': a matrix of that name is expected")
@@ -64,14 +72,14 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "intermediate_size": keys.integer("feed_forward_length"),
         "num_hidden_layers": keys.integer("block_count", high=MAX_LAYERS),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv", num_heads),
+        "num_key_value_heads": num_heads if is_latent else keys.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": _shortest(keys.number("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(keys.number("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(keys),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": model_type == "qwen2" or "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": model_type in ("qwen2", "qwen2_moe") or "blk.0.attn_q.bias" in file.tensors,
         "hidden_act": "gelu_pytorch_tanh" if architecture == "gemma3" else "silu",
         "torch_dtype": _dtype(file),
         **_token_ids(metadata, embedding.shape[0]),
@@ -80,6 +88,63 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config["rope_scaling"] = _llama3_scaling(file, config)
     if architecture == "gemma3":
         config |= _gemma3(keys, config)
+    if is_latent:
+        config |= _deepseek(keys, model_type)
+    elif "expert_count" in keys:
+        config |= _experts(keys, model_type, config)
+    return config
+
+
+def _kind(architecture: str, keys: Fields) -> tuple[str, str]:
+    if architecture == "llama" and keys.integer("expert_count", 0, low=0):
+        return MIXTRAL
+    if architecture == "deepseek2":
+        keys.only("expert_gating_func", None, 0, 1, SIGMOID)
+        return DEEPSEEK_V3 if keys.integer("expert_gating_func", 0, low=0) == SIGMOID else ARCHITECTURES[architecture]
+    if not architecture.endswith("moe"):
+        keys.only("expert_count", None, 0)
+    return ARCHITECTURES[architecture]
+
+
+def _experts(keys: Fields, kind: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Of Mixtral and Qwen. Files do not say whether shares are made to sum to one; each architecture has its way."""
+    top_k, inner = keys.integer("expert_used_count"), config["intermediate_size"]
+    experts = {"num_experts_per_tok": top_k, "num_local_experts": keys.integer("expert_count", high=MAX_EXPERTS)}
+    if kind == "mixtral":
+        return experts
+    experts["num_experts"] = experts.pop("num_local_experts")
+    experts["moe_intermediate_size"] = keys.integer("expert_feed_forward_length", inner // top_k)
+    if kind == "qwen2_moe":
+        experts["shared_expert_intermediate_size"] = keys.integer("expert_shared_feed_forward_length", inner)
+    return experts | {"norm_topk_prob": kind == "qwen3_moe"}
+
+
+def _deepseek(keys: Fields, kind: str) -> dict[str, Any]:
+    """Files of before latents were attended to have the length of a head where later ones have a latent's."""
+    rope_dim, is_old = keys.integer("rope.dimension_count"), "attention.key_length_mla" not in keys
+    key_length, value_length = (
+        keys.integer(f"attention.{part}_length{'' if is_old else '_mla'}") for part in ("key", "value")
+    )
+    if key_length <= rope_dim:
+        raise keys.error("attention.key_length", key_length, f"more than rope.dimension_count ({rope_dim})")
+    config: dict[str, Any] = {
+        "kv_lora_rank": keys.integer("attention.kv_lora_rank"),
+        "q_lora_rank": keys.integer_or_none("attention.q_lora_rank"),
+        "qk_nope_head_dim": key_length - rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": value_length,
+        "n_routed_experts": keys.integer("expert_count", high=MAX_EXPERTS),
+        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "n_shared_experts": keys.integer("expert_shared_count", 0, low=0),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, low=0),
+        "routed_scaling_factor": _shortest(keys.number("expert_weights_scale", 1.0)),
+        "norm_topk_prob": keys.flag("expert_weights_norm", False),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+    }
+    if kind == "deepseek_v2":
+        config["topk_method"] = "greedy" if config["n_group"] == 1 else "group_limited_greedy"
     return config
 
 
@@ -110,14 +175,20 @@ def _rope_scaling(keys: Fields) -> dict[str, Any] | None:
     if kind == "yarn":
         original = keys.integer("rope.scaling.original_context_length", high=MAX_CONTEXT)
         scaling["original_max_position_embeddings"] = original
+        for name in ("beta_fast", "beta_slow"):
+            if (key := f"rope.scaling.yarn_{name}") in keys:
+                scaling[name] = _shortest(keys.number(key))
+        if growth := keys.number_or_zero("rope.scaling.yarn_log_multiplier"):  # DeepSeek's, a tenth of it
+            scaling |= dict.fromkeys(("mscale", "mscale_all_dim"), _shortest(10 * growth))
     return scaling
 
 
-def _refuse_unsupported(keys: Fields, head_dim: int, context: int | None) -> None:
-    """`context`: what a window must be no shorter than; None: any window will do."""
+def _refuse_unsupported(keys: Fields, head_dim: int | None, context: int | None) -> None:
+    """`head_dim`: what all of a head's lengths must be; None: they may differ. `context`: what a window must be no
+    shorter than; None: any window will do."""
     for key in _UNSUPPORTED:
         keys.only(key, None, 0)
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", "rope.dimension_count") if head_dim else ():
         keys.only(key, head_dim, default=head_dim)
     window = keys.integer("attention.sliding_window", 0, low=0)
     if context is not None and 0 < window < context:

@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen, Gemma, Mixtral and DeepSeek are settings of: norms, attention, an MLP.
+"""The decoder that most families are settings of (`registry`): norms, attention, an MLP.
 
 Sizes are the rank's own: heads and MLP columns are shared out between ranks. There is no state here besides
 weights and tables; keys and values live in the pages that `forward` is given.
@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.kernels import Ops, Pages
+from penstock.executor.batch import ForwardBatch, KvPages, LayerPages
+from penstock.executor.cache_layout import LayerCache
+from penstock.executor.kernels import Ops
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
 from penstock.executor.kernels.linear import Linear, Narrow
 from penstock.executor.models.attention import GroupedAttention, heads_of
@@ -30,12 +31,13 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
         self.num_layers = len(spec.layers)
+        self.caches, self.unit_bytes = _caches_of(spec, weights.dtype)
         self.kv_parts = 2 if spec.latent is None else 1
         self.kv_width = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)[1] * spec.head_dim
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         self._layers = weights.layers(self.num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
-        # Rounded to the model's dtype first, as in training.
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype).item()
+        rounded = weights.dtype if spec.rounds_scale else torch.float64
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=rounded).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
         self._joined = self._join(weights.group)
         name = "model.embed_tokens"
@@ -55,9 +57,10 @@ class Decoder:
         first, last = 0, self.num_layers - 1
         if self._joined is not None:
             first, update = last, self._joined(residual, batch, pages)
+        batches = batch.by_layer(self.num_layers)
         for index in range(first, self.num_layers):
-            wanted = batch.wanted if index == last else None
-            update, residual = self._layers[index].forward(update, residual, batch, pages[index], wanted)
+            wanted, own = batch.wanted if index == last else None, pages[index]
+            update, residual = self._layers[index].forward(update, residual, batches[index], own, wanted)
         assert update is not None
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
@@ -72,7 +75,28 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
-        return self._vocabulary.logits(hidden)
+        logits, spec = self._vocabulary.logits(hidden), self._spec
+        if logits is not None and spec.logit_scale != 1.0:
+            logits *= spec.logit_scale
+        return (
+            logits
+            if logits is None or spec.logit_cap is None
+            else (logits / spec.logit_cap).tanh_().mul_(spec.logit_cap)
+        )
+
+
+def _caches_of(spec: DecoderSpec, dtype: torch.dtype) -> tuple[tuple[LayerCache, ...], int]:
+    """What each layer keeps of a request, and the bytes of the largest unit of a state."""
+    if not any(layer.recurrent for layer in spec.layers):
+        return tuple(LayerCache(layer.window) for layer in spec.layers), 0
+    from penstock.executor.models.recurrent import state_of
+
+    states = [None if layer.recurrent is None else state_of(spec, layer.recurrent, dtype) for layer in spec.layers]
+    caches = [
+        LayerCache(layer.window) if state is None else LayerCache(units=state[0])
+        for state, layer in zip(states, spec.layers, strict=True)
+    ]
+    return tuple(caches), max(state[1] for state in states if state is not None)
 
 
 class _Mixer(Protocol):
@@ -106,9 +130,10 @@ class _Layer:
         def norm(name: str) -> Tensor:
             return weights.norm(f"{prefix}{name}.weight", spec.hidden_size, spec.norm_offset)
 
-        self._input_norm = norm("input_layernorm")
+        self._input_norm = norm("input_layernorm") if spec.has_pre_norms else None
         self._attention_norm = norm("post_attention_layernorm") if spec.sandwich_norms else None
-        self._mlp_norm = norm("pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm")
+        before_mlp = "pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"
+        self._mlp_norm = norm(before_mlp) if spec.has_pre_norms else None
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
         self._attention = _mixer_of(spec, index, weights, ops, tables)
         moe = spec.layers[index].moe
@@ -121,9 +146,11 @@ class _Layer:
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
 
     def dense(self) -> DenseLayer | None:
-        """What it is made of; None with experts, latents, states or gates behind the attention."""
+        """What it is made of; None with experts, latents or what else that call does not have."""
         attention, mlp = self._attention, self.mlp
-        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or self._spec.output_gate:
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not attention.is_plain:
+            return None
+        if self._input_norm is None or self._mlp_norm is None:
             return None
         return DenseLayer(
             (attention.qkv, attention.output, mlp.gate_up, mlp.down),
@@ -131,10 +158,11 @@ class _Layer:
             attention.norms,
             attention.tables,
             attention.window,
+            attention.extras,
         )
 
     def forward(
-        self, update: Tensor | None, residual: Tensor, batch: ForwardBatch, pages: Pages, wanted: Tensor | None
+        self, update: Tensor | None, residual: Tensor, batch: ForwardBatch, pages: LayerPages, wanted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """One layer over the residual stream [T, hidden], to which `update` is still to be added.
 
@@ -144,7 +172,7 @@ class _Layer:
         ops, eps = self._ops, self._spec.norm_eps
         hidden: Tensor | Narrow
         if update is None:
-            hidden = ops.rms_norm(residual, self._input_norm, eps)
+            hidden = residual if self._input_norm is None else ops.rms_norm(residual, self._input_norm, eps)
         else:
             hidden, residual = self._norm_before(self._attention, update, residual, self._input_norm)
         attended = self._attention.attend(hidden, batch, pages)
@@ -164,9 +192,12 @@ class _Layer:
         part: "_Mixer | Mlp | MoeMlp",
         update: Tensor,
         residual: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
     ) -> tuple[Tensor | Narrow, Tensor]:
         """What `part` reads, in eight bits if that is all it reads, and the sum of update and stream."""
+        if weight is None:
+            residual = residual + update
+            return residual, residual
         blocks, eps = self._ops.blocks, self._spec.norm_eps
         if blocks is None or not part.takes_narrow:
             return self._ops.add_rms_norm(update, residual, weight, eps)

@@ -2,8 +2,6 @@
 (LFM2). What is kept of a request does not grow with it.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -15,8 +13,6 @@ from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec
 from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorError
-
-UNIT_ALIGNMENT = 64  # bytes
 
 
 class DeltaNet:
@@ -80,33 +76,14 @@ class ShortConv:
         return after * self._recurrent.convolve(before * x, self._taps, self._bias, states, batch, False)
 
 
-@dataclass(frozen=True, slots=True)
-class StateUnits:
-    """What all recurrent layers of a model keep of one request: units of equal size, layer after layer."""
-
-    unit_bytes: int
-    first: tuple[int, ...]  # of each recurrent layer, and where one more would begin
-
-    @property
-    def count(self) -> int:
-        return self.first[-1]
-
-
-def state_units(spec: DecoderSpec, dtype: torch.dtype) -> StateUnits | None:
-    """None without recurrent layers."""
-    first, sizes = [0], [0]
-    for layer in spec.layers:
-        heads, channels = 0, spec.hidden_size
-        if isinstance(layer.recurrent, DeltaSpec):
-            delta = layer.recurrent
-            heads = delta.value_heads
-            channels = 2 * delta.key_heads * delta.key_dim + heads * delta.value_dim
-            sizes.append(delta.key_dim * delta.value_dim * torch.float32.itemsize)
-        if layer.recurrent is not None:
-            sizes.append((layer.recurrent.taps - 1) * channels * dtype.itemsize)
-            first.append(first[-1] + 1 + heads)
-    size = -(-max(sizes) // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
-    return StateUnits(max(size, UNIT_ALIGNMENT), tuple(first)) if len(first) > 1 else None
+def state_of(spec: DecoderSpec, recurrent: DeltaSpec | ConvSpec, dtype: torch.dtype) -> tuple[int, int]:
+    """What one layer keeps of a request: the number of units, and the bytes of the largest."""
+    heads, channels, matrix = 0, spec.hidden_size, 0
+    if isinstance(recurrent, DeltaSpec):
+        heads = recurrent.value_heads
+        channels = 2 * recurrent.key_heads * recurrent.key_dim + heads * recurrent.value_dim
+        matrix = recurrent.key_dim * recurrent.value_dim * torch.float32.itemsize
+    return 1 + heads, max(matrix, (recurrent.taps - 1) * channels * dtype.itemsize, 1)
 
 
 def _taps(weights: Weights, name: str, channels: int, taps: int) -> Tensor:

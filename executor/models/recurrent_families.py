@@ -1,38 +1,32 @@
 """From a config.json to a `DecoderSpec`, for models in which layers that attend and layers with a state take turns."""
 
 from dataclasses import replace
-from typing import Any
 
 from penstock.executor.kernels.recurrent import MAX_HEAD, MAX_TAPS
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.families import max_positions_of, spec_of
+from penstock.executor.loading.layout import Layout
+from penstock.executor.models.families import spec_of, uniform_layers
 from penstock.executor.models.moe_families import qwen_moe, qwen_sparse, shared_expert
-from penstock.executor.models.rope import read_rope, rope_of, rope_section
-from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec, LayerSpec
-from penstock.executor.moe_spec import MoeSpec
+from penstock.executor.models.spec import ConvSpec, DecoderSpec, DeltaSpec
 
-# By reader: parts of tensors' names that the checkpoint has others for, and beginnings of names of what is not computed.
-_TEXT = (("model.", "model.language_model."),)
-_AHEAD_AND_IMAGES = ("mtp.", "model.visual.", "visual.")
-STORED: dict[str, tuple[tuple[tuple[str, str], ...], tuple[str, ...]]] = {
-    "qwen3_next": ((), ("mtp.",)),
-    "qwen3_5": (_TEXT, _AHEAD_AND_IMAGES),
-    "qwen3_5_moe": (_TEXT, _AHEAD_AND_IMAGES),
-    "lfm2": (
-        (
-            ("model.norm.", "model.embedding_norm."),
-            ("input_layernorm", "operator_norm"),
-            ("post_attention_layernorm", "ffn_norm"),
-            ("q_norm", "q_layernorm"),
-            ("k_norm", "k_layernorm"),
-            ("o_proj", "out_proj"),
-            ("mlp.gate_proj", "feed_forward.w1"),
-            ("mlp.up_proj", "feed_forward.w3"),
-            ("mlp.down_proj", "feed_forward.w2"),
-        ),
-        (),
-    ),
-}
+_EXPERTS = (
+    ("mlp.experts.gate_up_proj", (("mlp.experts.#.gate_proj.weight", 1), ("mlp.experts.#.up_proj.weight", 1))),
+    ("mlp.experts.down_proj", (("mlp.experts.#.down_proj.weight", 1),)),
+)
+_QWEN = Layout(joined=_EXPERTS, ignored=("mtp.", "model.visual.", "visual."))  # tokens ahead, and images
+_LFM2 = Layout(
+    renames=(
+        ("model.embedding_norm.", "model.norm."),
+        (".operator_norm.", ".input_layernorm."),
+        (".ffn_norm.", ".post_attention_layernorm."),
+        ("q_layernorm", "q_norm"),
+        ("k_layernorm", "k_norm"),
+        ("self_attn.out_proj", "self_attn.o_proj"),
+        ("feed_forward.w1", "mlp.gate_proj"),
+        ("feed_forward.w3", "mlp.up_proj"),
+        ("feed_forward.w2", "mlp.down_proj"),
+    )
+)
 
 
 def qwen3_next(fields: Fields) -> DecoderSpec:
@@ -45,26 +39,20 @@ def qwen3_5(fields: Fields) -> DecoderSpec:
 
 
 def qwen3_5_moe(fields: Fields) -> DecoderSpec:
-    moe: MoeSpec = replace(shared_expert(fields, qwen_moe(fields)), renormalize=True)
-    return qwen_sparse(fields, _qwen(fields, is_grouped=False, intermediate_size=moe.intermediate_size), moe)
+    moe = replace(shared_expert(fields, qwen_moe(fields)), renormalize=True)
+    own = fields.with_defaults(intermediate_size=moe.intermediate_size)  # there are no other MLPs
+    return qwen_sparse(own, _qwen(own, is_grouped=False), moe)
 
 
-def _qwen(fields: Fields, is_grouped: bool, **sizes: Any) -> DecoderSpec:
-    fields.only("attention_bias", False, default=False)
-    num_layers = fields.integer("num_hidden_layers")
-    every = fields.integer("full_attention_interval", 4)
-    kinds = _kinds(fields, "linear_attention", [(index + 1) % every == 0 for index in range(num_layers)])
-    section, head_dim = rope_section(fields), fields.integer("head_dim", 256)
-    theta = section.number("rope_theta", fields.number("rope_theta", 10_000.0))
-    partial = fields.number("partial_rotary_factor", 0.25)
-    attends = LayerSpec(rope_of(section, theta, head_dim, max_positions_of(fields), partial))
-    layers = tuple(attends if kind else replace(attends, recurrent=_delta(fields, is_grouped)) for kind in kinds)
-    return replace(
-        spec_of(
-            fields, layers, attention_scale=head_dim**-0.5, qk_norm=True, output_gate=True, norm_offset=1.0, **sizes
-        ),
-        head_dim=head_dim,
-    )
+def _qwen(fields: Fields, is_grouped: bool) -> DecoderSpec:
+    own = fields.with_defaults(head_dim=256, partial_rotary_factor=0.25)
+    own.only("attention_bias", False, default=False)
+    (attends,) = set(uniform_layers(own))
+    every = own.integer("full_attention_interval", 4)
+    rule = [(index + 1) % every == 0 for index in range(own.integer("num_hidden_layers"))]
+    recurs = replace(attends, recurrent=_delta(own, is_grouped))
+    layers = tuple(attends if kind else recurs for kind in _kinds(own, "linear_attention", rule))
+    return spec_of(own, layers, qk_norm=True, output_gate=True, norm_offset=1.0, layout=_QWEN)
 
 
 def _delta(fields: Fields, is_grouped: bool) -> DeltaSpec:
@@ -77,25 +65,25 @@ def _delta(fields: Fields, is_grouped: bool) -> DeltaSpec:
 
 
 def lfm2(fields: Fields) -> DecoderSpec:
-    num_layers = fields.integer("num_hidden_layers")
-    full = fields.integers("full_attn_idxs") if "full_attn_idxs" in fields else range(num_layers)
-    kinds = _kinds(fields, "conv", [index in full for index in range(num_layers)])
-    conv = ConvSpec(fields.integer("conv_L_cache", 3, high=MAX_TAPS), fields.flag("conv_bias", False))
-    spec = spec_of(
-        fields,
-        (),
-        intermediate_size=_lfm2_mlp(fields),
-        qk_norm=True,
-        tied_by_default=fields.flag("tie_embedding", True),
+    own = fields.with_defaults(
+        intermediate_size=12288,
+        rms_norm_eps=fields.number("norm_eps", 1e-5),
+        rope_theta=1e6,
+        max_position_embeddings=128_000,
+        tie_word_embeddings=fields.flag("tie_embedding", True),
     )
-    attends = LayerSpec(read_rope(fields, spec.head_dim, spec.max_positions, 1_000_000.0))
+    (attends,) = set(uniform_layers(own))
+    num_layers = own.integer("num_hidden_layers")
+    full = own.integers("full_attn_idxs") if "full_attn_idxs" in own else range(num_layers)
+    conv = ConvSpec(own.integer("conv_L_cache", 3, high=MAX_TAPS), own.flag("conv_bias", False))
+    kinds = _kinds(own, "conv", [index in full for index in range(num_layers)])
     layers = tuple(attends if kind else replace(attends, recurrent=conv) for kind in kinds)
-    return replace(spec, layers=layers, norm_eps=fields.number("norm_eps", 1e-5))
+    return replace(spec_of(own, layers, qk_norm=True, layout=_LFM2), intermediate_size=_lfm2_mlp(own))
 
 
 def _lfm2_mlp(fields: Fields) -> int:
-    """The MLP's width is two thirds of what the config says, times a factor, rounded up."""
-    size = fields.integer("block_ff_dim", fields.integer("intermediate_size", 12288))
+    """Two thirds of what the config says, times a factor, rounded up."""
+    size = fields.integer("block_ff_dim", fields.integer("intermediate_size"))
     if not fields.flag("block_auto_adjust_ff_dim", True):
         return size
     multiple = fields.integer("block_multiple_of", 256)

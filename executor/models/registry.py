@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
+from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops
+from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.weights import Weights
@@ -32,6 +34,8 @@ class Spec(Protocol):
 
 class CausalModel(Protocol):
     num_layers: int
+    caches: tuple[LayerCache, ...]  # what each layer keeps
+    unit_bytes: int  # of a state's largest unit; 0: no layer has a state
     kv_parts: int  # 2: keys and values; 1: one vector that is both
     kv_width: int  # of each part, of one position in one layer
 
@@ -50,8 +54,7 @@ class CausalModel(Protocol):
 class Architecture(NamedTuple):
     read_spec: Callable[[Fields], Any]
     build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel]  # spec, weights, ops, positions, device
-    renamed: tuple[tuple[str, str], ...]  # parts of tensors' names, and what they are in the checkpoint
-    left: tuple[str, ...]  # how the names of tensors begin that are not computed: of images, of tokens ahead
+    view: Callable[[Checkpoint], Checkpoint] | None  # what the two above take for the checkpoint, if not itself
 
 
 # The module beside this one, and the function in it that reads the settings. A module that has no `build` of its own
@@ -59,22 +62,61 @@ class Architecture(NamedTuple):
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": ("moe_families", "deepseek_v2"),
     "DeepseekV3ForCausalLM": ("moe_families", "deepseek_v3"),
+    "Ernie4_5_MoeForCausalLM": ("moe_families", "ernie4_5_moe"),
+    "Ernie4_5ForCausalLM": ("dense_families", "ernie4_5"),
+    "Gemma2ForCausalLM": ("families", "gemma2"),
     "Gemma3ForCausalLM": ("families", "gemma3"),
+    "Glm4ForCausalLM": ("dense_families", "glm4"),
+    "Glm4MoeForCausalLM": ("moe_families", "glm4_moe"),
+    "Glm4MoeLiteForCausalLM": ("moe_families", "glm4_moe_lite"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
+    "GraniteForCausalLM": ("dense_families", "granite"),
+    "GraniteMoeForCausalLM": ("moe_families", "granite_moe"),
+    "GraniteMoeHybridForCausalLM": ("moe_families", "granite_hybrid"),
+    "GraniteMoeSharedForCausalLM": ("moe_families", "granite_moe_shared"),
+    "HunYuanDenseV1ForCausalLM": ("dense_families", "hunyuan_dense"),
     "Lfm2ForCausalLM": ("recurrent_families", "lfm2"),
     "LlamaForCausalLM": ("families", "llama"),
+    "MiniMaxM2ForCausalLM": ("moe_families", "minimax_m2"),
+    "MinistralForCausalLM": ("dense_families", "ministral"),
+    "Ministral3ForCausalLM": ("dense_families", "ministral3"),
     "MistralForCausalLM": ("families", "mistral"),
     "MixtralForCausalLM": ("moe_families", "mixtral"),
+    "Olmo2ForCausalLM": ("dense_families", "olmo2"),
+    "Olmo3ForCausalLM": ("dense_families", "olmo3"),
     "OPTForCausalLM": ("opt", "read_opt"),
+    "Phi3ForCausalLM": ("dense_families", "phi3"),
     "Qwen2ForCausalLM": ("families", "qwen2"),
     "Qwen2MoeForCausalLM": ("moe_families", "qwen2_moe"),
     "Qwen3ForCausalLM": ("families", "qwen3"),
     "Qwen3MoeForCausalLM": ("moe_families", "qwen3_moe"),
     "Qwen3NextForCausalLM": ("recurrent_families", "qwen3_next"),
     "Qwen3_5ForCausalLM": ("recurrent_families", "qwen3_5"),
-    "Qwen3_5ForConditionalGeneration": ("recurrent_families", "qwen3_5"),
     "Qwen3_5MoeForCausalLM": ("recurrent_families", "qwen3_5_moe"),
-    "Qwen3_5MoeForConditionalGeneration": ("recurrent_families", "qwen3_5_moe"),
+    "SeedOssForCausalLM": ("dense_families", "seed_oss"),
+    "SmolLM3ForCausalLM": ("dense_families", "smollm3"),
 }
+# Multimodal models whose text part runs alone: the class by the `model_type` of their `text_config`.
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+}
+_OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # what the outer config may say
+
+
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a multimodal model's text part; of another model its own."""
+    fields = Fields(config)
+    parts = TEXT_PARTS.get((fields.texts("architectures") or [""])[0])
+    if parts is None:
+        return config
+    text = fields.section("text_config") or Fields({})
+    text.only("model_type", *parts)
+    inner = config["text_config"]
+    outer = {name: config[name] for name in _OF_ALL if config.get(name) is not None}
+    return {**inner, **outer, "architectures": [parts[inner["model_type"]]]}
 
 
 def find_architecture(fields: Fields) -> tuple[str, Architecture]:
@@ -84,5 +126,6 @@ def find_architecture(fields: Fields) -> tuple[str, Architecture]:
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
     home, reader = ARCHITECTURES[names[0]]
     module = import_module(f"penstock.executor.models.{home}")
-    renamed, left = getattr(module, "STORED", {}).get(reader, ((), ()))
-    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder), renamed, left)
+    return names[0], Architecture(
+        getattr(module, reader), getattr(module, "build", Decoder), getattr(module, "view", None)
+    )

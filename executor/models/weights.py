@@ -6,11 +6,9 @@ what it did not ask for must not be there.
 
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import BlockOps
 from penstock.executor.kernels.codes import Coded, CodedLinear
+from penstock.executor.kernels.four_bits import FourBitLinear
 from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
@@ -30,6 +29,9 @@ if TYPE_CHECKING:
     from penstock.eplb import Plan
 
 Layer = TypeVar("Layer")
+InCodes = TypeVar("InCodes", CodedLinear, FourBitLinear)
+# Which codes stay codes: all, on a CPU; those of four-bit floats, on a GPU; or none.
+KeptCodes = Literal["all", "four bits"] | None
 # Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
 # columns (then the results are summed), or none.
 Split = Literal["rows", "columns"] | None
@@ -37,29 +39,20 @@ Split = Literal["rows", "columns"] | None
 # Buffers that old versions of transformers saved; they follow from the config.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 LOAD_THREADS = 8
-# Experts as some checkpoints have them: all of a layer in one tensor, without `.weight` in its name.
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
-_FUSED = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class CheckpointReader:
-    """Reads tensors of an expected shape from a checkpoint and remembers which. `renamed`: what parts of their names are
-    called there, if any is."""
+    """Reads tensors of an expected shape from a checkpoint and remembers which."""
 
-    def __init__(self, checkpoint: Checkpoint, where: str, renamed: tuple[tuple[str, str], ...] = ()) -> None:
-        self._checkpoint, self._where, self._renamed = checkpoint, where, renamed
+    def __init__(self, checkpoint: Checkpoint, where: str) -> None:
+        self._checkpoint, self._where = checkpoint, where
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded:
         if name not in self._names and name.removeprefix("model.") in self._names:
             name = name.removeprefix("model.")  # saved without its head, as embedding models are
-        if name not in self._names:
-            stored = reduce(lambda text, pair: text.replace(*pair), self._renamed, name)
-            if (fused := _EXPERT.fullmatch(stored)) is not None and f"{fused[1]}.{_FUSED[fused[3]]}" in self._names:
-                return self._read_expert(f"{fused[1]}.{_FUSED[fused[3]]}", int(fused[2]), fused[3] == "up_proj", shape)
-            name = stored if stored in self._names else name
         if name not in self._names:
             raise ExecutorError(f"{self._where}: tensor {name!r} of shape {list(shape)} is missing")
         found = self._checkpoint.shape(name)
@@ -69,20 +62,6 @@ class CheckpointReader:
             )
         self._read.add(name)
         return self._checkpoint.read(name)
-
-    def _read_expert(self, name: str, expert: int, is_second: bool, shape: tuple[int, ...]) -> Tensor:
-        """One of a layer's experts, stored as one tensor; gate and up projections are the halves of one."""
-        found = self._checkpoint.shape(name)
-        halves = 2 if _FUSED["up_proj"] in name else 1
-        if len(found) != 3 or expert >= found[0] or found[1:] != (halves * shape[0], shape[1]):
-            raise ExecutorError(
-                f"{self._where}: tensor {name!r} has shape {list(found)}; config.json calls for expert {expert} of "
-                f"shape {[halves * shape[0], shape[1]]} in it"
-            )
-        self._read.add(name)
-        stored = self._checkpoint.read(name)
-        assert isinstance(stored, Tensor)
-        return stored[expert, shape[0] if is_second else 0 :][: shape[0]]
 
     def check_all_read(self, ignored: tuple[str, ...] = (), prefixes: tuple[str, ...] = ()) -> None:
         """`ignored`: how names end that may be left; `prefixes`: how they begin."""
@@ -110,7 +89,7 @@ class Weights:
         progress: Callable[[str], None],
         placement: "Plan | None" = None,
         block_ops: BlockOps | None = None,
-        keeps_codes: bool = False,
+        kept_codes: KeptCodes = None,
     ) -> None:
         """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
         codes do unless they are kept."""
@@ -118,9 +97,9 @@ class Weights:
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank …
-        self.num_widened_bytes = 0  # … of which these were eight bits each, and are not here
+        self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
         self.num_code_bytes = 0  # … and these are codes
-        self._block_ops, self._keeps_codes = block_ops, keeps_codes
+        self._block_ops, self._kept_codes = block_ops, kept_codes
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -132,8 +111,8 @@ class Weights:
     def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear:
         """The rank's rows of an embedding; kept as codes a layer that has them."""
         part = self._cut(self._fetch(name, shape), "rows", None)
-        if self._keeps_codes and isinstance(part, Coded):
-            return self._coded([part], None)
+        if isinstance(part, Coded) and self._kept_codes == "all":
+            return self._count_codes(CodedLinear([part], self.dtype))
         return self._count(self._numbers(part, copy=True))
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
@@ -174,8 +153,11 @@ class Weights:
                 parts[index] = self._sorted(parts[index], kinds)
         added = self._bias(named, parts, biases) if any(biases) else None
         coded = [part for part in parts if isinstance(part, Coded)]
-        if self._keeps_codes and len(coded) == len(parts):
-            return self._coded(coded, added)
+        if self._kept_codes is not None and len(coded) == len(parts):
+            if self._kept_codes == "all":
+                return self._count_codes(CodedLinear(coded, self.dtype, added))
+            if {part.type.name for part in coded} == {"MXFP4"}:
+                return self._count_codes(FourBitLinear(coded, self.dtype, self._device, added))
         if self._block_ops is not None and (blocks := whole_blocks(parts, self._device)) is not None:
             return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
@@ -184,8 +166,7 @@ class Weights:
         turns = self._numbers(part).unflatten(0, (-1, sum(kinds))).split(kinds, dim=1)
         return WeightPart(torch.cat([rows.flatten(0, 1) for rows in turns]))
 
-    def _coded(self, parts: list[Coded], bias: Tensor | None) -> CodedLinear:
-        layer = CodedLinear(parts, self.dtype, bias)
+    def _count_codes(self, layer: InCodes) -> InCodes:
         size = sum(tensor.numel() for tensor in layer.tensors() if tensor.dtype is torch.uint8)
         with self._lock:
             self.num_bytes += size
@@ -245,7 +226,7 @@ class Weights:
 
     def _numbers(self, part: WeightPart | Coded, copy: bool = False) -> Tensor:
         numbers = part.numbers(self._device, self.dtype, copy)
-        if isinstance(part, WeightPart) and part.scales is not None:
+        if isinstance(part, Coded) or part.scales is not None:
             with self._lock:
                 self.num_widened_bytes += numbers.numel() * numbers.element_size()
         return numbers

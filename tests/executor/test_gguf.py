@@ -264,7 +264,7 @@ def test_every_id_that_ends_a_turn_is_an_end_token(tmp_path: Path) -> None:
         ({"attention.layer_norm_rms_epsilon": math.nan}, r"rms_epsilon: nan found; a positive number"),
         ({"rope.dimension_count": 32}, r"rope\.dimension_count: 32 found; 64 is expected"),
         ({"rope.scaling.type": "longrope"}, r"rope\.scaling\.type: 'longrope' found; .*'linear' or 'yarn' is expected"),
-        ({"expert_count": 8}, r"llama\.expert_count: 8 found"),
+        ({"expert_count": 8}, r"llama\.expert_used_count: nothing found"),
         ({"attention.sliding_window": 64}, r"sliding_window: 64 found; at least the context 128"),
         ({"attention.head_count_kv": [2, 1]}, r"head_count_kv: \[2, 1\]"),
     ],

@@ -18,7 +18,7 @@ from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.step.runner import ModelRunner
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
-from tests.support.small_models import CASES, folder, greedy, reference
+from tests.support.small_models import CASES, RECURRENT, folder, greedy, reference
 
 LATENT = ["deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"]
 
@@ -53,7 +53,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
     yield seen
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *RECURRENT])
 def test_a_chunked_prompt_and_its_decode_match_transformers(case: str, recorded: list[torch.Tensor]) -> None:
     prompt = prompts(1, low=41, high=41)[0]
     tokens, logits = greedy(case, prompt, 24)
@@ -63,7 +63,7 @@ def test_a_chunked_prompt_and_its_decode_match_transformers(case: str, recorded:
     assert (ours - logits).abs().max() <= 1e-4 * logits.abs().max()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *RECURRENT])
 def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
     """Prompts of many lengths start at different steps, so that chunks and decodes share every step."""
     given = prompts(6, seed=1)
@@ -76,7 +76,7 @@ def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
     assert got == [greedy(case, prompt, 24)[0] for prompt in given]
 
 
-@pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-sliding", "gemma3", "opt", *LATENT])
+@pytest.mark.parametrize("case", ["llama-rope-yarn", "mistral-sliding", "gemma3", "opt", "qwen3.5", *LATENT])
 def test_plain_torch_computes_the_same_where_there_are_no_kernels(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What other devices run, and what the kernels are tested against; stale blocks are NaN."""
     monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: torch_ops)

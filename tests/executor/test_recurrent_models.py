@@ -1,121 +1,131 @@
-"""Models with recurrent layers against transformers: the same greedy tokens, the same logits."""
+"""Models with recurrent layers through the whole engine: cached, preempted and restarted runs give transformers' tokens.
+(test_models.py holds the layers themselves against transformers.)"""
 
+import json
 import random
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from penstock.executor.batch import ForwardBatch, StateBatch, StatePages
-from penstock.executor.models.load import LoadedModel, load_model
-from penstock.executor.models.recurrent import state_units
-from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig
+from penstock.engine.front.llm import LLM
+from penstock.engine.sampling_params import SamplingParams
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.uniproc import UniprocExecutor
+from tests.support.driver import Driver
 from tests.support.small_models import RECURRENT, folder, greedy
 
-BLOCK, PER_PAGE = 8, 5
+BLOCK, COUNT = 8, 20
+RNG = random.Random(5)
+COMMON = [RNG.randrange(160) for _ in range(50)]
+PROMPTS = [[*COMMON, *(RNG.randrange(160) for _ in range(RNG.randint(1, 40)))] for _ in range(6)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT)
 
 
-def prompts(count: int, seed: int = 0, low: int = 3, high: int = 60) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(160) for _ in range(rng.randint(low, high))] for _ in range(count)]
+def llm(path: Path, **options: Any) -> LLM:
+    given = {"dtype": "float32", "block_size": BLOCK, "kv_cache_bytes": 2**22, "max_model_len": 128, **options}
+    return LLM(str(path), skip_tokenizer=True, **given)
 
 
-@dataclass
-class Request:
-    tokens: list[int]
-    num_prompt: int
-    number: int
-    computed: int = 0
-    steps: int = 0
-    chunks: list[torch.Tensor] = field(default_factory=list)
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.num_prompt :]
+def answers(of: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [result.outputs[0].token_ids for result in of.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-class Pages:
-    """A model with pages for some requests of 128 tokens: keys and values, and two sets of pages for each one's state, which
-    it goes to and fro between. What was never written is NaN."""
-
-    def __init__(self, loaded: LoadedModel, num_requests: int) -> None:
-        self.model, spec = loaded.model, loaded.spec
-        units = state_units(spec, loaded.dtype)
-        assert units is not None
-        per_request = 128 // BLOCK
-        self.tables = torch.randperm(num_requests * per_request).int().view(num_requests, -1) + 1
-        kv = torch.full((self.tables.numel() + 1, len(spec.layers), 2, BLOCK, self.model.kv_width), float("nan"))
-        self.state_pages = -(-units.count // PER_PAGE)
-        self.states = torch.randperm(2 * num_requests * self.state_pages).int().view(2, num_requests, -1)
-        bytes_ = torch.full((self.states.numel(), PER_PAGE * units.unit_bytes // 4), float("nan")).view(torch.uint8)
-        first = iter(units.first)
-        self.pages: list[Any] = [
-            (kv[:, index, 0], kv[:, index, 1])
-            if layer.recurrent is None
-            else StatePages(bytes_, next(first), PER_PAGE, units.unit_bytes)
-            for index, layer in enumerate(spec.layers)
-        ]
-
-    def step(self, *parts: tuple[Request, int]) -> None:
-        """So many tokens of each; who then has all sampled next."""
-        parts = tuple(sorted(parts, key=lambda part: part[1]))
-        positions = torch.cat([torch.arange(r.computed, r.computed + n) for r, n in parts]).int()
-        rows = torch.tensor([r.number for r, n in parts for _ in range(n)])
-        counts, contexts = [n for _, n in parts], [r.computed + n for r, n in parts]
-        singles, numbers = counts.count(1), [r.number for r, _ in parts]
-        starts = torch.tensor([0, *counts]).cumsum(0).int()
-        blocks = self.tables[rows, positions // BLOCK].long()
-        turns = torch.tensor([r.steps % 2 for r, _ in parts])
-        read, write = self.states[turns, numbers], self.states[1 - turns, numbers]
-        batch = ForwardBatch(
-            tokens=torch.tensor([t for r, n in parts for t in r.tokens[r.computed : r.computed + n]]).int(),
-            positions=positions,
-            kv_slots=blocks * BLOCK + positions % BLOCK,
-            query_starts=starts,
-            context_lens=torch.tensor(contexts).int(),
-            block_tables=self.tables[numbers],
-            wanted=(starts[1:] - 1).long(),
-            num_single_rows=singles,
-            query_lens=tuple(counts[singles:]),
-            query_contexts=tuple(contexts[singles:]),
-            max_single_context=max(contexts[:singles], default=0),
-            states=StateBatch(read, write, torch.tensor([r.computed == 0 for r, _ in parts])),
-        )
-        logits = self.model.logits(self.model.forward(batch, self.pages))
-        assert logits is not None
-        for (request, count), row in zip(parts, logits, strict=True):
-            request.computed, request.steps = request.computed + count, request.steps + 1
-            if request.computed == len(request.tokens):
-                request.tokens.append(int(row.argmax()))
-                request.chunks.append(row)
+@pytest.fixture(params=["qwen3-next", "qwen3.5", "lfm2"])
+def case(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
 
 
-def load(case: str) -> LoadedModel:
-    config = ExecutorConfig(model=str(folder(case)), dtype="float32", max_model_len=128)
-    return load_model(config, torch.device("cpu"), RankGroup(0, 1), lambda _: None)
+def test_prompts_with_a_common_beginning_in_chunks_and_again_from_the_cache(case: str) -> None:
+    expected = [greedy(case, prompt, COUNT)[0] for prompt in PROMPTS]
+    with llm(folder(case), max_num_batched_tokens=24, max_num_seqs=4) as model:
+        assert answers(model, PROMPTS) == expected
+        results = model.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [result.outputs[0].token_ids for result in results] == expected
+        assert min(result.num_cached_tokens or 0 for result in results) >= 40, "from the common beginning's checkpoint"
+        longer = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+        assert answers(model, longer) == [greedy(case, prompt, COUNT)[0] for prompt in longer]
 
 
+def test_requests_that_are_preempted_go_on_as_if_nothing_had_been(case: str) -> None:
+    """There are pages for about two of six."""
+    info = UniprocExecutor(ExecutorConfig(model=str(folder(case)), dtype="float32", block_size=BLOCK)).info
+    pages = sum(group.most_pages(112, 24, BLOCK) for group in info.groups)
+    with llm(
+        folder(case),
+        kv_cache_bytes=2 * pages * info.block_bytes,
+        max_num_batched_tokens=24,
+        max_num_seqs=6,
+        max_model_len=112,
+    ) as m:
+        assert answers(m, PROMPTS) == [greedy(case, prompt, COUNT)[0] for prompt in PROMPTS]
+
+
+def multimodal(case: str, goal: Path, changes: dict[str, Any]) -> Path:
+    """The model as the text part of one that sees: its tensors' names and config nested, beside tensors of an eye and of
+    tokens ahead; experts, if any, in one tensor for each product."""
+    tensors = {}
+    for name, tensor in load_file(folder(case) / "model.safetensors").items():
+        tensors[name.replace("model.", "model.language_model.")] = tensor
+    experts = sorted({name.split(".experts.")[0] for name in tensors if ".experts." in name})
+    for layer in experts:
+        stacked: dict[str, list[torch.Tensor]] = {"gate_up_proj": [], "down_proj": []}
+        for number in range(6):
+            own = [tensors.pop(f"{layer}.experts.{number}.{part}_proj.weight") for part in ("gate", "up", "down")]
+            stacked["gate_up_proj"].append(torch.cat(own[:2]))
+            stacked["down_proj"].append(own[2])
+        tensors |= {f"{layer}.experts.{name}": torch.stack(parts) for name, parts in stacked.items()}
+    tensors |= {name: torch.zeros(2) for name in ("model.visual.blocks.0.norm.weight", "mtp.layers.0.norm.weight")}
+    goal.mkdir()
+    save_file(tensors, goal / "model.safetensors")
+    text = json.loads((folder(case) / "config.json").read_text())
+    config = {"text_config": text, "vision_config": {}, "tie_word_embeddings": text["tie_word_embeddings"]}
+    (goal / "config.json").write_text(json.dumps({**config, **changes}))
+    return goal
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [("qwen3.5", "Qwen3_5ForConditionalGeneration"), ("qwen3.5-moe", "Qwen3_5MoeForConditionalGeneration")],
+)
+def test_the_text_of_models_that_see(case: str, name: str, tmp_path: Path) -> None:
+    path = multimodal(case, tmp_path / "eye", {"architectures": [name]})
+    driver = Driver(UniprocExecutor(ExecutorConfig(model=str(path), dtype="float32", kv_cache_bytes=2**22)))
+    assert driver.generate(driver.admit(PROMPTS[0]), count=8, chunk=9) == [greedy(case, PROMPTS[0], 8)[0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads: 3 found; a multiple of linear_num_key_heads"),
+        ({"linear_key_head_dim": 512}, "linear_key_head_dim: 512 found; an integer from 1 to 256"),
+        ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim: 9 found; an integer from 1 to 8"),
+        ({"attention_bias": True}, "attention_bias: True found; False is expected"),
+        ({"layer_types": ["mamba"] * 5}, "layer_types: .* found; 5 times 'full_attention' or 'linear_attention'"),
+    ],
+)
+def test_settings_that_are_not_computed_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExecutorError, match=message):
+        UniprocExecutor(ExecutorConfig(model=str(folder("qwen3.5")), hf_overrides=change))
+
+
+def test_ranks_do_not_share_out_states() -> None:
+    with (
+        pytest.raises(Exception, match="tensor_parallel_size: 2 given; recurrent layers"),
+        llm(folder("qwen3.5"), tensor_parallel_size=2),
+    ):
+        pass
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RECURRENT)
-def test_a_chunked_prompt_and_its_decode_match_transformers(case: str) -> None:
-    prompt = prompts(1, low=41, high=41)[0]
-    tokens, logits = greedy(case, prompt, 24)
-    pages, request = Pages(load(case), 1), Request(list(prompt), len(prompt), 0)
-    while len(request.output) < 24:
-        pages.step((request, min(7, len(request.tokens) - request.computed)))
-    assert request.output == tokens
-    assert (torch.stack(request.chunks) - logits).abs().max() <= 1e-4 * logits.abs().max()
-
-
-@pytest.mark.parametrize("case", RECURRENT)
-def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
-    """Prompts of many lengths start at different steps, so that chunks and decodes share every step."""
-    given = prompts(6, seed=1)
-    pages = Pages(load(case), len(given))
-    requests = [Request(list(prompt), len(prompt), number) for number, prompt in enumerate(given)]
-    for step in range(100):
-        running = [r for r in requests[: step + 1] if len(r.output) < 24]
-        if running:
-            pages.step(*((r, min(5, len(r.tokens) - r.computed)) for r in reversed(running)))
-    assert [r.output for r in requests] == [greedy(case, prompt, 24)[0] for prompt in given]
+def test_a_restarted_engine_goes_on_from_the_disk(case: str, tmp_path: Path) -> None:
+    expected = [greedy(case, prompt, COUNT)[0] for prompt in PROMPTS]
+    for is_second in (False, True):
+        with llm(folder(case), kv_disk_path=str(tmp_path), kv_disk_bytes=2**26, kv_host_bytes=2**24) as model:
+            results = model.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [result.outputs[0].token_ids for result in results] == expected
+        assert not is_second or min(result.num_cached_tokens or 0 for result in results) > 0

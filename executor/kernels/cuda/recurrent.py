@@ -262,7 +262,7 @@ def _step(
     keys: tl.constexpr = SIZES.key_heads * SIZES.key_dim
     key_ptr = qkv_ptr + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim + i
     for number in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):
-        token = number.to(tl.int64)
+        token = tl.cast(number, tl.int64)
         at = token * SIZES.qkv_stride
         q = direction(tl.load(key_ptr + at, mask=is_i, other=0.0).to(tl.float32), SCALE)
         k = direction(tl.load(key_ptr + at + keys, mask=is_i, other=0.0).to(tl.float32), 1.0)
