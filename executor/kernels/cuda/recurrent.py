@@ -2,9 +2,10 @@
 rows of several go in chunks of 64.
 
 Within a chunk, what each token changes depends on those before it through a triangular system, I + L. Its inverse does
-not need the state, so all chunks of all heads are prepared at once (`_prepare`): u, the changes if the state were zero,
-and w, what a state takes from them. Then a program per row, head and 64 columns of the state goes from chunk to chunk
-(`_advance`), and the last kernel norms and gates. Decay is kept as the logarithm of what is left since the chunk began.
+not need the state, so all chunks of all heads are prepared at once (`_prepare`): u, the changes if the state were zero;
+w, what a state takes from them; and queries, keys and their products with decay in them. Then a program per row, head
+and 64 columns of the state goes from chunk to chunk (`_advance`) with nothing but four products each, and the last kernel
+norms and gates. Decay is kept as the logarithm of what is left since the chunk began.
 """
 
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, StatePages
+from penstock.executor.kernels.card import current_card
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of
 from penstock.executor.kernels.cuda.rows import activate, normalize
@@ -24,7 +26,7 @@ from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
 
 CHUNK = tl.constexpr(64)  # tokens: 64 rows make a warpgroup's product
 SUB = tl.constexpr(16)  # tokens of the pieces of a chunk that are solved one token after the other
-COLUMNS = 64  # of a state that one program takes through a row
+COLUMNS = 64  # of a state that one program takes through a row; half of them where products read registers
 FINISHED = 16  # tokens that a program norms and gates
 CONV_TILES = {True: (1, 512, 2), False: (32, 128, 4)}  # by whether rows have one token: tokens, channels, warps
 
@@ -101,24 +103,27 @@ def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch
             num_warps=8 if wide else 4,
         )
     if several and not is_exact:
-        u = torch.empty((tokens, heads.values), dtype=z.dtype, device=z.device)
-        w = torch.empty((tokens, num_heads * heads.key_dim), dtype=z.dtype, device=z.device)
-        left = torch.empty((tokens, num_heads), dtype=torch.float32, device=z.device)
-        made = torch.empty((tokens, heads.values), dtype=torch.float32, device=z.device)
-        count, columns = sum(batch.query_lens), min(COLUMNS, block_of(heads.value_dim))
+        is_wide, count = current_card().has_wide_products, sum(batch.query_lens)
+        columns = min(COLUMNS if is_wide else COLUMNS // 2, block_of(heads.value_dim))
+
+        def room(width: int, dtype: torch.dtype = z.dtype) -> Tensor:
+            return torch.empty((tokens, num_heads * width), dtype=dtype, device=z.device)
+
+        u, made = room(heads.value_dim), room(heads.value_dim, torch.float32)
+        prepared = *(room(heads.key_dim) for _ in range(3)), room(CHUNK.value), room(1, torch.float32)
         _prepare[(count // CHUNK.value + several, num_heads)](
-            *(qkv, gates, heads.rate, heads.shift, u, w, left, batch.query_starts),
+            *(qkv, gates, heads.rate, heads.shift, u, *prepared, batch.query_starts),
             *(singles, several),
             SIZES=sizes,
-            num_warps=8,
+            num_warps=8 if is_wide else 16,
         )
         _advance[(num_heads, several, triton.cdiv(heads.value_dim, columns))](
-            *(qkv, u, w, left, made, pages, *table, batch.query_starts),
+            *(u, *prepared, made, pages, *table, batch.query_starts),
             *(*numbers, singles),
             **constants,
             COLUMNS=columns,
-            num_warps=8,
-            num_stages=2,
+            num_warps=4 if is_wide else 8,
+            num_stages=2 if is_wide else 1,
         )
         _finish[(triton.cdiv(count, FINISHED), num_heads)](
             *(made, z, heads.norm, out), *(tokens - count, tokens, heads.eps), SIZES=sizes, TOKENS=FINISHED, num_warps=4
@@ -313,13 +318,16 @@ def _prepare(
     shift_ptr,
     u_ptr,
     w_ptr,
+    queries_ptr,
+    keys_ptr,
+    scores_ptr,
     left_ptr,
     starts_ptr,
     first_row,
     num_rows,
     SIZES: tl.constexpr,
 ):
-    """u, w and what decay has left by each token, of one head's chunk."""
+    """What `_advance` needs of one head's chunk."""
     head = tl.program_id(1)
     row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, 1, CHUNK)
     begin = tl.load(starts_ptr + row)
@@ -331,35 +339,44 @@ def _prepare(
     is_token = tile * CHUNK + number < count
     token = (begin + tile * CHUNK + number).to(tl.int64)
     keys: tl.constexpr = SIZES.key_heads * SIZES.key_dim
-    key = keys + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim
     qkv_ptr += token[:, None] * SIZES.qkv_stride
+    q_ptrs = qkv_ptr + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim + i[None, :]
     is_k, is_v = is_token[:, None] & (i < SIZES.key_dim)[None, :], is_token[:, None] & (j < SIZES.value_dim)[None, :]
-    k = direction(tl.load(qkv_ptr + key + i[None, :], mask=is_k, other=0.0).to(tl.float32), 1.0)
     gate = token * SIZES.gate_stride + head
     a = tl.load(gates_ptr + gate + SIZES.value_heads, mask=is_token, other=0.0)
     decay = tl.where(is_token, log_decay(a, tl.load(rate_ptr + head), tl.load(shift_ptr + head)), 0.0)
-    beta = tl.where(is_token, tl.sigmoid(tl.load(gates_ptr + gate, mask=is_token, other=0.0).to(tl.float32)), 0.0)
+    beta = tl.sigmoid(tl.load(gates_ptr + gate, mask=is_token, other=0.0).to(tl.float32))
     left = tl.cumsum(decay, 0)
-    tl.store(left_ptr + token * SIZES.value_heads + head, left, mask=is_token)
+    vector = token * SIZES.value_heads + head
+    tl.store(left_ptr + vector, left, mask=is_token)
     narrow = u_ptr.dtype.element_ty
-    products = tl.dot(k.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * beta[:, None]
-    is_before = number[:, None] > number[None, :]
-    since = tl.where(is_before, tl.exp(tl.where(is_before, left[:, None] - left[None, :], 0.0)), 0.0)
-    solved = inverse(products * since).to(narrow)
+    place = vector[:, None] * SIZES.key_dim + i[None, :]
+    k = direction(tl.load(q_ptrs + keys, mask=is_k, other=0.0).to(tl.float32), 1.0)
+    remains = tl.exp(tl.sum(decay, 0) - left)
+    tl.store(keys_ptr + place, (k * remains[:, None]).to(narrow), mask=is_k)
+    is_past = number[:, None] >= number[None, :]
+    since = tl.where(is_past, tl.exp(tl.where(is_past, left[:, None] - left[None, :], 0.0)), 0.0)
+    lower = tl.dot(k.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since * beta[:, None]
+    solved = inverse(tl.where(number[:, None] > number[None, :], lower, 0.0)).to(narrow)
+    w = tl.dot(solved, (k * (beta * tl.exp(left))[:, None]).to(narrow), input_precision="ieee")
+    tl.store(w_ptr + place, w.to(narrow), mask=is_k)
     v = tl.load(qkv_ptr + 2 * keys + head * SIZES.value_dim + j[None, :], mask=is_v, other=0.0).to(tl.float32)
     u = tl.dot(solved, (v * beta[:, None]).to(narrow), input_precision="ieee")
-    place = token[:, None] * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j[None, :]
-    tl.store(u_ptr + place, u.to(narrow), mask=is_v)
-    w = tl.dot(solved, (k * (beta * tl.exp(left))[:, None]).to(narrow), input_precision="ieee")
-    place = token[:, None] * (SIZES.value_heads * SIZES.key_dim) + head * SIZES.key_dim + i[None, :]
-    tl.store(w_ptr + place, w.to(narrow), mask=is_k)
+    tl.store(u_ptr + vector[:, None] * SIZES.value_dim + j[None, :], u.to(narrow), mask=is_v)
+    SCALE: tl.constexpr = SIZES.key_dim**-0.5
+    q = direction(tl.load(q_ptrs, mask=is_k, other=0.0).to(tl.float32), SCALE)
+    tl.store(queries_ptr + place, (q * tl.exp(left)[:, None]).to(narrow), mask=is_k)
+    scores = tl.dot(q.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since
+    tl.store(scores_ptr + vector[:, None] * CHUNK + number[None, :], scores.to(narrow), mask=is_token[:, None])
 
 
 @kernel
 def _advance(
-    qkv_ptr,
     u_ptr,
     w_ptr,
+    queries_ptr,
+    keys_ptr,
+    scores_ptr,
     left_ptr,
     made_ptr,
     pages_ptr,
@@ -388,36 +405,23 @@ def _advance(
     state_ptr = pages_ptr + unit_of(read_ptr, row, 1 + head, width, first_unit, UNITS)
     state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
     narrow = u_ptr.dtype.element_ty
-    SCALE: tl.constexpr = SIZES.key_dim**-0.5
-    keys: tl.constexpr = SIZES.key_heads * SIZES.key_dim
-    key = head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim
-    is_past = number[:, None] >= number[None, :]
     for start in range(0, count, CHUNK):
         is_token = start + number < count
-        token = (begin + start + number).to(tl.int64)
+        vector = (begin + start + number).to(tl.int64) * SIZES.value_heads + head
         is_k, is_v = is_token[:, None] & is_i[None, :], is_token[:, None] & is_j[None, :]
-        q_ptrs = qkv_ptr + token[:, None] * SIZES.qkv_stride + key + i[None, :]
-        q = direction(tl.load(q_ptrs, mask=is_k, other=0.0).to(tl.float32), SCALE)
-        k = direction(tl.load(q_ptrs + keys, mask=is_k, other=0.0).to(tl.float32), 1.0)
-        left = tl.load(left_ptr + token * SIZES.value_heads + head, mask=is_token, other=0.0)
-        last = tl.sum(tl.where(number == tl.minimum(count - start, CHUNK) - 1, left, 0.0), 0)
-        w = tl.load(
-            w_ptr + token[:, None] * (SIZES.value_heads * SIZES.key_dim) + head * SIZES.key_dim + i[None, :],
-            mask=is_k,
-            other=0.0,
-        )
-        values = token[:, None] * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j[None, :]
+        at = vector[:, None] * SIZES.key_dim + i[None, :]
+        values = vector[:, None] * SIZES.value_dim + j[None, :]
         change = tl.load(u_ptr + values, mask=is_v, other=0.0).to(tl.float32)
-        change -= tl.dot(w, state.to(narrow), input_precision="ieee")
-        scores = tl.dot(q.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee")
-        since = tl.exp(tl.where(is_past, left[:, None] - left[None, :], 0.0))
-        scores = tl.where(is_past, scores * since, 0.0)
-        out = tl.dot((q * tl.exp(left)[:, None]).to(narrow), state.to(narrow), input_precision="ieee")
-        out = tl.dot(scores.to(narrow), change.to(narrow), out, input_precision="ieee")
+        before = state.to(narrow)
+        w = tl.load(w_ptr + at, mask=is_k, other=0.0)
+        change = (change - tl.dot(w, before, input_precision="ieee")).to(narrow)
+        out = tl.dot(tl.load(queries_ptr + at, mask=is_k, other=0.0), before, input_precision="ieee")
+        scores = tl.load(scores_ptr + vector[:, None] * CHUNK + number[None, :], mask=is_token[:, None], other=0.0)
+        out = tl.dot(scores, change, out, input_precision="ieee")
         tl.store(made_ptr + values, out, mask=is_v)
-        remains = tl.where(is_token, tl.exp(last - left), 0.0)
-        state *= tl.exp(last)
-        state = tl.dot(tl.trans((k * remains[:, None]).to(narrow)), change.to(narrow), state, input_precision="ieee")
+        last = (begin + tl.minimum(start + CHUNK, count) - 1).to(tl.int64) * SIZES.value_heads + head
+        k = tl.load(keys_ptr + at, mask=is_k, other=0.0)
+        state = tl.dot(tl.trans(k), change, state * tl.exp(tl.load(left_ptr + last)), input_precision="ieee")
     kept_ptr = pages_ptr + unit_of(write_ptr, row, 1 + head, width, first_unit, UNITS)
     tl.store(kept_ptr + place, state, mask=inside)
 
