@@ -23,6 +23,8 @@ class Groups:
     def __init__(self, pool: BlockPool, info: ModelInfo, chunk: int) -> None:
         """`chunk`: the most positions that a row has."""
         self._pool, self._size, self._chunk, self._groups = pool, info.block_size, chunk, info.groups
+        self.registered: list[bytes] | None = None  # blocks, by their keys, while it is listened to
+        self.offer: Callable[[bytes], None] = lambda _key: None  # to the tiers, where there are any
         self._full = [index for index, group in enumerate(info.groups) if group.kind == "full"]
         self._windows = [(index, group.window) for index, group in enumerate(info.groups) if group.kind == "window"]
         self.num_attention = len(self._full) + len(self._windows)
@@ -30,11 +32,15 @@ class Groups:
         # Checkpoints this many blocks apart cost about as much as the blocks between them.
         self._interval = -(-self._num_pages // self.num_attention)
 
+    @property
+    def has_state(self) -> bool:
+        return self._num_pages > 0
+
     # -- what is cached ------------------------------------------------------------------------------------
 
-    def find(self, request: Request, find: Callable[[bytes], int]) -> Prefix:
-        """`find` says for a key whether, or where, it is."""
-        keys = request.keys
+    def find(self, request: Request, find: Callable[[bytes], int], most: int = NEVER) -> Prefix:
+        """`find` says for a key whether, or where, it is. No more than `most` blocks."""
+        keys = request.keys[:most]
         # A state is that behind all tokens: the last one's logits need the state before it.
         num = min(len(keys), (len(request.tokens) - 1) // self._size) if self._num_pages else len(keys)
         for group in self._full:
@@ -75,7 +81,14 @@ class Groups:
 
     def state_keys(self, request: Request, num: int) -> list[bytes]:
         """Of the checkpoint behind the first `num` blocks."""
-        return [page_key(request.keys[num - 1], self._state, page) for page in range(self._num_pages)]
+        return self._pages_of(request.keys[num - 1])
+
+    def _pages_of(self, key: bytes) -> list[bytes]:
+        return [page_key(key, self._state, page) for page in range(self._num_pages)]
+
+    def keys_at(self, key: bytes) -> list[bytes]:
+        """Of what groups after the first keep at the block of this key."""
+        return [*(page_key(key, group) for group in range(1, self.num_attention)), *self._pages_of(key)]
 
     def keys(self, request: Request, num: int) -> list[list[bytes]]:
         """Of each attention group what a cached prefix of `num` blocks needs, up to its end; then of the state."""
@@ -87,27 +100,48 @@ class Groups:
 
     # -- what a request holds ------------------------------------------------------------------------------
 
-    def claim(self, request: Request, prefix: Prefix, reserve: int) -> bool:
-        """Give a waiting request what is cached of its prefix and the blocks that it needs for good, or nothing.
+    def claim(
+        self, request: Request, prefix: Prefix, reserve: int, place: Callable[[bytes], int]
+    ) -> list[list[tuple[int, int]]] | None:
+        """Give a waiting request what is cached of its prefix and the blocks that it needs for good, or nothing: then None.
 
-        Blocks of windows, and a state to write to, come with the first row: they must be free now, but nothing is taken.
+        `place` says where a page is: on the device, or in the host as a negative. Returns the (host block, block) pairs to
+        be copied, by group. Blocks of windows, and a state to write to, come with the first row: they must be free now,
+        but nothing is taken.
         """
         pool, num, num_tokens = self._pool, prefix.num_blocks, len(request.tokens)
-        *tables, state = [[pool.find(key) for key in keys] for keys in self.keys(request, num)]
-        cached = [page for table in (*tables, state) for page in table]
+        found = [[place(key) for key in keys] for keys in self.keys(request, num)]
+        cached = [page for pages in found for page in pages if page > 0]
+        num_new = sum(map(len, found)) - len(cached)
         needed = sum(group.most_pages(num_tokens, self._chunk, self._size) for group in self._groups) - self._num_pages
-        if max(0, needed - len(cached)) + pool.num_idle(cached) + reserve > pool.num_free:
-            return False
+        if max(num_new, needed - len(cached)) + pool.num_idle(cached) + reserve > pool.num_free:
+            return None
         pool.hold(cached)
+        new = iter(pool.allocate(num_new))
+        copies: list[list[tuple[int, int]]] = []
+        first = num  # block that is not on the device
+        for pages in found:
+            copies.append([])
+            for index, page in enumerate(pages):
+                if page < 0:
+                    pages[index] = next(new)
+                    copies[-1].append((-page, pages[index]))
+                    first = min(first, num - len(pages) + index) if len(copies) <= self.num_attention else first
+        *tables, state = found
         request.num_left = [num - len(table) for table in tables]
         tables = [[0] * (num - len(table)) + table for table in tables]
         for group in self._full:
             tables[group] += pool.allocate(-(-num_tokens // self._size) - num)
         request.blocks, *request.others = tables
         request.num_sent_blocks, *request.num_sent_others = request.num_left
+        # The pool hears of what is copied when the first row is planned: until then nobody else may read it.
+        request.num_registered = first
         request.state, request.is_state_shared = state, True
+        if copies[-1]:
+            pool.hold(state)
+            request.checkpoints[num] = state
         request.branch = prefix.num_seen if prefix.num_seen > num else 0
-        return True
+        return copies
 
     def cut(self, request: Request, count: int) -> int:
         """So many positions of the next `count` are computed in one row: it ends where a checkpoint is due."""
@@ -165,11 +199,15 @@ class Groups:
         over; returns what it leaves, which the step being planned may still write to."""
         replaced = []
         for block in range(request.num_registered, end):
+            if self.registered is not None:
+                self.registered.append(request.keys[block])
             for group, table in enumerate((request.blocks, *request.others)):
                 page = table[block]
                 if not page:  # it has left the window before its key was known
                     continue
-                known = self._pool.register(page, self._key(request, block, group))
+                key = self._key(request, block, group)
+                known = self._pool.register(page, key)
+                self.offer(key)
                 if known != page:
                     replaced.append(page)
                     table[block] = known
@@ -184,7 +222,12 @@ class Groups:
         a whole: no row of it may read what another one writes."""
         for num in [num for num in request.checkpoints if num <= len(request.keys)]:
             pages = request.checkpoints.pop(num)
-            known = [self._pool.register(*pair) for pair in zip(pages, self.state_keys(request, num), strict=True)]
+            keys = self.state_keys(request, num)
+            if self.registered is not None:
+                self.registered.append(request.keys[num - 1])
+            known = [self._pool.register(*pair) for pair in zip(pages, keys, strict=True)]
+            for key in keys:
+                self.offer(key)
             self._pool.release([page for page, same in zip(pages, known, strict=True) if page != same])
             self._pool.release(known)
             request.kept.append(num)
@@ -203,6 +246,14 @@ class Groups:
         request.checkpoints.clear()
         request.kept.clear()
         request.page_keys.clear()
+
+    def used_keys(self, request: Request) -> list[bytes]:
+        """Of what a request holds, starts of chains first."""
+        kept, keys = set(request.kept), []
+        for block in range(request.num_registered):
+            keys += [self._key(request, block, group) for group, left in enumerate(request.num_left) if block >= left]
+            keys += self.state_keys(request, block + 1) if block + 1 in kept else []
+        return keys
 
     def held(self, request: Request) -> Iterator[int]:
         """Every page as often as it is held."""

@@ -3,6 +3,7 @@
 The scheduler decides when; here is how, over the device's pool and, where there are any, the tiers beneath it.
 """
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from penstock.cache.keys import block_keys
@@ -38,7 +39,7 @@ class Holdings:
         block per running request stays free, so that those do not have to preempt the newcomer at once.
         """
         if self._groups is not None:
-            return self._claim_groups(self._groups, request, num_running)
+            return self._claim_groups(self._groups, request, num_running, is_busy)
         pool, num_tokens = self._pool, len(request.tokens)
         places: list[int] = []  # device blocks, and host slots as negatives
         if not request.skips_cache:
@@ -60,15 +61,21 @@ class Holdings:
         request.num_scheduled = min(request.write_from, num_tokens - 1)
         return True
 
-    def _claim_groups(self, groups: "Groups", request: Request, num_running: int) -> bool:
-        num_tokens = len(request.tokens)
-        prefix = Prefix(0, 0) if request.skips_cache else groups.find(request, self._pool.find)
-        if not groups.claim(request, prefix, min(num_running * groups.num_attention, self._pool.num_usable // 8)):
+    def _claim_groups(self, groups: "Groups", request: Request, num_running: int, is_busy: bool) -> bool:
+        tiers, place, prefix = self._tiers, self._pool.find, Prefix(0, 0)
+        if tiers is not None:
+            place = tiers.place
+        if not request.skips_cache:
+            prefix = groups.find(request, place) if tiers is None else tiers.prefix(groups, request, is_busy)
+        reserve = min(num_running * groups.num_attention, self._pool.num_usable // 8)
+        copies = groups.claim(request, prefix, reserve, place)
+        if copies is None:
             return False
         self._count(request, prefix.num_blocks)
-        request.num_registered = prefix.num_blocks
+        if tiers is not None:
+            tiers.restore(request, list(chain.from_iterable(copies)), len(copies[0]))
         request.write_from = prefix.num_blocks * self._block_size
-        request.num_scheduled = min(request.write_from, num_tokens - 1)
+        request.num_scheduled = min(request.write_from, len(request.tokens) - 1)
         return True
 
     def _count(self, request: Request, num_cached: int) -> None:

@@ -1,6 +1,6 @@
 """Weights of MXFP4 on a GPU: two codes a byte, each 0 … 6 in eight steps with a sign, times a power of two for 32 of them.
 
-The grouped products of experts read them as they are (cuda/four_bits.py); any other product widens them first.
+The grouped products of experts read them as they are (cuda/mxfp4_experts.py); any other product widens them first.
 """
 
 import torch

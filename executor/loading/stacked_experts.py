@@ -15,17 +15,17 @@ from torch import Tensor
 from penstock.executor.kernels.codes import CODE_TYPES, Coded
 from penstock.executor.loading.checkpoint import Checkpoint
 
-_STACKED = re.compile(r"(.+\.experts\.)(gate_up|down)_proj(_blocks|_scales|_bias|)")
+_PATTERN = re.compile(r"(.+\.experts\.)(gate_up|down)_proj(_blocks|_scales|_bias|)")
 
 
-class Layout(NamedTuple):
+class Stacking(NamedTuple):
     """How gate and up share a tensor, and whether numbers (not codes, not biases) lie [depth, rows]."""
 
     is_interleaved: bool  # row by row; else all of the gate first
     is_transposed: bool
 
 
-class _Source(NamedTuple):
+class _Stacked(NamedTuple):
     name: str  # without `_blocks`
     expert: int
     part: int | None  # 0: gate, 1: up, None: down
@@ -36,12 +36,12 @@ class _Source(NamedTuple):
 class StackedExperts:
     """The Checkpoint protocol over another one. Tensors that are no experts' pass through."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: Layout) -> None:
+    def __init__(self, checkpoint: Checkpoint, stacking: Stacking) -> None:
         self.config: dict[str, Any] = checkpoint.config
-        self._checkpoint, self._layout = checkpoint, layout
-        self._sources: dict[str, _Source | None] = {}
+        self._checkpoint, self._stacking = checkpoint, stacking
+        self._sources: dict[str, _Stacked | None] = {}
         for name in checkpoint.names():
-            found = _STACKED.fullmatch(name)
+            found = _PATTERN.fullmatch(name)
             if found is None:
                 self._sources[name] = None
             elif found[3] != "_scales":  # those are read with their blocks
@@ -54,7 +54,7 @@ class StackedExperts:
         base = name.removesuffix("_blocks")
         for expert in range(self._checkpoint.shape(name)[0]):
             for own, part in parts:
-                source = _Source(base, expert, part, kind == "_bias", kind == "_blocks")
+                source = _Stacked(base, expert, part, kind == "_bias", kind == "_blocks")
                 self._sources[f"{prefix}{expert}.{own}_proj.{suffix}"] = source
 
     def names(self) -> list[str]:
@@ -67,7 +67,7 @@ class StackedExperts:
         _, *shape = self._checkpoint.shape(source.name + ("_blocks" if source.is_coded else ""))
         if source.is_coded:
             shape = [shape[0], 32 * shape[1]]
-        elif self._layout.is_transposed and not source.is_bias:
+        elif self._stacking.is_transposed and not source.is_bias:
             shape.reverse()
         return (shape[0] // (1 if source.part is None else 2), *shape[1:])
 
@@ -80,15 +80,15 @@ class StackedExperts:
             return Coded(name, CODE_TYPES["MXFP4"], _as_gguf(blocks, scales))
         return self._rows(source, source.name)
 
-    def _rows(self, source: _Source, name: str) -> Tensor:
+    def _rows(self, source: _Stacked, name: str) -> Tensor:
         whole = self._checkpoint.read(name)
         assert isinstance(whole, Tensor)
         rows = whole[source.expert]
-        if self._layout.is_transposed and not (source.is_bias or source.is_coded):
+        if self._stacking.is_transposed and not (source.is_bias or source.is_coded):
             rows = rows.T
         if source.part is None:
             return rows
-        if self._layout.is_interleaved:
+        if self._stacking.is_interleaved:
             return rows[source.part :: 2]
         return rows.chunk(2)[source.part]
 

@@ -6,8 +6,8 @@ Where a family's configs leave out a field it has a value of the family's own: t
 from dataclasses import replace
 from typing import Any
 
+from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
-from penstock.executor.loading.layout import Layout
 from penstock.executor.models.families import (
     attention_biases,
     head_dim_of,
@@ -31,7 +31,7 @@ def phi3(fields: Fields) -> DecoderSpec:
         raise section.error("rope_type", kind, "'default' or 'longrope'")
     spec = spec_of(own, uniform_layers(own, own.integer_or_none("sliding_window")))
     qkv = ("q_proj", spec.num_heads), ("k_proj", spec.num_kv_heads), ("v_proj", spec.num_kv_heads)
-    return replace(spec, layout=Layout(joined=(("qkv_proj", qkv), GATE_UP)))
+    return replace(spec, layout=Arrangement(joined=(("qkv_proj", qkv), GATE_UP)))
 
 
 def olmo2(fields: Fields) -> DecoderSpec:
@@ -149,7 +149,7 @@ def glm4(fields: Fields) -> DecoderSpec:
         (".post_self_attn_layernorm.", ".post_attention_layernorm."),
         (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
     )
-    layout = Layout(norms, (GATE_UP,))
+    layout = Arrangement(norms, (GATE_UP,))
     biased = own.flag("attention_bias", True)
     return with_neighbours(spec_of(own, uniform_layers(own), sandwich_norms=True, qkv_bias=biased, layout=layout))
 
@@ -164,4 +164,4 @@ def hunyuan_dense(fields: Fields) -> DecoderSpec:
     else:
         layers = uniform_layers(own)
     names = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
-    return spec_of(own, layers, qk_norm=True, rotates_first=True, layout=Layout(names), **attention_biases(own))
+    return spec_of(own, layers, qk_norm=True, rotates_first=True, layout=Arrangement(names), **attention_biases(own))

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
-from penstock.executor.loading.layout import Layout
 from penstock.executor.models.dense_families import ernie4_5, multiplied, unrotated
 from penstock.executor.models.families import (
     attention_biases,
@@ -106,7 +106,7 @@ def minimax_m2(fields: Fields) -> DecoderSpec:
         own = own.with_defaults(partial_rotary_factor=share)
     layers = _sparse(own, uniform_layers(own), replace(_mixtral_moe(own), scoring="sigmoid", has_bias=True))
     names = ((".block_sparse_moe.e_score_", ".block_sparse_moe.gate.e_score_"),)
-    return spec_of(own, layers, is_qk_norm_wide=True, layout=Layout(names))
+    return spec_of(own, layers, is_qk_norm_wide=True, layout=Arrangement(names))
 
 
 def ernie4_5_moe(fields: Fields) -> DecoderSpec:
@@ -165,7 +165,7 @@ def _granite_moe(fields: Fields, shared: int) -> DecoderSpec:
     where = "block_sparse_moe.shared_experts" if num_experts else "mlp"
     always = "shared_mlp.input_linear", ((f"{where}.gate_proj", 1), (f"{where}.up_proj", 1))
     after = "shared_mlp.output_linear", ((f"{where}.down_proj", 1),)
-    layout = Layout(names, (experts, out, always, after))
+    layout = Arrangement(names, (experts, out, always, after))
     if not num_experts:
         return replace(spec, intermediate_size=shared, layout=layout)
     moe = MoeSpec(num_experts, top_k, size, renormalize=True, shared_size=shared, block="block_sparse_moe")

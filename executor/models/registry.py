@@ -62,8 +62,8 @@ class Architecture(NamedTuple):
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": ("moe_families", "deepseek_v2"),
     "DeepseekV3ForCausalLM": ("moe_families", "deepseek_v3"),
-    "Ernie4_5_MoeForCausalLM": ("moe_families", "ernie4_5_moe"),
     "Ernie4_5ForCausalLM": ("dense_families", "ernie4_5"),
+    "Ernie4_5_MoeForCausalLM": ("moe_families", "ernie4_5_moe"),
     "Gemma2ForCausalLM": ("families", "gemma2"),
     "Gemma3ForCausalLM": ("families", "gemma3"),
     "Glm4ForCausalLM": ("dense_families", "glm4"),

@@ -4,6 +4,7 @@ With one rank this is the whole model, and `UniprocExecutor` drives it in place;
 (executor/ranks/worker.py) and they all get the same steps.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.executor.cache_layout import CacheLayout, LayerCache, plan_layout
+from penstock.executor.cache_layout import CacheLayout, plan_layout
 from penstock.executor.kernels import select_input_ops, select_sampling_ops
 from penstock.executor.models.load import load_model
 from penstock.executor.parallel import RankGroup
@@ -49,15 +50,16 @@ class Rank:
             self._loaded = load_model(config, device, group, progress)
         loaded, model = self._loaded, self._loaded.model
         layer_bytes = model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize
-        caches = _without_windows(config, model.caches)
-        self._layout = layout = plan_layout(caches, loaded.num_positions, layer_bytes, model.unit_bytes)
+        self._layout = layout = plan_layout(model.caches, loaded.num_positions, layer_bytes, model.unit_bytes)
         block_bytes = layout.depth * layer_bytes
         buckets = self._buckets()
         meter = CudaMeter(device) if _is_gpu(device) else None  # a CPU has nothing to compile
         use = None if meter is None else self._warm_up(buckets, meter)
         plan = plan_kv(config, block_bytes, loaded.num_positions, group, use, layout.groups)
         self.kv = self._allocate(plan.num_blocks)
-        self._tiers = open_tiers(config, block_bytes, loaded.fingerprint, self._make_copier, group.rank)
+        self._tiers = open_tiers(
+            config, block_bytes, tier_fingerprint(loaded.fingerprint, layout), self._make_copier, group.rank
+        )
         self.runner = self._open_runner(
             self.kv, plan.max_model_len, self._tiers.transfers, self._make_rebalancer(), buckets
         )
@@ -177,15 +179,9 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def _without_windows(config: ExecutorConfig, caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
-    """Tiers move the blocks of one table: where there are any, windows keep all their blocks, too."""
-    options = "kv_host_bytes", "kv_disk_path", "kv_peers", "kv_peer_listen"
-    given = next((name for name in options if getattr(config, name)), None)
-    if given is None:
-        return caches
-    if any(layer.units for layer in caches):
-        raise ExecutorError(f"{given}: given; the states of this model's recurrent layers stay on the device")
-    return (LayerCache(),) * len(caches)
+def tier_fingerprint(model: bytes, layout: CacheLayout) -> bytes:
+    """What gives a page its meaning beside the weights: which layers lie where."""
+    return model if len(layout.groups) == 1 else hashlib.sha256(model + repr(layout).encode()).digest()
 
 
 def open_inputs(

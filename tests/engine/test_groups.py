@@ -8,6 +8,7 @@ import pytest
 from penstock.cache.keys import block_keys, namespace_root, page_key
 from penstock.engine.messages import Submit
 from penstock.executor.protocol import ExecutorError, GroupInfo
+from tests.engine.test_tiers import tier_storm
 from tests.support.simulation import BLOCK_SIZE, World, random_drafts, random_request, submit
 
 FULL = GroupInfo()
@@ -195,6 +196,25 @@ def test_random_worlds_of_several_groups_keep_every_invariant_and_every_token(ha
             total[name] = total.get(name, 0) + count
     assert total["preempted"] > 50 and total["aborted"] > 50 and total["hits"] > 250 and total["finished"] > 500
     assert total["accepted"] > 100 or not has_drafts
+
+
+@pytest.mark.timeout(900)
+def test_random_worlds_of_several_groups_with_failing_tiers() -> None:
+    total: dict[str, int] = {}
+    for seed in range(48):
+        groups = SHAPES[seed % len(SHAPES)]
+        has_drafts = seed % 3 == 0 and all(group.kind != "state" for group in groups)
+        for name, count in tier_storm(seed, 250, has_drafts, groups).items():
+            total[name] = total.get(name, 0) + count
+    wanted = ("preempted", "aborted", "finished", "hits_host", "hits_disk", "restores", "saves", "failed_reads_disk")
+    assert {name: total.get(name, 0) for name in wanted if total.get(name, 0) < 30} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_thousands_of_random_worlds_of_several_groups_with_failing_tiers() -> None:
+    for seed in range(10_000, 12_000):
+        tier_storm(seed, 250, groups=SHAPES[seed % len(SHAPES)])
 
 
 @pytest.mark.slow

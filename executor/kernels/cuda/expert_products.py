@@ -12,9 +12,9 @@ from torch import Tensor
 from penstock.executor.kernels import Activation, Scaled
 from penstock.executor.kernels.cuda import fp8
 from penstock.executor.kernels.cuda.dependent import take_turn
-from penstock.executor.kernels.cuda.four_bits import coded_products
 from penstock.executor.kernels.cuda.fp8 import quantize_groups
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.mxfp4_experts import coded_products
 from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
 from penstock.executor.kernels.cuda.rows import gated

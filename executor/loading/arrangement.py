@@ -24,7 +24,7 @@ _OTHER_SENSES = ("vision_tower.", "multi_modal_projector.")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Arrangement:
     renames: tuple[tuple[str, str], ...] = ()  # parts of names and what we say, one after the other
     # Part of a name, and what lies in such a tensor on top of each other: part of our name, and rows in any unit. A
     # tensor of three dimensions has one such matrix for each expert, whose number takes the place of #.
@@ -35,7 +35,7 @@ class Layout:
     ignored: tuple[str, ...] = ()  # prefixes of what is not computed here
 
 
-PLAIN = Layout()
+PLAIN = Arrangement()
 
 
 class _Place(NamedTuple):
@@ -47,14 +47,14 @@ class _Place(NamedTuple):
     start: int = 0
 
 
-def arranged(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+def arranged(checkpoint: Checkpoint, layout: Arrangement) -> Checkpoint:
     return _Arranged(checkpoint, layout)
 
 
 class _Arranged:
     """The Checkpoint protocol over another one."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: Layout) -> None:
+    def __init__(self, checkpoint: Checkpoint, layout: Arrangement) -> None:
         self._inner, self._layout = checkpoint, layout
         self.config: dict[str, Any] = checkpoint.config
         self.has_codes = checkpoint.has_codes
