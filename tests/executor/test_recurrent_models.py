@@ -1,4 +1,4 @@
-"""Models with recurrent layers through the whole engine: cached and preempted runs give transformers' tokens.
+"""Models with recurrent layers through the whole engine: cached, preempted and restarted runs give transformers' tokens.
 (test_models.py holds the layers themselves against transformers.)"""
 
 import json
@@ -64,6 +64,15 @@ def test_requests_that_are_preempted_go_on_as_if_nothing_had_been(case: str) -> 
         results = m.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [result.outputs[0].token_ids for result in results] == [greedy(case, each, COUNT)[0] for each in PROMPTS]
     assert sum(result.metrics.num_preemptions for result in results) > 0
+
+
+def test_a_restarted_engine_goes_on_from_the_disk(case: str, tmp_path: Path) -> None:
+    tiers = {"kv_disk_path": str(tmp_path), "kv_disk_bytes": 2**26, "kv_host_bytes": 2**24}
+    for is_second in (False, True):
+        with llm(folder(case), **tiers) as model:
+            results = model.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [result.outputs[0].token_ids for result in results] == [greedy(case, each, COUNT)[0] for each in PROMPTS]
+        assert not is_second or min(result.num_cached_tokens or 0 for result in results) > 0
 
 
 def multimodal(case: str, goal: Path, changes: dict[str, Any]) -> Path:

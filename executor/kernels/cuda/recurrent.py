@@ -111,12 +111,14 @@ def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch
 
         u, made = room(heads.value_dim), room(heads.value_dim, torch.float32)
         prepared = *(room(heads.key_dim) for _ in range(3)), room(CHUNK.value), room(1, torch.float32)
-        _prepare[(count // CHUNK.value + several, num_heads)](
-            *(qkv, gates, heads.rate, heads.shift, u, *prepared, batch.query_starts),
-            *(singles, several),
-            SIZES=sizes,
-            num_warps=8 if is_wide else 16,
-        )
+        for kind in (True, False):  # one after the other: registers would not suffice for both at once
+            _prepare[(count // CHUNK.value + several, num_heads)](
+                *(qkv, gates, heads.rate, heads.shift, u, *prepared, batch.query_starts),
+                *(singles, several),
+                SIZES=sizes,
+                IS_SOLVED=kind,
+                num_warps=8,
+            )
         _advance[(num_heads, several, triton.cdiv(heads.value_dim, columns))](
             *(u, *prepared, made, pages, *table, batch.query_starts),
             *(*numbers, singles),
@@ -326,8 +328,9 @@ def _prepare(
     first_row,
     num_rows,
     SIZES: tl.constexpr,
+    IS_SOLVED: tl.constexpr,
 ):
-    """What `_advance` needs of one head's chunk."""
+    """What `_advance` needs of one head's chunk: u and w, or all the rest."""
     head = tl.program_id(1)
     row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, 1, CHUNK)
     begin = tl.load(starts_ptr + row)
@@ -348,26 +351,28 @@ def _prepare(
     beta = tl.sigmoid(tl.load(gates_ptr + gate, mask=is_token, other=0.0).to(tl.float32))
     left = tl.cumsum(decay, 0)
     vector = token * SIZES.value_heads + head
-    tl.store(left_ptr + vector, left, mask=is_token)
     narrow = u_ptr.dtype.element_ty
     place = vector[:, None] * SIZES.key_dim + i[None, :]
     k = direction(tl.load(q_ptrs + keys, mask=is_k, other=0.0).to(tl.float32), 1.0)
-    remains = tl.exp(tl.sum(decay, 0) - left)
-    tl.store(keys_ptr + place, (k * remains[:, None]).to(narrow), mask=is_k)
     is_past = number[:, None] >= number[None, :]
     since = tl.where(is_past, tl.exp(tl.where(is_past, left[:, None] - left[None, :], 0.0)), 0.0)
-    lower = tl.dot(k.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since * beta[:, None]
-    solved = inverse(tl.where(number[:, None] > number[None, :], lower, 0.0)).to(narrow)
-    w = tl.dot(solved, (k * (beta * tl.exp(left))[:, None]).to(narrow), input_precision="ieee")
-    tl.store(w_ptr + place, w.to(narrow), mask=is_k)
-    v = tl.load(qkv_ptr + 2 * keys + head * SIZES.value_dim + j[None, :], mask=is_v, other=0.0).to(tl.float32)
-    u = tl.dot(solved, (v * beta[:, None]).to(narrow), input_precision="ieee")
-    tl.store(u_ptr + vector[:, None] * SIZES.value_dim + j[None, :], u.to(narrow), mask=is_v)
-    SCALE: tl.constexpr = SIZES.key_dim**-0.5
-    q = direction(tl.load(q_ptrs, mask=is_k, other=0.0).to(tl.float32), SCALE)
-    tl.store(queries_ptr + place, (q * tl.exp(left)[:, None]).to(narrow), mask=is_k)
-    scores = tl.dot(q.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since
-    tl.store(scores_ptr + vector[:, None] * CHUNK + number[None, :], scores.to(narrow), mask=is_token[:, None])
+    if IS_SOLVED:
+        lower = tl.dot(k.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since * beta[:, None]
+        solved = inverse(tl.where(number[:, None] > number[None, :], lower, 0.0)).to(narrow)
+        w = tl.dot(solved, (k * (beta * tl.exp(left))[:, None]).to(narrow), input_precision="ieee")
+        tl.store(w_ptr + place, w.to(narrow), mask=is_k)
+        v = tl.load(qkv_ptr + 2 * keys + head * SIZES.value_dim + j[None, :], mask=is_v, other=0.0).to(tl.float32)
+        u = tl.dot(solved, (v * beta[:, None]).to(narrow), input_precision="ieee")
+        tl.store(u_ptr + vector[:, None] * SIZES.value_dim + j[None, :], u.to(narrow), mask=is_v)
+    else:
+        SCALE: tl.constexpr = SIZES.key_dim**-0.5
+        q = direction(tl.load(q_ptrs, mask=is_k, other=0.0).to(tl.float32), SCALE)
+        tl.store(queries_ptr + place, (q * tl.exp(left)[:, None]).to(narrow), mask=is_k)
+        remains = tl.exp(tl.sum(decay, 0) - left)
+        tl.store(keys_ptr + place, (k * remains[:, None]).to(narrow), mask=is_k)
+        scores = tl.dot(q.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since
+        tl.store(scores_ptr + vector[:, None] * CHUNK + number[None, :], scores.to(narrow), mask=is_token[:, None])
+        tl.store(left_ptr + vector, left, mask=is_token)
 
 
 @kernel
