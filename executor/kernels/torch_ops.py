@@ -17,6 +17,7 @@ from penstock.executor.kernels import (
     Activation,
     BlockOps,
     FusedExperts,
+    GroupOps,
     HeadNorms,
     Pages,
     Rotation,
@@ -28,6 +29,7 @@ from penstock.executor.moe_spec import MoeSpec
 
 fused_experts: FusedExperts | None = None
 blocks: BlockOps | None = None
+groups: GroupOps | None = None
 recurrent: RecurrentOps = torch_recurrent
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
