@@ -22,12 +22,15 @@ from penstock.executor.kernels import (
     Pages,
     Rotation,
     ScoreExtras,
+    torch_recurrent,
 )
+from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.moe_spec import MoeSpec
 
 fused_experts: FusedExperts | None = None
 blocks: BlockOps | None = None
 groups: GroupOps | None = None
+recurrent: RecurrentOps = torch_recurrent
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23

@@ -77,6 +77,7 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": ("moe_families", "granite_hybrid"),
     "GraniteMoeSharedForCausalLM": ("moe_families", "granite_moe_shared"),
     "HunYuanDenseV1ForCausalLM": ("dense_families", "hunyuan_dense"),
+    "Lfm2ForCausalLM": ("recurrent_families", "lfm2"),
     "LlamaForCausalLM": ("families", "llama"),
     "MiniMaxM2ForCausalLM": ("moe_families", "minimax_m2"),
     "MinistralForCausalLM": ("dense_families", "ministral"),
@@ -91,6 +92,9 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": ("moe_families", "qwen2_moe"),
     "Qwen3ForCausalLM": ("families", "qwen3"),
     "Qwen3MoeForCausalLM": ("moe_families", "qwen3_moe"),
+    "Qwen3NextForCausalLM": ("recurrent_families", "qwen3_next"),
+    "Qwen3_5ForCausalLM": ("recurrent_families", "qwen3_5"),
+    "Qwen3_5MoeForCausalLM": ("recurrent_families", "qwen3_5_moe"),
     "SeedOssForCausalLM": ("dense_families", "seed_oss"),
     "SmolLM3ForCausalLM": ("dense_families", "smollm3"),
 }
@@ -98,6 +102,8 @@ ARCHITECTURES = {
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
 _OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # what the outer config may say

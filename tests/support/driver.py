@@ -24,6 +24,7 @@ class Sequence:
     num_prompt: int
     blocks: list[int] = field(default_factory=list)
     others: list[list[int]] = field(default_factory=list)  # of the attention groups after the first
+    state: list[list[int]] = field(default_factory=list)  # two sets of pages: where the next row reads, and writes
     computed: int = 0  # positions whose keys and values are in the blocks
     sampling: Sampling = GREEDY
     pooling: Literal["last", "mean"] | None = None
@@ -54,8 +55,8 @@ class Driver:
     def readmit(self, sequence: Sequence, slot: int | None = None) -> None:
         """Preempt: the blocks go back, the request comes again with what it sampled."""
         # Last in, so that others' stale contents come up soon.
-        self.free = [*self.free, *sequence.blocks, *itertools.chain(*sequence.others)]
-        sequence.others = []
+        self.free = [*self.free, *sequence.blocks, *itertools.chain(*sequence.others, *sequence.state)]
+        sequence.others, sequence.state = [], []
         sequence.blocks, sequence.computed, sequence.unsent_blocks = [], 0, 0
         sequence.slot = sequence.slot if slot is None else slot
         self._announce(sequence)
@@ -79,6 +80,8 @@ class Driver:
         self._extend(sequence, start + count)
         first, sequence.unsent_blocks = sequence.unsent_blocks, len(sequence.blocks)
         sample = start + count == len(sequence.tokens) and sequence.pooling is None
+        states_in, states_out = sequence.state or ([], [])
+        sequence.state.reverse()
         return Row(
             sequence.slot,
             start,
@@ -89,6 +92,8 @@ class Driver:
             write_from=write_from,
             masked=masked,
             groups=tuple((first, tuple(table[first:])) for table in sequence.others),
+            states_in=tuple(states_in),
+            states_out=tuple(states_out),
         )
 
     def share(self, owner: Sequence, other: Sequence, num_blocks: int) -> None:
@@ -102,9 +107,10 @@ class Driver:
     def _extend(self, sequence: Sequence, end: int) -> None:
         """Windows keep all their blocks here."""
         if not sequence.others:
-            groups = self.executor.info.groups[1:]
-            assert all(group.kind != "state" for group in groups)
-            sequence.others = [[] for _ in groups]
+            sequence.others = [[] for group in self.executor.info.groups[1:] if group.kind != "state"]
+        pages = self.executor.info.groups[-1].pages
+        if pages and not sequence.state:
+            sequence.state = [[self.free.pop() for _ in range(pages)] for _ in range(2)]
         for table in (sequence.blocks, *sequence.others):
             while len(table) * self.block_size < end:
                 table.append(self.free.pop())
