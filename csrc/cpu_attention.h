@@ -47,12 +47,18 @@ static int64_t scratch_bytes(int head_dim, int rows) {
 }
 
 /* The scores [count] of one row, of which it sees [first, end), become weights; returns their sum. */
-INLINE float weigh(float *scores, int first, int end, int count, float scale_log2, int paired, float *largest) {
+INLINE float weigh(const struct attention *a, float *scores, int first, int end, int count, int paired, float *largest) {
     const ivec lane = LANE_INDEX;
     vec top = splat(MINUS_INFINITY), sum = {0};
     for (int i = 0; i < count; i += LANES) {
         vec x;
         memcpy(&x, scores + i, sizeof x);
+        if (a->squeeze != 0.0f) { /* to tanh: below 1 in size, whatever the score */
+            vec power = x * splat(a->squeeze);
+            power = choose(power < splat(126.0f), power, splat(126.0f));
+            x = splat(1.0f) - splat(2.0f) / (splat(1.0f) + power_of_two(power));
+            memcpy(scores + i, &x, sizeof x);
+        }
         if (i < first || i + LANES > end) {
             ivec position = lane + i;
             x = choose((position >= first) & (position < end), x, splat(MINUS_INFINITY));
@@ -60,8 +66,8 @@ INLINE float weigh(float *scores, int first, int end, int count, float scale_log
         }
         top = larger(top, x);
     }
-    *largest = largest_lane(top) * scale_log2;
-    vec base = splat(*largest == MINUS_INFINITY ? 0.0f : -*largest), scale = splat(scale_log2);
+    *largest = largest_lane(top) * a->scale_log2;
+    vec base = splat(*largest == MINUS_INFINITY ? 0.0f : -*largest), scale = splat(a->scale_log2);
     for (int i = 0; i < count; i += LANES) {
         vec x;
         memcpy(&x, scores + i, sizeof x);
@@ -112,8 +118,7 @@ INLINE void attend_tile(const struct attention *a, const struct shape *s, const 
     for (int r = 0; r < rows; r++) {
         int position = first_position + (first_row + r) / s->group;
         int first = a->window && position >= a->window ? position + 1 - a->window - begin : 0;
-        weight[r] = weigh(w->scores + r * TILE, first, position + 1 - begin, count, a->scale_log2, s->paired,
-                          &largest[r]);
+        weight[r] = weigh(a, w->scores + r * TILE, first, position + 1 - begin, count, s->paired, &largest[r]);
     }
     int depth = count < 0 ? 0 : s->paired ? (count + 1) / 2 : count;
     const uint32_t *weights = (const uint32_t *)w->scores;
@@ -125,10 +130,14 @@ INLINE void attend_tile(const struct attention *a, const struct shape *s, const 
         multiply_rows(rows, 1, weights, TILE, w->values + at, s->width, depth, products + at, s->width, s->paired);
 }
 
-INLINE void begin_rows(const struct workspace *w, int rows, int width) {
-    for (int r = 0; r < rows; r++) w->largest[r] = MINUS_INFINITY;
-    memset(w->weight, 0, sizeof(float) * rows);
-    memset(w->sums, 0, sizeof(float) * rows * width);
+/* Before any tile a row has seen nothing, or its head's sink alone, which weighs 1 relative to itself. */
+INLINE void begin_rows(const struct attention *a, int kv_head, const struct shape *s, const struct workspace *w, int rows) {
+    const float log2_e = 1.44269504f;
+    for (int r = 0; r < rows; r++) {
+        w->largest[r] = a->sinks ? a->sinks[kv_head * s->group + r % s->group] * log2_e : MINUS_INFINITY;
+        w->weight[r] = a->sinks ? 1.0f : 0.0f;
+    }
+    memset(w->sums, 0, sizeof(float) * rows * s->width);
 }
 
 INLINE void finish_rows(const struct attention *a, const struct attention_job *job, int kv_head,
@@ -161,7 +170,7 @@ INLINE void attend(const struct attention *a, const struct attention_job *job, i
     int rows = job->num_queries * s.group;
     lay_out(&w, scratch, a->head_dim, rows);
     load_queries(a, job, kv_head, &s, w.q, type);
-    begin_rows(&w, rows, s.width);
+    begin_rows(a, kv_head, &s, &w, rows);
 
     int num_queries = a->query_starts[job->row + 1] - a->query_starts[job->row];
     int first_position = a->context_lens[job->row] - num_queries + job->first_query;
@@ -199,7 +208,7 @@ INLINE void combine(const struct attention *a, const struct attention_job *piece
     struct workspace w;
     int rows = pieces->num_queries * s.group;
     lay_out(&w, scratch, a->head_dim, rows);
-    begin_rows(&w, rows, s.width);
+    begin_rows(a, kv_head, &s, &w, rows);
     for (const struct attention_job *job = pieces; job < pieces + pieces->num_pieces; job++)
         for (int tile = 0; tile < job->num_tiles; tile++) {
             const float *partial = partials + job->partial + tile * partial_floats(rows, a->head_dim);

@@ -80,7 +80,7 @@ static void run_layers(void *data) {
                                      run->table_stride, query, q_width,
                                      l->k_pages, l->v_pages, layers->page_stride, layers->slot_stride, attended,
                                      layers->q_heads, layers->kv_heads, layers->head_dim, layers->page_size,
-                                     layers->scale, l->window);
+                                     layers->scale, l->window, layers->cap, l->sinks);
         failed |= project(cpu, &l->output, attended, update, tokens, integers);
         if (l->attention_norm)
             penstock_norm(cpu, update, width, 0, 0, l->attention_norm, update, 0, tokens, width, layers->eps);

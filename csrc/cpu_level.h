@@ -9,7 +9,7 @@
 #include "codes.h"
 
 enum element { FLOAT32 = 0, BFLOAT16 = 1 };
-enum activation { SILU = 0, GELU_TANH = 1 };
+enum activation { SILU = 0, GELU_TANH = 1, CLAMPED_SWISH = 2 };
 
 /* 2^x = sum of POWER_k x^k on [-1/2, 1/2]: a minimax fit, 2e-9 off before rounding, and exact at 0. */
 #define POWER_0 1.0f
@@ -58,7 +58,9 @@ struct attention {
     const int32_t *query_starts, *context_lens, *block_tables;
     int num_rows, q_heads, kv_heads, head_dim, page_size;
     int window; /* positions a query sees, itself included; 0: all */
-    float scale_log2; /* the softmax scale times log2(e) */
+    float scale_log2; /* the softmax scale times log2(e); with a cap, the cap times log2(e) */
+    float squeeze;    /* 0: no cap; else 2^(score * squeeze) is e^(2 x), of which tanh(x) is made */
+    const float *sinks; /* [q_heads]: a score beside those of the positions, which has no value; NULL: none */
 };
 
 /* A run of tiles for neighbouring queries of one row: all their tiles, or a piece that is combined with others. */
@@ -118,7 +120,7 @@ struct coded {
 struct cpu_level {
     const char *name;
     void (*norm[2])(const struct norm *, int64_t first, int64_t end);
-    void (*gate[2][2])(const struct gate *, int64_t first, int64_t end);
+    void (*gate[3][2])(const struct gate *, int64_t first, int64_t end);
     void (*rope[2])(const struct rope *, int64_t first, int64_t end);
     void (*attend[2])(const struct attention *, const struct attention_job *, int kv_head, float *partials,
                       void *scratch);

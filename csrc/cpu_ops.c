@@ -119,14 +119,16 @@ void penstock_rope(const struct penstock_cpu *cpu, int64_t tokens, uintptr_t q, 
 int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query_starts, uintptr_t context_lens,
                        uintptr_t block_tables, int64_t table_stride, uintptr_t q, int64_t q_stride,
                        uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride, uintptr_t out,
-                       int q_heads, int kv_heads, int head_dim, int page_size, float scale, int window) {
+                       int q_heads, int kv_heads, int head_dim, int page_size, float scale, int window, float cap,
+                       uintptr_t sinks) {
     const float log2_e = 1.44269504f;
     struct attention a = {
         .q = (const void *)q, .k_pages = (const void *)k_pages, .v_pages = (const void *)v_pages, .out = (void *)out,
         .q_stride = q_stride, .page_stride = page_stride, .slot_stride = slot_stride, .table_stride = table_stride,
         .query_starts = (const int32_t *)query_starts, .context_lens = (const int32_t *)context_lens,
         .block_tables = (const int32_t *)block_tables, .num_rows = rows, .q_heads = q_heads, .kv_heads = kv_heads,
-        .head_dim = head_dim, .page_size = page_size, .window = window, .scale_log2 = scale * log2_e};
+        .head_dim = head_dim, .page_size = page_size, .window = window, .scale_log2 = (cap ? cap : scale) * log2_e,
+        .squeeze = cap ? 2.0f * scale / cap * log2_e : 0.0f, .sinks = (const float *)sinks};
     return attend_batch(levels[cpu->level], cpu->is_bfloat16, &a, cpu->num_threads);
 }
 
@@ -205,9 +207,9 @@ static void linears_some(const void *work, int64_t first, int64_t end, int threa
 }
 
 int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, int num, uintptr_t weights,
-                     uintptr_t counts, uintptr_t y, int64_t depth, int64_t width) {
+                     uintptr_t biases, uintptr_t counts, uintptr_t y, int64_t depth, int64_t width) {
     const struct cpu_level *level = levels[cpu->level];
-    const int64_t *addresses = (const void *)weights, *rows = (const void *)counts;
+    const int64_t *addresses = (const void *)weights, *added = (const void *)biases, *rows = (const void *)counts;
     struct linear *linears = malloc((size_t)num * (sizeof *linears + sizeof(int64_t)));
     if (!linears) return -1;
     int64_t *ends = (int64_t *)(linears + num), parts = 0, cost = 0, row = 0;
@@ -215,6 +217,7 @@ int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stri
         int64_t row_parts = (rows[i] + LINEAR_ROWS - 1) / LINEAR_ROWS;
         linears[i] = (struct linear){.x = (const uint32_t *)x + row * x_stride,
                                      .weight = (const uint32_t *)(uintptr_t)addresses[i],
+                                     .bias = (const float *)(uintptr_t)added[i],
                                      .y = (char *)y + row * width * (cpu->is_bfloat16 ? 2 : 4),
                                      .rows = rows[i], .x_stride = x_stride, .depth = depth, .width = width,
                                      .row_parts = row_parts};

@@ -17,7 +17,7 @@ void penstock_norm(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
                    int64_t residual_stride, uintptr_t weight, uintptr_t y, uintptr_t total, int64_t rows,
                    int64_t width, float eps);
 
-/* activation: 0 silu, 1 gelu in its tanh form. */
+/* activation: 0 silu, 1 gelu in its tanh form, 2 the bounded swish of gpt-oss. */
 void penstock_gate(const struct penstock_cpu *cpu, int activation, uintptr_t gate_up, int64_t stride, uintptr_t out,
                    int64_t rows, int64_t width);
 
@@ -27,21 +27,23 @@ void penstock_rope(const struct penstock_cpu *cpu, int64_t tokens, uintptr_t q, 
                    uintptr_t q_out, uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride,
                    int q_heads, int kv_heads, int head_dim, int page_size);
 
-/* -1 if there is no memory for the work, else 0. window 0: none. */
+/* -1 if there is no memory for the work, else 0. window 0: none; cap 0: none, else scores are cap * tanh(score / cap).
+ * sinks, float32 [q_heads] or 0: a score of each head that takes its share of the weights, and has no value. */
 int penstock_attention(const struct penstock_cpu *cpu, int rows, uintptr_t query_starts, uintptr_t context_lens,
                        uintptr_t block_tables, int64_t table_stride, uintptr_t q, int64_t q_stride,
                        uintptr_t k_pages, uintptr_t v_pages, int64_t page_stride, int64_t slot_stride, uintptr_t out,
-                       int q_heads, int kv_heads, int head_dim, int page_size, float scale, int window);
+                       int q_heads, int kv_heads, int head_dim, int page_size, float scale, int window, float cap,
+                       uintptr_t sinks);
 
 /* y [rows, width] = x [rows, depth] weight + bias (float32, 0: none). The weight [width, depth] was cut into blocks of
  * penstock_cpu_columns(level) rows (zeros beyond `width`), each of them transposed; for bfloat16, a pair of neighbours
  * in depth stays together. depth and x_stride count floats or pairs. */
 void penstock_linear(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, uintptr_t weight, uintptr_t bias,
                      uintptr_t y, int64_t rows, int64_t depth, int64_t width);
-/* Several layers of one shape without bias: the first counts[0] rows through the first, the next through the second.
- * weights and counts are `num` int64, every count at least 1. -1 if there is no memory for the work, else 0. */
+/* Several layers of one shape: the first counts[0] rows through the first, the next through the second. weights, biases
+ * and counts are `num` int64, every count at least 1. -1 if there is no memory for the work, else 0. */
 int penstock_linears(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride, int num, uintptr_t weights,
-                     uintptr_t counts, uintptr_t y, int64_t depth, int64_t width);
+                     uintptr_t biases, uintptr_t counts, uintptr_t y, int64_t depth, int64_t width);
 /* y [rows, depth]: the rows of such a weight with these int64 numbers, as they were before it was cut. -1 if a number
  * is none of its rows', else 0. */
 int penstock_linear_rows(const struct penstock_cpu *cpu, uintptr_t weight, uintptr_t numbers, uintptr_t y, int64_t rows,
@@ -78,7 +80,7 @@ struct penstock_projection {
 struct penstock_layer {
     struct penstock_projection qkv, output, gate_up, down;
     uintptr_t input_norm, attention_norm, mlp_norm, output_norm, q_norm, k_norm;
-    uintptr_t cos, sin, k_pages, v_pages;
+    uintptr_t cos, sin, sinks, k_pages, v_pages;
     int half, window;
 };
 
@@ -86,7 +88,7 @@ struct penstock_layers {
     const struct penstock_layer *layers;
     int num, q_heads, kv_heads, head_dim, page_size, activation;
     int64_t page_stride, slot_stride;
-    float eps, scale;
+    float eps, scale, cap;
 };
 
 /* Layers 0 … num - 1 over `tokens` of the residual stream, in its place; `update`, of the same shape, is still to be

@@ -48,12 +48,21 @@ INLINE vec activate(vec x, enum activation kind) {
     return x / (splat(1.0f) + power_of_two(power));
 }
 
+/* activation(gate) * up; gpt-oss bounds both, has its own slope in the sigmoid, and adds one to the other factor. */
+INLINE vec gated(vec gate, vec up, enum activation kind) {
+    if (kind != CLAMPED_SWISH) return activate(gate, kind) * up;
+    const vec limit = splat(7.0f), slope = splat(1.702f);
+    gate = choose(gate > limit, limit, gate);
+    up = choose(up > limit, limit, choose(up < -limit, -limit, up));
+    return activate(gate * slope, SILU) / slope * (up + splat(1.0f));
+}
+
 INLINE void gate_rows(const struct gate *g, int64_t first, int64_t end, enum activation kind, enum element type) {
     for (int64_t row = first; row < end; row++) {
         const void *gate = element_at(g->gate_up, row * g->stride, type), *up = element_at(gate, g->width, type);
         for (int64_t i = 0; i < g->width; i += LANES) {
             int64_t left = g->width - i;
-            vec y = activate(load(gate, i, left, type), kind) * load(up, i, left, type);
+            vec y = gated(load(gate, i, left, type), load(up, i, left, type), kind);
             store(g->out, row * g->width + i, left, y, type);
         }
     }
@@ -118,4 +127,10 @@ static void gelu_float32(const struct gate *g, int64_t first, int64_t end) {
 }
 static void gelu_bfloat16(const struct gate *g, int64_t first, int64_t end) {
     gate_rows(g, first, end, GELU_TANH, BFLOAT16);
+}
+static void clamped_float32(const struct gate *g, int64_t first, int64_t end) {
+    gate_rows(g, first, end, CLAMPED_SWISH, FLOAT32);
+}
+static void clamped_bfloat16(const struct gate *g, int64_t first, int64_t end) {
+    gate_rows(g, first, end, CLAMPED_SWISH, BFLOAT16);
 }

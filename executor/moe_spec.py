@@ -16,10 +16,12 @@ class MoeSpec:
     num_groups: int = 1  # experts are chosen from the best `top_groups` of so many groups
     top_groups: int = 1
     has_bias: bool = False  # added to the scores for the choice alone
+    has_router_bias: bool = False  # of the logits: it changes both
     shared_size: int = 0  # of an expert that every token goes through
     shared_name: str = "shared_experts"
     has_shared_gate: bool = False
     block: str = "mlp"  # the layer's name for all this
+    router: str = "gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def names(self, prefix: str) -> tuple[str, str, str]:

@@ -13,7 +13,8 @@ from penstock.executor.kernels.card import Card, card_of
 from penstock.executor.kernels.state import Places
 from penstock.executor.moe_spec import MoeSpec
 
-Activation = Literal["silu", "gelu_tanh"]
+# The last is that of gpt-oss: swish of slope 1.702 of a gate up to 7, times one more than an `up` from -7 to 7.
+Activation = Literal["silu", "gelu_tanh", "clamped_swish"]
 # x [T, K] as float8_e4m3fn [T, K], and a float32 scale for every 128 numbers of a row, [T, K / 128]
 Quantized = tuple[Tensor, Tensor]
 # A weight, and its scales if it has eight bits.
@@ -21,6 +22,16 @@ Scaled = tuple[Tensor, Tensor | None]
 Pages = tuple[Tensor, Tensor]  # of one layer: keys and values, each [pages, PAGE, Hkv * D]
 HeadNorms = tuple[Tensor | None, Tensor | None, float]  # weights [D] for query heads and for key heads, and eps
 NO_NORMS: HeadNorms = (None, None, 0.0)
+
+
+class ScoreExtras(NamedTuple):
+    """What some models do with the scores of attention, scaled as they are."""
+
+    cap: float | None = None  # then a score is cap * tanh(score / cap)
+    sinks: Tensor | None = None  # [Hq] float32: a further score of each head, which has no value
+
+
+NO_EXTRAS = ScoreExtras()
 
 
 class Rotation(NamedTuple):
@@ -76,7 +87,14 @@ class Ops(Protocol):
         queries to the beginnings of goal [t, H, rope + …], whole ones with nope behind them."""
 
     def paged_attention(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        window: int | None = None,
+        extras: ScoreExtras = NO_EXTRAS,
     ) -> Tensor:
         """Causal attention of every token over its row's pages [pages, PAGE, Hkv * D], q [T, Hq, D] -> [T, Hq, D]; with a
         window, over the last `window` positions."""
@@ -133,9 +151,11 @@ class FusedExperts(Protocol):
         first: int,
         activation: Activation,
         added: Tensor | None = None,
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> Tensor:
         """What the experts in slots first … first + S - 1 add up to, each by its share, and `added`: hidden [T, H], slots
-        and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. An entry of another rank's slot adds nothing."""
+        and shares [T, k], gate_up [S, 2 I, H], down [S, H, I] -> [T, H]. An entry of another rank's slot adds nothing.
+        Biases are those of the two products, [S, 2 I] and [S, H]. Weights of MXFP4 are bytes (`four_bits`)."""
 
 
 class BlockOps(Protocol):
@@ -263,6 +283,11 @@ def select_input_ops(device: torch.device) -> InputOps:
     from penstock.executor.kernels import torch_inputs
 
     return torch_inputs
+
+
+def has_expert_products(device: torch.device) -> bool:
+    """Whether experts of few bits are computed as they are stored."""
+    return _has_triton_kernels(device)
 
 
 def _has_triton_kernels(device: torch.device) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock import _csrc
 from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.kernels import Activation, HeadNorms, Ops
+from penstock.executor.kernels import NO_EXTRAS, Activation, HeadNorms, Ops, ScoreExtras
 from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.cpu_linear import CpuLinear
 from penstock.executor.kernels.cpu_ops import ACTIVATIONS, CpuOps, addresses
@@ -23,6 +23,7 @@ class DenseLayer(NamedTuple):
     head_norms: HeadNorms
     tables: tuple[Tensor, Tensor]  # cos and sin
     window: int | None
+    extras: ScoreExtras = NO_EXTRAS  # with one cap for all layers
 
 
 class DenseSizes(NamedTuple):
@@ -46,10 +47,11 @@ class CpuLayers:
                 linear.describe(getattr(plan, name))
             plan.input_norm, plan.attention_norm, plan.mlp_norm, plan.output_norm = addresses(*layer.norms)
             plan.q_norm, plan.k_norm = addresses(*layer.head_norms[:2])
-            plan.cos, plan.sin = addresses(*layer.tables)
+            plan.cos, plan.sin, plan.sinks = addresses(*layer.tables, layer.extras.sinks)
             plan.half, plan.window = layer.tables[0].shape[1], layer.window or 0
         self._shared = _csrc.ffi.new("struct penstock_layers *")
         self._shared.layers, self._shared.num = self._layers, len(layers)
+        self._shared.cap = layers[0].extras.cap or 0.0
         self._shared.activation = ACTIVATIONS.index(sizes.activation)
         for name in ("q_heads", "kv_heads", "head_dim", "eps", "scale"):
             setattr(self._shared, name, getattr(sizes, name))

@@ -71,20 +71,19 @@ class CpuLinear:
     def each(linears: "Sequence[CpuLinear]", counts: Sequence[int], x: Tensor) -> Tensor:
         """All in one call, whose threads share the work of all layers; the same bits as one by one."""
         one = linears[0]
-        assert all(linear._bias is None and linear._weight.shape == one._weight.shape for linear in linears)
+        assert all(linear._weight.shape == one._weight.shape for linear in linears)
         assert len(linears) == len(counts) and min(counts) > 0 and sum(counts) == len(x)
         x, stride = one._in_words(x)
         y = torch.empty((len(x), one._width), dtype=one._dtype)
         weights = torch.tensor([linear._weight.data_ptr() for linear in linears])
+        biases = torch.tensor(addresses(*(linear._bias for linear in linears)))
         rows = torch.tensor(counts)
         failed = one._lib.penstock_linears(
             one._cpu,
             x.data_ptr(),
             stride,
             len(linears),
-            weights.data_ptr(),
-            rows.data_ptr(),
-            y.data_ptr(),
+            *addresses(weights, biases, rows, y),
             one._depth,
             one._width,
         )

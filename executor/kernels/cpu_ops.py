@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock import _csrc
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import (
+    NO_EXTRAS,
     NO_NORMS,
     Activation,
     BlockOps,
@@ -23,11 +24,12 @@ from penstock.executor.kernels import (
     Ops,
     Pages,
     Rotation,
+    ScoreExtras,
     torch_ops,
 )
 
 DTYPES = (torch.float32, torch.bfloat16)
-ACTIVATIONS = ("silu", "gelu_tanh")  # as the C side counts them
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # as the C side counts them
 
 
 def make_ops(dtype: torch.dtype, head_dim: int, num_threads: int | None = None, level: str | None = None) -> Ops:
@@ -160,7 +162,14 @@ class CpuOps:
         goal[..., :rope_dim] = self.rope_and_store(rotating, rotating[:, :0], *given)
 
     def paged_attention(
-        self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None = None
+        self,
+        q: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        batch: ForwardBatch,
+        scale: float,
+        window: int | None = None,
+        extras: ScoreExtras = NO_EXTRAS,
     ) -> Tensor:
         tokens, q_heads, head_dim = q.shape
         _, page_size, kv_width = k_pages.shape
@@ -185,6 +194,8 @@ class CpuOps:
             page_size,
             scale,
             window or 0,
+            extras.cap or 0.0,
+            *addresses(extras.sinks),
         )
         if failed:
             raise MemoryError(f"no memory for the attention of {tokens} tokens")

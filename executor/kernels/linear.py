@@ -41,7 +41,7 @@ def multiply(linear: Linear, x: Tensor | Narrow) -> Tensor:
 def multiply_each(linears: Sequence[Linear], counts: Sequence[int], x: Tensor) -> Tensor:
     """[T, in] -> [T, out]: the first counts[0] rows through the first of these layers, the next through the second.
 
-    They are alike in kind and shape, without bias, and none of the counts is 0.
+    They are alike in kind and shape, and none of the counts is 0.
     """
     if isinstance(linears[0], CodedLinear):
         return CodedLinear.each(cast("Sequence[CodedLinear]", linears), counts, x)
@@ -88,7 +88,7 @@ class BlockLinear:
     """A weight [out, in] of eight bits with a scale per block; what is multiplied by it is quantized on the way."""
 
     def __init__(self, weight: Tensor, scales: Tensor, bias: Tensor | None, ops: BlockOps) -> None:
-        self._weight, self._scales, self._bias = weight, scales, bias
+        self._weight, self._scales, self.bias = weight, scales, bias
         self._quantize, self._multiply = ops.quantize, ops.block_linear
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class BlockLinear:
 
     def multiply(self, x: Narrow) -> Tensor:
         out = self._multiply(x.rows, self._weight, self._scales, x.dtype)
-        return out if self._bias is None else out + self._bias
+        return out if self.bias is None else out + self.bias
 
     def tensors(self) -> list[Tensor]:
-        return [self._weight, self._scales] if self._bias is None else [self._weight, self._scales, self._bias]
+        return [self._weight, self._scales] if self.bias is None else [self._weight, self._scales, self.bias]

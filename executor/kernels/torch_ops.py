@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Activation, BlockOps, FusedExperts, HeadNorms, Pages, Rotation
+from penstock.executor.kernels import (
+    NO_EXTRAS,
+    NO_NORMS,
+    Activation,
+    BlockOps,
+    FusedExperts,
+    HeadNorms,
+    Pages,
+    Rotation,
+    ScoreExtras,
+)
 from penstock.executor.moe_spec import MoeSpec
 
 fused_experts: FusedExperts | None = None
@@ -111,14 +121,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None = None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None = None,
+    extras: ScoreExtras = NO_EXTRAS,
 ) -> Tensor:
     out, pages = torch.empty(q.shape, dtype=q.dtype, device=q.device), (k_pages, v_pages)
-    _attend_single(q, pages, batch, scale, window, out)
+    _attend_single(q, pages, batch, scale, window, extras, out)
     first = batch.num_single_rows  # of tokens and of rows alike: each of these rows has one token
     for index, (count, context) in enumerate(zip(batch.query_lens, batch.query_contexts, strict=True)):
         table = batch.block_tables[batch.num_single_rows + index]
-        _attend_row(q[first : first + count], pages, table, context, scale, window, out[first:])
+        _attend_row(q[first : first + count], pages, table, context, scale, window, extras, out[first:])
         first += count
     return out
 
@@ -154,7 +170,9 @@ def expanded_attention(
     return out
 
 
-def _attend_single(q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, window: int | None, out: Tensor) -> None:
+def _attend_single(
+    q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, window: int | None, extras: ScoreExtras, out: Tensor
+) -> None:
     """The rows with one token, a rectangle at a time, padded to the longest context."""
     page, width = pages[0].shape[1:]
     num_blocks = -(-batch.max_single_context // page)
@@ -171,12 +189,19 @@ def _attend_single(q: Tensor, pages: Pages, batch: ForwardBatch, scale: float, w
         unseen = ~mask[:, None, :, None]
         keys, values = (_gather(part, tables, q).masked_fill_(unseen, 0) for part in pages)
         grouped = q[rows].unflatten(1, (keys.shape[1], -1))  # [rows, Hkv, Hq / Hkv, D]: no key is read twice
-        attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask[:, None, None], scale=scale)
+        attended = _attend(grouped, keys, values, mask[:, None, None], scale, extras)
         out[rows] = attended.flatten(1, 2)
 
 
 def _attend_row(
-    q: Tensor, pages: Pages, table: Tensor, context: int, scale: float, window: int | None, out: Tensor
+    q: Tensor,
+    pages: Pages,
+    table: Tensor,
+    context: int,
+    scale: float,
+    window: int | None,
+    extras: ScoreExtras,
+    out: Tensor,
 ) -> None:
     """A row of several tokens, the last of `context` positions; its queries are folded with the head group."""
     count, num_heads, dim = q.shape
@@ -189,8 +214,27 @@ def _attend_row(
         mask &= seen > position - window
     group = num_heads // keys.shape[1]
     folded = q.view(count, -1, group, dim).permute(1, 2, 0, 3).reshape(1, -1, group * count, dim)
-    attended = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask.repeat(group, 1), scale=scale)
+    attended = _attend(folded, keys, values, mask.repeat(group, 1), scale, extras)
     out[:count] = attended.view(-1, group, count, dim).permute(2, 0, 1, 3).reshape(count, num_heads, dim)
+
+
+def _attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, extras: ScoreExtras) -> Tensor:
+    """q [rows, Hkv, group * count, D], a group's first head first."""
+    if extras.cap is None and extras.sinks is None:
+        return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(wide) @ keys.to(wide).transpose(-1, -2) * scale
+    if extras.cap is not None:
+        scores = extras.cap * torch.tanh(scores / extras.cap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if extras.sinks is not None:
+        num_heads, num_keys = keys.shape[1], scores.shape[-1]
+        count = q.shape[2] * num_heads // len(extras.sinks)
+        sinks = extras.sinks.to(wide).view(num_heads, -1).repeat_interleave(count, 1)[..., None]
+        weights = torch.cat((scores, sinks.expand(len(q), -1, -1, -1)), dim=-1).softmax(-1)[..., :num_keys]
+    else:
+        weights = scores.softmax(-1)
+    return (weights @ values.to(wide)).to(q.dtype)
 
 
 def _gather(pages: Tensor, tables: Tensor, q: Tensor) -> Tensor:
@@ -202,6 +246,9 @@ def _gather(pages: Tensor, tables: Tensor, q: Tensor) -> Tensor:
 
 def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
+    if activation == "clamped_swish":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return (gate * torch.sigmoid(1.702 * gate) * (up + 1)).to(gate_up.dtype)
     opened = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return (opened * up).to(gate_up.dtype)
 

@@ -23,7 +23,12 @@ def check_quantization(config: dict[str, Any], where: str) -> None:
     fields = Fields(config, where).section("quantization_config")
     if fields is None:
         return
-    fields.only("quant_method", "fp8")
+    fields.only("quant_method", "fp8", "mxfp4")
+    if fields.text("quant_method") == "mxfp4":  # of experts, whose tensors' names say so
+        fields.only("dequantize", False, default=False)
+        fields.texts("modules_to_not_convert")
+        fields.no_others()
+        return
     fields.only("fmt", "e4m3", default="e4m3")
     fields.only("weight_block_size", [BLOCK, BLOCK])
     fields.only("activation_scheme", "dynamic", default="dynamic")

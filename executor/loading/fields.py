@@ -27,7 +27,7 @@ class Fields:
     name. A field that is null counts as absent."""
 
     def __init__(self, values: dict[str, Any], where: str = "config.json", prefix: str = "") -> None:
-        self._values, self._where, self._prefix = values, where, prefix
+        self._values, self.where, self._prefix = values, where, prefix
         self._asked: dict[str, None] = {}  # in their order
 
     def integer(self, name: str, default: Any = _MISSING, low: int = 1, high: int | None = None) -> int:
@@ -49,9 +49,15 @@ class Fields:
 
     def number(self, name: str, default: Any = _MISSING) -> float:
         value = self._get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e12:
+        if not _is_positive(value):
             raise self.error(name, value, "a positive number below 1e12")
         return float(value)
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        value = self._get(name, _MISSING)
+        if not isinstance(value, list) or len(value) != count or not all(map(_is_positive, value)):
+            raise self.error(name, value, f"a list of {count} positive numbers below 1e12")
+        return tuple(map(float, value))
 
     def number_or_zero(self, name: str) -> float:
         """Zero where the field is absent, too."""
@@ -70,12 +76,13 @@ class Fields:
         return value
 
     def section(self, name: str) -> "Fields | None":
+        """None, too, where there is nothing in it."""
         value = self._find(name)
-        if value is None:
+        if value is None or value == {}:
             return None
         if not isinstance(value, dict):
             raise self.error(name, value, "an object")
-        return Fields(value, f"{self._where}: {name}")
+        return Fields(value, f"{self.where}: {name}")
 
     def texts(self, name: str) -> list[str] | None:
         value = self._find(name)
@@ -84,6 +91,11 @@ class Fields:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(name, value, "a list of strings")
         return value
+
+    def with_defaults(self, **values: Any) -> "Fields":
+        """These, and a family's own values where there are none."""
+        given = {name: value for name, value in self._values.items() if value is not None}
+        return Fields(values | given, self.where, self._prefix)
 
     def __contains__(self, name: str) -> bool:
         return self._find(name) is not None
@@ -104,7 +116,7 @@ class Fields:
     def error(self, name: str, value: object, expected: str) -> ExecutorError:
         shown = "nothing" if value is _MISSING else repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        return ExecutorError(f"{self._where}: {self._prefix}{name}: {shown} found; {expected} is expected")
+        return ExecutorError(f"{self.where}: {self._prefix}{name}: {shown} found; {expected} is expected")
 
     def _find(self, name: str) -> Any:
         self._asked[name] = None
@@ -117,3 +129,7 @@ class Fields:
         if default is _MISSING:
             raise self.error(name, _MISSING, "a value")
         return default
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1e12

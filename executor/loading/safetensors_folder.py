@@ -16,7 +16,7 @@ from penstock.executor.protocol import ExecutorError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-_EIGHT_BITS = "F8_E4M3"
+_EIGHT_BITS, _BYTES = "F8_E4M3", "U8"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -35,7 +35,7 @@ class SafetensorsFolder:
 
     def read(self, name: str) -> Tensor:
         dtype = self._slice(name).get_dtype()
-        expected = _FLOATS | {_EIGHT_BITS} if self.config.get("quantization_config") else _FLOATS
+        expected = _FLOATS | self._quantized
         if dtype not in expected:
             raise ExecutorError(
                 f"{self._files[name][0]}: tensor {name!r} is stored as {dtype}; "
@@ -43,6 +43,12 @@ class SafetensorsFolder:
             )
         tensor: Tensor = self._files[name][1].get_tensor(name)
         return tensor
+
+    @cached_property
+    def _quantized(self) -> set[str]:
+        """What config.json allows besides floats."""
+        method = (self.config.get("quantization_config") or {}).get("quant_method")
+        return set() if method is None else {_BYTES} if method == "mxfp4" else {_EIGHT_BITS}
 
     def _slice(self, name: str) -> Any:
         path, file = self._files[name]

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation
+from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation, ScoreExtras
 from penstock.executor.kernels.linear import Narrow, multiply, take_narrow
 from penstock.executor.models.rope import Tables
 from penstock.executor.models.spec import DecoderSpec
@@ -17,22 +17,31 @@ class GroupedAttention:
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         self._spec, self._ops = spec, ops
         self.tables = tables[spec.layers[index].rope]
+        self._no_turns = self.tables[0][:, :0].contiguous()  # a table for heads that are not rotated
         self.window = spec.layers[index].window
         prefix = f"model.layers.{index}.self_attn."
         num_heads, num_kv_heads = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)
         self._head_split = (num_heads, num_kv_heads, num_kv_heads)
         self.norms = NO_NORMS
+        self._wide_norms = WideNorms(spec, prefix, weights, ops) if spec.is_qk_norm_wide else None
         if spec.qk_norm:
             q_norm, k_norm = (
                 weights.norm(f"{prefix}{part}_norm.weight", spec.head_dim, spec.norm_offset) for part in "qk"
             )
             self.norms = q_norm, k_norm, spec.norm_eps
+        sinks = weights.tensor(f"{prefix}sinks", (spec.num_heads,), "rows").float() if spec.has_sinks else None
+        self.extras = ScoreExtras(spec.score_cap, sinks)
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         names, rows = tuple(f"{prefix}{part}_proj" for part in "qkv"), tuple(each * spec.head_dim for each in heads)
         self.qkv = weights.linear(names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads)
         self.output = weights.linear(
             (f"{prefix}o_proj",), (spec.hidden_size,), rows[0], spec.output_bias, split="columns"
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a product, `rope_and_store`, `paged_attention` and a product."""
+        return self._wide_norms is None and not self._spec.rotates_first and self._spec.query_growth is None
 
     @property
     def takes_narrow(self) -> bool:
@@ -43,8 +52,53 @@ class GroupedAttention:
         heads = multiply(self.qkv, hidden).unflatten(1, (-1, self._spec.head_dim))
         q, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
         rotation = Rotation(*self.tables, batch.positions)
+        if self._wide_norms is not None:
+            q, k = self._wide_norms(q, k)
+        if self._spec.rotates_first:  # what this stores is stored over
+            both = heads[:, : q.shape[1] + k.shape[1]]
+            both = self._ops.rope_and_store(both, k, None, rotation, pages, batch.kv_slots, NO_NORMS)
+            q, k = torch.split_with_sizes(both, self._head_split[:2], dim=1)
+            rotation = Rotation(self._no_turns, self._no_turns, batch.positions)
         q = self._ops.rope_and_store(q, k, v, rotation, pages, batch.kv_slots, self.norms)
-        return self._ops.paged_attention(q, *pages, batch, self._spec.attention_scale, self.window).flatten(1)
+        if self._spec.query_growth is not None:
+            q *= _growth(batch, *self._spec.query_growth).to(q.dtype)
+        scale = self._spec.attention_scale
+        return self._ops.paged_attention(q, *pages, batch, scale, self.window, self.extras).flatten(1)
+
+
+def _growth(batch: ForwardBatch, slope: float, length: int) -> Tensor:
+    """What each token's queries grow by, [T, 1, 1]: the same in all layers."""
+    found: Tensor | None = batch.memo.get(_growth)
+    if found is None:
+        lengths = torch.div(batch.positions, length, rounding_mode="floor")
+        found = batch.memo[_growth] = (1 + slope * torch.log1p(lengths.float()))[:, None, None]
+    return found
+
+
+class WideNorms:
+    """Norms of queries and keys, over all heads of a token together. The ranks add up the squares of their heads."""
+
+    def __init__(self, spec: DecoderSpec, prefix: str, weights: Weights, ops: Ops) -> None:
+        self._ops, self._eps, self._group = ops, spec.norm_eps, weights.group
+        self._weights, self._shares = [], []
+        for part, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
+            first, end = self._group.share(heads)
+            whole = weights.norm(f"{prefix}{part}_norm.weight", heads * spec.head_dim)
+            self._weights.append(whole[first * spec.head_dim : end * spec.head_dim].clone())
+            # Of the mean over all; a head that several ranks have counts as often.
+            self._shares.append(1 / (self._group.world * len(self._weights[-1])))
+
+    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, heads, dim] each, the rank's"""
+        rows = [heads.flatten(1) for heads in (q, k)]
+        if self._group.world == 1:
+            normed = [self._ops.rms_norm(x, weight, self._eps) for x, weight in zip(rows, self._weights, strict=True)]
+        else:
+            parts = [x.float().square().sum(1) * share for x, share in zip(rows, self._shares, strict=True)]
+            scales = (self._group.sum(torch.stack(parts)) + self._eps).rsqrt()[..., None]  # [2, T, 1]
+            given = zip(rows, scales, self._weights, strict=True)
+            normed = [(x.float() * scale * weight).to(x.dtype) for x, scale, weight in given]
+        return normed[0].view(q.shape), normed[1].view(k.shape)
 
 
 def heads_of(heads: int, kv_heads: int, group: RankGroup) -> tuple[int, int]:

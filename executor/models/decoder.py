@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen, Gemma, Mixtral and DeepSeek are settings of: norms, attention, an MLP.
+"""The decoder that most families are settings of (`registry`): norms, attention, an MLP.
 
 Sizes are the rank's own: heads and MLP columns are shared out between ranks. There is no state here besides
 weights and tables; keys and values live in the pages that `forward` is given.
@@ -34,8 +34,8 @@ class Decoder:
         self.kv_width = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)[1] * spec.head_dim
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         self._layers = weights.layers(self.num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
-        # Rounded to the model's dtype first, as in training.
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype).item()
+        rounded = weights.dtype if spec.rounds_scale else torch.float64
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=rounded).item()
         self._norm = weights.norm("model.norm.weight", spec.hidden_size, spec.norm_offset)
         self._joined = self._join(weights.group)
         name = "model.embed_tokens"
@@ -72,7 +72,14 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         """[S, hidden] -> [S, vocabulary] on the first rank, None on the others."""
-        return self._vocabulary.logits(hidden)
+        logits, spec = self._vocabulary.logits(hidden), self._spec
+        if logits is not None and spec.logit_scale != 1.0:
+            logits *= spec.logit_scale
+        return (
+            logits
+            if logits is None or spec.logit_cap is None
+            else (logits / spec.logit_cap).tanh_().mul_(spec.logit_cap)
+        )
 
 
 class _Layer:
@@ -83,9 +90,10 @@ class _Layer:
         def norm(name: str) -> Tensor:
             return weights.norm(f"{prefix}{name}.weight", spec.hidden_size, spec.norm_offset)
 
-        self._input_norm = norm("input_layernorm")
+        self._input_norm = norm("input_layernorm") if spec.has_pre_norms else None
         self._attention_norm = norm("post_attention_layernorm") if spec.sandwich_norms else None
-        self._mlp_norm = norm("pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm")
+        before_mlp = "pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"
+        self._mlp_norm = norm(before_mlp) if spec.has_pre_norms else None
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
         kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
         self._attention = kind(spec, index, weights, ops, tables)
@@ -99,9 +107,11 @@ class _Layer:
             self.mlp = MoeMlp(spec, moe, index, weights, ops)
 
     def dense(self) -> DenseLayer | None:
-        """What it is made of; None with experts or latents."""
+        """What it is made of; None with experts, latents or what else that call does not have."""
         attention, mlp = self._attention, self.mlp
-        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp):
+        if not isinstance(attention, GroupedAttention) or not isinstance(mlp, Mlp) or not attention.is_plain:
+            return None
+        if self._input_norm is None or self._mlp_norm is None:
             return None
         return DenseLayer(
             (attention.qkv, attention.output, mlp.gate_up, mlp.down),
@@ -109,6 +119,7 @@ class _Layer:
             attention.norms,
             attention.tables,
             attention.window,
+            attention.extras,
         )
 
     def forward(
@@ -122,7 +133,7 @@ class _Layer:
         ops, eps = self._ops, self._spec.norm_eps
         hidden: Tensor | Narrow
         if update is None:
-            hidden = ops.rms_norm(residual, self._input_norm, eps)
+            hidden = residual if self._input_norm is None else ops.rms_norm(residual, self._input_norm, eps)
         else:
             hidden, residual = self._norm_before(self._attention, update, residual, self._input_norm)
         attended = self._attention.attend(hidden, batch, pages)
@@ -142,9 +153,12 @@ class _Layer:
         part: "GroupedAttention | LatentAttention | Mlp | MoeMlp",
         update: Tensor,
         residual: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
     ) -> tuple[Tensor | Narrow, Tensor]:
         """What `part` reads, in eight bits if that is all it reads, and the sum of update and stream."""
+        if weight is None:
+            residual = residual + update
+            return residual, residual
         blocks, eps = self._ops.blocks, self._spec.norm_eps
         if blocks is None or not part.takes_narrow:
             return self._ops.add_rms_norm(update, residual, weight, eps)

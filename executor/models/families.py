@@ -3,6 +3,7 @@
 A feature of the config that the decoder does not compute is refused by name, never ignored.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from penstock.executor.kernels import Activation
@@ -33,18 +34,31 @@ def qwen3(fields: Fields) -> DecoderSpec:
     return spec_of(fields, _qwen_layers(fields), qk_norm=True, **attention_biases(fields))
 
 
+def gemma2(fields: Fields) -> DecoderSpec:
+    full = uniform_layers(fields)
+    sliding = uniform_layers(fields, fields.integer("sliding_window", 4096))
+    return replace(
+        _gemma(fields, pick_layers(fields, full, sliding, [index % 2 == 0 for index in range(len(full))])),
+        score_cap=fields.number("attn_logit_softcapping") if "attn_logit_softcapping" in fields else None,
+        logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
+    )
+
+
 def gemma3(fields: Fields) -> DecoderSpec:
     fields.only("final_logit_softcapping", None)
     fields.only("attn_logit_softcapping", None)
+    return replace(_gemma(fields, _gemma_layers(fields)), qk_norm=True)
+
+
+def _gemma(fields: Fields, layers: tuple[LayerSpec, ...]) -> DecoderSpec:
     fields.only("use_bidirectional_attention", False, default=False)
     return spec_of(
         fields,
-        _gemma_layers(fields),
+        layers,
         attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5,
         tied_by_default=True,
         activation_field="hidden_activation",
         activation="gelu_tanh",
-        qk_norm=True,
         sandwich_norms=True,
         norm_offset=1.0,
         embedding_scale=fields.integer("hidden_size") ** 0.5,
@@ -73,7 +87,7 @@ def spec_of(
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", num_kv_heads, f"a divisor of num_attention_heads ({num_heads})")
-    head_dim = _head_dim(fields)
+    head_dim = head_dim_of(fields)
     return DecoderSpec(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
@@ -91,7 +105,7 @@ def spec_of(
     )
 
 
-def _head_dim(fields: Fields) -> int:
+def head_dim_of(fields: Fields) -> int:
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", max(1, hidden_size // num_heads))
     if head_dim % 2:
@@ -104,7 +118,7 @@ def max_positions_of(fields: Fields) -> int:
 
 
 def uniform_layers(fields: Fields, window: int | None = None) -> tuple[LayerSpec, ...]:
-    rope = read_rope(fields, _head_dim(fields), max_positions_of(fields))
+    rope = read_rope(fields, head_dim_of(fields), max_positions_of(fields))
     return (LayerSpec(rope, window),) * fields.integer("num_hidden_layers")
 
 
@@ -115,7 +129,7 @@ def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     window = fields.integer("sliding_window", 4096)
     full, sliding = uniform_layers(fields), uniform_layers(fields, window)
     first_sliding = fields.integer("max_window_layers", 28)
-    return _pick(fields, full, sliding, [index >= first_sliding for index in range(len(full))])
+    return pick_layers(fields, full, sliding, [index >= first_sliding for index in range(len(full))])
 
 
 def _gemma_layers(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -125,7 +139,7 @@ def _gemma_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     full = (LayerSpec(overall),) * num_layers
     sliding = (LayerSpec(local, fields.integer("sliding_window", 4096)),) * num_layers
     pattern = fields.integer("sliding_window_pattern", fields.integer("_sliding_window_pattern", 6))
-    return _pick(fields, full, sliding, [(index + 1) % pattern != 0 for index in range(num_layers)])
+    return pick_layers(fields, full, sliding, [(index + 1) % pattern != 0 for index in range(num_layers)])
 
 
 def _gemma_ropes(fields: Fields) -> tuple[Rope, Rope]:
@@ -138,11 +152,11 @@ def _gemma_ropes(fields: Fields) -> tuple[Rope, Rope]:
     local = local or Fields({})
     local_theta = local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
     theta = overall.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
-    head_dim, max_positions = _head_dim(fields), max_positions_of(fields)
+    head_dim, max_positions = head_dim_of(fields), max_positions_of(fields)
     return rope_of(local, local_theta, head_dim, max_positions), rope_of(overall, theta, head_dim, max_positions)
 
 
-def _pick(
+def pick_layers(
     fields: Fields, full: tuple[LayerSpec, ...], sliding: tuple[LayerSpec, ...], slides: list[bool]
 ) -> tuple[LayerSpec, ...]:
     """Per layer the full or the sliding kind; `layer_types` in the config wins over the family's rule."""

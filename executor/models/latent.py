@@ -26,7 +26,7 @@ NORM_EPS = 1e-6  # of the two inner norms, whatever the config says of the outer
 
 class LatentAttention:
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
-        assert spec.latent is not None
+        assert spec.latent is not None and not spec.has_sinks and spec.score_cap is None
         self._ops, self._sizes, self._scale = ops, spec.latent, spec.attention_scale
         self._tables = tables[spec.layers[index].rope]
         self._num_heads, _ = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)

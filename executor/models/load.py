@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from penstock.executor.kernels import Ops, codes, select_ops
+from penstock.executor.kernels import Ops, codes, has_expert_products, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
+from penstock.executor.loading.arrangement import PLAIN, arranged
 from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.registry import CausalModel, Spec, find_architecture
+from penstock.executor.models.registry import CausalModel, Spec, find_architecture, text_of
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
+from penstock.executor.models.weights import DTYPES, CheckpointReader, KeptCodes, Weights
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
 
@@ -41,22 +42,32 @@ def load_model(
 ) -> LoadedModel:
     path = Path(config.model)
     checkpoint = open_checkpoint(path, config)
-    fields = Fields(checkpoint.config, str(path / "config.json" if path.is_dir() else path))
+    text = text_of(checkpoint.config)
+    if text is not checkpoint.config and "tie_word_embeddings" not in text and config.load_format != "dummy":
+        text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in checkpoint.names())
+    fields = Fields(text, str(path / "config.json" if path.is_dir() else path))
     name, architecture = find_architecture(fields)
+    if architecture.view is not None:
+        checkpoint = architecture.view(checkpoint)
+        fields = Fields(checkpoint.config, fields.where)
     spec = architecture.read_spec(fields)
     is_gguf = path.suffix == ".gguf"
-    keeps_codes = _keeps_codes(checkpoint, config, device)
+    kept_codes = _kept_codes(checkpoint, config, device)
     # Between products that lose nothing, bfloat16 would be what loses most.
-    stored = "float32" if keeps_codes else "bfloat16" if is_gguf else _stored_dtype(fields)
+    stored = _stored_dtype(fields) if not is_gguf else "float32" if kept_codes == "all" else "bfloat16"
     dtype = choose_dtype(config.dtype, stored, device)
     ops = select_ops(device, dtype, spec.head_dim)
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
-    has_blocks = "quantization_config" in fields
+    has_blocks = "quantization_config" in fields and not checkpoint.has_codes
     if config.max_model_len is not None and config.max_model_len > spec.max_positions:
         raise ExecutorError(
             f"max_model_len: {config.max_model_len} given; the model's positions end at {spec.max_positions}"
         )
     num_positions = config.max_model_len or spec.max_positions
+    if isinstance(spec, DecoderSpec):
+        spec = spec.for_positions(num_positions)
+        if (spec.layout != PLAIN or text is not checkpoint.config) and config.load_format != "dummy":
+            checkpoint = arranged(checkpoint, spec.layout)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     placement = first_placement(config, spec, group.world)
     read = (
@@ -64,7 +75,7 @@ def load_model(
         if config.load_format == "dummy"
         else CheckpointReader(checkpoint, config.model)
     )
-    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, keeps_codes)
+    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, kept_codes)
     model = architecture.build(spec, weights, ops, num_positions, device)
     if isinstance(read, CheckpointReader):
         # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
@@ -76,19 +87,22 @@ def load_model(
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
     computed += ["codes"] if weights.num_code_bytes else []
     fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
-    memory = _memory(weights, dtype)
+    memory = _memory(weights, dtype, "FP8" if has_blocks else "coded")
     return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement)
 
 
-def _keeps_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> bool:
-    """Whether weights that are stored as codes are computed as codes. Who asks for a dtype gets numbers of it."""
-    is_plain = config.dtype != "auto" or config.load_format == "dummy" or device.type != "cpu"
-    return not is_plain and checkpoint.has_codes and codes.is_computed()
+def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.device) -> KeptCodes:
+    """Which weights that are stored as codes are computed as codes. Who asks for a dtype gets numbers of it."""
+    if config.dtype != "auto" or config.load_format == "dummy" or not checkpoint.has_codes:
+        return None
+    if device.type == "cpu":
+        return "all" if codes.is_computed() else None
+    return "four bits" if has_expert_products(device) else None
 
 
-def _memory(weights: Weights, dtype: torch.dtype) -> dict[str, int]:
+def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]:
     widened, kept = weights.num_widened_bytes, weights.num_code_bytes
-    parts = {f"FP8 weights as {str(dtype).removeprefix('torch.')}": widened, "weights as codes": kept}
+    parts = {f"{narrow} weights as {str(dtype).removeprefix('torch.')}": widened, "weights as codes": kept}
     return {"weights": weights.num_bytes - widened - kept} | {name: size for name, size in parts.items() if size}
 
 

@@ -6,6 +6,7 @@ Either way every rank sees all tokens, and the layer's one sum over ranks puts t
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
 from penstock.executor.kernels import FusedExperts, Ops, Scaled
 from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
-from penstock.executor.kernels.linear import Narrow, make_linear
+from penstock.executor.kernels.four_bits import FourBitLinear
+from penstock.executor.kernels.linear import BlockLinear, Narrow, Plain, make_linear
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.models.weights import Weights
@@ -31,11 +33,13 @@ class MoeMlp:
         prefix = f"model.layers.{index}.{moe.block}."
         self._moe = moe
         # The choice of experts is made in float32: a near tie decided by rounding would change the layer's output.
-        router = weights.float32(f"{prefix}gate.weight", (moe.num_experts, spec.hidden_size))
+        name = f"{prefix}{moe.router}"
+        router = weights.float32(f"{name}.weight", (moe.num_experts, spec.hidden_size))
+        bias = weights.float32(f"{name}.bias", (moe.num_experts,)) if moe.has_router_bias else None
         if moe.has_shared_gate:
             gate = weights.float32(f"{prefix}shared_expert_gate.weight", (1, spec.hidden_size))
             router = torch.cat((router, gate))
-        self._router = make_linear(router)
+        self._router = make_linear(router, bias)
         self._bias = None
         if moe.has_bias:
             self._bias = weights.float32(f"{prefix}gate.e_score_correction_bias", (moe.num_experts,))
@@ -92,13 +96,15 @@ class Experts:
         self.slots = [self._load(spec, moe, prefix, expert, weights, ops) for expert in held]
         self._activation = spec.activation
         always = None if weights.placement is not None else shared  # another rank's plan could not place it
-        self._fused, self._weights, self.num_shared = _fuse(self.slots, always, ops)
+        self._fused, self.num_shared = _fuse(self.slots, always, ops)
         for expert in sorted(set(range(moe.num_experts)) - set(held)):
             # Another rank's, but part of the model that the fingerprint names.
             shape = (moe.intermediate_size, spec.hidden_size)
             names = moe.names(f"{prefix}experts.{expert}.")
             for name, of in zip(names, (shape, shape, shape[::-1]), strict=True):
                 weights.pass_over(f"{name}.weight", of)
+                if spec.mlp_bias:
+                    weights.pass_over(f"{name}.bias", of[:1])
 
     @property
     def is_fused(self) -> bool:
@@ -120,8 +126,8 @@ class Experts:
             self.counts += torch.bincount(ids.flatten(), minlength=self.num_experts)
         slots = ids if self._table is None else self._table.slots(ids)
         if self._fused is not None:
-            gate_up, down = self._weights
-            return self._fused(hidden, slots, shares, gate_up, down, self._first, self._activation, added)
+            kernel, (gate_up, down), biases = self._fused
+            return kernel(hidden, slots, shares, gate_up, down, self._first, self._activation, added, biases)
         order = slots.flatten().argsort(stable=True)  # [T * k] by slot
         counts = torch.bincount(slots.flatten(), minlength=self._num_slots).tolist()
         out = hidden.new_zeros(num_tokens * top_k, hidden.shape[1])
@@ -137,23 +143,36 @@ class Experts:
         return total if added is None else total + added
 
 
-def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[FusedExperts | None, list[Scaled], int]:
-    """What computes all slots at once, and their weights as one tensor each, which the slots go on with; behind them
-    those of `shared`, in as many slots as come last.
+class Fused(NamedTuple):
+    """What computes all slots at once, and their weights as one tensor each, which the slots go on with."""
 
-    None where nothing does, or where there are biases.
-    """
-    weights = [slot.tensors() for slot in slots]
-    if not weights or ops.fused_experts is None or len(weights[0]) != (4 if slots[0].has_blocks else 2):
-        return None, [], 0
+    kernel: FusedExperts
+    weights: tuple[Scaled, Scaled]
+    biases: tuple[Tensor | None, Tensor | None]
+
+
+def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None, int]:
+    """None where nothing computes them at once. Behind the slots come those of `shared`, as many as is returned."""
+    if not slots or ops.fused_experts is None:
+        return None, 0
+    layers = [
+        each for each in (slots[0].gate_up, slots[0].down) if isinstance(each, Plain | BlockLinear | FourBitLinear)
+    ]
+    if len(layers) < 2:
+        return None, 0
     pieces = [] if shared is None else _cut(shared, slots[0])
     stacks: list[Tensor] = []
-    for ours in zip(*weights, *pieces, strict=True):
+    for ours in zip(*(slot.tensors() for slot in slots), *pieces, strict=True):
         stacks.append(torch.stack(ours))
         for weight, part in zip(ours, stacks[-1], strict=True):
             weight.data = part
-    scaled: list[Scaled] = [(stacks[0], stacks[1]), (stacks[2], stacks[3])] if len(stacks) == 4 else []
-    return ops.fused_experts, scaled or [(weight, None) for weight in stacks], len(pieces)
+    weights: list[Scaled] = []
+    biases: list[Tensor | None] = []
+    for layer in layers:
+        values, scales = stacks.pop(0), None if isinstance(layer, Plain) else stacks.pop(0)
+        weights.append((values, scales))
+        biases.append(None if layer.bias is None else stacks.pop(0))
+    return Fused(ops.fused_experts, (weights[0], weights[1]), (biases[0], biases[1])), len(pieces)
 
 
 def _cut(shared: Mlp, expert: Mlp) -> list[list[Tensor]]:

@@ -1,16 +1,33 @@
 """From a config.json to a `DecoderSpec`, for models with a mixture of experts."""
 
 from dataclasses import replace
+from typing import Any
 
+from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.families import attention_biases, max_positions_of, mistral, qwen2, qwen3, spec_of
+from penstock.executor.models.dense_families import ernie4_5, multiplied, unrotated
+from penstock.executor.models.families import (
+    attention_biases,
+    llama,
+    max_positions_of,
+    mistral,
+    qwen2,
+    qwen3,
+    spec_of,
+    uniform_layers,
+)
 from penstock.executor.models.rope import kind_of, read_rope, rope_section, yarn_growth
 from penstock.executor.models.spec import DecoderSpec, LatentSpec, LayerSpec
 from penstock.executor.moe_spec import MoeSpec
 
 
 def mixtral(fields: Fields) -> DecoderSpec:
-    moe = MoeSpec(
+    spec = mistral(fields)
+    return replace(spec, layers=_sparse(fields, spec.layers, _mixtral_moe(fields)))
+
+
+def _mixtral_moe(fields: Fields) -> MoeSpec:
+    return MoeSpec(
         num_experts=_count(fields, "num_local_experts"),
         top_k=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("intermediate_size"),
@@ -18,8 +35,6 @@ def mixtral(fields: Fields) -> DecoderSpec:
         block="block_sparse_moe",
         projections=("w1", "w3", "w2"),
     )
-    spec = mistral(fields)
-    return replace(spec, layers=_sparse(fields, spec.layers, moe))
 
 
 def qwen2_moe(fields: Fields) -> DecoderSpec:
@@ -45,17 +60,146 @@ def deepseek_v2(fields: Fields) -> DecoderSpec:
 
 
 def deepseek_v3(fields: Fields) -> DecoderSpec:
+    return _deepseek(fields, _deepseek_v3_moe(fields))
+
+
+def glm4_moe(fields: Fields) -> DecoderSpec:
+    """DeepSeek-V3's experts behind grouped attention."""
+    own = fields.with_defaults(
+        partial_rotary_factor=0.5,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    )
+    layers = _first_dense(own, uniform_layers(own), _deepseek_v3_moe(own))
+    biases: dict[str, Any] = {"qkv_bias": own.flag("attention_bias", False), "qk_norm": own.flag("use_qk_norm", False)}
+    return spec_of(own, layers, **biases)
+
+
+def glm4_moe_lite(fields: Fields) -> DecoderSpec:
+    """DeepSeek-V3 but for what is left out."""
+    own = fields.with_defaults(
+        rms_norm_eps=1e-5,
+        max_position_embeddings=202752,
+        n_shared_experts=1,
+        routed_scaling_factor=1.8,
+        q_lora_rank=768,
+        first_k_dense_replace=1,
+    )
+    spec = deepseek_v3(own)
+    kinds = own.texts("mlp_layer_types")
+    if kinds is None:
+        return spec
+    if len(kinds) != len(spec.layers) or not set(kinds) <= {"dense", "sparse"}:
+        raise own.error("mlp_layer_types", kinds, f"{len(spec.layers)} times 'dense' or 'sparse', one per layer")
+    moe = _deepseek_v3_moe(own)
+    layers = (
+        replace(layer, moe=moe if kind == "sparse" else None) for layer, kind in zip(spec.layers, kinds, strict=True)
+    )
+    return replace(spec, layers=tuple(layers))
+
+
+def minimax_m2(fields: Fields) -> DecoderSpec:
+    own = fields.with_defaults(rope_theta=5e6, head_dim=128, max_position_embeddings=196608)
+    for name, value in (("scoring_func", "sigmoid"), ("qk_norm_type", "per_layer"), ("shared_intermediate_size", 0)):
+        own.only(name, value, default=value)
+    for name in ("use_qk_norm", "use_routing_bias"):
+        own.only(name, True, default=True)
+    if "rotary_dim" in own:
+        share = own.integer("rotary_dim") / own.integer("head_dim")
+        own = own.with_defaults(partial_rotary_factor=share)
+    layers = _sparse(own, uniform_layers(own), replace(_mixtral_moe(own), scoring="sigmoid", has_bias=True))
+    names = ((".block_sparse_moe.e_score_", ".block_sparse_moe.gate.e_score_"),)
+    return spec_of(own, layers, is_qk_norm_wide=True, layout=Arrangement(names))
+
+
+def ernie4_5_moe(fields: Fields) -> DecoderSpec:
+    heads = fields.integer("num_attention_heads")
+    own = fields.with_defaults(head_dim=fields.integer("hidden_size") // heads, moe_num_shared_experts=2)
+    own.only("use_bias", False, default=False)
+    if (least := own.number("moe_norm_min", 1e-12)) > 1e-6:  # of the sum that shares are divided by
+        raise own.error("moe_norm_min", least, "at most 1e-6")
+    size = own.integer("moe_intermediate_size")
+    moe = MoeSpec(
+        num_experts=own.integer("moe_num_experts"),
+        top_k=own.integer("moe_k"),
+        intermediate_size=size,
+        renormalize=True,
+        has_bias=True,
+        shared_size=size * own.integer("moe_num_shared_experts", low=0),
+    )
+    spec = ernie4_5(own)
+    last, every = len(spec.layers) - 1, own.integer("moe_layer_interval", 1)
+    first, end = own.integer("moe_layer_start_index", 1, low=0), own.integer("moe_layer_end_index", -1, low=-1)
+    chosen = [index for index in range(first, (last if end == -1 else end) + 1) if (index + 1) % every == 0]
+    sparse = _sparse(own, spec.layers, moe)
+    layers = (sparse[index] if index in chosen else layer for index, layer in enumerate(spec.layers))
+    bias = "moe_statics.e_score_correction_bias"
+    layout = replace(
+        spec.layout,
+        renames=((f".mlp.{bias}", ".mlp.gate.e_score_correction_bias"),),
+        single=(bias,),
+        ignored=("model.mtp_",),
+    )
+    return replace(spec, layers=tuple(layers), layout=layout)
+
+
+def granite_moe(fields: Fields) -> DecoderSpec:
+    return _granite_moe(fields, 0)
+
+
+def granite_moe_shared(fields: Fields) -> DecoderSpec:
+    return _granite_moe(fields, fields.integer("shared_intermediate_size", 0, low=0))
+
+
+def _granite_moe(fields: Fields, shared: int) -> DecoderSpec:
+    """`shared`: the size of what every token goes through, beside experts or, in Granite 4, without any."""
+    size = fields.integer("intermediate_size")
+    num_experts, top_k = fields.integer("num_local_experts", 8, low=0), fields.integer("num_experts_per_tok", 2)
+    spec = multiplied(fields, llama(fields.with_defaults(mlp_bias=False)))
+    names = ((".router.layer.", ".gate."),)
+    experts = (
+        "block_sparse_moe.input_linear.weight",
+        (
+            ("block_sparse_moe.experts.#.gate_proj.weight", 1),
+            ("block_sparse_moe.experts.#.up_proj.weight", 1),
+        ),
+    )
+    out = "block_sparse_moe.output_linear.weight", (("block_sparse_moe.experts.#.down_proj.weight", 1),)
+    where = "block_sparse_moe.shared_experts" if num_experts else "mlp"
+    always = "shared_mlp.input_linear", ((f"{where}.gate_proj", 1), (f"{where}.up_proj", 1))
+    after = "shared_mlp.output_linear", ((f"{where}.down_proj", 1),)
+    layout = Arrangement(names, (experts, out, always, after))
+    if not num_experts:
+        return replace(spec, intermediate_size=shared, layout=layout)
+    moe = MoeSpec(num_experts, top_k, size, renormalize=True, shared_size=shared, block="block_sparse_moe")
+    return replace(spec, layers=_sparse(fields, spec.layers, moe), layout=layout)
+
+
+def granite_hybrid(fields: Fields) -> DecoderSpec:
+    kinds = fields.texts("layer_types")
+    num_layers = fields.integer("num_hidden_layers")
+    if kinds is None or len(kinds) != num_layers or not set(kinds) <= {"attention", "full_attention"}:
+        raise fields.error("layer_types", kinds, f"{num_layers} times 'attention' (Mamba layers are not computed here)")
+    fields.only("position_embedding_type", None, "rope", "nope")
+    spec = granite_moe_shared(fields.with_defaults(shared_intermediate_size=1024))
+    if fields.text("position_embedding_type", "nope") == "rope":
+        return spec
+    return replace(spec, layers=tuple(unrotated(layer) for layer in spec.layers))
+
+
+def _deepseek_v3_moe(fields: Fields) -> MoeSpec:
     fields.only("scoring_func", "sigmoid", default="sigmoid")
     fields.only("topk_method", "noaux_tc", default="noaux_tc")
     fields.only("rope_interleave", True, default=True)
-    moe = replace(
+    return replace(
         _deepseek_moe(fields, is_grouped=True),
         scoring="sigmoid",
         has_bias=True,
         renormalize=fields.flag("norm_topk_prob", True),
         renormalize_eps=1e-20,
     )
-    return _deepseek(fields, moe)
 
 
 def _deepseek(fields: Fields, moe: MoeSpec) -> DecoderSpec:
@@ -70,12 +214,15 @@ def _deepseek(fields: Fields, moe: MoeSpec) -> DecoderSpec:
     if latent.rope_dim % 2:
         raise fields.error("qk_rope_head_dim", latent.rope_dim, "an even number")
     rope = read_rope(fields, latent.rope_dim, max_positions_of(fields))
-    dense = (LayerSpec(rope),) * fields.integer("num_hidden_layers")
-    first_sparse = fields.integer("first_k_dense_replace", 0, low=0)
-    layers = tuple(layer if index < first_sparse else replace(layer, moe=moe) for index, layer in enumerate(dense))
+    layers = _first_dense(fields, (LayerSpec(rope),) * fields.integer("num_hidden_layers"), moe)
     biases = attention_biases(fields) | {"mlp_bias": fields.flag("mlp_bias", False)}
     spec = spec_of(fields, layers, attention_scale=_latent_scale(fields, latent), **biases)
     return replace(spec, latent=latent, num_kv_heads=1, head_dim=latent.rope_dim + latent.kv_rank)
+
+
+def _first_dense(fields: Fields, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> tuple[LayerSpec, ...]:
+    first = fields.integer("first_k_dense_replace", 0, low=0)
+    return tuple(layer if index < first else replace(layer, moe=moe) for index, layer in enumerate(layers))
 
 
 def _latent_scale(fields: Fields, latent: LatentSpec) -> float:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
+from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.weights import Weights
@@ -50,6 +51,7 @@ class CausalModel(Protocol):
 class Architecture(NamedTuple):
     read_spec: Callable[[Fields], Any]
     build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel]  # spec, weights, ops, positions, device
+    view: Callable[[Checkpoint], Checkpoint] | None  # what the two above take for the checkpoint, if not itself
 
 
 # The module beside this one, and the function in it that reads the settings. A module that has no `build` of its own
@@ -57,16 +59,55 @@ class Architecture(NamedTuple):
 ARCHITECTURES = {
     "DeepseekV2ForCausalLM": ("moe_families", "deepseek_v2"),
     "DeepseekV3ForCausalLM": ("moe_families", "deepseek_v3"),
+    "Ernie4_5ForCausalLM": ("dense_families", "ernie4_5"),
+    "Ernie4_5_MoeForCausalLM": ("moe_families", "ernie4_5_moe"),
+    "Gemma2ForCausalLM": ("families", "gemma2"),
     "Gemma3ForCausalLM": ("families", "gemma3"),
+    "Glm4ForCausalLM": ("dense_families", "glm4"),
+    "Glm4MoeForCausalLM": ("moe_families", "glm4_moe"),
+    "Glm4MoeLiteForCausalLM": ("moe_families", "glm4_moe_lite"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt_oss"),
+    "GraniteForCausalLM": ("dense_families", "granite"),
+    "GraniteMoeForCausalLM": ("moe_families", "granite_moe"),
+    "GraniteMoeHybridForCausalLM": ("moe_families", "granite_hybrid"),
+    "GraniteMoeSharedForCausalLM": ("moe_families", "granite_moe_shared"),
+    "HunYuanDenseV1ForCausalLM": ("dense_families", "hunyuan_dense"),
     "LlamaForCausalLM": ("families", "llama"),
+    "MiniMaxM2ForCausalLM": ("moe_families", "minimax_m2"),
+    "MinistralForCausalLM": ("dense_families", "ministral"),
+    "Ministral3ForCausalLM": ("dense_families", "ministral3"),
     "MistralForCausalLM": ("families", "mistral"),
     "MixtralForCausalLM": ("moe_families", "mixtral"),
+    "Olmo2ForCausalLM": ("dense_families", "olmo2"),
+    "Olmo3ForCausalLM": ("dense_families", "olmo3"),
     "OPTForCausalLM": ("opt", "read_opt"),
+    "Phi3ForCausalLM": ("dense_families", "phi3"),
     "Qwen2ForCausalLM": ("families", "qwen2"),
     "Qwen2MoeForCausalLM": ("moe_families", "qwen2_moe"),
     "Qwen3ForCausalLM": ("families", "qwen3"),
     "Qwen3MoeForCausalLM": ("moe_families", "qwen3_moe"),
+    "SeedOssForCausalLM": ("dense_families", "seed_oss"),
+    "SmolLM3ForCausalLM": ("dense_families", "smollm3"),
 }
+# Multimodal models whose text part runs alone: the class by the `model_type` of their `text_config`.
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+}
+_OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # what the outer config may say
+
+
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of a multimodal model's text part; of another model its own."""
+    fields = Fields(config)
+    parts = TEXT_PARTS.get((fields.texts("architectures") or [""])[0])
+    if parts is None:
+        return config
+    text = fields.section("text_config") or Fields({})
+    text.only("model_type", *parts)
+    inner = config["text_config"]
+    outer = {name: config[name] for name in _OF_ALL if config.get(name) is not None}
+    return {**inner, **outer, "architectures": [parts[inner["model_type"]]]}
 
 
 def find_architecture(fields: Fields) -> tuple[str, Architecture]:
@@ -76,4 +117,6 @@ def find_architecture(fields: Fields) -> tuple[str, Architecture]:
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
     home, reader = ARCHITECTURES[names[0]]
     module = import_module(f"penstock.executor.models.{home}")
-    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder))
+    return names[0], Architecture(
+        getattr(module, reader), getattr(module, "build", Decoder), getattr(module, "view", None)
+    )

@@ -2,11 +2,12 @@
 
 transformers 4 wrote `rope_theta` and `rope_scaling`, transformers 5 writes `rope_parameters`; both are read.
 Scalings that change with the length of the running sequence are refused: keys already in the cache would be
-wrong the moment the length changed.
+wrong the moment the length changed. "longrope", which has one set of divisors for short sequences and one for long
+ones, goes by the longest sequence that there may be (`max_model_len`).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from penstock.executor.loading.fields import Fields
 
 Tables = dict["Rope", tuple[Tensor, Tensor]]  # cos and sin of each kind of rotation in a model
 
-SUPPORTED = ("default", "linear", "llama3", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "longrope", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,43 +26,65 @@ class Rope:
 
     dim: int
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
     factor: float = 1.0
     original_length: int = 0
     low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow
     high: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
-    amplitude: float = 1.0  # yarn multiplies cos and sin with it
+    amplitude: float = 1.0  # yarn and longrope multiply cos and sin with it
     truncate: bool = True  # yarn
+    divisors: tuple[float, ...] = ()  # longrope: of each frequency
+    long_divisors: tuple[float, ...] = ()  # … of sequences beyond the original length
+
+    def for_positions(self, count: int) -> "Rope":
+        """That of a model that is to compute so many."""
+        chosen = self.long_divisors if count > self.original_length and self.long_divisors else self.divisors
+        return replace(self, divisors=chosen, long_divisors=())
 
 
 def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: float = 10000.0) -> Rope:
     """The rotation of a model with one kind for all layers."""
     section = rope_section(fields)
     theta = section.number("rope_theta", fields.number("rope_theta", default_theta))
-    return rope_of(section, theta, head_dim, max_positions, fields.number("partial_rotary_factor", 1.0))
+    partial = fields.number("partial_rotary_factor", 1.0)
+    original = fields.integer_or_none("original_max_position_embeddings")  # wins over the section's
+    return rope_of(section, theta, head_dim, max_positions, partial, original)
 
 
 def rope_section(fields: Fields) -> Fields:
-    return fields.section("rope_parameters") or fields.section("rope_scaling") or Fields({})
+    return fields.section("rope_scaling") or fields.section("rope_parameters") or Fields({})
 
 
 def kind_of(section: Fields) -> str:
     return section.text("rope_type", section.text("type", "default"))
 
 
-def rope_of(section: Fields, theta: float, head_dim: int, max_positions: int, partial: float = 1.0) -> Rope:
+def rope_of(
+    section: Fields,
+    theta: float,
+    head_dim: int,
+    max_positions: int,
+    partial: float = 1.0,
+    original: int | None = None,
+) -> Rope:
     """The rotation that one `rope_parameters` or `rope_scaling` object describes."""
     kind = kind_of(section)
     if kind not in SUPPORTED:
         raise section.error("rope_type", kind, f"one of {', '.join(SUPPORTED)}")
     partial = section.number("partial_rotary_factor", partial)
     dim = int(head_dim * partial)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise section.error("partial_rotary_factor", partial, f"an even part of a head's {head_dim} numbers")
     if kind == "default":
         return Rope(dim, theta)
-    factor = section.number("factor")
     if kind == "linear":
-        return Rope(dim, theta, "linear", factor)
-    original = section.integer("original_max_position_embeddings", max_positions)
+        return Rope(dim, theta, "linear", section.number("factor"))
+    original = original or section.integer("original_max_position_embeddings", max_positions)
+    if kind == "longrope":
+        short, long = (section.numbers(f"{name}_factor", dim // 2) for name in ("short", "long"))
+        amplitude = _long_amplitude(section, max_positions, original)
+        return Rope(dim, theta, "longrope", 1.0, original, amplitude=amplitude, divisors=short, long_divisors=long)
+    factor = section.number("factor")
     if kind == "llama3":
         low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
         if low >= high:
@@ -78,6 +101,13 @@ def rope_of(section: Fields, theta: float, head_dim: int, max_positions: int, pa
         amplitude=_yarn_amplitude(section, factor),
         truncate=section.flag("truncate", True),
     )
+
+
+def _long_amplitude(section: Fields, max_positions: int, original: int) -> float:
+    if "attention_factor" in section:
+        return section.number("attention_factor")
+    factor = section.number("factor", max_positions / original)
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def _yarn_amplitude(section: Fields, factor: float) -> float:
@@ -106,6 +136,8 @@ def _frequencies(rope: Rope) -> Tensor:
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.divisors) * rope.theta**exponents)
     if rope.kind == "llama3":
         # Wavelengths the pre-training saw many times stay, those it never saw whole are stretched by `factor`.
         turns = rope.original_length * plain / (2 * math.pi)  # of each pair within the original length

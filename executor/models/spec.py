@@ -1,8 +1,9 @@
 """What distinguishes one decoder-only model from another: a family turns its config.json into this, `Decoder` runs it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.executor.kernels import Activation
+from penstock.executor.loading.arrangement import PLAIN, Arrangement
 from penstock.executor.models.rope import Rope
 from penstock.executor.moe_spec import MoeSpec
 
@@ -54,8 +55,25 @@ class DecoderSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    is_qk_norm_wide: bool = False  # over all heads together, not over each
+    rotates_first: bool = False  # queries and keys are normalized behind the rotation
     # Gemma: norms also after attention and MLP, stored as the distance from one, and scaled embeddings.
     sandwich_norms: bool = False
+    has_pre_norms: bool = True  # OLMo 2 has only those after
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    rounds_scale: bool = True  # `embedding_scale` to the model's dtype, as in Gemma's training
+    logit_scale: float = 1.0
+    # Queries grow by 1 + this * log(1 + length) for as many whole lengths (the second) as lie before them.
+    query_growth: tuple[float, int] | None = None
+    layout: Arrangement = PLAIN
+    has_sinks: bool = False
+    # A score of attention, or a logit, x becomes cap * tanh(x / cap).
+    score_cap: float | None = None
+    logit_cap: float | None = None
     latent: LatentSpec | None = None  # then head_dim is the width of a cached position, shared by all heads
+
+    def for_positions(self, count: int) -> "DecoderSpec":
+        """Of a model that is to compute so many."""
+        layers = (replace(layer, rope=layer.rope.for_positions(count)) for layer in self.layers)
+        return replace(self, layers=tuple(layers))

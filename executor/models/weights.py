@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.executor.kernels import BlockOps
 from penstock.executor.kernels.codes import Coded, CodedLinear
+from penstock.executor.kernels.four_bits import FourBitLinear
 from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from penstock.eplb import Plan
 
 Layer = TypeVar("Layer")
+InCodes = TypeVar("InCodes", CodedLinear, FourBitLinear)
+# Which codes stay codes: all, on a CPU; those of four-bit floats, on a GPU; or none.
+KeptCodes = Literal["all", "four bits"] | None
 # Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
 # columns (then the results are summed), or none.
 Split = Literal["rows", "columns"] | None
@@ -85,7 +89,7 @@ class Weights:
         progress: Callable[[str], None],
         placement: "Plan | None" = None,
         block_ops: BlockOps | None = None,
-        keeps_codes: bool = False,
+        kept_codes: KeptCodes = None,
     ) -> None:
         """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
         codes do unless they are kept."""
@@ -93,9 +97,9 @@ class Weights:
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank …
-        self.num_widened_bytes = 0  # … of which these were eight bits each, and are not here
+        self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
         self.num_code_bytes = 0  # … and these are codes
-        self._block_ops, self._keeps_codes = block_ops, keeps_codes
+        self._block_ops, self._kept_codes = block_ops, kept_codes
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -107,8 +111,8 @@ class Weights:
     def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear:
         """The rank's rows of an embedding; kept as codes a layer that has them."""
         part = self._cut(self._fetch(name, shape), "rows", None)
-        if self._keeps_codes and isinstance(part, Coded):
-            return self._coded([part], None)
+        if isinstance(part, Coded) and self._kept_codes == "all":
+            return self._count_codes(CodedLinear([part], self.dtype))
         return self._count(self._numbers(part, copy=True))
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
@@ -143,14 +147,16 @@ class Weights:
         parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
         added = self._bias(named, parts, biases) if any(biases) else None
         coded = [part for part in parts if isinstance(part, Coded)]
-        if self._keeps_codes and len(coded) == len(parts):
-            return self._coded(coded, added)
+        if self._kept_codes is not None and len(coded) == len(parts):
+            if self._kept_codes == "all":
+                return self._count_codes(CodedLinear(coded, self.dtype, added))
+            if {part.type.name for part in coded} == {"MXFP4"}:
+                return self._count_codes(FourBitLinear(coded, self.dtype, self._device, added))
         if self._block_ops is not None and (blocks := whole_blocks(parts, self._device)) is not None:
             return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
 
-    def _coded(self, parts: list[Coded], bias: Tensor | None) -> CodedLinear:
-        layer = CodedLinear(parts, self.dtype, bias)
+    def _count_codes(self, layer: InCodes) -> InCodes:
         size = sum(tensor.numel() for tensor in layer.tensors() if tensor.dtype is torch.uint8)
         with self._lock:
             self.num_bytes += size
@@ -210,7 +216,7 @@ class Weights:
 
     def _numbers(self, part: WeightPart | Coded, copy: bool = False) -> Tensor:
         numbers = part.numbers(self._device, self.dtype, copy)
-        if isinstance(part, WeightPart) and part.scales is not None:
+        if isinstance(part, Coded) or part.scales is not None:
             with self._lock:
                 self.num_widened_bytes += numbers.numel() * numbers.element_size()
         return numbers

@@ -13,7 +13,7 @@ from typing import get_args
 import pytest
 import torch
 
-from penstock.executor.kernels import Activation, Ops, Rotation, cpu_ops, torch_ops
+from penstock.executor.kernels import NO_EXTRAS, Activation, Ops, Rotation, ScoreExtras, cpu_ops, torch_ops
 from tests.support.paged import Cache, attend, latent_step, random
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -46,7 +46,7 @@ def test_norms_equal_the_twin(level: str, dtype: torch.dtype, width: int) -> Non
 
 @every_level
 @both_dtypes
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", get_args(Activation))
 def test_gated_activations_equal_the_twin(level: str, dtype: torch.dtype, activation: Activation) -> None:
     ops = cpu_ops.make_ops(dtype, 64, 2, level)
     for rows, width in ((0, 64), (1, 2), (7, 172), (130, 1536)):
@@ -60,11 +60,13 @@ def test_activations_reach_their_limits_without_overflow(level: str, dtype: torc
     ops = cpu_ops.make_ops(dtype, 64, 1, level)
     gate = torch.tensor([[-1e4, -200.0, -88.0, 0.0, 88.0, 200.0, 1e4, float("nan")]], dtype=dtype)
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
-    for activation in get_args(Activation):
+    for activation in ("silu", "gelu_tanh"):
         y = ops.gate(gate_up, activation)[0]
         assert torch.equal(y[3:7], gate[0, 3:7])
         assert y[:3].abs().max() < 1e-30
         assert y[7].isnan()
+    bounded = ops.gate(gate_up, "clamped_swish")[0]
+    assert bounded[4:7].sub(14).abs().max() < 1e-3 and bounded[:3].abs().max() < 1e-30 and bounded[7].isnan()
 
 
 @every_level
@@ -131,6 +133,42 @@ def test_attention_equals_the_twin(level: str, dtype: torch.dtype, shape: tuple[
         close(attend(ops, cache, q, ROWS, window), twins_answer(dtype, shape, window))
 
 
+@functools.cache
+def extras_of(q_heads: int) -> list[ScoreExtras]:
+    """Sinks that take next to all of the weight, half of it and none; a cap that scores come near to."""
+    sinks = torch.linspace(-3, 12, q_heads)
+    return [ScoreExtras(sinks=sinks), ScoreExtras(cap=0.7), ScoreExtras(cap=2.0, sinks=sinks)]
+
+
+@every_level
+@both_dtypes
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[5]], ids=lambda shape: f"dim{shape[0]}")
+def test_attention_with_sinks_and_caps_equals_the_twin(
+    level: str, dtype: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    cache, q = attention_case(dtype, shape)
+    ops = cpu_ops.make_ops(dtype, shape[0], 2, level)
+    wide = copy.copy(cache)
+    wide.k_pages, wide.v_pages = cache.k_pages.float(), cache.v_pages.float()
+    for window, extras in itertools.product((None, 50), extras_of(shape[1])):
+        expected = attend(torch_ops, wide, q.float(), [row for row in ROWS if row[1]], window, extras)
+        close(attend(ops, cache, q, ROWS, window, extras), expected)
+
+
+def test_a_sink_is_one_more_score_without_a_value_and_a_cap_bounds_scores() -> None:
+    """By hand, for one head that sees two positions."""
+    k_pages, v_pages = torch.zeros(1, 4, 2), torch.zeros(1, 4, 2)
+    k_pages[0, 0, 0], k_pages[0, 1, 0] = 100.0, -100.0
+    v_pages[0, 0, 0], v_pages[0, 1, 1] = 1.0, 1.0
+    cache = Cache([2], 1, 2, 4, torch.float32)
+    batch, q = cache.batch([(0, 1, 2)]), torch.tensor([[[1.0, 0.0]]])
+    batch.block_tables[:] = 0
+    weights = torch.tensor([5.0, -5.0, 4.0]).exp()
+    for ops in (cpu_ops.make_ops(torch.float32, 2, 1), torch_ops):
+        out = ops.paged_attention(q, k_pages, v_pages, batch, 1.0, None, ScoreExtras(5.0, torch.tensor([4.0])))
+        close(out[0, 0], weights[:2] / weights.sum())
+
+
 @both_dtypes
 def test_attention_without_tokens_is_empty(dtype: torch.dtype) -> None:
     cache = Cache([5], 1, 64, 16, dtype)
@@ -158,22 +196,25 @@ def test_a_nan_in_the_context_shows_and_one_behind_it_does_not(level: str, dtype
 
 @every_level
 @both_dtypes
-@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("window", "has_extras"), [(None, False), (70, False), (70, True)])
 def test_a_query_gets_the_same_bits_alone_in_a_batch_and_in_any_chunk(
-    level: str, dtype: torch.dtype, window: int | None
+    level: str, dtype: torch.dtype, window: int | None, has_extras: bool
 ) -> None:
     ops, one_thread = cpu_ops.make_ops(dtype, 80, 2, level), cpu_ops.make_ops(dtype, 80, 1, level)
     contexts = [401, 300, 129]
     cache = Cache(contexts, 2, 80, 16, dtype)
     q = random(3, 401, 6, 80, dtype=dtype)
-    whole = attend(one_thread, cache, q, [(0, 401, 401)], window)
+    extras = extras_of(6)[2] if has_extras else NO_EXTRAS
+    whole = attend(one_thread, cache, q, [(0, 401, 401)], window, extras)
 
     for cuts in ([0, 1, 128, 129, 250, 401], [0, 63, 256, 400, 401]):
-        chunks = [attend(ops, cache, q, [(0, end - start, end)], window) for start, end in itertools.pairwise(cuts)]
+        chunks = [
+            attend(ops, cache, q, [(0, end - start, end)], window, extras) for start, end in itertools.pairwise(cuts)
+        ]
         assert torch.equal(torch.cat(chunks), whole)
     for end in (1, 2, 16, 17, 127, 128, 129, 300, 401):
-        alone = attend(ops, cache, q, [(0, 1, end)], window)
-        together = attend(ops, cache, q, [(1, 1, 300), (0, 1, end), (2, 129, 129)], window)
+        alone = attend(ops, cache, q, [(0, 1, end)], window, extras)
+        together = attend(ops, cache, q, [(1, 1, 300), (0, 1, end), (2, 129, 129)], window, extras)
         assert torch.equal(alone[0], whole[end - 1])
         assert torch.equal(together[1], whole[end - 1])
 
@@ -184,9 +225,11 @@ def test_a_long_context_cut_over_threads_gives_the_same_bits(level: str, dtype: 
     cache = Cache([3000, 5], 1, 64, 32, dtype)
     q = random(2, 3000, 4, 64, dtype=dtype)
     for rows in ([(0, 1, 3000)], [(0, 5, 3000), (1, 5, 5)], [(1, 1, 4), (0, 1, 2999)]):
-        results = [attend(cpu_ops.make_ops(dtype, 64, threads, level), cache, q, rows) for threads in (1, 2, 3)]
-        assert torch.equal(results[0], results[1])
-        assert torch.equal(results[0], results[2])
+        for extras in (NO_EXTRAS, extras_of(4)[2]):
+            threaded = (cpu_ops.make_ops(dtype, 64, threads, level) for threads in (1, 2, 3))
+            results = [attend(ops, cache, q, rows, None, extras) for ops in threaded]
+            assert torch.equal(results[0], results[1])
+            assert torch.equal(results[0], results[2])
 
 
 @every_level

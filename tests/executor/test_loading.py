@@ -148,7 +148,7 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
     [
         (
             {"architectures": ["EvilForCausalLM"]},
-            "architectures: ['EvilForCausalLM'] found; one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Gemma3ForCausalLM",
+            "architectures: ['EvilForCausalLM'] found; one of DeepseekV2ForCausalLM, DeepseekV3ForCausalLM, Ernie4_5ForCausalLM",
         ),
         ({"architectures": None}, "architectures: [] found; one of DeepseekV2"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers: 1000000000 found; an integer from 1 to 1024 is expected"),
@@ -162,8 +162,8 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
         ({"rope_parameters": {"rope_type": "linear"}}, "factor: nothing found"),
         ({"rope_parameters": 7}, "rope_parameters: 7 found; an object"),
         (
-            {"quantization_config": {"quant_method": "gptq"}},
-            "quantization_config: quant_method: 'gptq' found; 'fp8' is",
+            {"quantization_config": {"quant_method": "hqq"}},
+            "quantization_config: quant_method: 'hqq' found; 'fp8' or 'mxfp4' is",
         ),
         ({"dtype": "float8"}, "dtype: 'float8' found"),
     ],

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Rotation
+from penstock.executor.kernels import NO_NORMS, Rotation, ScoreExtras
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda import expert_products as moe
@@ -56,11 +56,14 @@ def attention(
     dtype: torch.dtype = BF16,
     page_dtype: torch.dtype | None = None,
     window: int | None = None,
+    has_sinks: bool = False,
+    cap: float | None = None,
 ) -> Callable[[], None]:
     def call() -> None:
         q = torch.zeros(singles + 64 * prompts, heads, dim, dtype=dtype)
         cache = pages(kv_heads * dim, page_dtype or dtype)
-        OPS.paged_attention(q, *cache, batch(singles, prompts), dim**-0.5, window)
+        extras = ScoreExtras(cap, torch.zeros(heads) if has_sinks else None)
+        OPS.paged_attention(q, *cache, batch(singles, prompts), dim**-0.5, window, extras)
 
     return call
 
@@ -161,6 +164,23 @@ def block_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> 
     return call
 
 
+def coded_experts(tokens: int, num: int, top_k: int, width: int, inner: int) -> Callable[[], None]:
+    """MXFP4, with biases."""
+
+    def call() -> None:
+        slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, width, dtype=BF16)
+        shapes = (num, 2 * inner, width), (num, width, inner)
+        gate_up, down = (
+            (torch.empty(*rows, depth // 2, dtype=torch.uint8), torch.empty(*rows, depth // 32, dtype=torch.uint8))
+            for *rows, depth in shapes
+        )
+        biases = torch.zeros(shapes[0][:2], dtype=BF16), torch.zeros(shapes[1][:2], dtype=BF16)
+        shares = torch.zeros(tokens, top_k)
+        moe.fused_experts(hidden, slots, shares, gate_up, down, 0, "clamped_swish", None, biases)
+
+    return call
+
+
 def eight_bits(tokens: int, width: int, depth: int) -> Callable[[], None]:
     def call() -> None:
         x, norm = torch.zeros(tokens, depth, dtype=BF16), torch.zeros(depth)
@@ -244,6 +264,13 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Qwen3-30B-A3B: narrow rows": rows(512, 768),
     "Gemma-3-4B: attention": attention(4, 1, 256, 8, 4),
     "Gemma-3-4B: windowed attention": attention(4, 1, 256, 8, 4, window=1024),
+    "Gemma-2-9B: attention with a cap": attention(4, 1, 256, 16, 8, window=4096, cap=50.0),
+    "gpt-oss-20b: attention with sinks": attention(4, 1, 64, 64, 8, window=128, has_sinks=True),
+    "gpt-oss-20b: attention with sinks, dependent": dependent(attention(1, 0, 64, 64, 8, has_sinks=True)),
+    "gpt-oss-20b: MXFP4 experts, one row": coded_experts(1, 32, 4, 2880, 2880),
+    "gpt-oss-20b: MXFP4 experts, a batch": coded_experts(256, 32, 4, 2880, 2880),
+    "gpt-oss-20b: MXFP4 experts, prompts": coded_experts(4096, 32, 4, 2880, 2880),
+    "gpt-oss-120b: MXFP4 experts, one row, dependent": dependent(coded_experts(1, 128, 4, 2880, 2880)),
     "Qwen3-30B-A3B: router": router(128, 8, 0),
     "Qwen2-57B-A14B: router": router(64, 8, 8, has_shared_gate=True),
     "DeepSeek-V2: router": router(160, 6, 2, num_groups=8, top_groups=3),

@@ -6,7 +6,7 @@ import itertools
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import Ops, Rotation
+from penstock.executor.kernels import NO_EXTRAS, Ops, Rotation, ScoreExtras
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -58,12 +58,17 @@ class Cache:
 
 
 def attend(
-    ops: Ops, cache: Cache, q: torch.Tensor, rows: list[tuple[int, int, int]], window: int | None = None
+    ops: Ops,
+    cache: Cache,
+    q: torch.Tensor,
+    rows: list[tuple[int, int, int]],
+    window: int | None = None,
+    extras: ScoreExtras = NO_EXTRAS,
 ) -> torch.Tensor:
     """What the queries of `rows` get; q [rows of the cache, positions, Hq, D] holds a query for every position."""
     picked = torch.cat([q[row, context - count : context] for row, count, context in rows])
     batch = cache.batch(rows)
-    return ops.paged_attention(picked, cache.k_pages, cache.v_pages, batch, q.shape[-1] ** -0.5, window)
+    return ops.paged_attention(picked, cache.k_pages, cache.v_pages, batch, q.shape[-1] ** -0.5, window, extras)
 
 
 def latent_step(

@@ -71,6 +71,36 @@ GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(6)],
+    "long_factor": [1.5 + 0.7 * i for i in range(6)],
+}
+MINISTRAL_ROPE = {**YARN_ROPE, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
+MULTIPLIERS = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 3.0,
+}
+GRANITE4 = {
+    "layer_types": ["attention"] * 3,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 8,
+}
+GLM_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+
 # case → (transformers' config class, its fields beside the sizes)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**SIZES}),
@@ -105,6 +135,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **SIZES,
+            "head_dim": 32,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 20,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **SIZES,
+            "head_dim": 32,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "rope_parameters": YARN_ROPE | {"truncate": False, "rope_theta": 150000.0},
+            "_attn_implementation": "eager",
+        },
+    ),
     "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen2-moe": (
         "Qwen2MoeConfig",
@@ -134,6 +187,77 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**DEEPSEEK_SIZES, "topk_method": "group_limited_greedy", "rope_parameters": DEEPSEEK_ROPE},
     ),
     "deepseek-v3": ("DeepseekV3Config", {**DEEPSEEK_SIZES}),
+    "phi3": ("Phi3Config", {**SIZES, "sliding_window": 17}),
+    "phi3-longrope": (
+        "Phi3Config",
+        {**SIZES, "rope_parameters": LONG_ROPE, "partial_rotary_factor": 0.75, "original_max_position_embeddings": 2},
+    ),
+    "olmo2": ("Olmo2Config", {**SIZES}),
+    "olmo3": (
+        "Olmo3Config",
+        {**SIZES, "sliding_window": 9, "num_hidden_layers": 5, "rope_scaling": {**YARN_ROPE, "attention_factor": 1.2}},
+    ),
+    "smollm3": ("SmolLM3Config", {**SIZES, "num_hidden_layers": 5}),
+    "smollm3-sliding": (
+        "SmolLM3Config",
+        {**SIZES, "no_rope_layers": [0, 1, 0], "use_sliding_window": True, "sliding_window": 11},
+    ),
+    "granite": ("GraniteConfig", {**SIZES, **MULTIPLIERS, "tie_word_embeddings": True, "attention_bias": True}),
+    "granite-moe": ("GraniteMoeConfig", {**SIZES, **MULTIPLIERS, "num_local_experts": 6, "num_experts_per_tok": 3}),
+    "granite-moe-shared": (
+        "GraniteMoeSharedConfig",
+        {**SIZES, **MULTIPLIERS, "num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 40},
+    ),
+    "granite4-moe": ("GraniteMoeHybridConfig", {**SIZES, **MULTIPLIERS, **GRANITE4, "num_local_experts": 4}),
+    "granite4-dense": (
+        "GraniteMoeHybridConfig",
+        {**SIZES, **MULTIPLIERS, **GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "ministral": (
+        "MinistralConfig",
+        {
+            **SIZES,
+            "head_dim": 24,
+            "sliding_window": 11,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "ministral3": ("Ministral3Config", {**SIZES, "head_dim": 24, "rope_parameters": MINISTRAL_ROPE}),
+    "seed-oss": ("SeedOssConfig", {**SIZES, "head_dim": 24}),
+    "ernie4.5": ("Ernie4_5Config", {**SIZES, "head_dim": 24, "use_bias": True}),
+    "ernie4.5-moe": (
+        "Ernie4_5_MoeConfig",
+        {
+            **SIZES,
+            "num_hidden_layers": 4,
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 32,
+            "moe_layer_end_index": 2,
+            "moe_num_shared_experts": 2,
+        },
+    ),
+    "glm4": ("Glm4Config", {**SIZES, "head_dim": 24}),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        {**SIZES, **GLM_EXPERTS, "head_dim": 24, "use_qk_norm": True, "attention_bias": True},
+    ),
+    "glm4-moe-lite": (
+        "Glm4MoeLiteConfig",
+        {**DEEPSEEK_SIZES, "mlp_layer_types": ["sparse", "dense", "sparse"], "num_hidden_layers": 3},
+    ),
+    "minimax-m2": (
+        "MiniMaxM2Config",
+        {**SIZES, "head_dim": 24, "rotary_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {
+            **SIZES,
+            "head_dim": 24,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
+        },
+    ),
     "opt": ("OPTConfig", {**OPT_SIZES}),
     "opt-norm-after-projected": (
         "OPTConfig",

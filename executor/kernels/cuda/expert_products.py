@@ -14,12 +14,14 @@ from penstock.executor.kernels.cuda import fp8
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.fp8 import quantize_groups
 from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.mxfp4_experts import coded_products
 from penstock.executor.kernels.cuda.pages import load_inside
 from penstock.executor.kernels.cuda.routing import Sorted, load_slots, sort_entries
-from penstock.executor.kernels.cuda.rows import activate
+from penstock.executor.kernels.cuda.rows import gated
 from penstock.executor.kernels.cuda.tiles import Tile, expert_step, expert_tile
 from penstock.executor.kernels.eight_bits import BLOCK, are_quantized, make_quantized
 
+EIGHT_BITS = torch.float8_e4m3fn
 GROUP = tl.constexpr(BLOCK)
 SUM_BLOCK = tl.constexpr(512)  # columns of a program that adds
 
@@ -33,13 +35,14 @@ def fused_experts(
     first: int,
     activation: Activation,
     added: Tensor | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """With eight bits and few entries weights widen as they arrive: half the bytes are read, and tokens stay exact. For
-    many the products are of eight bits."""
-    num_slots, width, inner = down[0].shape
+    many the products are of eight bits. MXFP4 widens always."""
+    num_slots, width, inner = len(down[0]), hidden.shape[1], gate_up[0].shape[1] // 2
     entries = slots.numel()
     x: Scaled = hidden, None
-    if down[1] is not None and are_quantized(entries, num_slots):
+    if down[0].dtype is EIGHT_BITS and are_quantized(entries, num_slots):
         x = fp8.quantize(hidden)
         inside: Scaled = make_quantized(entries, inner, hidden.device)
     else:
@@ -48,22 +51,34 @@ def fused_experts(
     up_tile, down_tile = (expert_tile(entries, num_slots, columns, *sizes) for columns in (inner, width))
     order = sort_entries(slots, num_slots, first, up_tile.rows)
     parts = torch.empty((entries, width), dtype=hidden.dtype, device=hidden.device)
-    _launch(order, up_tile, x, gate_up, inside, slots.shape[1], hidden, GATED=True, ACTIVATION=activation)
-    _launch(order, down_tile, inside, down, (parts, None), 1, hidden, GATED=False, ACTIVATION=activation)
+    given = {"ACTIVATION": activation}
+    _launch(order, up_tile, x, gate_up, biases[0], inside, slots.shape[1], hidden, GATED=True, **given)
+    _launch(order, down_tile, inside, down, biases[1], (parts, None), 1, hidden, GATED=False, **given)
     return _sum(parts, slots, shares, num_slots, first, added)
 
 
 def _launch(
-    order: Sorted, tile: Tile, x: Scaled, weight: Scaled, y: Scaled, shared_by: int, like: Tensor, **given: bool | str
+    order: Sorted,
+    tile: Tile,
+    x: Scaled,
+    weight: Scaled,
+    bias: Tensor | None,
+    y: Scaled,
+    shared_by: int,
+    like: Tensor,
+    **given: bool | str,
 ) -> None:
     """`shared_by`: how many entries share a row of x; `like`: of the dtype that is computed in."""
     (rows, x_scales), (values, scales), (out, y_scales) = x, weight, y
-    width, depth = out.shape[1], values.shape[2]
+    width, is_coded = out.shape[1], values.dtype is torch.uint8
+    depth = values.shape[2] * (2 if is_coded else 1)
     assert rows.stride(1) == 1 and values.is_contiguous() and out.is_contiguous()
     assert rows.shape[1] == depth and values.shape[1] == width * (2 if given["GATED"] else 1)
     assert x_scales is not None or rows.dtype is like.dtype
-    assert scales is None or (scales.is_contiguous() and width % BLOCK == depth % BLOCK == 0)
-    pointers = *_pointers(x), *_pointers(weight), *_pointers(y), *order, like
+    assert scales is None or scales.is_contiguous()
+    assert is_coded or scales is None or width % BLOCK == depth % BLOCK == 0
+    assert bias is None or (bias.is_contiguous() and bias.shape == values.shape[:2])
+    pointers = *_pointers(x), *_pointers(weight), *_pointers(y), *order, like, like if bias is None else bias
     strides = (0 if part is None else part.stride(1) for part in (x_scales, y_scales))
     _multiply[(triton.cdiv(width, tile.columns), len(order.tiles))](
         *pointers,
@@ -74,7 +89,9 @@ def _launch(
         SCALES_STRIDE=0 if scales is None else scales.stride(1),
         SHARED_BY=shared_by,
         STEP=expert_step(rows.element_size()),
-        SCALED=scales is not None,
+        SCALED=scales is not None and not is_coded,
+        CODED=is_coded,
+        BIASED=bias is not None,
         QUANTIZED=x_scales is not None,
         QUANTIZES=y_scales is not None,
         **tile.constants(),
@@ -118,6 +135,7 @@ def _multiply(
     ids_ptr,
     tiles_ptr,
     like_ptr,
+    bias_ptr,
     x_scales_stride,
     y_scales_stride,
     STRIDE: tl.constexpr,
@@ -129,6 +147,8 @@ def _multiply(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     SCALED: tl.constexpr,
+    CODED: tl.constexpr,
+    BIASED: tl.constexpr,
     QUANTIZED: tl.constexpr,
     QUANTIZES: tl.constexpr,
     GATED: tl.constexpr,
@@ -155,7 +175,13 @@ def _multiply(
     whole: tl.constexpr = DEPTH % STEP == 0 and WIDTH % COLUMNS == 0
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for start in range(0, DEPTH, STEP):
+    if CODED:
+        values_ptr = weight_ptr + slot * (factor * WIDTH * (DEPTH // 2))
+        exponents_ptr = scales_ptr + slot * (factor * WIDTH * (DEPTH // 32))
+        rows_ptr = x_ptr + row.to(tl.int64) * STRIDE
+        given = values_ptr, exponents_ptr, column
+        acc, up = coded_products(rows_ptr, is_entry, given, acc, up, WIDTH, DEPTH, STEP, GATED)
+    for start in range(0, 0 if CODED else DEPTH, STEP):
         group = start // GROUP
         x_scale = tl.full([ROWS], 1.0, tl.float32)
         if QUANTIZED:
@@ -173,8 +199,13 @@ def _multiply(
             up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
         x_ptrs += STEP
         weight_ptrs += STEP
+    if BIASED:
+        bias_ptrs = bias_ptr + slot * (factor * WIDTH) + column
+        acc += tl.load(bias_ptrs, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_ptrs + WIDTH, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        acc = activate(acc, ACTIVATION) * up
+        acc = gated(acc, up, ACTIVATION)
     y_ptrs = y_ptr + entry.to(tl.int64)[:, None] * WIDTH + column[None, :]
     if QUANTIZES:  # a tile's columns are one block of scales
         values, scales = quantize_groups(acc.to(like_ptr.dtype.element_ty).to(tl.float32))

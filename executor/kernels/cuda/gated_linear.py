@@ -14,7 +14,7 @@ from penstock.executor.kernels import Activation
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import load_inside
-from penstock.executor.kernels.cuda.rows import activate, gate
+from penstock.executor.kernels.cuda.rows import gate, gated
 from penstock.executor.kernels.cuda.tiles import few_rows_tile
 
 FEW_ROWS = 32
@@ -80,5 +80,5 @@ def _gated_linear(
         gate = tl.dot(x, gate_weight, gate, input_precision="ieee")
         up = tl.dot(x, up_weight, up, input_precision="ieee")
     dtype = out_ptr.dtype.element_ty
-    y = activate(gate.to(dtype).to(tl.float32), ACTIVATION) * up.to(dtype).to(tl.float32)
+    y = gated(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
     tl.store(out_ptr + row * WIDTH + column, y.to(dtype), mask=(row < rows) & (column < WIDTH))

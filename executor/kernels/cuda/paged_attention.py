@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
+from penstock.executor.kernels import NO_EXTRAS, ScoreExtras
 from penstock.executor.kernels.cuda.dependent import take_turn
 from penstock.executor.kernels.cuda.launch import kernel
 from penstock.executor.kernels.cuda.pages import block_of, layout_of, load_inside, page_rows
-from penstock.executor.kernels.cuda.softmax import LOG2_E, unseen, weigh
+from penstock.executor.kernels.cuda.softmax import LOG2_E, see_sinks, squeeze, unseen, weigh
 from penstock.executor.kernels.cuda.tiles import decode_tile, prefill_tile
 from penstock.executor.kernels.cuda.work import order_tiles, share_singles, span, store_item, take_share, take_tile
 
@@ -31,7 +32,13 @@ class HeadSizes(NamedTuple):
 
 
 def paged_attention(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: ForwardBatch, scale: float, window: int | None = None
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    window: int | None = None,
+    extras: ScoreExtras = NO_EXTRAS,
 ) -> Tensor:
     num_heads, dim = q.shape[1:]
     kv_heads = k_pages.shape[2] // dim
@@ -40,9 +47,13 @@ def paged_attention(
     assert q.is_contiguous() and len(q) == batch.num_single_rows + sum(batch.query_lens)
     assert k_pages.stride() == v_pages.stride() and k_pages.dtype is v_pages.dtype
     assert k_pages.shape[2] % dim == 0 and num_heads % kv_heads == 0
-    read = q, k_pages, v_pages, batch.block_tables
-    numbers = batch.block_tables.stride(0), scale * LOG2_E, window or 0
+    sinks, cap = extras.sinks, extras.cap
+    assert sinks is None or (sinks.shape == (num_heads,) and sinks.dtype is torch.float32)
+    read = q, k_pages, v_pages, q if sinks is None else sinks, batch.block_tables
+    scales = (scale, 0.0) if cap is None else (2 * scale / cap, cap)
+    numbers = batch.block_tables.stride(0), *(each * LOG2_E for each in scales), window or 0
     constants = {"SIZES": sizes, "PAGES": layout_of(k_pages), "HAS_WINDOW": window is not None}
+    constants |= {"HAS_SINKS": sinks is not None, "HAS_CAP": cap is not None}
     if batch.num_single_rows:
         tile = decode_tile(sizes.group, dim, q.element_size(), k_pages.element_size())
         shares = share_singles(batch, kv_heads, window, tile, sizes.group, dim)
@@ -61,6 +72,7 @@ def _decode(
     q_ptr,
     k_ptr,
     v_ptr,
+    sinks_ptr,
     tables_ptr,
     contexts_ptr,
     out_ptr,
@@ -70,12 +82,15 @@ def _decode(
     arrivals_ptr,
     table_stride,
     scale,
+    cap,
     window,
     SIZES: tl.constexpr,
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """A program goes through its share, from one (row, key-value head) to the next."""
@@ -95,6 +110,8 @@ def _decode(
         begin = (row.to(tl.int64) * SIZES.kv_heads + kv_head) * SIZES.group
         q = tl.load(q_ptr + begin * SIZES.dim + inner, mask=mask, other=0.0)
         best, total, acc = unseen(ROWS, block_of(SIZES.dim))
+        is_first = (member < SIZES.group) & (block == 0)
+        best, total = see_sinks(best, total, sinks_ptr, kv_head * SIZES.group + member, is_first, HAS_SINKS)
         low = first + block * COLUMNS
         high = tl.minimum(context, low + count * COLUMNS)
         table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -106,6 +123,7 @@ def _decode(
             k = tl.load(k_ptr + cells[None, :] + dim[:, None], mask=inside[None, :] & is_dim[:, None], other=0.0)
             v = tl.load(v_ptr + cells[:, None] + dim[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+            scores = squeeze(scores, cap, HAS_CAP)
             scores = tl.where(inside[None, :], scores, -float("inf"))
             best, total, acc = weigh(scores, v.to(q.dtype), best, total, acc)
         weighed, item = (best, total, acc), (begin, taken, block, count, blocks)
@@ -125,6 +143,7 @@ def _prefill(
     q_ptr,
     k_ptr,
     v_ptr,
+    sinks_ptr,
     tables_ptr,
     starts_ptr,
     contexts_ptr,
@@ -132,12 +151,15 @@ def _prefill(
     out_ptr,
     table_stride,
     scale,
+    cap,
     window,
     SIZES: tl.constexpr,
     PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
 ):
     """One program per key-value head and tile of ROWS (token, head of the group) pairs of one row."""
     kv_head = tl.program_id(0)
@@ -153,6 +175,8 @@ def _prefill(
     mask = is_pair[:, None] & is_dim[None, :]
     q = tl.load(q_ptr + head[:, None] * SIZES.dim + dim[None, :], mask=mask, other=0.0)
     best, total, acc = unseen(ROWS, block_of(SIZES.dim))
+    own = kv_head * SIZES.group + pair % SIZES.group
+    best, total = see_sinks(best, total, sinks_ptr, own, is_pair, HAS_SINKS)
     k_ptr += kv_head * SIZES.dim
     v_ptr += kv_head * SIZES.dim
     table_ptr = tables_ptr + row.to(tl.int64) * table_stride
@@ -174,6 +198,7 @@ def _prefill(
             k = load_inside(k_ptr + cells[None, :] + dim[:, None], is_k, are_whole and not is_edge)
             v = load_inside(v_ptr + cells[:, None] + dim[None, :], is_v, are_whole and not is_edge)
             scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+            scores = squeeze(scores, cap, HAS_CAP)
             if is_edge:
                 visible = seen[None, :] <= position[:, None]
                 if HAS_WINDOW:

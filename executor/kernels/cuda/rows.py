@@ -127,8 +127,19 @@ def _gate_rows(
     gate_ptrs = gate_up_ptr + row * (2 * WIDTH) + column
     gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_ptrs + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    y = activate(gate, ACTIVATION) * up
+    y = gated(gate, up, ACTIVATION)
     tl.store(out_ptr + row * WIDTH + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "clamped_swish":
+        gate = tl.where(gate > 7.0, 7.0, gate)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+        y = gate / (1.0 + tl.exp(-1.702 * gate)) * up
+    else:
+        y = activate(gate, ACTIVATION) * up
+    return y
 
 
 @triton.jit

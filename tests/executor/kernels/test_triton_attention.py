@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 
-from penstock.executor.kernels import NO_NORMS, Rotation, torch_ops
+from penstock.executor.kernels import NO_NORMS, Rotation, ScoreExtras, torch_ops
 from penstock.executor.kernels.cuda import expanded, tiles, work
 from penstock.executor.kernels.cuda.ops import OPS
 from tests.support.kernel_cases import close, every_dtype
@@ -51,6 +51,28 @@ def test_a_window_hides_what_lies_before_it(device: torch.device, window: int) -
     close(actual, twins_answer(torch.float32, SHAPES[0], window))
 
 
+@every_dtype
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks_and_caps_equal_the_twins(
+    device: torch.device, dtype: torch.dtype, cap: float | None, window: int | None
+) -> None:
+    cache, q = case(dtype, SHAPES[1])
+    wide = copy.copy(cache)
+    wide.k_pages, wide.v_pages = cache.k_pages.double(), cache.v_pages.double()
+    sinks = torch.tensor([-3.0, 0.0, 5.0, 12.0])
+    expected = attend(torch_ops, wide, q.double(), ROWS, window, ScoreExtras(cap, sinks.double()))
+    close(attend(OPS, cache.to(device), q.to(device), ROWS, window, ScoreExtras(cap, sinks.to(device))), expected)
+
+
+def test_a_sink_takes_its_share_when_a_row_is_cut_among_programs(device: torch.device) -> None:
+    rows = [(0, 1, 3000), (1, 1, 40)]
+    cache = Cache([3000, 40], 1, 64, 16, torch.float32)
+    q, sinks = random(2, 3000, 2, 64, seed=5), torch.tensor([6.0, 9.0])
+    expected = attend(torch_ops, cache, q, rows, None, ScoreExtras(None, sinks))
+    close(attend(OPS, cache.to(device), q.to(device), rows, None, ScoreExtras(None, sinks.to(device))), expected)
+
+
 def test_a_batch_of_prefills_alone_and_one_of_decodes_alone(device: torch.device) -> None:
     cache, q = case(torch.float32, SHAPES[0])
     expected = twins_answer(torch.float32, SHAPES[0], None)
@@ -87,18 +109,21 @@ def test_whatever_the_batch_the_answer_is_the_twins(device: torch.device, seed: 
     )
     dim, group, kv_heads = rng.choice((64, 80, 128, 256)), rng.randint(1, 8), rng.randint(1, 2)
     window = rng.choice((None, None, 1, rng.randint(2, 300)))
+    sinks = 3 * random(group * kv_heads, seed=seed) if rng.random() < 0.4 else None
+    extras = ScoreExtras(rng.choice((None, None, 1.0)), sinks)
     rows = random_rows(rng, rng.randint(1, 9), 5000 if seed == 0 else 1000)
     cache = Cache([context for _, _, context in rows], kv_heads, dim, 16, dtype)
     if page_dtype is not None:
         cache.k_pages, cache.v_pages = cache.k_pages.to(page_dtype), cache.v_pages.to(page_dtype)
     q = random(sum(count for _, count, _ in rows), group * kv_heads, dim, dtype=dtype, seed=seed)
     wide = cache.k_pages.double(), cache.v_pages.double()
-    expected = torch_ops.paged_attention(q.double(), *wide, cache.batch(rows), dim**-0.5, window)
+    expected = torch_ops.paged_attention(q.double(), *wide, cache.batch(rows), dim**-0.5, window, extras)
     moved = cache.to(device)
     batch = moved.batch(rows)
     # The second layer of the same step finds the work shared out, and what is counted back at zero.
     for _ in range(2):
-        out = OPS.paged_attention(q.to(device), moved.k_pages, moved.v_pages, batch, dim**-0.5, window)
+        given = extras._replace(sinks=None if sinks is None else sinks.to(device))
+        out = OPS.paged_attention(q.to(device), moved.k_pages, moved.v_pages, batch, dim**-0.5, window, given)
         close(out, expected)
 
 

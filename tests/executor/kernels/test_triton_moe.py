@@ -112,6 +112,48 @@ def in_blocks(weights: torch.Tensor) -> Pair:
     return torch.stack([values for values, _ in pairs]), torch.stack([pad_scales(s) for _, s in pairs])
 
 
+FOUR_BITS: list[tuple[int, int, int, int, int]] = [(9, 3, 2, 64, 96), (1, 4, 3, 160, 32), (40, 2, 2, 96, 64)]
+
+
+@every_dtype
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "width", "inner"), FOUR_BITS)
+def test_experts_of_four_bits_equal_the_twin(
+    device: torch.device, dtype: torch.dtype, tokens: int, experts: int, top_k: int, width: int, inner: int
+) -> None:
+    """With biases and the bounded swish, as gpt-oss has them, and every code."""
+    hidden, slots, shares, _, _ = case(tokens, experts, top_k, width, inner, dtype, torch.device("cpu"))
+    weights = [in_four_bits(experts, *shape, seed) for seed, shape in enumerate(((2 * inner, width), (width, inner)))]
+    biases = random(experts, 2 * inner, dtype=dtype, seed=5), random(experts, width, dtype=dtype, seed=6)
+    exact = fused_experts(
+        hidden.double(), slots, shares.double(), *weights, 0, "clamped_swish", None, tuple(b.double() for b in biases)
+    )
+    given = [each.to(device) for each in (hidden, slots, shares)]
+    actual = moe.fused_experts(
+        *given, *moved(weights, device), 0, "clamped_swish", None, tuple(each.to(device) for each in biases)
+    )
+    close(actual, exact, dtype)
+
+
+def in_four_bits(experts: int, rows: int, depth: int, seed: int) -> Pair:
+    """[S, N, K / 2] random codes and [S, N, K / 32] scales of 2 ** -10 … 2 ** -6."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(256, (experts, rows, depth // 2), generator=generator).byte()
+    return values, torch.randint(117, 122, (experts, rows, depth // 32), generator=generator).byte()
+
+
+@every_dtype
+def test_experts_with_biases_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
+    hidden, slots, shares, gate_up, down = case(9, 5, 2, 64, 40, dtype, torch.device("cpu"))
+    biases = random(5, 80, dtype=dtype, seed=5), random(5, 64, dtype=dtype, seed=6)
+    wide = (gate_up.double(), None), (down.double(), None)
+    exact = fused_experts(
+        hidden.double(), slots, shares.double(), *wide, 0, "silu", None, tuple(b.double() for b in biases)
+    )
+    given = [each.to(device) for each in (hidden, slots, shares)]
+    weights = (gate_up.to(device), None), (down.to(device), None)
+    close(moe.fused_experts(*given, *weights, 0, "silu", None, tuple(b.to(device) for b in biases)), exact, dtype)
+
+
 def test_a_rank_adds_only_what_its_own_experts_make(device: torch.device) -> None:
     hidden, slots, shares, gate_up, down = case(9, 6, 3, 32, 32, torch.float32, device)
     whole = twin((hidden, slots, shares, gate_up, down), 0, "silu")

@@ -1,5 +1,7 @@
 """Norms, gated activations, rotation and the way into the pages: the Triton kernels against their twins."""
 
+from typing import get_args
+
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ def test_norms_equal_the_twin(device: torch.device, dtype: torch.dtype, width: i
 
 
 @every_dtype
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", get_args(Activation))
 def test_gated_activations_equal_the_twin(device: torch.device, dtype: torch.dtype, activation: Activation) -> None:
     for rows, width in ((0, 64), (1, 2), (3, 172), (2, 1536), (9, 128)):
         gate_up = 4 * random(rows, 2 * width, dtype=dtype).to(device)
@@ -33,7 +35,7 @@ def test_gated_activations_equal_the_twin(device: torch.device, dtype: torch.dty
 
 
 @every_dtype
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", get_args(Activation))
 def test_products_with_their_activation_equal_the_twin(
     device: torch.device, dtype: torch.dtype, activation: Activation
 ) -> None:

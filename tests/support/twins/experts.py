@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.kernels import Activation, Scaled, torch_ops
+from penstock.executor.kernels import Activation, Scaled, four_bits, torch_ops
 from penstock.executor.kernels.eight_bits import are_quantized
 from tests.support.twins.eight_bits import quantize, widen, widen_rows
 
@@ -18,14 +18,17 @@ def fused_experts(
     first: int,
     activation: Activation,
     added: Tensor | None = None,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """As `Experts` with all in one. With weights of eight bits, what goes into the products is quantized if experts have
     many entries."""
     dtype = hidden.dtype
-    is_quantized = down[1] is not None and are_quantized(slots.numel(), len(down[0]))
+    is_quantized = down[0].dtype is torch.float8_e4m3fn and are_quantized(slots.numel(), len(down[0]))
     up, narrow = (_numbers(weight, torch.float32 if is_quantized else dtype) for weight in (gate_up, down))
     # In float32 but for what is rounded to eight bits.
     rows = hidden.float() if is_quantized else hidden
+
+    added_up, added_down = ([None] * len(narrow) if bias is None else bias.to(rows.dtype) for bias in biases)
 
     def through(rows: Tensor) -> Tensor:
         return widen_rows(quantize(rows.to(dtype))) if is_quantized else rows
@@ -33,8 +36,8 @@ def fused_experts(
     out = torch.zeros((*slots.shape, rows.shape[1]), dtype=rows.dtype, device=rows.device)
     for index in range(len(narrow)):
         token, choice = (slots == first + index).nonzero(as_tuple=True)
-        inside = torch_ops.gate(F.linear(through(rows[token]), up[index]), activation)
-        out[token, choice] = F.linear(through(inside), narrow[index])
+        inside = torch_ops.gate(F.linear(through(rows[token]), up[index], added_up[index]), activation)
+        out[token, choice] = F.linear(through(inside), narrow[index], added_down[index])
     total = (out * shares[..., None]).sum(1)
     return (total if added is None else total + added).to(dtype)
 
@@ -43,4 +46,6 @@ def _numbers(weight: Scaled, dtype: torch.dtype) -> Tensor:
     values, scales = weight
     if scales is None:
         return values
+    if values.dtype is torch.uint8:
+        return four_bits.widen(values, scales).to(dtype)
     return torch.stack([widen(*block) for block in zip(values, scales, strict=True)]).to(dtype)

@@ -1,0 +1,132 @@
+"""How the checkpoints of a family name and arrange tensors, where it is not as the decoder asks for them.
+
+The decoder knows one arrangement, that of Llama: one tensor for each projection of each expert, rotated pairs (i, i +
+half). `arranged` shows a checkpoint so, and reads nothing before it is asked for.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.executor.kernels.codes import Coded
+from penstock.executor.kernels.eight_bits import BLOCK
+from penstock.executor.loading.block_scales import EIGHT_BITS
+from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.protocol import ExecutorError
+
+# The text part of multimodal checkpoints, since transformers 5 and before, and their other parts.
+_PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_", "lm_"))
+_OTHER_SENSES = ("vision_tower.", "multi_modal_projector.")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    renames: tuple[tuple[str, str], ...] = ()  # parts of names and what we say, one after the other
+    # Part of a name, and what lies in such a tensor on top of each other: part of our name, and rows in any unit. A
+    # tensor of three dimensions has one such matrix for each expert, whose number takes the place of #.
+    joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    # Head size, and how much of it rotates: in queries and keys rotated pairs are neighbours, (2i, 2i + 1).
+    neighbours: tuple[int, int] | None = None
+    single: tuple[str, ...] = ()  # parts of names of tensors [1, n] that are to be [n]
+    ignored: tuple[str, ...] = ()  # prefixes of what is not computed here
+
+
+PLAIN = Arrangement()
+
+
+class _Place(NamedTuple):
+    """Where a tensor is: in which of the file's, for which expert, from which row on; no shape: that one, whole."""
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    expert: int | None = None
+    start: int = 0
+
+
+def arranged(checkpoint: Checkpoint, layout: Arrangement) -> Checkpoint:
+    return _Arranged(checkpoint, layout)
+
+
+class _Arranged:
+    """The Checkpoint protocol over another one."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: Arrangement) -> None:
+        self._inner, self._layout = checkpoint, layout
+        self.config: dict[str, Any] = checkpoint.config
+        self.has_codes = checkpoint.has_codes
+        self._places = {
+            ours: place
+            for name in checkpoint.names()
+            if not name.startswith(layout.ignored) and not name.removeprefix("model.").startswith(_OTHER_SENSES)
+            for ours, place in self._parts(name)
+        }
+
+    def names(self) -> list[str]:
+        return list(self._places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        place = self._places[name]
+        return self._inner.shape(place.name) if place.shape is None else place.shape
+
+    def read(self, name: str) -> Tensor | Coded:
+        place = self._places[name]
+        stored = self._inner.read(place.name)
+        if place.expert is not None:
+            assert isinstance(stored, Tensor)
+            stored = stored[place.expert]
+        if place.shape is not None:
+            part = stored.narrow(0, place.start, place.shape[0])
+            assert part is not None  # between rows anything can be cut
+            stored = part
+        return self._apart(name, stored)
+
+    def _parts(self, name: str) -> Iterator[tuple[str, _Place]]:
+        """What a tensor of the file is to the decoder."""
+        ours = name
+        for old, new in (*_PREFIXES, *self._layout.renames):
+            ours = ours.replace(old, new)
+        for joined, parts in self._layout.joined:
+            if f".{joined}." in f"{ours}.":
+                yield from ((ours.replace(joined, part), place) for part, place in self._split(name, parts))
+                return
+        is_single = any(part in name for part in self._layout.single)
+        yield ours, _Place(name, self._inner.shape(name)[1:], expert=0) if is_single else _Place(name)
+
+    def _split(self, name: str, parts: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, _Place]]:
+        shape = self._inner.shape(name)
+        if math.prod(shape) == 1:  # a scale of all
+            yield from ((part, _Place(name)) for part, _ in parts)
+            return
+        experts, (rows, *columns) = (range(shape[0]), shape[1:]) if len(shape) == 3 else ((None,), shape)
+        unit, rest = divmod(rows, sum(size for _, size in parts))
+        if rest:
+            names, sizes = ", ".join(part for part, _ in parts), ":".join(str(size) for _, size in parts)
+            raise ExecutorError(f"tensor {name!r} of shape {list(shape)}: its rows are not {names} as {sizes}")
+        start = 0
+        for part, size in parts:
+            for expert in experts:
+                yield part.replace("#", str(expert)), _Place(name, (size * unit, *columns), expert, start)
+            start += size * unit
+
+    def _apart(self, name: str, stored: Tensor | Coded) -> Tensor | Coded:
+        """Rotated neighbours moved apart, in queries and keys alike, so that their products stay."""
+        if self._layout.neighbours is None or (".q_proj." not in name and ".k_proj." not in name):
+            return stored
+        dim, rotated = self._layout.neighbours
+        if (
+            isinstance(stored, Tensor)
+            and stored.dtype is EIGHT_BITS
+            and ((BLOCK % dim and dim % BLOCK) or rotated > BLOCK)
+        ):
+            raise ExecutorError(
+                f"tensor {name!r}: heads of {dim}, {rotated} rotated, in blocks of {BLOCK} with a scale each"
+            )
+        if stored.shape[0] % dim:  # scales
+            return stored
+        head = torch.cat((torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, dim)))
+        order = (torch.arange(0, stored.shape[0], dim)[:, None] + head).flatten()
+        return stored._replace(rows=stored.rows[order]) if isinstance(stored, Coded) else stored[order]

@@ -1,0 +1,44 @@
+"""gpt-oss: experts alone, every other layer windowed, a sink for each head, biases everywhere; its experts as MXFP4."""
+
+from dataclasses import replace
+
+from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.loading.fields import Fields
+from penstock.executor.loading.stacked_experts import StackedExperts, Stacking
+from penstock.executor.models.families import pick_layers, spec_of, uniform_layers
+from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.moe_spec import MoeSpec
+
+
+def gpt_oss(fields: Fields) -> DecoderSpec:
+    fields.only("swiglu_alpha", 1.702, default=1.702)
+    fields.only("swiglu_limit", 7.0, default=7.0)
+    if "rope_parameters" not in fields and "rope_scaling" not in fields:
+        raise fields.error("rope_scaling", None, "an object (these models have YaRN)")
+    moe = MoeSpec(
+        num_experts=fields.integer("num_local_experts"),
+        top_k=fields.integer("num_experts_per_tok"),
+        intermediate_size=fields.integer("intermediate_size"),
+        renormalize=True,
+        router="router",
+        has_router_bias=True,
+    )
+    if moe.top_k > moe.num_experts:
+        raise fields.error("num_experts_per_tok", moe.top_k, f"at most the experts ({moe.num_experts})")
+    full = uniform_layers(fields)
+    sliding = uniform_layers(fields, fields.integer("sliding_window", 128))
+    layers = pick_layers(fields, full, sliding, [index % 2 == 0 for index in range(len(full))])
+    has_biases = fields.flag("attention_bias", True)
+    spec = spec_of(
+        fields,
+        tuple(replace(layer, moe=moe) for layer in layers),
+        qkv_bias=has_biases,
+        output_bias=has_biases,
+        mlp_bias=True,
+        has_sinks=True,
+    )
+    return replace(spec, activation="clamped_swish")
+
+
+def view(checkpoint: Checkpoint) -> Checkpoint:
+    return StackedExperts(checkpoint, Stacking(is_interleaved=True, is_transposed=True))
