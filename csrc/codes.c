@@ -207,34 +207,49 @@ int64_t penstock_code_bytes(int type, int64_t rows, int64_t depth, int columns) 
     return (rows + columns - 1) / columns * panel_bytes(&code_types[type], depth, columns);
 }
 
+/* Four neighbours, as bytes of a word, into the order of BYTE_OF or back. */
+static inline uint32_t reorder(uint32_t four) { return (four & 0xff0000ff) | (four >> 8 & 0xff00) | (four & 0xff00) << 8; }
+
 /* Bits `shift` and up of the codes of a word, in a plane with so many bits of each. */
-static uint32_t pack_word(const uint8_t *codes, int bits, int shift) {
-    uint32_t packed = 0, mask = (1u << bits) - 1;
-    for (int i = 0; i < 32 / bits; i++) packed |= (codes[i] >> shift & mask) << (i / 4 * bits + 8 * BYTE_OF(i));
+static inline uint32_t pack_word(const uint8_t *codes, int bits, int shift) {
+    uint32_t packed = 0, mask = ((1u << bits) - 1) * 0x01010101, four;
+    for (int at = 0; at < 8; at += bits, codes += 4) {
+        memcpy(&four, codes, 4);
+        packed |= (reorder(four) >> shift & mask) << at;
+    }
     return packed;
 }
 
-static void unpack_word(uint32_t packed, int bits, int shift, uint8_t *codes) {
-    uint32_t mask = (1u << bits) - 1;
-    for (int i = 0; i < 32 / bits; i++) codes[i] |= (packed >> (i / 4 * bits + 8 * BYTE_OF(i)) & mask) << shift;
+static inline void unpack_word(uint32_t packed, int bits, int shift, uint8_t *codes) {
+    uint32_t mask = ((1u << bits) - 1) * 0x01010101, four;
+    for (int at = 0; at < 8; at += bits, codes += 4) {
+        memcpy(&four, codes, 4);
+        four |= reorder(packed >> at & mask) << shift;
+        memcpy(codes, &four, 4);
+    }
 }
 
-/* A block goes into its column of a panel, or comes from there. */
-static void move_block(const struct code_type *t, struct code_block *block, uint8_t *panel, int64_t chunk, int column,
-                       int columns, int is_in) {
+static inline __attribute__((always_inline)) void move_block_of(const int low, const int high,
+                                                                const struct code_type *t, struct code_block *block,
+                                                                uint8_t *panel, int64_t chunk, int column, int columns,
+                                                                const int is_in) {
 #define MOVE(there, here) (is_in ? memcpy(there, here, sizeof *(here)) : memcpy(here, there, sizeof *(here)))
     uint8_t *header = panel + header_at(t, chunk, columns);
     MOVE(header + 2 * column, &block->scale);
     if (t->minima) MOVE(header + 2 * (columns + column), &block->minimum);
     for (int i = 0; i < t->values / CHUNK; i++) {
         uint8_t *at = panel + chunk_at(t, chunk + i, columns) + 4 * column, *codes = block->codes + i * CHUNK;
-        for (int plane = 0, bits = t->low; plane < 2; plane++, bits = t->high)
+#pragma GCC unroll 2
+        for (int plane = 0; plane < 2; plane++) {
+            const int bits = plane ? high : low, shift = plane ? low : 0;
+#pragma GCC unroll 8
             for (int word = 0; word < bits; word++, at += 4 * columns) {
                 uint8_t *those = codes + word * (32 / bits);
-                uint32_t packed = is_in ? pack_word(those, bits, plane * t->low) : 0;
+                uint32_t packed = is_in ? pack_word(those, bits, shift) : 0;
                 MOVE(at, &packed);
-                if (!is_in) unpack_word(packed, bits, plane * t->low, those);
+                if (!is_in) unpack_word(packed, bits, shift, those);
             }
+        }
         at -= 3 * column;
         for (int group = i * t->groups; t->inner && group < (i + 1) * t->groups; group++, at += columns) {
             MOVE(at, block->inner_scales + group);
@@ -242,6 +257,20 @@ static void move_block(const struct code_type *t, struct code_block *block, uint
         }
     }
 #undef MOVE
+}
+
+/* A block goes into its column of a panel, or comes from there. Known bits make it twice as fast. */
+static inline __attribute__((always_inline)) void move_block(const struct code_type *t, struct code_block *block,
+                                                             uint8_t *panel, int64_t chunk, int column, int columns,
+                                                             const int is_in) {
+    switch (t->low * 4 + t->high) {
+    case 8: move_block_of(2, 0, t, block, panel, chunk, column, columns, is_in); break;
+    case 9: move_block_of(2, 1, t, block, panel, chunk, column, columns, is_in); break;
+    case 16: move_block_of(4, 0, t, block, panel, chunk, column, columns, is_in); break;
+    case 17: move_block_of(4, 1, t, block, panel, chunk, column, columns, is_in); break;
+    case 18: move_block_of(4, 2, t, block, panel, chunk, column, columns, is_in); break;
+    default: move_block_of(8, 0, t, block, panel, chunk, column, columns, is_in);
+    }
 }
 
 int64_t penstock_code_pack(int type, uintptr_t bytes, int64_t rows, int64_t depth, int columns, uintptr_t panels) {

@@ -117,25 +117,26 @@ INLINE pairs code_pair(const uint8_t *planes, const int low, const int high, con
 /* Sums of products of rows with some pairs of a chunk. */
 struct sums {
     ivec of[CODED_ROWS][CODED_VECTORS];
-    float scale[CODED_ROWS], total[CODED_ROWS]; /* of a row's integers: what they are worth, and together */
 };
 
-INLINE void begin_sums(const int rows, const struct coded *l, int64_t row, int64_t number, int group, struct sums *s) {
-#pragma GCC unroll 6
-    for (int r = 0; r < rows; r++) {
-        const int32_t *parts = l->x.sums + (row + r) * (l->depth / 16) + number * 2 + group;
-        int32_t all = l->type->groups == 2 ? parts[0] : parts[0] + parts[1];
-        s->scale[r] = l->x.scales[(row + r) * (l->depth / CHUNK) + number];
-        s->total[r] = (float)all * s->scale[r];
-        for (int v = 0; v < CODED_VECTORS; v++) s->of[r][v] = (ivec){0} - l->type->offset * all;
-    }
+/* Of a row's integers in a group of a chunk; `at` is where the row's chunk is among all. */
+INLINE int32_t sum_of_integers(const struct coded *l, int64_t at, int group) {
+    const int32_t *parts = l->x.sums + 2 * at;
+    return l->type->groups == 2 ? parts[group] : parts[0] + parts[1];
 }
 
-INLINE void add_pair(const int rows, const struct coded *l, const uint32_t *x, const pairs codes[CODED_VECTORS],
-                     struct sums *s) {
+/* `each` is what all products together lack. */
+INLINE void begin_sums(const int rows, int32_t each, struct sums *s) {
+#pragma GCC unroll 6
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < CODED_VECTORS; v++) s->of[r][v] = (ivec){0} - each;
+}
+
+INLINE void add_pair(const int rows, const uint32_t *x, const pairs codes[CODED_VECTORS], struct sums *s) {
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++) {
-        pairs factor = (pairs)((uvec){0} + x[r * (l->depth / 2)]);
+        pairs factor = (pairs)((uvec){0} + x[r * (CHUNK / 2)]);
 #pragma GCC unroll 2
         for (int v = 0; v < CODED_VECTORS; v++) {
             s->of[r][v] = add_products(factor, codes[v], s->of[r][v], rows < 4);
@@ -144,18 +145,20 @@ INLINE void add_pair(const int rows, const struct coded *l, const uint32_t *x, c
     }
 }
 
-INLINE void end_sums(const int rows, const struct coded *l, const struct chunk *c, int group, const struct sums *s,
-                     float *out) {
+INLINE void end_sums(const int rows, const struct coded *l, int64_t at, const struct chunk *c, int group,
+                     const struct sums *s, float *out) {
 #pragma GCC unroll 6
-    for (int r = 0; r < rows; r++)
+    for (int r = 0; r < rows; r++) {
+        float scale = l->x.scales[at + r], total = (float)sum_of_integers(l, at + r, group) * scale;
 #pragma GCC unroll 2
         for (int v = 0; v < CODED_VECTORS; v++) {
             vec so_far = load(out, r * CODED_COLUMNS + v * LANES, LANES, FLOAT32);
-            vec scaled = __builtin_convertvector(s->of[r][v], vec) * splat(s->scale[r]);
+            vec scaled = __builtin_convertvector(s->of[r][v], vec) * splat(scale);
             so_far = multiply_add(scaled, c->scales[group][v], so_far);
-            if (l->type->minima) so_far = multiply_add(splat(-s->total[r]), c->minima[group][v], so_far);
+            if (l->type->minima) so_far = multiply_add(splat(-total), c->minima[group][v], so_far);
             memcpy(out + r * CODED_COLUMNS + v * LANES, &so_far, sizeof so_far);
         }
+    }
 }
 
 /* One row, codes of up to six bits: four at a time meet the bytes of the input. Sums of the products of bytes take 16
@@ -186,11 +189,12 @@ INLINE void multiply_quads(const int low, const int high, const int groups, cons
     for (int64_t number = 0; number < l->depth / CHUNK; number++) {
         struct chunk c;
         find_chunk(l->type, panel, number, &c);
-        const uint32_t *x = l->x.bytes + (row * l->depth + number * CHUNK) / 2;
+        int64_t at = number * l->x.rows + row;
+        const uint32_t *x = l->x.bytes + at * (CHUNK / 2);
 #pragma GCC unroll 2
         for (int group = 0; group < groups; group++) {
             struct sums s;
-            begin_sums(1, l, row, number, group, &s);
+            begin_sums(1, l->type->offset * sum_of_integers(l, at, group), &s);
 #pragma GCC unroll 8
             for (int first = 0; first < quads_in_group; first += at_once) {
                 pairs upper[CODED_VECTORS] = {{0}}, lower[CODED_VECTORS] = {{0}};
@@ -214,7 +218,7 @@ INLINE void multiply_quads(const int low, const int high, const int groups, cons
                     s.of[0][v] = add_products(upper[v], ones * 256, s.of[0][v], 1);
                 }
             }
-            end_sums(1, l, &c, group, &s, out);
+            end_sums(1, l, at, &c, group, &s, out);
         }
     }
 }
@@ -225,19 +229,20 @@ INLINE void multiply_one(const int low, const int high, const int groups, const 
     for (int64_t number = 0; number < l->depth / CHUNK; number++) {
         struct chunk c;
         find_chunk(l->type, panel, number, &c);
-        const uint32_t *x = (const uint32_t *)(l->x.values + row * l->depth + number * CHUNK);
+        int64_t at = number * l->x.rows + row;
+        const uint32_t *x = (const uint32_t *)(l->x.values + at * CHUNK);
 #pragma GCC unroll 2
         for (int group = 0; group < groups; group++) {
             struct sums s;
-            begin_sums(1, l, row, number, group, &s);
+            begin_sums(1, l->type->offset * sum_of_integers(l, at, group), &s);
 #pragma GCC unroll 16
             for (int i = group * 16 / groups; i < (group + 1) * 16 / groups; i++) {
                 pairs codes[CODED_VECTORS];
 #pragma GCC unroll 2
                 for (int v = 0; v < CODED_VECTORS; v++) codes[v] = code_pair(c.planes, low, high, table, i, v);
-                add_pair(1, l, x + i, codes, &s);
+                add_pair(1, x + i, codes, &s);
             }
-            end_sums(1, l, &c, group, &s, out);
+            end_sums(1, l, at, &c, group, &s, out);
         }
     }
 }
@@ -257,46 +262,47 @@ static void multiply_row(const struct coded *l, int64_t row, const uint8_t *pane
     }
 }
 
-/* More rows: codes are widened once for all of them. */
+/* More rows: codes are widened once for all of them, and their offset taken away. */
 struct wide_chunk {
     struct chunk chunk;
     pairs codes[CHUNK / 2][CODED_VECTORS];
 };
 
-INLINE void widen_codes(const uint8_t *planes, const int low, const int high, const uint8_t *table,
+INLINE void widen_codes(const uint8_t *planes, const int low, const int high, const uint8_t *table, int offset,
                         pairs out[CHUNK / 2][CODED_VECTORS]) {
+    const pairs all = (pairs){0} + (uint16_t)offset;
 #pragma GCC unroll 16
     for (int i = 0; i < CHUNK / 2; i++)
 #pragma GCC unroll 2
-        for (int v = 0; v < CODED_VECTORS; v++) out[i][v] = code_pair(planes, low, high, table, i, v);
+        for (int v = 0; v < CODED_VECTORS; v++) out[i][v] = code_pair(planes, low, high, table, i, v) - all;
 }
 
 static void widen_chunk(const struct code_type *t, const uint8_t *panel, int64_t number, struct wide_chunk *out) {
     find_chunk(t, panel, number, &out->chunk);
+    const uint8_t *planes = out->chunk.planes;
     switch (t->low * 4 + t->high) {
-    case 8: widen_codes(out->chunk.planes, 2, 0, NULL, out->codes); break;
-    case 9: widen_codes(out->chunk.planes, 2, 1, NULL, out->codes); break;
+    case 8: widen_codes(planes, 2, 0, NULL, t->offset, out->codes); break;
+    case 9: widen_codes(planes, 2, 1, NULL, t->offset, out->codes); break;
     case 16:
-        if (t->table) widen_codes(out->chunk.planes, 4, 0, t->table, out->codes);
-        else widen_codes(out->chunk.planes, 4, 0, NULL, out->codes);
+        if (t->table) widen_codes(planes, 4, 0, t->table, t->offset, out->codes);
+        else widen_codes(planes, 4, 0, NULL, t->offset, out->codes);
         break;
-    case 17: widen_codes(out->chunk.planes, 4, 1, NULL, out->codes); break;
-    case 18: widen_codes(out->chunk.planes, 4, 2, NULL, out->codes); break;
-    default: widen_codes(out->chunk.planes, 8, 0, NULL, out->codes);
+    case 17: widen_codes(planes, 4, 1, NULL, t->offset, out->codes); break;
+    case 18: widen_codes(planes, 4, 2, NULL, t->offset, out->codes); break;
+    default: widen_codes(planes, 8, 0, NULL, t->offset, out->codes);
     }
 }
 
 INLINE void multiply_wide(const int rows, const struct coded *l, int64_t row, int64_t number, int count,
                           const struct wide_chunk *w, float *out) {
-    const int pairs_in_group = CHUNK / 2 / l->type->groups;
-    for (int at = 0; at < count; at++, w++) {
-        const uint32_t *x = (const uint32_t *)(l->x.values + row * l->depth + (number + at) * CHUNK);
-        const pairs(*codes)[CODED_VECTORS] = w->codes;
-        for (int group = 0; group < l->type->groups; group++) {
-            struct sums s;
-            begin_sums(rows, l, row, number + at, group, &s);
-            for (int i = 0; i < pairs_in_group; i++) add_pair(rows, l, x++, *codes++, &s);
-            end_sums(rows, l, &w->chunk, group, &s, out);
+    for (int64_t at = number * l->x.rows + row; count--; at += l->x.rows, w++) {
+        const uint32_t *x = (const uint32_t *)(l->x.values + at * CHUNK);
+        struct sums s;
+        for (int half = 0; half < 2; half++) {
+            if (!half || l->type->groups == 2) begin_sums(rows, 0, &s);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) add_pair(rows, x + half * 8 + i, w->codes[half * 8 + i], &s);
+            if (half || l->type->groups == 2) end_sums(rows, l, at, &w->chunk, l->type->groups == 2 && half, &s, out);
         }
     }
 }
@@ -372,18 +378,19 @@ INLINE void quantize_rows(const struct quantize *q, int64_t first, int64_t end, 
                 zero += x[i] - x[i];
             }
             float largest = largest_lane(top), by = largest < TINIEST ? 0 : LARGEST / largest;
-            int16_t *to = q->to.values + row * q->depth + at;
+            int64_t chunk = at / CHUNK * q->to.rows + row;
+            int16_t *to = q->to.values + chunk * CHUNK;
             for (int i = 0; i < CHUNK / LANES; i++) {
                 ivec whole = (ivec)(multiply_add(x[i], splat(by), magic)) - (ivec)magic;
                 shorts_of_lanes narrow_ones = __builtin_convertvector(whole, shorts_of_lanes);
                 memcpy(to + i * LANES, &narrow_ones, sizeof narrow_ones);
             }
-            q->to.scales[(row * q->depth + at) / CHUNK] = largest / LARGEST + sum_lanes(zero);
-            if (q->to.bytes) split_chunk(to, q->to.bytes + (row * q->depth + at) / 2);
+            q->to.scales[chunk] = largest / LARGEST + sum_lanes(zero);
+            if (q->to.bytes) split_chunk(to, q->to.bytes + chunk * (CHUNK / 2));
             for (int half = 0; half < 2; half++) {
                 int32_t sum = 0;
                 for (int i = 0; i < 16; i++) sum += to[half * 16 + i];
-                q->to.sums[(row * q->depth + at) / 16 + half] = sum;
+                q->to.sums[2 * chunk + half] = sum;
             }
         }
 }

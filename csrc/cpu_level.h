@@ -88,10 +88,11 @@ struct linear {
     int64_t row_parts;
 };
 
-/* Inputs [rows, depth] as integers of 16 bits, with a scale for each chunk and a sum for each half of one. For a few
- * rows also as two of 8 bits, value = 256 · upper + lower: a word of four neighbours' upper ones, in the order of
- * BYTE_OF, then one of the lower ones. */
+/* Inputs as integers of 16 bits, with a scale for each chunk and a sum for each half of one. Chunk after chunk, and in it
+ * row after row, so that rows that are computed together lie together. For a few rows also as two of 8 bits, value =
+ * 256 · upper + lower: a word of four neighbours' upper ones, in the order of BYTE_OF, then one of the lower ones. */
 struct integers {
+    int64_t rows;
     int16_t *values;
     float *scales;
     int32_t *sums;

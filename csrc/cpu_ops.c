@@ -274,7 +274,7 @@ int penstock_coded(const struct penstock_cpu *cpu, uintptr_t x, int64_t x_stride
                    const struct penstock_coded *parts, uintptr_t y, int64_t rows, int64_t depth, int64_t width) {
     const struct cpu_level *level = levels[cpu->level];
     int64_t chunks = rows * depth / CHUNK;
-    struct integers all_rows = {.scales = (float *)scratch, .sums = (int32_t *)scratch + chunks,
+    struct integers all_rows = {.rows = rows, .scales = (float *)scratch, .sums = (int32_t *)scratch + chunks,
                                 .values = (int16_t *)((int32_t *)scratch + 3 * chunks)};
     if (rows <= FEW_ROWS) all_rows.bytes = (uint32_t *)(all_rows.values + rows * depth);
     struct quantize_work q = {level, cpu->is_bfloat16,

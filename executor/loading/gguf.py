@@ -89,6 +89,7 @@ class GgufCheckpoint:
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+_GEMMAS = ("gemma2", "gemma3_text")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -96,7 +97,7 @@ _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def _sources(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Source]:
     """HF name → source, for every tensor that a model of this config has."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
-    plus_one = config["model_type"] == "gemma3_text"
+    plus_one = config["model_type"] in _GEMMAS
     sources = {
         "model.embed_tokens.weight": _Source("token_embd.weight", (vocab, hidden)),
         "model.norm.weight": _Source("output_norm.weight", (hidden,), plus_one=plus_one),
@@ -140,6 +141,8 @@ def _attention(config: dict[str, Any]) -> dict[str, _Source]:
     if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
         found["self_attn.q_norm.weight"] = _Source("attn_q_norm.weight", (dim,), plus_one=gemma)
         found["self_attn.k_norm.weight"] = _Source("attn_k_norm.weight", (dim,), plus_one=gemma)
+    if kind == "gpt_oss":
+        found["self_attn.sinks"] = _Source("attn_sinks.weight", (heads,))
     return found
 
 
@@ -169,8 +172,10 @@ def _latent_attention(config: dict[str, Any], tensors: Container[str]) -> dict[s
 
 
 def _norms(config: dict[str, Any]) -> dict[str, _Source]:
-    gemma = config["model_type"] == "gemma3_text"
+    kind, gemma = config["model_type"], config["model_type"] in _GEMMAS
     names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
+    if kind == "gpt_oss":
+        names["post_attention_layernorm"] = "post_attention_norm"
     if gemma:
         names |= {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm"}
         names["post_feedforward_layernorm"] = "post_ffw_norm"
@@ -194,13 +199,25 @@ def _mlp(
     }
 
 
+def _bias(weight: str) -> str:
+    return weight.removesuffix("weight") + "bias"
+
+
 def _experts(config: dict[str, Any], num: int) -> dict[str, _Source]:
     kind, hidden = config["model_type"], config["hidden_size"]
     inner = config.get("moe_intermediate_size", config["intermediate_size"])
     block, projections = ("block_sparse_moe.", ("w1", "w3", "w2")) if kind == "mixtral" else ("mlp.", PROJECTIONS)
-    found = {f"{block}gate.weight": _Source("ffn_gate_inp.weight", (num, hidden))}
+    router = f"{block}router" if kind == "gpt_oss" else f"{block}gate"
+    found = {f"{router}.weight": _Source("ffn_gate_inp.weight", (num, hidden))}
     for index in range(num):
-        found |= _mlp(f"{block}experts.{index}.", inner, hidden, "_exps", (index, num), projections)
+        expert = _mlp(f"{block}experts.{index}.", inner, hidden, "_exps", (index, num), projections)
+        found |= expert
+        if kind == "gpt_oss":
+            found |= {
+                _bias(name): each._replace(name=_bias(each.name), shape=each.shape[:1]) for name, each in expert.items()
+            }
+    if kind == "gpt_oss":
+        found[f"{router}.bias"] = _Source("ffn_gate_inp.bias", (num,))
     if kind == "deepseek_v3":
         found[f"{block}gate.e_score_correction_bias"] = _Source("exp_probs_b.bias", (num,))
     if kind == "qwen2_moe":

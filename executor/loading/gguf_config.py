@@ -19,12 +19,15 @@ ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     **{name: (family.model_type, family.class_name) for name, family in FAMILIES.items()},
     "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
+    "gpt-oss": ("gpt_oss", "GptOssForCausalLM"),
 }
+_WINDOWED = ("gemma2", "gemma3", "gpt-oss")  # in some layers, as the architecture says
 # Stored under one name with others: with experts, and with another choice of them.
 MIXTRAL = "mixtral", "MixtralForCausalLM"
 DEEPSEEK_V3 = "deepseek_v3", "DeepseekV3ForCausalLM"
@@ -40,7 +43,6 @@ _UNSUPPORTED = (
     "residual_scale",
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
-    "attn_logit_softcapping",
     "nextn_predict_layers",
 )
 
@@ -64,8 +66,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     context = keys.integer("context_length", high=MAX_CONTEXT)
     family = FAMILIES.get(architecture)
     own_keys = () if family is None else family.own_keys
-    context_of_all = None if architecture == "gemma3" else context
+    context_of_all = None if architecture in _WINDOWED else context
     _refuse_unsupported(keys, None if is_latent else head_dim, context_of_all, own_keys)
+    if architecture != "gemma2":
+        keys.only("attn_logit_softcapping", None, 0)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ExecutorError(f"{file.path}: tensor 'token_embd.weight': a matrix of that name is expected")
@@ -74,7 +78,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "model_type": model_type,
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": keys.integer("feed_forward_length"),
+        "intermediate_size": keys.integer(
+            "expert_feed_forward_length" if architecture == "gpt-oss" else "feed_forward_length"
+        ),
         "num_hidden_layers": keys.integer("block_count", high=MAX_LAYERS),
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads if is_latent else keys.integer("attention.head_count_kv", num_heads),
@@ -85,14 +91,18 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(keys),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": model_type in ("qwen2", "qwen2_moe") or "blk.0.attn_q.bias" in file.tensors,
-        "hidden_act": "gelu_pytorch_tanh" if architecture == "gemma3" else "silu",
+        "hidden_act": "gelu_pytorch_tanh" if architecture in ("gemma2", "gemma3") else "silu",
         "torch_dtype": _dtype(file),
         **_token_ids(metadata, embedding.shape[0]),
     }
     if "rope_freqs.weight" in file.tensors:
         config["rope_scaling"] = _llama3_scaling(file, config)
-    if architecture == "gemma3":
-        config |= _gemma3(keys, config)
+    if architecture in ("gemma2", "gemma3"):
+        config |= _gemma(keys, config)
+    if architecture == "gpt-oss":
+        config |= _windows(keys, config, every=2)
+        if config["rope_scaling"] is not None:
+            config["rope_scaling"]["truncate"] = False
     if is_latent:
         config |= _deepseek(keys, model_type)
     elif "expert_count" in keys:
@@ -108,16 +118,16 @@ def _kind(architecture: str, keys: Fields) -> tuple[str, str]:
     if architecture == "deepseek2":
         keys.only("expert_gating_func", None, 0, 1, SIGMOID)
         return DEEPSEEK_V3 if keys.integer("expert_gating_func", 0, low=0) == SIGMOID else ARCHITECTURES[architecture]
-    if not architecture.endswith("moe"):
+    if not architecture.endswith(("moe", "oss")):
         keys.only("expert_count", None, 0)
     return ARCHITECTURES[architecture]
 
 
 def _experts(keys: Fields, kind: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Of Mixtral and Qwen. Files do not say whether shares are made to sum to one; each architecture has its way."""
+    """Of Mixtral, gpt-oss and Qwen. Files do not say whether shares are made to sum to one; each architecture has its way."""
     top_k, inner = keys.integer("expert_used_count"), config["intermediate_size"]
     experts = {"num_experts_per_tok": top_k, "num_local_experts": keys.integer("expert_count", high=MAX_EXPERTS)}
-    if kind == "mixtral":
+    if kind in ("mixtral", "gpt_oss"):
         return experts
     experts["num_experts"] = experts.pop("num_local_experts")
     experts["moe_intermediate_size"] = keys.integer("expert_feed_forward_length", inner // top_k)
@@ -202,20 +212,30 @@ def _refuse_unsupported(keys: Fields, head_dim: int | None, context: int | None,
         raise keys.error("attention.sliding_window", window, f"at least the context {context}")
 
 
-def _gemma3(keys: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    """What the other architectures do not have. Every sixth layer attends to everything, the others to a window."""
-    num_layers, head_dim = config["num_hidden_layers"], config["head_dim"]
-    pattern = keys.integer("attention.sliding_window_pattern", 6, high=MAX_LAYERS)
-    # The 27B model alone (62 layers) scales by hidden/heads; the file does not say so.
-    scalar = config["hidden_size"] // config["num_attention_heads"] if num_layers == 62 else head_dim
-    return {
+def _gemma(keys: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """What the other architectures do not have. Every second or sixth layer attends to everything."""
+    is_second, head_dim = config["model_type"] == "gemma2", config["head_dim"]
+    # The 27B models alone scale by hidden/heads; the file does not say so.
+    is_largest = config["num_hidden_layers"] == (46 if is_second else 62)
+    gemma = {
         "hidden_activation": config["hidden_act"],
-        "query_pre_attn_scalar": scalar,
-        "rope_local_base_freq": _shortest(keys.number("rope.freq_base_swa", 10000.0)),
-        "sliding_window": keys.integer("attention.sliding_window", high=MAX_CONTEXT),
-        "sliding_window_pattern": pattern,
-        "layer_types": ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(num_layers)],
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_largest else head_dim,
         "final_logit_softcapping": keys.number_or_zero("final_logit_softcapping") or None,
+    }
+    if is_second:
+        gemma["attn_logit_softcapping"] = keys.number_or_zero("attn_logit_softcapping") or None
+        return gemma | _windows(keys, config, every=2)
+    pattern = keys.integer("attention.sliding_window_pattern", 6, high=MAX_LAYERS)
+    gemma |= {"rope_local_base_freq": _shortest(keys.number("rope.freq_base_swa", 10000.0))}
+    return gemma | {"sliding_window_pattern": pattern} | _windows(keys, config, pattern)
+
+
+def _windows(keys: Fields, config: dict[str, Any], every: int) -> dict[str, Any]:
+    """Every so many layers one attends to everything, the others to a window."""
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return {
+        "sliding_window": keys.integer("attention.sliding_window", high=MAX_CONTEXT),
+        "layer_types": ["sliding_attention" if index % every else "full_attention" for index in layers],
     }
 
 

@@ -40,7 +40,9 @@ class StackedExperts:
                 self._sources[name] = None
             elif found[3] != "_scales":  # those are read with their blocks
                 self._add(name, *found.groups())
-        self.has_codes = any(source is not None and source.is_coded for source in self._sources.values())
+        self.has_codes = checkpoint.has_codes or any(
+            source is not None and source.is_coded for source in self._sources.values()
+        )
 
     def _add(self, name: str, prefix: str, product: str, kind: str) -> None:
         parts = (("gate", 0), ("up", 1)) if product == "gate_up" else (("down", None),)

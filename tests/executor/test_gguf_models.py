@@ -1,5 +1,5 @@
-"""GGUF files of models with experts or latents, every weight of another type, against transformers over the values that
-the gguf package reads."""
+"""GGUF files of models with experts, latents, sinks or capped scores, every weight of another type, against transformers
+over the values that the gguf package reads."""
 
 from collections.abc import Callable, Iterator
 from itertools import cycle
@@ -59,6 +59,8 @@ LATENT = {
 GROUPS = {"n_group": 4, "topk_group": 2}
 MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.8}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64, **MSCALE}
+PLAIN_YARN = {key: value for key, value in YARN.items() if key not in MSCALE}
+NO_GROWTH = {"rope.scaling.yarn_log_multiplier": None}
 USED = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 256}
 LATENT_KEYS = {
     "rope.dimension_count": 16,
@@ -120,6 +122,33 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "deepseek2",
         {**LATENT_KEYS, **NEW_LENGTHS, **GROUPED, **SIGMOID},
     ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **SIZES,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 9,
+            "rope_parameters": {**PLAIN_YARN, "truncate": False},
+            "_attn_implementation": "eager",
+        },
+        "gpt-oss",
+        {**USED, **SCALED, "attention.sliding_window": 9, "expert_feed_forward_length": INNER, **NO_GROWTH},
+    ),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            **SIZES,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 64,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "_attn_implementation": "eager",
+            "tie_word_embeddings": True,
+        },
+        "gemma2",
+        {"attention.sliding_window": 9, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
 }
 
 Set = Callable[[np.ndarray], None]
@@ -141,7 +170,14 @@ def stored(model: Any, case: str) -> Iterator[tuple[str, np.ndarray, Set]]:
         def whole(got: np.ndarray, to: Any = values) -> None:
             to.copy_(torch.from_numpy(np.ascontiguousarray(got)).view(to.shape))
 
-        if name.endswith("experts.gate_up_proj"):
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if architecture == "gemma2" and at.endswith("norm"):
+            yield named(name), values.numpy() + 1, lambda got, to=values: whole(got - 1, to)  # type: ignore[misc]
+        elif architecture == "gpt-oss" and (found := stacked(name, values)):
+            for part, to in found:
+                yield named(part), to.numpy(), lambda got, to=to: to.copy_(torch.from_numpy(got))  # type: ignore[misc]
+        elif name.endswith("experts.gate_up_proj"):
             inner = shape[1] // 2
             for part, half in (("gate_proj", values[:, :inner]), ("up_proj", values[:, inner:])):
                 yield (
@@ -177,6 +213,20 @@ def stored(model: Any, case: str) -> Iterator[tuple[str, np.ndarray, Set]]:
             yield named(name.replace("e_score_correction_bias", "e_score_correction.bias")), values.numpy(), whole
 
 
+def stacked(name: str, values: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """gpt-oss's own: gate and up row by row in one tensor, products [depth, rows]; sinks."""
+    if name.endswith("sinks"):
+        return [(f"{name}.weight", values)]
+    prefix, found, kind = name.rpartition("_proj")
+    if ".experts." not in name or not found:
+        return []
+    kind, values = (".bias", values) if kind else (".weight", values.transpose(1, 2))
+    if prefix.endswith("down"):
+        return [(f"{prefix}_proj{kind}", values)]
+    prefix = prefix.removesuffix("gate_up")
+    return [(f"{prefix}{part}_proj{kind}", values[:, index::2]) for index, part in enumerate(("gate", "up"))]
+
+
 @pytest.fixture(scope="module", params=list(CASES))
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A file whose matrices are of every type in turn, and the model of its values."""
@@ -189,7 +239,9 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             data, kind = np.array(values), "F32"
             if values.ndim > 1 and "ffn_gate_inp" not in name:
                 kind = next(kinds) if values.shape[-1] % 256 == 0 else "Q5_0"
-                data = packed(rng, values.shape, kind, 0.06)
+                # An embedding that is the head, too, would drown what the layers add.
+                is_tied = name == "token_embd.weight" and model.config.tie_word_embeddings
+                data = packed(rng, values.shape, kind, 0.004 if is_tied else 0.06)
                 take(gguf.quants.dequantize(data, GGMLQuantizationType[kind]).reshape(values.shape))
             tensors[name] = data, kind
     path = tmp_path_factory.mktemp("experts") / f"{request.param}.gguf"
