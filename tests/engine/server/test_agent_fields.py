@@ -101,7 +101,7 @@ def test_each_field_of_the_package_is_served_or_refused_by_name(server: Running,
     module, _, kind = where.partition(":")
     package = pytest.importorskip(module.partition(".")[0], reason="the package is not installed")
     del package
-    num_served, num_refused, served = 0, 0, set()
+    num_served, num_refused = 0, 0
     for field, sort in fields_of(getattr(importlib.import_module(module), kind)).items():
         if field == "model":
             continue
@@ -111,7 +111,6 @@ def test_each_field_of_the_package_is_served_or_refused_by_name(server: Running,
             answer = server.post(path, body)
             if answer.status_code == 200:
                 num_served += 1
-                served.add(field)
                 continue
             num_refused += 1
             error = answer.json()["error"]
