@@ -52,7 +52,7 @@ def _qwen(fields: Fields, is_grouped: bool) -> DecoderSpec:
     rule = [(index + 1) % every == 0 for index in range(own.integer("num_hidden_layers"))]
     recurs = replace(attends, recurrent=_delta(own, is_grouped))
     layers = tuple(attends if kind else recurs for kind in _kinds(own, "linear_attention", rule))
-    return spec_of(own, layers, qk_norm=True, output_gate=True, norm_offset=1.0, layout=_QWEN)
+    return spec_of(own, layers, qk_norm=True, output_gate=True, norm_offset=1.0, arrangement=_QWEN)
 
 
 def _delta(fields: Fields, is_grouped: bool) -> DeltaSpec:
@@ -78,7 +78,7 @@ def lfm2(fields: Fields) -> DecoderSpec:
     conv = ConvSpec(own.integer("conv_L_cache", 3, high=MAX_TAPS), own.flag("conv_bias", False))
     kinds = _kinds(own, "conv", [index in full for index in range(num_layers)])
     layers = tuple(attends if kind else replace(attends, recurrent=conv) for kind in kinds)
-    return replace(spec_of(own, layers, qk_norm=True, layout=_LFM2), intermediate_size=_lfm2_mlp(own))
+    return replace(spec_of(own, layers, qk_norm=True, arrangement=_LFM2), intermediate_size=_lfm2_mlp(own))
 
 
 def _lfm2_mlp(fields: Fields) -> int:
