@@ -77,7 +77,7 @@ def gemma4(fields: Fields) -> Gemma4Spec:
         logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
         qkv_bias=biases,
         output_bias=biases,
-        layout=_arrangement(num_own, num_layers),
+        arrangement=_arrangement(num_own, num_layers),
     )
     widest = max(heads, key=lambda each: each.dim * each.num_kv)
     values = {name: getattr(base, name) for name in DecoderSpec.__slots__}
