@@ -34,6 +34,7 @@ FAMILIES = (
     Family("ERNIE 4.5 MoE", ("Ernie4_5_Moe",), ("experts",)),
     Family("Gemma 2", ("Gemma2",), ("window", "caps")),
     Family("Gemma 3", ("Gemma3",), ("window", "text of images"), ("gemma3",)),
+    Family("Gemma 4", ("Gemma4",), ("experts", "window", "caps", "text of images"), (), ("gemma4",)),
     Family("GLM-4 (0414)", ("Glm4",), (), ("glm4",)),
     Family("GLM-4.5 to 4.7", ("Glm4Moe",), ("experts",), (), ("glm45", "glm47"), "think"),
     Family("GLM-4.7 Flash", ("Glm4MoeLite",), ("experts", "MLA"), (), ("glm47",), "think"),

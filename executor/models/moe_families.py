@@ -81,7 +81,6 @@ def glm4_moe_lite(fields: Fields) -> DecoderSpec:
         n_group=1,
         topk_group=1,
         routed_scaling_factor=1.8,
-        q_lora_rank=768,
         first_k_dense_replace=1,
     )
     spec = deepseek_v3(own)

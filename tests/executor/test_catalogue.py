@@ -32,7 +32,7 @@ def features(spec: object) -> set[str]:
     found = {
         "window": any(layer.window for layer in layers),
         "experts": any(layer.moe for layer in layers),
-        "caps": spec.score_cap is not None,
+        "caps": spec.score_cap is not None or spec.logit_cap is not None,
         "sinks": spec.has_sinks,
         "MLA": spec.latent is not None,
         "unrotated": any(layer.rope.dim == 0 for layer in layers),
