@@ -9,7 +9,6 @@ from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_models import recorded  # noqa: F401 - a fixture
 from tests.support.driver import Driver
 from tests.support.eight_bits import folders
 from tests.support.small_models import folder, greedy
@@ -79,7 +78,7 @@ def test_a_model_of_eight_bits_is_near_its_twin(
     monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
     case: str,
-    recorded: list[torch.Tensor],  # noqa: F811
+    recorded: list[torch.Tensor],
 ) -> None:
     """Weights and pages. Where a sum falls between two numbers of eight bits, kernel and twin may take either."""
     twins = changed(torch_ops, blocks=eight_bits_twin)
