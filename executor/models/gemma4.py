@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch, KvPages
+from penstock.executor.batch import ForwardBatch, KvPages, StatePages
+from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops, Pages, Rotation
 from penstock.executor.kernels.linear import make_linear
 from penstock.executor.loading.arrangement import Arrangement
@@ -138,7 +139,8 @@ class Gemma4:
 
     def __init__(self, spec: Gemma4Spec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
-        self.num_layers = sum(not each.reads_only for each in spec.heads)  # that have pages
+        self.num_layers = sum(not each.reads_only for each in spec.heads)  # that have pages: the first ones
+        self.caches, self.unit_bytes = tuple(LayerCache(each.window) for each in spec.layers[: self.num_layers]), 0
         self.kv_width = max(heads_of(spec.num_heads, each.num_kv, weights.group)[1] * each.dim for each in spec.heads)
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         num_layers, width = len(spec.layers), spec.input_width
@@ -161,10 +163,13 @@ class Gemma4:
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         hidden = self._vocabulary.embed(batch.tokens) * self._embedding_scale
         inputs = self._inputs_of(batch.tokens, hidden) if self._spec.input_width else None  # [T, layers, width]
+        batches = batch.by_layer(self.num_layers)
         for index, layer in enumerate(self._layers):
             wanted = batch.wanted if index == len(self._layers) - 1 else None
-            own = None if inputs is None else inputs[:, index]
-            hidden = layer.forward(hidden, own, batch, pages[self._spec.heads[index].pages], wanted)
+            own, place = None if inputs is None else inputs[:, index], self._spec.heads[index].pages
+            kept = pages[place]
+            assert not isinstance(kept, StatePages)
+            hidden = layer.forward(hidden, own, batches[place], kept, wanted)
         return self._ops.rms_norm(hidden, self._norm, self._spec.norm_eps)
 
     def _inputs_of(self, tokens: Tensor, hidden: Tensor) -> Tensor:

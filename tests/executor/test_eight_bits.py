@@ -19,7 +19,7 @@ from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, Transfers
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_models import prompts
+from tests.executor.test_models import prompts  # noqa: F401 - a fixture
 from tests.support.driver import Driver
 from tests.support.eight_bits import CASES, QUANTIZATION, WEIGHTS, dequantize, folders, greedy, quantize
 from tests.support.paged import random
@@ -76,7 +76,7 @@ def test_ranks_cut_within_blocks_and_give_the_same_tokens(case: str, by_experts:
     assert got == [greedy(case, prompt, COUNT) for prompt in given]
 
 
-def logits_of(path: Path, recorded: list[torch.Tensor], **options: Any) -> torch.Tensor:
+def logits_of(path: Path, recorded: list[torch.Tensor], **options: Any) -> torch.Tensor:  # noqa: F811
     """Of a prompt in chunks, its last position; [1, vocabulary]."""
     executor = UniprocExecutor(config_of(path, **options))
     driver = Driver(executor)
@@ -91,7 +91,7 @@ def test_in_eight_bits_logits_are_near_those_of_the_numbers(
     case: str,
     fused: Any,
     monkeypatch: pytest.MonkeyPatch,
-    recorded: list[torch.Tensor],
+    recorded: list[torch.Tensor],  # noqa: F811
 ) -> None:
     """Rounding to eight bits is an error of up to 1/16 in each number, about 1/40 in the mean, at every product."""
     exact = logits_of(folders(case)[1], recorded)
@@ -289,7 +289,7 @@ def test_an_export_writes_the_numbers(tmp_path: Path) -> None:
 def test_made_up_weights_are_of_the_same_kind(
     case: str,
     monkeypatch: pytest.MonkeyPatch,
-    recorded: list[torch.Tensor],
+    recorded: list[torch.Tensor],  # noqa: F811
 ) -> None:
     in_eight_bits(monkeypatch)
     stored = UniprocExecutor(config_of(folders(case)[0])).info.memory
@@ -313,7 +313,7 @@ def test_pages_of_eight_bits_are_refused_on_a_cpu(asked: str) -> None:
 def test_pages_of_eight_bits_take_a_quarter_and_have_their_own_fingerprint(
     case: str,
     monkeypatch: pytest.MonkeyPatch,
-    recorded: list[torch.Tensor],
+    recorded: list[torch.Tensor],  # noqa: F811
 ) -> None:
     """float32 pages are four times as large. A cached number errs by up to 1/16, the logits by much less than that."""
     in_eight_bits(monkeypatch)
