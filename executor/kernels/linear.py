@@ -44,9 +44,9 @@ def multiply_each(linears: Sequence[Linear], counts: Sequence[int], x: Tensor) -
 
     They are alike in kind and shape, and none of the counts is 0.
     """
-    if isinstance(linears[0], CodedLinear):
+    if all(isinstance(each, CodedLinear) for each in linears):
         return CodedLinear.each(cast("Sequence[CodedLinear]", linears), counts, x)
-    if isinstance(linears[0], CpuLinear):
+    if all(isinstance(each, CpuLinear) for each in linears):
         return CpuLinear.each(cast("Sequence[CpuLinear]", linears), counts, x)
     return torch.cat([linear(part) for linear, part in zip(linears, x.split(list(counts)), strict=True)])
 
@@ -106,11 +106,12 @@ class BlockLinear:
 class Reordered:
     """A layer whose weight's columns are in another order than its inputs."""
 
-    def __init__(self, linear: Linear, order: Tensor) -> None:
+    def __init__(self, linear: CodedLinear, order: Tensor) -> None:
         self._linear, self._order = linear, order
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._linear(x.index_select(1, self._order))
+        # Not the layer's own call: another expert may have taken its tensors' place since.
+        return CodedLinear.each([self._linear], [len(x)], x.index_select(1, self._order))
 
     def tensors(self) -> list[Tensor]:
         return [*self._linear.tensors(), self._order]

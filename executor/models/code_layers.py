@@ -99,4 +99,4 @@ class CodeLayers:
         else:
             layer = CodedLinear(coded, self._dtype, bias)
         self._count(sum(tensor.nbytes for tensor in layer.tensors() if tensor.dtype is torch.uint8))
-        return layer if order is None else Reordered(layer, order)
+        return Reordered(layer, order) if isinstance(layer, CodedLinear) and order is not None else layer

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.executor.kernels import torch_ops
-from penstock.executor.kernels.codes import is_computed
+from penstock.executor.kernels.codes import CodedLinear, is_computed
 from penstock.executor.kernels.grouped import Grouped
+from penstock.executor.kernels.linear import Linear, Reordered, make_linear, multiply_each
 from penstock.executor.loading.checkpoint import open_checkpoint
 from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
@@ -21,7 +22,7 @@ from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_models import prompts
 from tests.support.driver import Driver
-from tests.support.packed_models import CASES, WEIGHTS, folders, greedy
+from tests.support.packed_models import CASES, WEIGHTS, folders, greedy, quantize
 from tests.support.twins import changed
 from tests.support.twins import eight_bits as eight_bits_twin
 from tests.support.twins import grouped as grouped_twin
@@ -138,7 +139,38 @@ def test_codes_in_blocks_for_a_cpu_stand_for_the_same_numbers() -> None:
         assert isinstance(part, Grouped)
         coded = part.coded()
         assert coded is not None and torch.equal(coded.numbers(CPU, torch.float32), part.numbers(CPU, torch.float32))
+    assert isinstance(part, Grouped)
     assert part._replace(scales=part.scales.float() + 1e-6).coded() is None, "in 16 bits scales would be others"
+
+
+@needs_codes
+def test_experts_of_different_kinds_are_computed_each_by_its_own() -> None:
+    """Columns in order, out of order, numbers; also when another's tensors have taken the place of a layer's own."""
+    made = [quantize(torch.randn(24, 128), CASES["gptq-ordered"], seed) for seed in (0, 1)]
+    layers: list[Linear] = [make_linear(made[0].numbers)]
+    numbers = [made[0].numbers]
+    for one, order in ((made[0], None), (made[1], made[1].g_idx.argsort(stable=True))):
+        codes = one.codes if order is None else one.codes[:, order]
+        part = Grouped("", codes, one.scales, None, 4, order)
+        coded = part.coded()
+        assert coded is not None
+        layer = CodedLinear([coded], torch.float32)
+        layers.append(layer if order is None else Reordered(layer, order))
+        numbers.append(part.numbers(CPU, torch.float32))
+    for first in range(3):
+        picked, x = [*layers[first:], *layers[:first]], torch.randn(9, 128)
+        expected = [
+            part @ weight.t() for part, weight in zip(x.split(3), [*numbers[first:], *numbers[:first]], strict=True)
+        ]
+        torch.testing.assert_close(multiply_each(picked, [3, 3, 3], x), torch.cat(expected), rtol=1e-3, atol=1e-3)
+    ordered, other = (
+        layers[2],
+        CodedLinear([Grouped("", made[0].codes, made[0].scales).coded() or coded], torch.float32),
+    )
+    for tensor, new in zip(ordered.tensors(), [*other.tensors(), torch.arange(128)], strict=True):
+        tensor.set_(new.clone())  # type: ignore[call-overload]
+    x = torch.randn(3, 128)
+    torch.testing.assert_close(ordered(x), other(x))
 
 
 # Files that lie.
