@@ -112,6 +112,23 @@ static void read_iq4_xs(const uint8_t *bytes, struct code_block *block) {
     }
 }
 
+/* Of no file: what executor/kernels/grouped.py makes of other formats. Behind the scale an integer, the code that stands for
+ * zero less the type's offset. So the minimum is an integer times the scale, and exact. */
+static void read_zero(const uint8_t *bytes, struct code_block *block) {
+    block->scale = block->minimum = half_at(bytes);
+    block->inner_scales[0] = 1, block->inner_minima[0] = (int8_t)bytes[2];
+}
+
+static void read_g4(const uint8_t *bytes, struct code_block *block) {
+    read_zero(bytes, block);
+    read_nibbles(bytes + 3, 16, block->codes);
+}
+
+static void read_g8(const uint8_t *bytes, struct code_block *block) {
+    read_zero(bytes, block);
+    memcpy(block->codes, bytes + 3, 32);
+}
+
 static const uint8_t nonlinear[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
 static const uint8_t four_bit_floats[16] = {0, 4, 6, 8, 9, 10, 11, 12, 24, 20, 18, 16, 15, 14, 13, 12};
 
@@ -131,6 +148,12 @@ const struct code_type code_types[] = {
      .table = nonlinear},
     {"MXFP4", read_mxfp4, .values = 32, .bytes = 17, .low = 4, .groups = 1, .is_bfloat16 = 1, .offset = 12,
      .table = four_bit_floats},
+    {"G4", read_g4, .values = 32, .bytes = 19, .low = 4, .groups = 1, .minima = 1, .inner = 1, .offset = 8},
+    {"G8", read_g8, .values = 32, .bytes = 35, .low = 8, .groups = 1, .minima = 1, .inner = 1, .offset = 128},
+    {"G4_BF16", read_g4, .values = 32, .bytes = 19, .low = 4, .groups = 1, .minima = 1, .inner = 1, .is_bfloat16 = 1,
+     .offset = 8},
+    {"G8_BF16", read_g8, .values = 32, .bytes = 35, .low = 8, .groups = 1, .minima = 1, .inner = 1, .is_bfloat16 = 1,
+     .offset = 128},
 };
 
 const char *penstock_code_name(int type) {

@@ -55,7 +55,7 @@ static enum kind kind_of(const uint8_t *name, size_t size) {
     case 'x':
         if (is_name(name, size, "x-session-id")) return SESSION;
         if (is_name(name, size, "x-penstock-cached-tokens")) return CACHED;
-        return begins(name, size, "x-penstock-") ? UNUSUAL : PASSES;
+        return begins(name, size, "x-penstock-") || is_name(name, size, "x-api-key") ? UNUSUAL : PASSES;
     default: return PASSES;
     }
 }

@@ -24,12 +24,17 @@ from penstock.router.fleet.fleet import Fleet, ReplicaGroup
 from penstock.router.fleet.replica import Outcome, Replica
 from penstock.router.http.edge import ClientConnection, Edge
 from penstock.router.http.heads import ClientRequest, Headers
-from penstock.router.metrics import RouterMetrics
+from penstock.router.metrics import KEPT, RouterMetrics
 from penstock.router.placement.prompts import Asked, Routable, Texts
 
 log = logging.getLogger("penstock.router")
 
-PROXIED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"})
+PROXIED = frozenset(
+    {
+        *("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize", "/v1/responses"),
+        *("/v1/responses/input_tokens", "/v1/messages", "/v1/messages/count_tokens", "/v1/conversations"),
+    }
+)
 OWN = frozenset({"/", "/health", "/ping", "/ready", "/metrics", "/version", "/replicas", "/v1/models"})
 OPEN = frozenset({(b"GET", "/health"), (b"HEAD", "/health"), (b"GET", "/"), (b"HEAD", "/")})
 LOOK_S = 0.5  # how often running requests and the loop's lag are looked at
@@ -93,7 +98,7 @@ class RouterApp:
         if not self._may(request, path):
             message = "the request needs an API key: 'Authorization: Bearer <key>'"
             return HttpError(401, message, headers={"www-authenticate": "Bearer"})
-        if path in PROXIED:
+        if is_proxied(path):
             return self._objection(request)
         allowed = (b"GET", b"HEAD") if path != "/replicas" else (b"GET", b"HEAD", b"POST", b"DELETE")
         method = request.method.decode("latin-1")
@@ -106,7 +111,7 @@ class RouterApp:
     def handle(self, request: ClientRequest, connection: ClientConnection) -> None:
         path = request.path
         try:
-            if path in PROXIED:
+            if is_proxied(path):
                 self._proxy(request, connection)
                 return
             status, headers, body = self._own(request, path)
@@ -130,9 +135,9 @@ class RouterApp:
         return path == "/replicas" and bool(self._admin_keys) and _admits(self._admin_keys, request)
 
     def _objection(self, request: ClientRequest) -> HttpError | None:
-        if request.method != b"POST":
+        if request.method != b"POST" and (request.path in PROXIED or request.method not in (b"GET", b"DELETE")):
             return HttpError(405, f"{request.method.decode('latin-1')[:16]}: not a method of this route")
-        kind = request.content_type
+        kind = request.content_type if request.method == b"POST" else b"application/json"
         if kind != b"application/json" and kind.partition(b";")[0].strip().lower() != b"application/json":
             return HttpError(415, "content-type: 'application/json' is expected", param="content-type")
         if self.is_draining:
@@ -149,7 +154,7 @@ class RouterApp:
     # A request for a replica.
 
     def _proxy(self, request: ClientRequest, connection: ClientConnection) -> None:
-        asked = decode(_ASKED, request.body)
+        asked = decode(_ASKED, request.body) if request.body or request.path in PROXIED else Asked()
         group = self.fleet.group_of(asked.model)
         if bytes(asked.kv_transfer_params) not in (b"", b"null") and self.fleet.has_prefills:
             message = "kv_transfer_params: where the prompt is computed is chosen here; leave the field out"
@@ -329,6 +334,10 @@ class RouterApp:
                 leg.attempt for leg in (exchange, exchange.prefill) if leg is not None and leg.attempt is not None
             ]
         assert self.fleet.num_in_flight == len(attempts), f"{self.fleet.num_in_flight} in flight, {len(attempts)} known"
+
+
+def is_proxied(path: str) -> bool:
+    return path in PROXIED or path.startswith(KEPT)
 
 
 def _admits(keys: Keys, request: ClientRequest) -> bool:

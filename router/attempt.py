@@ -31,8 +31,8 @@ class Attempt:
         self._is_kept = False  # the connection has served others before
         app.fleet.begin(self.replica)
 
-    def start(self, target: bytes, lines: bytes, body: bytes) -> None:
-        self._head, self._body = request_head(target, self.replica.pool.host_header, lines, len(body)), body
+    def start(self, target: bytes, lines: bytes, body: bytes, method: bytes = b"POST") -> None:
+        self._head, self._body = request_head(method, target, self.replica.pool.host_header, lines, len(body)), body
         upstream = self.replica.pool.take_idle()
         if upstream is None:
             self._app.spawn(self._connect())

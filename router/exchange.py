@@ -143,7 +143,7 @@ class Exchange:
             lines, body = outgoing.with_ids
         if self.prefill is not None:
             body = self.prefill.hint(body, is_form=body is not outgoing.body)
-        attempt.start(outgoing.target, lines, body)
+        attempt.start(outgoing.target, lines, body, self.request.method)
 
     def _split(self, prefills: ReplicaGroup, charge: Charge) -> None:
         """Have the prompt computed elsewhere, if enough of it is missing here and a replica is there to do it."""
@@ -309,7 +309,8 @@ class Exchange:
         self.app.metrics.counts["broken_streams",] += 1
         upstream = attempt.upstream
         if upstream is not None and upstream.is_at_boundary and self._head.is_stream and self._plain is None:
-            event = b"data: " + error_body(502, f"the replica failed: {reason}") + b"\n\ndata: [DONE]\n\n"
+            # By its name where Anthropic's clients look for it; others read the data alone.
+            event = b"event: error\ndata: " + error_body(502, f"the replica failed: {reason}") + b"\n\ndata: [DONE]\n\n"
             self.connection.transport.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event))
             self.connection.finish(keep_alive=False)
         else:

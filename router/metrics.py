@@ -49,6 +49,9 @@ class Buckets:
         self.total += value
 
 
+KEPT = ("/v1/responses/", "/v1/conversations/")  # before an id: what replicas keep, and find where they share a store
+
+
 class RouterMetrics(Collector):
     def __init__(self, fleet: Fleet, refused: Counter[int]) -> None:
         self.fleet = fleet
@@ -64,8 +67,9 @@ class RouterMetrics(Collector):
         ProcessCollector(registry=self._registry)
 
     def count(self, request: ClientRequest, status: int) -> None:
-        """`request` has passed admission, so its path is one of ours."""
-        self.counts["requests", request.path, status] += 1
+        """`request` has passed admission, so its path is one of ours, or the id of something begins where it ends."""
+        path = next((each for each in KEPT if request.path.startswith(each)), request.path)
+        self.counts["requests", path, status] += 1
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -57,7 +57,7 @@ def grammar(
 ) -> str:
     """Lark for an answer that is `answer` or calls, behind reasoning. One of the two is given."""
     assert calls is not None or answer is not None, "there is nothing to hold an answer to"
-    rules = _Rules(special_ids)
+    rules = Rules(special_ids)
     lead = rules.thinking(thinking) if thinking is not None else ""
     parts = []
     if answer is not None:
@@ -65,21 +65,24 @@ def grammar(
     if calls is not None:
         parts.append(rules.calls(calls) if calls.must or answer is not None else rules.maybe_calls(calls, thinking))
     rules.lines.insert(0, f"start: {lead}({' | '.join(parts)})")
-    return "\n".join(["%llguidance {}", *rules.lines, f"TEXT: /{_ANY}/"])
+    return rules.lark()
 
 
-class _Rules:
+class Rules:
     """The rules so far."""
 
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.lines: list[str] = []
         self._special_ids = special_ids
 
+    def lark(self) -> str:
+        return "\n".join(["%llguidance {}", *self.lines, f"TEXT: /{_ANY}/"])
+
     def thinking(self, thinking: Thinking) -> str:
         marks = thinking.marks
-        self._until("thoughts", marks.close)
+        self.until("thoughts", marks.close)
         self.lines.append(f"BLANK: /{_BLANK}/")
-        return "thoughts BLANK " if thinking.is_open else f"({self._text(marks.open, marks)} thoughts)? BLANK "
+        return "thoughts BLANK " if thinking.is_open else f"({self.text(marks.open, marks)} thoughts)? BLANK "
 
     def answer(self, wanted: StructuredOutputs) -> str:
         kind = wanted.kind
@@ -104,8 +107,8 @@ class _Rules:
         """Calls from the first character on."""
         written, marks = calls.form.written, _marks(calls.form)
         call = self._call(calls)
-        more = f"({self._text(written.join, marks)} {call})*" if calls.many else ""
-        parts = [self._text(written.start, marks), call, more, self._text(written.end, marks)]
+        more = f"({self.text(written.join, marks)} {call})*" if calls.many else ""
+        parts = [self.text(written.start, marks), call, more, self.text(written.end, marks)]
         return " ".join(part for part in parts if part)
 
     def maybe_calls(self, calls: Calls, thinking: Thinking | None) -> str:
@@ -121,7 +124,7 @@ class _Rules:
             if (kind == "FREE" and not calls.many) or (kind == "OTHER" and not form.is_bare):
                 continue
             for index, mark in enumerate(mark for mark in form.marks if mark not in form.fences):
-                self._until(f"{kind.lower()}_{index}", mark, kind)
+                self.until(f"{kind.lower()}_{index}", mark, kind)
                 called.append(f"{before}{kind.lower()}_{index} {self._behind_mark(calls, form.closers[mark])}")
             for name, behind in _openings(calls):
                 self.lines.append(f"{kind.lower()}_{name}[lazy]: {kind}_{name.upper()}")
@@ -134,7 +137,7 @@ class _Rules:
         self.lines += [f"GAP: /{_GAP}/", *_OBJECT.strip().splitlines()]
         named, bare, reversed_ = [], [], []
         for index, function in enumerate(calls.functions):
-            name, arguments = json.dumps(function.name + '"'), self._arguments(index, function, _OWN_SPACING)
+            name, arguments = json.dumps(function.name + '"'), self.arguments(index, function, _OWN_SPACING)
             named.append(f"{name} comma key colon {arguments}")
             bare += [name] if _takes_nothing(function.parameters) else []
             reversed_.append(f'{arguments} comma name "\\"" {name}')
@@ -152,13 +155,13 @@ class _Rules:
         ways = [f'"[" gap object {more} gap "]"']
         ways.append("object (separator object)*" if closer and calls.many else "object")
         if calls.form.has_args:
-            call_id = f"({self._text('[CALL_ID]', marks)} /[A-Za-z0-9_-]{{1,64}}/)?"
-            behind = f"{call_id} ({self._text('[ARGS]', marks)})? gap"
+            call_id = f"({self.text('[CALL_ID]', marks)} /[A-Za-z0-9_-]{{1,64}}/)?"
+            behind = f"{call_id} ({self.text('[ARGS]', marks)})? gap"
             ways += [
                 f"{json.dumps(function.name)} {behind} arguments_{index}"
                 for index, function in enumerate(calls.functions)
             ]
-        return f"gap ({' | '.join(ways)})" + (f" gap {self._text(closer, marks)}" if closer else "")
+        return f"gap ({' | '.join(ways)})" + (f" gap {self.text(closer, marks)}" if closer else "")
 
     def _texts(self, calls: Calls, thinking: Thinking | None) -> None:
         """What text may be: FIRST at the beginning of an answer, FREE behind a call, OTHER behind what began like one;
@@ -193,25 +196,25 @@ class _Rules:
         for index, function in enumerate(calls.functions):
             # One piece of text up to the arguments: where text that is no call could go on as well, the lexer would
             # not see the end of a shorter one.
-            head = self._text(written.before_name + function.name + written.before_arguments, marks)
-            arguments = self._arguments(index, function, _SPACING)
-            rule = f"function_{index}: {head} {arguments} {self._text(written.after_arguments, marks)}"
+            head = self.text(written.before_name + function.name + written.before_arguments, marks)
+            arguments = self.arguments(index, function, _SPACING)
+            rule = f"function_{index}: {head} {arguments} {self.text(written.after_arguments, marks)}"
             self.lines.append(rule.rstrip())
         self.lines.append("call: " + " | ".join(f"function_{index}" for index in range(len(calls.functions))))
         return "call"
 
-    def _arguments(self, index: int, function: ToolSpec, spacing: dict[str, Any]) -> str:
+    def arguments(self, index: int, function: ToolSpec, spacing: Mapping[str, Any] = _SPACING) -> str:
         self.lines.append(f"arguments_{index}: {_arguments(function, spacing)}")
         return f"arguments_{index}"
 
-    def _until(self, rule: str, mark: str, text: str = "TEXT") -> None:
+    def until(self, rule: str, mark: str, text: str = "TEXT") -> None:
         """A rule: free text up to a mark and with it."""
         token = self._special_ids.get(mark)
         self.lines.append(
             f"{rule}[lazy]: {text} {json.dumps(mark)}" if token is None else f"{rule}: {text} <[{token}]>"
         )
 
-    def _text(self, text: str, marks: Collection[str]) -> str:
+    def text(self, text: str, marks: Collection[str]) -> str:
         """Fixed text as Lark, the special tokens in it as tokens."""
         parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text)
         return " ".join(
@@ -245,7 +248,7 @@ def arguments_alone(function: ToolSpec) -> str:
     return f"%llguidance {{}}\nstart: {_arguments(function, _SPACING)}"
 
 
-def _arguments(function: ToolSpec, spacing: dict[str, Any]) -> str:
+def _arguments(function: ToolSpec, spacing: Mapping[str, Any]) -> str:
     schema = {**function.parameters}
     if not function.is_strict or "type" not in schema:
         schema["type"] = "object"

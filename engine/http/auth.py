@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.engine.http.errors import error_body
 
+CARRIERS = frozenset({b"authorization", b"x-api-key"})  # the headers that carry a key, each in its own way
 OPEN_ROUTES = frozenset({("GET", "/health"), ("HEAD", "/health"), ("GET", "/"), ("HEAD", "/")})
 
 
@@ -28,14 +29,10 @@ class Keys:
         return bool(self._digests)
 
     def admit(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
-        """Whether the request carries `Authorization: Bearer <one of the keys>`, once."""
-        values = [value for name, value in headers if name == b"authorization"]
-        if len(values) != 1:
+        """Whether the request carries one of the keys, once: `Authorization: Bearer KEY`, or `x-api-key: KEY`."""
+        given = key_digest(headers)
+        if given is None:
             return False
-        scheme, _, key = values[0].partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        given = _digest(key.strip())
         return any(hmac.compare_digest(given, digest) for digest in self._digests)  # a list: no early exit
 
 
@@ -67,6 +64,18 @@ class Authentication:
             and not scope.get("root_path")
             and (scope["method"], scope["path"]) in self.open_routes
         )
+
+
+def key_digest(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Of the key that came with a request; None: there is none, or more than one was given."""
+    values = bearers(headers)
+    scheme, _, key = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+    return _digest(key.strip()) if scheme.lower() == b"bearer" else None
+
+
+def bearers(headers: Iterable[tuple[bytes, bytes]]) -> list[bytes]:
+    """All keys that came, as values of `Authorization`."""
+    return [value if name == b"authorization" else b"Bearer " + value for name, value in headers if name in CARRIERS]
 
 
 def _digest(key: bytes) -> bytes:

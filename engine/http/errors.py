@@ -1,10 +1,12 @@
-"""The one error format of every HTTP answer: `{"error": {"message", "type", "param", "code"}}`, as OpenAI's.
+"""The one error format of every HTTP answer: `{"type": "error", "error": {"message", "type", "param", "code"}}`, in which
+clients of OpenAI's and of Anthropic's API find what they look for.
 
 Whatever a client sent is clipped before it is echoed: a body once made another server answer with five
 thousand times its size.
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
@@ -30,6 +32,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 class ErrorReply(msgspec.Struct, frozen=True):
     error: ErrorInfo
+    type: Literal["error"] = "error"
 
 
 class HttpError(Exception):

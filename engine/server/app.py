@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -26,11 +26,12 @@ from penstock.engine.http.auth import Authentication, Keys
 from penstock.engine.http.errors import ErrorReply, HttpError, clip
 from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
+from penstock.engine.server.agents import agent_routes
 from penstock.engine.server.call import Call, client_id
 from penstock.engine.server.chat import chat
 from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
-from penstock.engine.server.endpoint import Endpoint, Handler
+from penstock.engine.server.endpoint import Endpoint, PostRoute
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
@@ -42,16 +43,6 @@ log = logging.getLogger("penstock.server")
 
 CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when the client had left
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
-
-
-class PostRoute(NamedTuple):
-    """A POST route, and the schemas of what goes in and comes out."""
-
-    path: str
-    handler: Handler
-    takes: type[msgspec.Struct]
-    gives: type[msgspec.Struct]
-    streams: type[msgspec.Struct] | None = None
 
 
 POSTS = (
@@ -72,6 +63,7 @@ class ServerApp:
         routes = _routes(service)
         handlers = dict.fromkeys(REFUSALS, _refuse) | {HTTPException: _refuse_route, Exception: _fail}
         self.templates = frozenset(route.path for route in routes)
+        self._patterns = [route for route in routes if "{" in route.path]
         starlette = Starlette(routes=routes, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
         self._inner: ASGIApp = Authentication(starlette, keys)
@@ -105,9 +97,9 @@ class ServerApp:
 
     def _template(self, path: str) -> str:
         """The route as it is written in the table: the label may take no value that a client makes up."""
-        if path.startswith("/v1/models/"):
-            return "/v1/models/{model:path}"
-        return path if path in self.templates else "unmatched"
+        if path in self.templates:
+            return path
+        return next((route.path for route in self._patterns if route.path_regex.match(path)), "unmatched")
 
 
 def build_app(
@@ -150,7 +142,7 @@ def _routes(service: Service) -> list[Route]:
             return HTMLResponse(found.body, headers=found.headers)
         from penstock.engine.server import pages
 
-        described = pages.openapi(POSTS, gets, ErrorReply)
+        described = pages.openapi([*POSTS, *agent_routes.described()], gets, ErrorReply)
         if path == "/docs":
             return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
         return Response(msgspec.json.encode(described), media_type="application/json")
@@ -171,9 +163,17 @@ def _routes(service: Service) -> list[Route]:
         "/openapi.json": unchanging,
         "/docs": unchanging,
     }
-    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()] + [
-        Route(post.path, Endpoint(service, post.handler, post.streams is not None), methods=["POST"]) for post in POSTS
-    ]
+    return (
+        [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+        + [
+            Route(post.path, Endpoint(service, post.handler, post.streams is not None), methods=["POST"])
+            for post in POSTS
+        ]
+        + [
+            Route(path, Endpoint(service, agent_routes.later(name), takes_ids=False), methods=[method])
+            for method, path, name in agent_routes.ROUTES
+        ]
+    )
 
 
 def _model(service: Service, name: str, started: int) -> reply.Model:

@@ -7,7 +7,8 @@ becomes a key of ours: two clients that send the same one would meet.
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from penstock.engine.front.answer import Answer
 
@@ -27,6 +28,7 @@ class Call:
         self.model = ""  # by the name that the client used
         self.prompt_ids: list[int] | None = None  # given by a router in place of the text
         self.reports = False  # a router wants to know how much was cached
+        self.scope: Mapping[str, Any] = {}  # of ASGI
         self.is_gone = False  # the client left before the answer was complete
         self.answers: list[Answer] = []  # one for each prompt
 

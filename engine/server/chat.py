@@ -28,6 +28,12 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | AsyncGenerator[bytes, None]:
     """Answer the conversation, n times."""
     request = service.accept(call, body, _DECODER)
+    plan = await ask(service, call, request, len(body))
+    return await respond(service, call, request, ChatReply(service, call, request, plan))
+
+
+async def ask(service: Service, call: Call, request: ChatRequest, size_bytes: int) -> ReadingPlan:
+    """Check the request and hand it to the engine; how its answers are to be read. `size_bytes`: of all of it."""
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs to be true")
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -40,7 +46,7 @@ async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | As
     params = sampling_params(service, request, **special)
     with service.admit(params.n):
         ids = given_ids(call, "messages", request.messages)
-        inputs = [await render(request, service, len(body)) if ids is None else ids]
+        inputs = [await render(request, service, size_bytes) if ids is None else ids]
         (prompt,) = await to_ids(
             "messages", inputs, service, request.add_special_tokens, request.truncate_prompt_tokens
         )
@@ -55,7 +61,7 @@ async def chat(service: Service, call: Call, body: bytes) -> msgspec.Struct | As
             grammar=grammar,
             shown_ids=frozenset() if plan.is_plain else service.tools.shown_ids,
         )
-    return await respond(service, call, request, ChatReply(service, call, request, plan))
+    return plan
 
 
 async def _planned(

@@ -7,7 +7,7 @@ cancelled as soon as the client disconnects, streaming or not, and what it start
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.responses import Response
@@ -20,13 +20,25 @@ from penstock.engine.server.answers import DONE
 from penstock.engine.server.call import Call
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 
-Handler = Callable[[Service, Call, bytes], Awaitable[msgspec.Struct | AsyncGenerator[bytes, None]]]
+Reply = msgspec.Struct | dict[str, Any] | AsyncGenerator[bytes, None]
+Handler = Callable[[Service, Call, bytes], Awaitable[Reply]]
+
+
+class PostRoute(NamedTuple):
+    """A POST route, and the schemas of what goes in and comes out."""
+
+    path: str
+    handler: Handler
+    takes: type[msgspec.Struct]
+    gives: type[msgspec.Struct]
+    streams: type[msgspec.Struct] | None = None
+
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class Endpoint:
-    """The ASGI application of one POST route. `takes_ids`: the prompt may be in the form of token_form.py."""
+    """The ASGI application of one route. `takes_ids`: the prompt may be in the form of token_form.py."""
 
     def __init__(self, service: Service, handler: Handler, takes_ids: bool) -> None:
         self._service = service
@@ -36,8 +48,9 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service, call = self._service, scope["penstock.call"]
         service.num_open_requests += 1
+        call.scope = scope
         try:
-            kind = self._content_type(scope)
+            kind = self._content_type(scope) if scope["method"] == "POST" else b""
             call.reports = any(name == token_form.REPORT_HEADER for name, _ in scope["headers"])
             body = await read_body(receive)
             if kind == token_form.CONTENT_TYPE:
@@ -47,6 +60,7 @@ class Endpoint:
             call.is_gone = True  # for the log; perhaps half an answer is out
         finally:
             service.release(call)
+            call.scope = {}  # which holds the call: together they would wait for the garbage collector
             service.num_open_requests -= 1
 
     def _content_type(self, scope: Scope) -> bytes:
@@ -59,7 +73,7 @@ class Endpoint:
 
     async def _answer(self, call: Call, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         reply = await self._handler(self._service, call, body)
-        if isinstance(reply, msgspec.Struct):
+        if isinstance(reply, (msgspec.Struct, dict)):
             whole = Response(msgspec.json.encode(reply), 200, _report(call), "application/json")
             await whole(scope, receive, send)
         else:

@@ -13,7 +13,7 @@ import penstock
 from penstock.engine.server.requests import Message
 
 if TYPE_CHECKING:
-    from penstock.engine.server.app import PostRoute
+    from penstock.engine.server.endpoint import PostRoute
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'",

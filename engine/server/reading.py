@@ -14,6 +14,7 @@ from penstock.engine.server.responses import (
     ToolCallDelta,
 )
 from penstock.engine.text.tools.answer_reader import AnswerReader
+from penstock.engine.text.tools.harmony import HarmonyReader
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 
 SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates allow nothing but letters and digits
@@ -22,7 +23,7 @@ SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates allow no
 class Reading:
     """One choice. Made by a ReadingPlan (tool_choice.py); either `message` once, or `deltas` until the last."""
 
-    def __init__(self, reader: AnswerReader, id_length: int, shows_reasoning: bool) -> None:
+    def __init__(self, reader: AnswerReader | HarmonyReader, id_length: int, shows_reasoning: bool) -> None:
         self._reader = reader
         self._id_length = id_length
         self._shows_reasoning = shows_reasoning

@@ -4,6 +4,7 @@ A field that is in none of these lists is refused by name. To drop it would be t
 the one that was asked. Values are checked by SamplingParams and the engine; here are only types.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -86,10 +87,11 @@ class GenerateRequest(PromptRequest, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
 
 
-def with_sampling(kind: type[Request]) -> type[Request]:
-    """`kind` with a field for each of SAMPLING_FIELDS that it does not declare."""
+def with_sampling(kind: type[Request], without: Collection[str] = ()) -> type[Request]:
+    """`kind` with a field for each of SAMPLING_FIELDS that it does not declare, but for some."""
     declared = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
-    added = [(name, declared[name] | None, None) for name in SAMPLING_FIELDS if name not in kind.__struct_fields__]
+    missing = [name for name in SAMPLING_FIELDS if name not in (*kind.__struct_fields__, *without)]
+    added = [(name, declared[name] | None, None) for name in missing]
     namespace = {"__doc__": kind.__doc__}
     whole = msgspec.defstruct(
         kind.__name__, added, bases=(kind,), module=kind.__module__, namespace=namespace, kw_only=True
@@ -266,22 +268,22 @@ UNSERVED: dict[str, Unserved] = {
 }
 
 
-def parse(body: bytes, decoder: msgspec.json.Decoder[Request]) -> Request:
+def parse(body: bytes, decoder: msgspec.json.Decoder[Request], unserved: Mapping[str, Unserved] = UNSERVED) -> Request:
     """The request in `body`, or a 400 that names the field that cannot be served as it stands."""
     known = decoder.type.__struct_fields__
     for name, raw in split_object(body).items():
         if name in known:
             if name not in TEXT_FIELDS and len(bytes(raw)) > MAX_FIELD_BYTES:
                 raise InvalidRequest(name, f"{len(bytes(raw))} bytes of JSON; at most {MAX_FIELD_BYTES} are allowed")
-        elif name in UNSERVED:
-            _check_neutral(name, raw)
+        elif name in unserved:
+            _check_neutral(name, raw, unserved[name])
         elif name not in HARMLESS:
             raise HttpError(400, f"{clip(name)}: there is no such field here", param=name)
     return decode(decoder, body)
 
 
-def _check_neutral(name: str, raw: Raw) -> None:
-    reason, neutral = UNSERVED[name]
+def _check_neutral(name: str, raw: Raw, unserved: Unserved) -> None:
+    reason, neutral = unserved
     value = decode(_ANY, raw, name) if len(bytes(raw)) <= 256 else raw
     if value is not None and value not in neutral:
         raise InvalidRequest(name, reason)

@@ -11,11 +11,11 @@ from msgspec import Meta
 from penstock.engine.front.submit import Pooling
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
-from penstock.engine.options import Delay, Port, check, flag
+from penstock.engine.options import Count, Delay, Port, Seconds, check, flag, size_bytes
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
-from penstock.engine.text.tools import formats, thinking
+from penstock.engine.text.tools import formats, harmony, thinking
 
-TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES)
+TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES, harmony.NAME)
 REASONING_PARSERS = ("auto", "none", *thinking.NAMES)
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 
@@ -28,6 +28,23 @@ def _origins(text: str) -> list[str]:
         return msgspec.json.decode(text, type=list[str])
     except msgspec.MsgspecError as error:
         raise ValueError(f"not a JSON list of texts: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """Of responses and conversations, for clients that come back to them."""
+
+    response_store: str | None = flag(
+        "a file for the responses and conversations that clients come back to (default: in memory)", "FILE"
+    )
+    response_store_bytes: Count = flag(
+        "limit of all of them (default: 256MiB)", "SIZE", read=size_bytes, default=256 * 2**20
+    )
+    max_responses: Count = flag("how many are kept (default: %(default)s)", "N", default=10_000)
+    response_age_s: Seconds = flag("how long one is kept unused (default: 30 days)", "S", default=30 * 86400.0)
+
+
+KEEPING = Keeping()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +93,7 @@ class ServerConfig:
     )
     max_logprobs: Annotated[int, Meta(ge=0)] = flag("limit (default: %(default)s)", "N", default=MAX_LOGPROBS)
     limits: Limits = Limits()
+    keeping: Keeping = KEEPING
     drain_timeout_s: Delay = flag(
         "how long a stop waits for running requests (default: %(default)g)", "S", default=30.0
     )
@@ -100,4 +118,8 @@ def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfi
     if unknown:
         raise ValueError(f"default_sampling: {sorted(unknown)[0]!r} cannot have a default")
     SamplingParams(**config.default_sampling).check(vocab_size=1)
+    if config.keeping.response_store is not None:
+        from penstock.engine.server.agents.item_store import ItemStore
+
+        ItemStore(config.keeping).try_out()
     return replace(config, api_keys=keys)

@@ -7,8 +7,9 @@ tokenized count as if they were in the queue already.
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -21,13 +22,17 @@ from penstock.engine.http.errors import HttpError, clip
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams
 from penstock.engine.server.call import Call, clean_id
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.requests import PromptRequest, parse
+from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved, parse
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
 from penstock.engine.text.model_text import text_digest
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.engine.server.agents.item_store import ItemStore
+    from penstock.engine.server.agents.items_api import Background
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
 Asked = TypeVar("Asked", bound=PromptRequest)
@@ -47,6 +52,7 @@ class Service:
         self.metrics = ServerMetrics(config.served_model_names[0], engine)
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
+        self.background: dict[str, Background] = {}  # responses that run without their clients
         self.num_open_requests = 0  # being read, worked on or answered; probes and pages do not count
         compiler = Compiler(lambda: GrammarVocabulary.of(tokenizer, engine.info.vocab_size))
         self._grammars = GrammarCheck(compiler, tokenizer.special_texts)
@@ -57,6 +63,13 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.config.served_model_names[0]
+
+    @cached_property
+    def store(self) -> "ItemStore":
+        """Of responses and conversations; opened when it is first asked."""
+        from penstock.engine.server.agents.item_store import ItemStore
+
+        return ItemStore(self.config.keeping)
 
     async def know_text_digest(self) -> None:
         """Computed when it is first asked for: writing a large vocabulary out takes a tenth of a second."""
@@ -72,9 +85,15 @@ class Service:
             raise HttpError(404, f"model: {clip(name)!r} is not served here; {served} is", param="model")
         return name
 
-    def accept(self, call: Call, body: bytes, decoder: msgspec.json.Decoder[Asked]) -> Asked:
+    def accept(
+        self,
+        call: Call,
+        body: bytes,
+        decoder: msgspec.json.Decoder[Asked],
+        unserved: Mapping[str, Unserved] = UNSERVED,
+    ) -> Asked:
         """The request in `body`, for a model that is served."""
-        request = parse(body, decoder)
+        request = parse(body, decoder, unserved)
         call.model = self.check_model(request.model)
         # An id in the body counts if there is none in the headers.
         if request.request_id is not None and call.client_id is None:

@@ -19,7 +19,7 @@ from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
-from penstock.engine.text.tools import formats, thinking
+from penstock.engine.text.tools import formats, harmony, thinking
 from penstock.engine.text.tools.formats import Calls, ToolSpec
 from penstock.engine.text.tools.thinking import Thinking
 
@@ -61,7 +61,8 @@ class ReadingPlan:
         from penstock.engine.server.reading import Reading
         from penstock.engine.text.tools.answer_reader import AnswerReader
 
-        reader = AnswerReader(self.calls, self.thinking, is_certain=self.is_certain)
+        kind = harmony.HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
+        reader = kind(self.calls, self.thinking, is_certain=self.is_certain)
         return Reading(reader, self.calls.form.id_length if self.calls is not None else 0, self.shows_reasoning)
 
 
@@ -73,7 +74,9 @@ class Tools:
         has_args = tokenizer.backend.token_to_id("[ARGS]") is not None
         self._tokenizer = tokenizer
         named = config.tool_call_parser
-        if named == "auto":
+        if named == harmony.NAME or (named == "auto" and harmony.is_written(source)):
+            self.form: formats.Format | None = harmony.FORM
+        elif named == "auto":
             self.form = formats.detect(source, template is not None and template.has_tools, has_args)
         else:
             self.form = None if named == "none" else formats.named(named, source, has_args)
@@ -87,6 +90,7 @@ class Tools:
         self._constrains_auto = config.constrain_auto_tools
         self._coerces_one_of = config.coerce_one_of
         texts = [*(self.marks or ()), *((*self.form.marks, *self.form.punctuation) if self.form else ())]
+        texts += harmony.TOKENS if self.marks is thinking.HARMONY else ()
         ids = {text: tokenizer.backend.token_to_id(text) for text in texts}
         self._special_ids = {text: id_ for text, id_ in ids.items() if id_ in tokenizer.special_ids}
         self.shown_ids = frozenset(self._special_ids.values())  # the readers must see them
@@ -119,7 +123,7 @@ class Tools:
         self, request: ChatRequest, calls: Calls | None, prompt: list[int], wanted: Wanted
     ) -> tuple[ReadingPlan, Wanted]:
         """How the answers are to be read, and the grammar that answers to `wanted` under these calls and reasoning."""
-        thought = None if self.marks is None else thinking.thinking_after(self.marks, self._end(prompt))
+        thought = None if self.marks is None else self._thinking(self.marks, self._end(prompt))
         is_held = calls is not None and (calls.must or wanted.outputs is not None or self._constrains_auto)
         outputs = self._constraint(calls if is_held else None, wanted.outputs, thought)
         shows = request.include_reasoning is not False
@@ -142,6 +146,9 @@ class Tools:
             functions.append(function)
         return None if functions == list(calls.functions) else calls._replace(functions=functions)
 
+    def _thinking(self, marks: thinking.Marks, end: str) -> Thinking:
+        return harmony.after_prompt(end) if marks is thinking.HARMONY else thinking.thinking_after(marks, end)
+
     def _end(self, prompt: list[int]) -> str:
         return self._tokenizer.decode(prompt[-END_TOKENS:], skip_special_tokens=False)
 
@@ -155,9 +162,18 @@ class Tools:
         # The text before a structural tag is free anyway, so reasoning fits into it.
         if calls is None and (answer is None or thought is None or answer.kind == "structural_tag"):
             return answer
+        from penstock.engine.grammar import harmony as messages
         from penstock.engine.grammar.tool_calls import grammar
 
+        if is_harmony(calls, thought):
+            return StructuredOutputs(grammar=messages.grammar(self._special_ids, calls, answer))
         return StructuredOutputs(grammar=grammar(self._special_ids, calls, answer, thought))
+
+
+def is_harmony(calls: Calls | None, thought: Thinking | None) -> bool:
+    return (thought is not None and thought.marks is thinking.HARMONY) or (
+        calls is not None and calls.form is harmony.FORM
+    )
 
 
 def for_template(tools: list[Tool] | None) -> list[dict[str, Any]] | None:

@@ -3,6 +3,7 @@
 A model receives an `Ops` when it is built and calls nothing else that is not a plain tensor operation.
 """
 
+from collections.abc import Iterable
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,41 @@ Scaled = tuple[Tensor, Tensor | None]
 Pages = tuple[Tensor, Tensor]  # of one layer: keys and values, each [pages, PAGE, Hkv * D]
 HeadNorms = tuple[Tensor | None, Tensor | None, float]  # weights [D] for query heads and for key heads, and eps
 NO_NORMS: HeadNorms = (None, None, 0.0)
+
+
+class Packed(NamedTuple):
+    """One weight [N, K], or one for each expert [S, N, K], as kernels read it. A byte of four-bit codes has those of two
+    inputs that are `half` apart: one read serves two products."""
+
+    codes: Tensor  # uint8 [..., N, K · bits / 8] or float8_e4m3fn
+    scales: Tensor  # [..., K / group, N]
+    below: Tensor | None  # like the scales
+    order: Tensor | None  # int32 [..., K]
+    bits: int
+    half: int
+
+    @property
+    def width(self) -> int:
+        return self.codes.shape[-2]
+
+    @property
+    def depth(self) -> int:
+        return self.codes.shape[-1] * 8 // self.bits
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in self[:4] if tensor is not None]
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What the weights of one layer's experts have in common."""
+        return self.bits, self.half, *(None if part is None else (part.shape, part.dtype) for part in self[:4])
+
+    def like(self, tensors: Iterable[Tensor]) -> "Packed":
+        """The same kind of weight of others of its `tensors`."""
+        given = iter(tensors)
+        codes, scales, below, order = (None if part is None else next(given) for part in self[:4])
+        assert codes is not None and scales is not None
+        return Packed(codes, scales, below, order, self.bits, self.half)
 
 
 class ScoreExtras(NamedTuple):
@@ -121,6 +157,10 @@ class Ops(Protocol):
         """None: expert after expert."""
 
     @property
+    def groups(self) -> "GroupOps | None":
+        """Weights as codes of four or eight bits; None: they are numbers of the model's dtype, or C's (`codes`)."""
+
+    @property
     def blocks(self) -> "BlockOps | None":
         """Weights and pages of eight bits; None: such weights become numbers of the model's dtype when they are loaded."""
 
@@ -174,6 +214,27 @@ class BlockOps(Protocol):
 
     def block_linear(self, x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, K] by weight [N, K] with scales [N / 128 rounded up, at least K / 128] -> [T, N]"""
+
+
+class GroupOps(Protocol):
+    """Products with weights that are widened as they are read. Inputs and sums are as with numbers."""
+
+    def packed_linear(self, x: Tensor, weight: Packed) -> Tensor:
+        """x [T, K] -> [T, N]"""
+
+    def packed_experts(
+        self,
+        hidden: Tensor,
+        slots: Tensor,
+        shares: Tensor,
+        gate_up: Packed,
+        down: Packed,
+        first: int,
+        activation: Activation,
+        added: Tensor | None = None,
+        biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Tensor:
+        """As `FusedExperts`, without biases."""
 
 
 class SamplingOps(Protocol):

@@ -20,6 +20,7 @@ from penstock.executor.kernels import (
     BlockOps,
     ExpandedAttention,
     FusedExperts,
+    GroupOps,
     HeadNorms,
     Ops,
     Pages,
@@ -71,6 +72,7 @@ class CpuOps:
     expanded_attention: ExpandedAttention | None = None
     fused_experts: FusedExperts | None = None
     blocks: BlockOps | None = None
+    groups: GroupOps | None = None
 
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
         self._dtype, self.cpu = dtype, cpu

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.executor.kernels import BlockOps
 from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.cpu_linear import CpuLinear, is_repacked
+from penstock.executor.kernels.grouped import GroupedLinear
 
 
 class Linear(Protocol):
@@ -62,10 +63,10 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     return Plain(weight, bias)
 
 
-def tied(table: Tensor | CodedLinear) -> tuple[Linear, Callable[[Tensor], Tensor]]:
+def tied(table: Tensor | CodedLinear | GroupedLinear) -> tuple[Linear, Callable[[Tensor], Tensor]]:
     """The head that shares an embedding's weight [size, width], and the embedding: tokens [T] -> [T, width]. Where
     the layer has repacked the weight its rows are gathered from there, so that it is kept once."""
-    if isinstance(table, CodedLinear):
+    if isinstance(table, CodedLinear | GroupedLinear):
         return table, table.rows
     if not is_repacked(table):
         return Plain(table, None), partial(table.index_select, 0)
@@ -100,3 +101,29 @@ class BlockLinear:
 
     def tensors(self) -> list[Tensor]:
         return [self._weight, self._scales] if self.bias is None else [self._weight, self._scales, self.bias]
+
+
+class Reordered:
+    """A layer whose weight's columns are in another order than its inputs."""
+
+    def __init__(self, linear: Linear, order: Tensor) -> None:
+        self._linear, self._order = linear, order
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x.index_select(1, self._order))
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._linear.tensors(), self._order]
+
+
+class SideBySide:
+    """Layers of the same inputs that no one kernel computes, their outputs side by side."""
+
+    def __init__(self, linears: Sequence[Linear]) -> None:
+        self._linears = linears
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x) for linear in self._linears], 1)
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for linear in self._linears for tensor in linear.tensors()]

@@ -17,6 +17,7 @@ from penstock.executor.kernels import (
     Activation,
     BlockOps,
     FusedExperts,
+    GroupOps,
     HeadNorms,
     Pages,
     Rotation,
@@ -26,6 +27,7 @@ from penstock.executor.moe_spec import MoeSpec
 
 fused_experts: FusedExperts | None = None
 blocks: BlockOps | None = None
+groups: GroupOps | None = None
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from penstock.executor.kernels.codes import Coded
 from penstock.executor.kernels.eight_bits import BLOCK
+from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.loading.block_scales import EIGHT_BITS
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.protocol import ExecutorError
 
 # The text part of multimodal checkpoints, since transformers 5 and before, and their other parts.
 _PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_", "lm_"))
+_ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 _OTHER_SENSES = ("vision_tower.", "multi_modal_projector.")
 
 
@@ -35,7 +37,7 @@ class Arrangement:
     ignored: tuple[str, ...] = ()  # prefixes of what is not computed here
 
 
-PLAIN = Arrangement()
+AS_LLAMA = Arrangement()
 
 
 class _Place(NamedTuple):
@@ -47,21 +49,21 @@ class _Place(NamedTuple):
     start: int = 0
 
 
-def arranged(checkpoint: Checkpoint, layout: Arrangement) -> Checkpoint:
-    return _Arranged(checkpoint, layout)
+def arranged(checkpoint: Checkpoint, arrangement: Arrangement) -> Checkpoint:
+    return _Arranged(checkpoint, arrangement)
 
 
 class _Arranged:
     """The Checkpoint protocol over another one."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: Arrangement) -> None:
-        self._inner, self._layout = checkpoint, layout
+    def __init__(self, checkpoint: Checkpoint, arrangement: Arrangement) -> None:
+        self._inner, self._given = checkpoint, arrangement
         self.config: dict[str, Any] = checkpoint.config
         self.has_codes = checkpoint.has_codes
         self._places = {
             ours: place
             for name in checkpoint.names()
-            if not name.startswith(layout.ignored) and not name.removeprefix("model.").startswith(_OTHER_SENSES)
+            if not name.startswith(arrangement.ignored) and not name.removeprefix("model.").startswith(_OTHER_SENSES)
             for ours, place in self._parts(name)
         }
 
@@ -72,7 +74,7 @@ class _Arranged:
         place = self._places[name]
         return self._inner.shape(place.name) if place.shape is None else place.shape
 
-    def read(self, name: str) -> Tensor | Coded:
+    def read(self, name: str) -> Tensor | Coded | Grouped:
         place = self._places[name]
         stored = self._inner.read(place.name)
         if place.expert is not None:
@@ -87,13 +89,13 @@ class _Arranged:
     def _parts(self, name: str) -> Iterator[tuple[str, _Place]]:
         """What a tensor of the file is to the decoder."""
         ours = name
-        for old, new in (*_PREFIXES, *self._layout.renames):
+        for old, new in (*_PREFIXES, *self._given.renames):
             ours = ours.replace(old, new)
-        for joined, parts in self._layout.joined:
+        for joined, parts in self._given.joined:
             if f".{joined}." in f"{ours}.":
                 yield from ((ours.replace(joined, part), place) for part, place in self._split(name, parts))
                 return
-        is_single = any(part in name for part in self._layout.single)
+        is_single = any(part in name for part in self._given.single)
         yield ours, _Place(name, self._inner.shape(name)[1:], expert=0) if is_single else _Place(name)
 
     def _split(self, name: str, parts: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, _Place]]:
@@ -112,21 +114,18 @@ class _Arranged:
                 yield part.replace("#", str(expert)), _Place(name, (size * unit, *columns), expert, start)
             start += size * unit
 
-    def _apart(self, name: str, stored: Tensor | Coded) -> Tensor | Coded:
+    def _apart(self, name: str, stored: Tensor | Coded | Grouped) -> Tensor | Coded | Grouped:
         """Rotated neighbours moved apart, in queries and keys alike, so that their products stay."""
-        if self._layout.neighbours is None or (".q_proj." not in name and ".k_proj." not in name):
+        if self._given.neighbours is None or not name.endswith(_ROTATED):
             return stored
-        dim, rotated = self._layout.neighbours
-        if (
-            isinstance(stored, Tensor)
-            and stored.dtype is EIGHT_BITS
-            and ((BLOCK % dim and dim % BLOCK) or rotated > BLOCK)
-        ):
+        dim, rotated = self._given.neighbours
+        is_scaled = isinstance(stored, Tensor) and stored.dtype is EIGHT_BITS
+        if is_scaled and (rotated > BLOCK or (BLOCK % dim and dim % BLOCK)):
             raise ExecutorError(
-                f"tensor {name!r}: heads of {dim}, {rotated} rotated, in blocks of {BLOCK} with a scale each"
+                f"tensor {name!r}: heads of {dim}, {rotated} rotated; that is not within blocks of {BLOCK} with a scale each"
             )
-        if stored.shape[0] % dim:  # scales
-            return stored
         head = torch.cat((torch.arange(0, rotated, 2), torch.arange(1, rotated, 2), torch.arange(rotated, dim)))
         order = (torch.arange(0, stored.shape[0], dim)[:, None] + head).flatten()
+        if isinstance(stored, Grouped):
+            return stored.take(order)
         return stored._replace(rows=stored.rows[order]) if isinstance(stored, Coded) else stored[order]

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.codes import Coded
 from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
 from penstock.executor.loading.fields import Fields
 
@@ -88,7 +87,7 @@ class Blocks(NamedTuple):
     scales: Tensor
 
 
-def whole_blocks(given: Sequence[WeightPart | Coded], device: torch.device) -> Blocks | None:
+def whole_blocks(given: Sequence[object], device: torch.device) -> Blocks | None:
     """The parts on top of each other, if the blocks of each are blocks of the whole and the kernels take the shape."""
     parts = [part for part in given if isinstance(part, WeightPart) and part.scales is not None]
     if len(parts) < len(given):

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from penstock.executor.kernels.codes import Coded
-from penstock.executor.loading.block_scales import check_quantization
+from penstock.executor.kernels.grouped import Grouped
+from penstock.executor.loading.quantization import old_config, read_schemes
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 
 MAX_JSON_BYTES = 64 * 2**20  # the index of a model of a trillion weights has 10 MB
@@ -27,7 +28,7 @@ class Checkpoint(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str) -> Tensor | Coded: ...
+    def read(self, name: str) -> Tensor | Coded | Grouped: ...
 
 
 def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> Checkpoint:
@@ -35,18 +36,29 @@ def open_checkpoint(path: str | Path, config: ExecutorConfig | None = None) -> C
 
     The config's `hf_overrides` replace fields of the model's own configuration.
     """
-    checkpoint = _open(Path(path))
-    if config is not None:
-        checkpoint.config = {**checkpoint.config, **config.hf_overrides}
-    check_quantization(checkpoint.config, str(Path(path) / "config.json" if Path(path).is_dir() else path))
+    path, overrides = Path(path), {} if config is None else config.hf_overrides
+    checkpoint = _open(path) if not path.is_dir() else _open_folder(path, overrides)
+    checkpoint.config = {**checkpoint.config, **overrides}
     return checkpoint
 
 
-def _open(path: Path) -> Checkpoint:
-    if path.is_dir():
-        from penstock.executor.loading.safetensors_folder import SafetensorsFolder
+def _open_folder(path: Path, overrides: dict[str, Any]) -> Checkpoint:
+    from penstock.executor.loading.safetensors_folder import SafetensorsFolder
 
-        return SafetensorsFolder(path, read_config(path))
+    config = {**read_config(path), **overrides}
+    if config.get("quantization_config") is None and (old := old_config(path, read_json)) is not None:
+        config["quantization_config"] = old
+    where = str(path / "config.json")
+    schemes = read_schemes(config, where)
+    folder = SafetensorsFolder(path, config)
+    if not schemes:
+        return folder
+    from penstock.executor.loading.packed_weights import PackedCheckpoint
+
+    return PackedCheckpoint(folder, schemes, where)
+
+
+def _open(path: Path) -> Checkpoint:
     if not path.is_file():
         raise ExecutorError(f"model: {str(path)!r} is neither a folder nor a file")
     if path.suffix == ".gguf":

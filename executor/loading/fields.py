@@ -29,6 +29,7 @@ class Fields:
     def __init__(self, values: dict[str, Any], where: str = "config.json", prefix: str = "") -> None:
         self._values, self.where, self._prefix = values, where, prefix
         self._asked: dict[str, None] = {}  # in their order
+        self._passed: set[str] = set()
 
     def integer(self, name: str, default: Any = _MISSING, low: int = 1, high: int | None = None) -> int:
         value = self._get(name, default)
@@ -92,6 +93,13 @@ class Fields:
             raise self.error(name, value, "a list of strings")
         return value
 
+    def names(self) -> list[str]:
+        return list(self._values)
+
+    def pass_over(self, names: str) -> None:
+        """Fields that say nothing about what is computed, parted by blanks."""
+        self._passed.update(names.split())
+
     def with_defaults(self, **values: Any) -> "Fields":
         """These, and a family's own values where there are none."""
         given = {name: value for name, value in self._values.items() if value is not None}
@@ -110,7 +118,7 @@ class Fields:
     def no_others(self) -> None:
         """Refuse a field that says something and that was not asked for yet."""
         for name, value in self._values.items():
-            if name not in self._asked and value is not None:
+            if name not in self._asked and name not in self._passed and value is not None:
                 raise self.error(name, value, f"no field but {', '.join(self._asked)}")
 
     def error(self, name: str, value: object, expected: str) -> ExecutorError:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.executor.kernels.codes import Coded
 from penstock.executor.loading.gguf_config import config_of
+from penstock.executor.loading.gguf_families import BY_TYPE, FACTORS, layer_names
 from penstock.executor.loading.gguf_file import GgufFile, open_gguf
 from penstock.executor.protocol import ExecutorError
 
@@ -106,6 +107,9 @@ def _sources(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Sour
     attention = _latent_attention(config, tensors) if "kv_lora_rank" in config else _attention(config)
     num_experts = next((config[key] for key in _EXPERT_COUNTS if key in config), 0)
     dense = _norms(config) | attention | _mlp("mlp.", config["intermediate_size"], hidden)
+    if config["model_type"] in BY_TYPE:
+        own = {name: _Source(*stored) if stored else None for name, stored in layer_names(config).items()}
+        dense = {name: source for name, source in {**dense, **own}.items() if source is not None}
     sparse = _norms(config) | attention | (_experts(config, num_experts) if num_experts else {})
     first_sparse = config.get("first_k_dense_replace", 0) if num_experts else config["num_hidden_layers"]
     for index in range(config["num_hidden_layers"]):
@@ -119,7 +123,8 @@ def _sources(config: dict[str, Any], tensors: Container[str]) -> dict[str, _Sour
 def _attention(config: dict[str, Any]) -> dict[str, _Source]:
     kind, hidden, dim = (config[k] for k in ("model_type", "hidden_size", "head_dim"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    permuted, gemma = kind in ("llama", "mixtral"), kind == "gemma3_text"
+    permuted = kind in ("llama", "mixtral") or (kind in BY_TYPE and BY_TYPE[kind].is_permuted)
+    gemma = kind == "gemma3_text"
     q_rows, kv_rows = heads * dim, kv_heads * dim
     found = {
         "self_attn.q_proj.weight": _Source("attn_q.weight", (q_rows, hidden), heads * permuted),
@@ -236,7 +241,7 @@ def _check(file: GgufFile, sources: dict[str, _Source]) -> None:
             )
         if source.permuted_heads and source.shape[0] // source.permuted_heads % 2:
             raise ExecutorError(f"{file.path}: tensor {source.name!r} has heads of odd size; RoPE needs even ones")
-    known = {source.name for source in stored} | {"rope_freqs.weight"}
+    known = {source.name for source in stored} | {"rope_freqs.weight", *FACTORS}
     for name in file.tensors:
         if name not in known:
             raise ExecutorError(f"{file.path}: tensor {name[:80]!r} is not part of a model of this architecture")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from penstock.executor.loading.fields import Fields
+from penstock.executor.loading.gguf_families import FAMILIES, family_config
 from penstock.executor.loading.gguf_file import GgufFile
 from penstock.executor.protocol import ExecutorError
 
@@ -20,6 +21,7 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", "Qwen3ForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
+    **{name: (family.model_type, family.class_name) for name, family in FAMILIES.items()},
     "qwen2moe": ("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "deepseek2": ("deepseek_v2", "DeepseekV2ForCausalLM"),
@@ -41,8 +43,10 @@ _UNSUPPORTED = (
     "residual_scale",
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
+    "attn_logit_softcapping",
     "nextn_predict_layers",
 )
+_GEMMA2_KEYS = ("attn_logit_softcapping",)
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -62,9 +66,10 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     is_latent = architecture == "deepseek2"
     head_dim = keys.integer("rope.dimension_count" if is_latent else "attention.key_length", hidden_size // num_heads)
     context = keys.integer("context_length", high=MAX_CONTEXT)
-    _refuse_unsupported(keys, None if is_latent else head_dim, None if architecture in _WINDOWED else context)
-    if architecture != "gemma2":
-        keys.only("attn_logit_softcapping", None, 0)
+    family = FAMILIES.get(architecture)
+    own_keys = _GEMMA2_KEYS if architecture == "gemma2" else () if family is None else family.own_keys
+    context_of_all = None if architecture in _WINDOWED else context
+    _refuse_unsupported(keys, None if is_latent else head_dim, context_of_all, own_keys)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ExecutorError(f"{file.path}: tensor 'token_embd.weight': a matrix of that name is expected")
@@ -102,6 +107,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         config |= _deepseek(keys, model_type)
     elif "expert_count" in keys:
         config |= _experts(keys, model_type, config)
+    if family is not None:
+        config |= family_config(architecture, keys, file, head_dim)
     return config
 
 
@@ -193,15 +200,15 @@ def _rope_scaling(keys: Fields) -> dict[str, Any] | None:
     return scaling
 
 
-def _refuse_unsupported(keys: Fields, head_dim: int | None, context: int | None) -> None:
+def _refuse_unsupported(keys: Fields, head_dim: int | None, context: int | None, known: tuple[str, ...]) -> None:
     """`head_dim`: what all of a head's lengths must be; None: they may differ. `context`: what a window must be no
-    shorter than; None: any window will do."""
-    for key in _UNSUPPORTED:
+    shorter than; None: any window will do. `known`: what is read elsewhere."""
+    for key in set(_UNSUPPORTED).difference(known):
         keys.only(key, None, 0)
-    for key in ("attention.value_length", "rope.dimension_count") if head_dim else ():
+    for key in {"attention.value_length", "rope.dimension_count"}.difference(known) if head_dim else ():
         keys.only(key, head_dim, default=head_dim)
     window = keys.integer("attention.sliding_window", 0, low=0)
-    if context is not None and 0 < window < context:
+    if context is not None and 0 < window < context and "attention.sliding_window" not in known:
         raise keys.error("attention.sliding_window", window, f"at least the context {context}")
 
 

@@ -27,8 +27,9 @@ class TensorType(NamedTuple):
 TENSOR_TYPES = {0: TensorType("F32", 1, 4), 1: TensorType("F16", 1, 2), 30: TensorType("BF16", 1, 2)}
 _NUMBERS = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13}
 _NUMBERS |= {"Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39}
-for kind in CODE_TYPES.values():
-    TENSOR_TYPES[_NUMBERS[kind.name]] = TensorType(kind.name, kind.block, kind.size_bytes, kind)
+for name, number in _NUMBERS.items():
+    kind = CODE_TYPES[name]
+    TENSOR_TYPES[number] = TensorType(name, kind.block, kind.size_bytes, kind)
 
 
 @dataclass(frozen=True)

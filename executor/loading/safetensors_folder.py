@@ -4,6 +4,7 @@ The safetensors library checks a file's header (size, offsets, overlaps, truncat
 its tensors are views of the mapped file, so reading is done by the thread that copies them.
 """
 
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -34,15 +35,27 @@ class SafetensorsFolder:
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str) -> Tensor:
-        dtype = self._slice(name).get_dtype()
+        dtype = self.dtype(name)
         expected = _FLOATS | self._quantized
         if dtype not in expected:
             raise ExecutorError(
                 f"{self._files[name][0]}: tensor {name!r} is stored as {dtype}; "
                 f"one of {', '.join(sorted(expected))} is expected"
             )
+        return self.stored(name)
+
+    def stored(self, name: str) -> Tensor:
+        """Of any dtype."""
         tensor: Tensor = self._files[name][1].get_tensor(name)
         return tensor
+
+    def dtype(self, name: str) -> str:
+        dtype: str = self._slice(name).get_dtype()
+        return dtype
+
+    @property
+    def all_names(self) -> Collection[str]:
+        return self._files
 
     @cached_property
     def _quantized(self) -> set[str]:

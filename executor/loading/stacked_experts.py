@@ -1,7 +1,7 @@
-"""A checkpoint that has a layer's experts in one tensor, seen as if each had tensors of its own.
+"""A checkpoint that has a layer's experts in one tensor as gpt-oss has, seen as if each had tensors of its own.
 
-`…experts.gate_up_proj` [experts, …] holds gate and up of all, `…experts.down_proj` the other product; biases end in
-`_bias`. As MXFP4 a product is two tensors, `_blocks` [experts, rows, depth / 32, 16] of two codes a byte and `_scales`
+`…experts.gate_up_proj` [experts, depth, rows] holds gate and up of all, whose rows take turns, `…experts.down_proj` the
+other product; biases end in `_bias`. As MXFP4 a product is two tensors, `_blocks` [experts, rows, depth / 32, 16] of two codes a byte and `_scales`
 [experts, rows, depth / 32], powers of two. Its rows are then those of GGUF, where a byte has the codes i and i + 16 of
 32 neighbours and not 2 i and 2 i + 1.
 """
@@ -13,16 +13,10 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels.codes import CODE_TYPES, Coded
+from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.loading.checkpoint import Checkpoint
 
 _PATTERN = re.compile(r"(.+\.experts\.)(gate_up|down)_proj(_blocks|_scales|_bias|)")
-
-
-class Stacking(NamedTuple):
-    """How gate and up share a tensor, and whether numbers (not codes, not biases) lie [depth, rows]."""
-
-    is_interleaved: bool  # row by row; else all of the gate first
-    is_transposed: bool
 
 
 class _Stacked(NamedTuple):
@@ -36,9 +30,9 @@ class _Stacked(NamedTuple):
 class StackedExperts:
     """The Checkpoint protocol over another one. Tensors that are no experts' pass through."""
 
-    def __init__(self, checkpoint: Checkpoint, stacking: Stacking) -> None:
+    def __init__(self, checkpoint: Checkpoint) -> None:
         self.config: dict[str, Any] = checkpoint.config
-        self._checkpoint, self._stacking = checkpoint, stacking
+        self._checkpoint = checkpoint
         self._sources: dict[str, _Stacked | None] = {}
         for name in checkpoint.names():
             found = _PATTERN.fullmatch(name)
@@ -69,11 +63,11 @@ class StackedExperts:
         _, *shape = self._checkpoint.shape(source.name + ("_blocks" if source.is_coded else ""))
         if source.is_coded:
             shape = [shape[0], 32 * shape[1]]
-        elif self._stacking.is_transposed and not source.is_bias:
+        elif not source.is_bias:
             shape.reverse()
         return (shape[0] // (1 if source.part is None else 2), *shape[1:])
 
-    def read(self, name: str) -> Tensor | Coded:
+    def read(self, name: str) -> Tensor | Coded | Grouped:
         source = self._sources[name]
         if source is None:
             return self._checkpoint.read(name)
@@ -86,13 +80,9 @@ class StackedExperts:
         whole = self._checkpoint.read(name)
         assert isinstance(whole, Tensor)
         rows = whole[source.expert]
-        if self._stacking.is_transposed and not (source.is_bias or source.is_coded):
+        if not (source.is_bias or source.is_coded):
             rows = rows.T
-        if source.part is None:
-            return rows
-        if self._stacking.is_interleaved:
-            return rows[source.part :: 2]
-        return rows.chunk(2)[source.part]
+        return rows if source.part is None else rows[source.part :: 2]
 
 
 def _as_gguf(blocks: Tensor, scales: Tensor) -> Tensor:

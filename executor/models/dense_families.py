@@ -31,7 +31,7 @@ def phi3(fields: Fields) -> DecoderSpec:
         raise section.error("rope_type", kind, "'default' or 'longrope'")
     spec = spec_of(own, uniform_layers(own, own.integer_or_none("sliding_window")))
     qkv = ("q_proj", spec.num_heads), ("k_proj", spec.num_kv_heads), ("v_proj", spec.num_kv_heads)
-    return replace(spec, layout=Arrangement(joined=(("qkv_proj", qkv), GATE_UP)))
+    return replace(spec, arrangement=Arrangement(joined=(("qkv_proj", qkv), GATE_UP)))
 
 
 def olmo2(fields: Fields) -> DecoderSpec:
@@ -133,7 +133,7 @@ def ernie4_5(fields: Fields) -> DecoderSpec:
 
 def with_neighbours(spec: DecoderSpec) -> DecoderSpec:
     """Whose rotated pairs are neighbours in the checkpoint."""
-    return replace(spec, layout=replace(spec.layout, neighbours=(spec.head_dim, spec.layers[0].rope.dim)))
+    return replace(spec, arrangement=replace(spec.arrangement, neighbours=(spec.head_dim, spec.layers[0].rope.dim)))
 
 
 def glm4(fields: Fields) -> DecoderSpec:
@@ -149,9 +149,11 @@ def glm4(fields: Fields) -> DecoderSpec:
         (".post_self_attn_layernorm.", ".post_attention_layernorm."),
         (".post_mlp_layernorm.", ".post_feedforward_layernorm."),
     )
-    layout = Arrangement(norms, (GATE_UP,))
+    arrangement = Arrangement(norms, (GATE_UP,))
     biased = own.flag("attention_bias", True)
-    return with_neighbours(spec_of(own, uniform_layers(own), sandwich_norms=True, qkv_bias=biased, layout=layout))
+    return with_neighbours(
+        spec_of(own, uniform_layers(own), sandwich_norms=True, qkv_bias=biased, arrangement=arrangement)
+    )
 
 
 def hunyuan_dense(fields: Fields) -> DecoderSpec:
@@ -164,4 +166,6 @@ def hunyuan_dense(fields: Fields) -> DecoderSpec:
     else:
         layers = uniform_layers(own)
     names = ((".query_layernorm.", ".q_norm."), (".key_layernorm.", ".k_norm."))
-    return spec_of(own, layers, qk_norm=True, rotates_first=True, layout=Arrangement(names), **attention_biases(own))
+    return spec_of(
+        own, layers, qk_norm=True, rotates_first=True, arrangement=Arrangement(names), **attention_biases(own)
+    )

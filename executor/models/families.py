@@ -134,7 +134,8 @@ def _qwen_layers(fields: Fields) -> tuple[LayerSpec, ...]:
 
 def _gemma_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     """Gemma slides in all but every sixth layer; sliding layers have a rotation of their own."""
-    local, overall = _gemma_ropes(fields)
+    head_dim = head_dim_of(fields)
+    local, overall = gemma_ropes(fields, head_dim, head_dim)
     num_layers = fields.integer("num_hidden_layers")
     full = (LayerSpec(overall),) * num_layers
     sliding = (LayerSpec(local, fields.integer("sliding_window", 4096)),) * num_layers
@@ -142,8 +143,8 @@ def _gemma_layers(fields: Fields) -> tuple[LayerSpec, ...]:
     return pick_layers(fields, full, sliding, [(index + 1) % pattern != 0 for index in range(num_layers)])
 
 
-def _gemma_ropes(fields: Fields) -> tuple[Rope, Rope]:
-    """(sliding layers, full layers). transformers 5 nests them; before, the sliding theta had its own name."""
+def gemma_ropes(fields: Fields, local_dim: int, overall_dim: int) -> tuple[Rope, Rope]:
+    """(sliding layers, full layers), by the dimensions of their heads. transformers 5 nests them; before, the sliding theta had its own name."""
     nested = fields.section("rope_parameters")
     local = overall = None
     if nested is not None:
@@ -152,8 +153,8 @@ def _gemma_ropes(fields: Fields) -> tuple[Rope, Rope]:
     local = local or Fields({})
     local_theta = local.number("rope_theta", fields.number("rope_local_base_freq", 10_000.0))
     theta = overall.number("rope_theta", fields.number("rope_theta", 1_000_000.0))
-    head_dim, max_positions = head_dim_of(fields), max_positions_of(fields)
-    return rope_of(local, local_theta, head_dim, max_positions), rope_of(overall, theta, head_dim, max_positions)
+    max_positions = max_positions_of(fields)
+    return rope_of(local, local_theta, local_dim, max_positions), rope_of(overall, theta, overall_dim, max_positions)
 
 
 def pick_layers(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.fields import Fields
-from penstock.executor.loading.stacked_experts import StackedExperts, Stacking
+from penstock.executor.loading.stacked_experts import StackedExperts
 from penstock.executor.models.families import pick_layers, spec_of, uniform_layers
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.moe_spec import MoeSpec
@@ -41,4 +41,4 @@ def gpt_oss(fields: Fields) -> DecoderSpec:
 
 
 def view(checkpoint: Checkpoint) -> Checkpoint:
-    return StackedExperts(checkpoint, Stacking(is_interleaved=True, is_transposed=True))
+    return StackedExperts(checkpoint)

@@ -10,13 +10,15 @@ import torch
 
 from penstock.executor.kernels import Ops, codes, has_expert_products, select_ops
 from penstock.executor.kernels.cpu_linear import is_repacked
-from penstock.executor.loading.arrangement import PLAIN, arranged
+from penstock.executor.loading.arrangement import AS_LLAMA, arranged
 from penstock.executor.loading.checkpoint import Checkpoint, open_checkpoint
 from penstock.executor.loading.dummy import DummyWeights
 from penstock.executor.loading.fields import Fields
+from penstock.executor.loading.packed_weights import PackedCheckpoint
+from penstock.executor.models.code_layers import KeptCodes
 from penstock.executor.models.registry import CausalModel, Spec, find_architecture, text_of
 from penstock.executor.models.spec import DecoderSpec
-from penstock.executor.models.weights import DTYPES, CheckpointReader, KeptCodes, Weights
+from penstock.executor.models.weights import DTYPES, CheckpointReader, Weights
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, KvDType
 
@@ -42,10 +44,12 @@ def load_model(
 ) -> LoadedModel:
     path = Path(config.model)
     checkpoint = open_checkpoint(path, config)
-    text = text_of(checkpoint.config)
+    is_packed = isinstance(checkpoint, PackedCheckpoint)
+    where = str(path / "config.json" if path.is_dir() else path)
+    text = text_of(checkpoint.config, where)
     if text is not checkpoint.config and "tie_word_embeddings" not in text and config.load_format != "dummy":
         text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in checkpoint.names())
-    fields = Fields(text, str(path / "config.json" if path.is_dir() else path))
+    fields = Fields(text, where)
     name, architecture = find_architecture(fields)
     if architecture.view is not None:
         checkpoint = architecture.view(checkpoint)
@@ -54,20 +58,25 @@ def load_model(
     is_gguf = path.suffix == ".gguf"
     kept_codes = _kept_codes(checkpoint, config, device)
     # Between products that lose nothing, bfloat16 would be what loses most.
-    stored = _stored_dtype(fields) if not is_gguf else "float32" if kept_codes == "all" else "bfloat16"
+    stored = "bfloat16" if is_gguf else _stored_dtype(fields)
+    if kept_codes == "all" and (is_gguf or is_packed):
+        stored = "float32"
     dtype = choose_dtype(config.dtype, stored, device)
     ops = select_ops(device, dtype, spec.head_dim)
+    group_ops = ops.groups if (is_packed or checkpoint.has_codes) and config.load_format != "dummy" else None
     kv_dtype = choose_kv_dtype(config.kv_cache_dtype, dtype, ops, device)
-    has_blocks = "quantization_config" in fields and not checkpoint.has_codes
+    has_blocks = "quantization_config" in fields and not (checkpoint.has_codes or is_packed)
     if config.max_model_len is not None and config.max_model_len > spec.max_positions:
         raise ExecutorError(
             f"max_model_len: {config.max_model_len} given; the model's positions end at {spec.max_positions}"
         )
     num_positions = config.max_model_len or spec.max_positions
     if isinstance(spec, DecoderSpec):
+        if any(layer.rope.long_divisors and num_positions > layer.rope.original_length for layer in spec.layers):
+            progress("Positions beyond the original length: contexts of any length rotate as long ones (max_model_len)")
         spec = spec.for_positions(num_positions)
-        if (spec.layout != PLAIN or text is not checkpoint.config) and config.load_format != "dummy":
-            checkpoint = arranged(checkpoint, spec.layout)
+        if (spec.arrangement != AS_LLAMA or text is not checkpoint.config) and config.load_format != "dummy":
+            checkpoint = arranged(checkpoint, spec.arrangement)
     progress(f"Loading {name} ({config.model}) as {str(dtype).removeprefix('torch.')} on {device}")
     placement = first_placement(config, spec, group.world)
     read = (
@@ -75,7 +84,7 @@ def load_model(
         if config.load_format == "dummy"
         else CheckpointReader(checkpoint, config.model)
     )
-    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, kept_codes)
+    weights = Weights(read, dtype, device, group, progress, placement, ops.blocks, kept_codes, group_ops)
     model = architecture.build(spec, weights, ops, num_positions, device)
     if isinstance(read, CheckpointReader):
         # Layers after the last, which guess tokens ahead (DeepSeek-V3 has one), are not computed.
@@ -87,7 +96,7 @@ def load_model(
     computed = ["eight bits"] if has_blocks and ops.blocks is not None else []
     computed += ["codes"] if weights.num_code_bytes else []
     fingerprint = weights.fingerprint(name, repr(spec), str(dtype), f"KV {kv_dtype}", *computed)
-    memory = _memory(weights, dtype, "FP8" if has_blocks else "coded")
+    memory = _memory(weights, dtype, "coded" if checkpoint.has_codes else "FP8")
     return LoadedModel(name, spec, model, dtype, kv_dtype, num_positions, fingerprint, memory, placement)
 
 

@@ -5,7 +5,7 @@ experts (`--enable-expert-parallel`): every rank has some experts whole, and com
 Either way every rank sees all tokens, and the layer's one sum over ranks puts the parts together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from penstock.eplb import Plan
 from penstock.eplb.maps import EXPERT_STEP, TOKEN_STEP, WHOLE
-from penstock.executor.kernels import FusedExperts, Ops, Scaled
+from penstock.executor.kernels import Ops, Packed, Scaled
 from penstock.executor.kernels.eight_bits import BLOCK, pad_scales
 from penstock.executor.kernels.four_bits import FourBitLinear
+from penstock.executor.kernels.grouped import GroupedLinear
 from penstock.executor.kernels.linear import BlockLinear, Narrow, Plain, make_linear
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.spec import DecoderSpec
@@ -146,13 +147,15 @@ class Experts:
 class Fused(NamedTuple):
     """What computes all slots at once, and their weights as one tensor each, which the slots go on with."""
 
-    kernel: FusedExperts
-    weights: tuple[Scaled, Scaled]
+    kernel: Callable[..., Tensor]  # FusedExperts, or with `Packed` weights
+    weights: tuple[Scaled, Scaled] | tuple[Packed, Packed]
     biases: tuple[Tensor | None, Tensor | None]
 
 
 def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None, int]:
     """None where nothing computes them at once. Behind the slots come those of `shared`, as many as is returned."""
+    if slots and isinstance(slots[0].gate_up, GroupedLinear):
+        return _fuse_packed(slots, ops), 0
     if not slots or ops.fused_experts is None:
         return None, 0
     layers = [
@@ -173,6 +176,22 @@ def _fuse(slots: list[Mlp], shared: Mlp | None, ops: Ops) -> tuple[Fused | None,
         weights.append((values, scales))
         biases.append(None if layer.bias is None else stacks.pop(0))
     return Fused(ops.fused_experts, (weights[0], weights[1]), (biases[0], biases[1])), len(pieces)
+
+
+def _fuse_packed(slots: list[Mlp], ops: Ops) -> Fused | None:
+    """Where all weights are codes of one kind, without biases."""
+    stacked: list[Packed] = []
+    for layers in ([slot.gate_up for slot in slots], [slot.down for slot in slots]):
+        weights = [layer.weight for layer in layers if isinstance(layer, GroupedLinear) and layer.bias is None]
+        if len(weights) < len(slots) or len({weight.form for weight in weights}) > 1:
+            return None
+        stacks = [torch.stack(tensors) for tensors in zip(*(weight.tensors() for weight in weights), strict=True)]
+        for weight, *parts in zip(weights, *stacks, strict=True):
+            for tensor, part in zip(weight.tensors(), parts, strict=True):
+                tensor.data = part
+        stacked.append(weights[0].like(stacks))
+    assert ops.groups is not None
+    return Fused(ops.groups.packed_experts, (stacked[0], stacked[1]), (None, None))
 
 
 def _cut(shared: Mlp, expert: Mlp) -> list[list[Tensor]]:

@@ -111,7 +111,7 @@ def minimax_m2(fields: Fields) -> DecoderSpec:
         own = own.with_defaults(partial_rotary_factor=share)
     layers = _sparse(own, uniform_layers(own), replace(_mixtral_moe(own), scoring="sigmoid", has_bias=True))
     names = ((".block_sparse_moe.e_score_", ".block_sparse_moe.gate.e_score_"),)
-    return spec_of(own, layers, is_qk_norm_wide=True, layout=Arrangement(names))
+    return spec_of(own, layers, is_qk_norm_wide=True, arrangement=Arrangement(names))
 
 
 def ernie4_5_moe(fields: Fields) -> DecoderSpec:
@@ -136,13 +136,13 @@ def ernie4_5_moe(fields: Fields) -> DecoderSpec:
     sparse = _sparse(own, spec.layers, moe)
     layers = (sparse[index] if index in chosen else layer for index, layer in enumerate(spec.layers))
     bias = "moe_statics.e_score_correction_bias"
-    layout = replace(
-        spec.layout,
+    arrangement = replace(
+        spec.arrangement,
         renames=((f".mlp.{bias}", ".mlp.gate.e_score_correction_bias"),),
         single=(bias,),
         ignored=("model.mtp_",),
     )
-    return replace(spec, layers=tuple(layers), layout=layout)
+    return replace(spec, layers=tuple(layers), arrangement=arrangement)
 
 
 def granite_moe(fields: Fields) -> DecoderSpec:
@@ -170,11 +170,11 @@ def _granite_moe(fields: Fields, shared: int) -> DecoderSpec:
     where = "block_sparse_moe.shared_experts" if num_experts else "mlp"
     always = "shared_mlp.input_linear", ((f"{where}.gate_proj", 1), (f"{where}.up_proj", 1))
     after = "shared_mlp.output_linear", ((f"{where}.down_proj", 1),)
-    layout = Arrangement(names, (experts, out, always, after))
+    arrangement = Arrangement(names, (experts, out, always, after))
     if not num_experts:
-        return replace(spec, intermediate_size=shared, layout=layout)
+        return replace(spec, intermediate_size=shared, arrangement=arrangement)
     moe = MoeSpec(num_experts, top_k, size, renormalize=True, shared_size=shared, block="block_sparse_moe")
-    return replace(spec, layers=_sparse(fields, spec.layers, moe), layout=layout)
+    return replace(spec, layers=_sparse(fields, spec.layers, moe), arrangement=arrangement)
 
 
 def granite_hybrid(fields: Fields) -> DecoderSpec:

@@ -14,6 +14,7 @@ from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.kernels import Ops
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.fields import Fields
+from penstock.executor.models.catalogue import missing
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.weights import Weights
 
@@ -63,6 +64,7 @@ ARCHITECTURES = {
     "Ernie4_5_MoeForCausalLM": ("moe_families", "ernie4_5_moe"),
     "Gemma2ForCausalLM": ("families", "gemma2"),
     "Gemma3ForCausalLM": ("families", "gemma3"),
+    "Gemma4ForCausalLM": ("gemma4", "gemma4"),
     "Glm4ForCausalLM": ("dense_families", "glm4"),
     "Glm4MoeForCausalLM": ("moe_families", "glm4_moe"),
     "Glm4MoeLiteForCausalLM": ("moe_families", "glm4_moe_lite"),
@@ -92,18 +94,21 @@ ARCHITECTURES = {
 # Multimodal models whose text part runs alone: the class by the `model_type` of their `text_config`.
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
 _OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # what the outer config may say
 
 
-def text_of(config: dict[str, Any]) -> dict[str, Any]:
+def text_of(config: dict[str, Any], where: str) -> dict[str, Any]:
     """The config of a multimodal model's text part; of another model its own."""
-    fields = Fields(config)
+    fields = Fields(config, where)
     parts = TEXT_PARTS.get((fields.texts("architectures") or [""])[0])
     if parts is None:
         return config
-    text = fields.section("text_config") or Fields({})
+    text = fields.section("text_config")
+    if text is None:
+        raise fields.error("text_config", config.get("text_config"), "an object")
     text.only("model_type", *parts)
     inner = config["text_config"]
     outer = {name: config[name] for name in _OF_ALL if config.get(name) is not None}
@@ -113,6 +118,8 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 def find_architecture(fields: Fields) -> tuple[str, Architecture]:
     """The first entry of `architectures` and how to build it."""
     names = fields.texts("architectures") or []
+    if names and names[0] not in ARCHITECTURES and (needed := missing(names[0])):
+        raise fields.error("architectures", names, f"a family of `penstock models`; {names[0]} needs {needed}")
     if not names or names[0] not in ARCHITECTURES:
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
     home, reader = ARCHITECTURES[names[0]]

@@ -17,7 +17,7 @@ from penstock.executor.loading.fields import Fields
 
 Tables = dict["Rope", tuple[Tensor, Tensor]]  # cos and sin of each kind of rotation in a model
 
-SUPPORTED = ("default", "linear", "llama3", "longrope", "yarn")
+SUPPORTED = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Rope:
 
     dim: int
     theta: float
-    kind: Literal["default", "linear", "llama3", "longrope", "yarn"] = "default"
+    kind: Literal["default", "linear", "llama3", "longrope", "proportional", "yarn"] = "default"
     factor: float = 1.0
     original_length: int = 0
-    low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow
+    low: float = 1.0  # llama3: low_freq_factor; yarn: beta_slow; proportional: the share of pairs that turn
     high: float = 4.0  # llama3: high_freq_factor; yarn: beta_fast
     amplitude: float = 1.0  # yarn and longrope multiply cos and sin with it
     truncate: bool = True  # yarn
@@ -47,7 +47,8 @@ def read_rope(fields: Fields, head_dim: int, max_positions: int, default_theta: 
     section = rope_section(fields)
     theta = section.number("rope_theta", fields.number("rope_theta", default_theta))
     partial = fields.number("partial_rotary_factor", 1.0)
-    original = fields.integer_or_none("original_max_position_embeddings")  # wins over the section's
+    name = "original_max_position_embeddings"
+    original = fields.integer(name, low=2) if name in fields else None  # wins over the section's
     return rope_of(section, theta, head_dim, max_positions, partial, original)
 
 
@@ -72,6 +73,8 @@ def rope_of(
     if kind not in SUPPORTED:
         raise section.error("rope_type", kind, f"one of {', '.join(SUPPORTED)}")
     partial = section.number("partial_rotary_factor", partial)
+    if kind == "proportional":  # pairs lie half a head apart, whether they turn or not
+        return Rope(head_dim, theta, "proportional", section.number("factor", 1.0), low=partial)
     dim = int(head_dim * partial)
     if dim % 2 or not 0 < dim <= head_dim:
         raise section.error("partial_rotary_factor", partial, f"an even part of a head's {head_dim} numbers")
@@ -79,7 +82,7 @@ def rope_of(
         return Rope(dim, theta)
     if kind == "linear":
         return Rope(dim, theta, "linear", section.number("factor"))
-    original = original or section.integer("original_max_position_embeddings", max_positions)
+    original = original or section.integer("original_max_position_embeddings", max_positions, low=2)
     if kind == "longrope":
         short, long = (section.numbers(f"{name}_factor", dim // 2) for name in ("short", "long"))
         amplitude = _long_amplitude(section, max_positions, original)
@@ -136,6 +139,8 @@ def _frequencies(rope: Rope) -> Tensor:
         return plain
     if rope.kind == "linear":
         return plain / rope.factor
+    if rope.kind == "proportional":
+        return plain / rope.factor * (torch.arange(rope.dim // 2) < int(rope.low * rope.dim // 2))
     if rope.kind == "longrope":
         return 1.0 / (torch.tensor(rope.divisors) * rope.theta**exponents)
     if rope.kind == "llama3":

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from penstock.executor.kernels import Activation
-from penstock.executor.loading.arrangement import PLAIN, Arrangement
+from penstock.executor.loading.arrangement import AS_LLAMA, Arrangement
 from penstock.executor.models.rope import Rope
 from penstock.executor.moe_spec import MoeSpec
 
@@ -66,7 +66,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     # Queries grow by 1 + this * log(1 + length) for as many whole lengths (the second) as lie before them.
     query_growth: tuple[float, int] | None = None
-    layout: Arrangement = PLAIN
+    arrangement: Arrangement = AS_LLAMA
     has_sinks: bool = False
     # A score of attention, or a logit, x becomes cap * tanh(x / cap).
     score_cap: float | None = None

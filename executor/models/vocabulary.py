@@ -5,7 +5,6 @@ from functools import partial
 
 from torch import Tensor
 
-from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.linear import Linear, tied
 from penstock.executor.models.weights import Weights
 
@@ -24,7 +23,7 @@ class Vocabulary:
             self._head, self._rows = tied(table)
         else:
             self._head = weights.linear(("lm_head",), (size,), width, split="rows")
-            self._rows = table.rows if isinstance(table, CodedLinear) else partial(table.index_select, 0)
+            self._rows = partial(table.index_select, 0) if isinstance(table, Tensor) else table.rows
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] -> [T, width]"""

@@ -7,7 +7,7 @@ what it did not ask for must not be there.
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -15,12 +15,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from penstock.executor.kernels import BlockOps
+from penstock.executor.kernels import BlockOps, GroupOps
 from penstock.executor.kernels.codes import Coded, CodedLinear
-from penstock.executor.kernels.four_bits import FourBitLinear
+from penstock.executor.kernels.grouped import Grouped, GroupedLinear
 from penstock.executor.kernels.linear import BlockLinear, Linear, make_linear
 from penstock.executor.loading.block_scales import EIGHT_BITS, SUFFIX, WeightPart, scales_shape, whole_blocks
 from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.models.code_layers import CodeLayers, KeptCodes, Part
 from penstock.executor.parallel import RankGroup
 from penstock.executor.progress import quarters
 from penstock.executor.protocol import ExecutorError
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from penstock.eplb import Plan
 
 Layer = TypeVar("Layer")
-InCodes = TypeVar("InCodes", CodedLinear, FourBitLinear)
-# Which codes stay codes: all, on a CPU; those of four-bit floats, on a GPU; or none.
-KeptCodes = Literal["all", "four bits"] | None
 # Which dimension of a weight the ranks share out: output rows (then each has part of the result), input
 # columns (then the results are summed), or none.
 Split = Literal["rows", "columns"] | None
@@ -50,7 +48,7 @@ class CheckpointReader:
         self._names = set(checkpoint.names())
         self._read: set[str] = set()
 
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded:
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded | Grouped:
         if name not in self._names and name.removeprefix("model.") in self._names:
             name = name.removeprefix("model.")  # saved without its head, as embedding models are
         if name not in self._names:
@@ -68,7 +66,9 @@ class CheckpointReader:
         left = sorted(
             name
             for name in self._names - self._read
-            if not name.endswith((*IGNORED_SUFFIXES, *ignored)) and not name.startswith(prefixes)
+            if not name.endswith((*IGNORED_SUFFIXES, *ignored))
+            and not name.startswith(prefixes)
+            and not self._is_empty_bias(name)
         )
         if left:
             raise ExecutorError(
@@ -76,13 +76,18 @@ class CheckpointReader:
                 f"{', '.join(map(repr, left[:5]))}{' …' if len(left) > 5 else ''}"
             )
 
+    def _is_empty_bias(self, name: str) -> bool:
+        """AutoGPTQ gave every layer of codes a bias, zeros where the model has none."""
+        stored = self._checkpoint.read(name) if name.endswith(".bias") and self._checkpoint.has_codes else None
+        return isinstance(stored, Tensor) and not stored.any()
+
 
 class Weights:
     """Hands out the rank's part of each tensor in the model's dtype on its device."""
 
     def __init__(
         self,
-        read: Callable[[str, tuple[int, ...]], Tensor | Coded],
+        read: Callable[[str, tuple[int, ...]], Tensor | Coded | Grouped],
         dtype: torch.dtype,
         device: torch.device,
         group: RankGroup,
@@ -90,16 +95,18 @@ class Weights:
         placement: "Plan | None" = None,
         block_ops: BlockOps | None = None,
         kept_codes: KeptCodes = None,
+        group_ops: GroupOps | None = None,
     ) -> None:
         """`block_ops`: how linear layers compute in eight bits; None: what is stored so becomes numbers of `dtype`, as
-        codes do unless they are kept."""
+        codes do unless `kept_codes` or `group_ops` are for them."""
         self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
         self.num_bytes = 0  # as stored in memory, by this rank …
         self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
         self.num_code_bytes = 0  # … and these are codes
-        self._block_ops, self._kept_codes = block_ops, kept_codes
+        self._block_ops = block_ops
+        self._codes = CodeLayers(kept_codes, group_ops, block_ops is not None, dtype, device, self._count_codes)
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -108,11 +115,12 @@ class Weights:
         # A copy also where nothing is converted: the original may be a view of a mapped file.
         return self._count(self._numbers(part, copy=True))
 
-    def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear:
+    def table(self, name: str, shape: tuple[int, ...]) -> Tensor | CodedLinear | GroupedLinear:
         """The rank's rows of an embedding; kept as codes a layer that has them."""
         part = self._cut(self._fetch(name, shape), "rows", None)
-        if isinstance(part, Coded) and self._kept_codes == "all":
-            return self._count_codes(CodedLinear([part], self.dtype))
+        layer = self._codes.table(part)
+        if layer is not None:
+            return layer
         return self._count(self._numbers(part, copy=True))
 
     def norm(self, name: str, size: int, offset: float = 0.0) -> Tensor:
@@ -146,25 +154,23 @@ class Weights:
         named = list(zip(names, rows, splits, units or (None,) * len(names), strict=True))
         parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
         added = self._bias(named, parts, biases) if any(biases) else None
-        coded = [part for part in parts if isinstance(part, Coded)]
-        if self._kept_codes is not None and len(coded) == len(parts):
-            if self._kept_codes == "all":
-                return self._count_codes(CodedLinear(coded, self.dtype, added))
-            if {part.type.name for part in coded} == {"MXFP4"}:
-                return self._count_codes(FourBitLinear(coded, self.dtype, self._device, added))
+        layer = self._codes.layer(parts, added, self._plain)
+        if layer is not None:
+            return layer
         if self._block_ops is not None and (blocks := whole_blocks(parts, self._device)) is not None:
             return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
-        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), added)
+        return self._plain(parts, added)
 
-    def _count_codes(self, layer: InCodes) -> InCodes:
-        size = sum(tensor.numel() for tensor in layer.tensors() if tensor.dtype is torch.uint8)
+    def _plain(self, parts: Sequence[Part], bias: Tensor | None) -> Linear:
+        return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), bias)
+
+    def _count_codes(self, size: int) -> None:
         with self._lock:
             self.num_bytes += size
             self.num_code_bytes += size
-        return layer
 
     def _bias(
-        self, named: list[tuple[str, int, Split, int | None]], parts: list[WeightPart | Coded], given: tuple[bool, ...]
+        self, named: list[tuple[str, int, Split, int | None]], parts: list[Part], given: tuple[bool, ...]
     ) -> Tensor | None:
         """The biases side by side, zero where one of several layers has none."""
         biases = [
@@ -193,9 +199,9 @@ class Weights:
             total.update(f"{len(other)}:{other}".encode())
         return total.digest()
 
-    def _fetch(self, name: str, shape: tuple[int, ...]) -> WeightPart | Coded:
+    def _fetch(self, name: str, shape: tuple[int, ...]) -> Part:
         values = self._stored(name, shape)
-        if isinstance(values, Coded):
+        if isinstance(values, Coded | Grouped):
             return values
         if values.dtype is not EIGHT_BITS:
             return WeightPart(values)
@@ -205,23 +211,30 @@ class Weights:
         assert isinstance(scales, Tensor)
         return WeightPart(values, scales)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded:
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor | Coded | Grouped:
         stored = self._read(name, shape)
-        kind, tensor = (stored.type.name, stored.rows) if isinstance(stored, Coded) else (str(stored.dtype), stored)
-        tensor = tensor.contiguous()
-        content = xxhash.xxh3_128(tensor.view(torch.uint8).numpy().data if tensor.dim() else b"").digest()
+        if isinstance(stored, Grouped):
+            kind, tensors = f"groups of {stored.bits}", [each for each in stored if isinstance(each, Tensor)]
+        elif isinstance(stored, Coded):
+            kind, tensors = stored.type.name, [stored.rows]
+        else:
+            tensors = [stored := stored.contiguous()]
+            kind = str(stored.dtype)
+        content = xxhash.xxh3_128()
+        for tensor in tensors:
+            content.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data if tensor.dim() else b"")
         with self._lock:
-            self._digests[name] = f"{kind}{list(shape)}".encode() + content
-        return stored if isinstance(stored, Coded) else tensor
+            self._digests[name] = f"{kind}{list(shape)}".encode() + content.digest()
+        return stored
 
-    def _numbers(self, part: WeightPart | Coded, copy: bool = False) -> Tensor:
+    def _numbers(self, part: Part, copy: bool = False) -> Tensor:
         numbers = part.numbers(self._device, self.dtype, copy)
         if isinstance(part, Coded) or part.scales is not None:
             with self._lock:
                 self.num_widened_bytes += numbers.numel() * numbers.element_size()
         return numbers
 
-    def _cut(self, part: WeightPart | Coded, split: Split, units: int | None) -> WeightPart | Coded:
+    def _cut(self, part: Part, split: Split, units: int | None) -> Part:
         if split is None:
             return part
         dim = 0 if split == "rows" else 1
@@ -230,8 +243,10 @@ class Weights:
         unit_size = size // (units or size)
         start, size = first * unit_size, (end - first) * unit_size
         cut = part.narrow(dim, start, size)
-        if cut is None:  # through blocks
+        if cut is None:  # through blocks or groups
             cut = WeightPart(part.numbers(self._device, torch.float32)).narrow(dim, start, size)
+            with self._lock:
+                self.num_widened_bytes += cut.values.numel() * self.dtype.itemsize
         return cut
 
     def _count(self, tensor: Tensor) -> Tensor:

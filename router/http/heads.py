@@ -11,6 +11,7 @@ from http import HTTPStatus
 import msgspec
 
 from penstock._csrc import ffi, lib
+from penstock.engine.http.auth import CARRIERS, bearers
 from penstock.engine.http.token_form import CACHED_HEADER
 
 Headers = list[tuple[bytes, bytes]]  # names in lower case
@@ -25,7 +26,7 @@ HOP_BY_HOP = frozenset(
     b"upgrade".split()
 )
 # Of a request, what the router writes itself.
-REWRITTEN = HOP_BY_HOP | {b"host", b"content-length", b"content-type", b"expect", b"authorization"}
+REWRITTEN = HOP_BY_HOP | CARRIERS | {b"host", b"content-length", b"content-type", b"expect"}
 STATUS_LINES = {
     status: b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode()) for status in map(int, HTTPStatus)
 }
@@ -55,7 +56,7 @@ class ClientRequest(msgspec.Struct, gc=False):
             target,
             target.partition(b"?")[0].decode("latin-1"),
             passing(headers, fields, REWRITTEN),
-            [value for name, value in headers if name == b"authorization"] if b"authorization" in fields else [],
+            [] if CARRIERS.isdisjoint(fields) else bearers(headers),
             fields.get(b"content-type", b""),
             fields.get(b"x-session-id", b""),
             version == "1.0",
@@ -152,6 +153,6 @@ def question_head(path: str, host: bytes, lines: bytes) -> bytes:
     return b"GET %b HTTP/1.1\r\nhost: %b\r\n%b\r\n" % (path.encode(), host, lines)
 
 
-def request_head(target: bytes, host: bytes, lines: bytes, content_length: int) -> bytes:
-    """A POST to a replica. `lines` are its headers, written and clean: they came through `passing`."""
-    return b"POST %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (target, host, lines, content_length)
+def request_head(method: bytes, target: bytes, host: bytes, lines: bytes, content_length: int) -> bytes:
+    """A request to a replica. `lines` are its headers, written and clean: they came through `passing`."""
+    return b"%b %b HTTP/1.1\r\nhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (method, target, host, lines, content_length)

@@ -29,6 +29,9 @@ BYTES_PER_TOKEN = 4
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+# What of the bodies of agents' APIs makes the prompt, in its order. Their ids are not made here: requests that begin alike
+# meet by their bytes, as without a tokenizer.
+AGENTS = {"/v1/responses": ("instructions", "input"), "/v1/messages": ("system", "messages")}
 
 # Fields that do not touch the prompt. One that is not listed keeps the ids at home.
 BESIDE_THE_PROMPT = frozenset(
@@ -56,6 +59,9 @@ class Asked(msgspec.Struct):
     model: str | None = None
     prompt: Raw = msgspec.field(default_factory=Raw)
     messages: Raw = msgspec.field(default_factory=Raw)
+    instructions: Raw = msgspec.field(default_factory=Raw)
+    input: Raw = msgspec.field(default_factory=Raw)
+    system: Raw = msgspec.field(default_factory=Raw)
     cache_salt: str | None = None
     session_id: Any = None
     prompt_cache_key: Any = None
@@ -115,7 +121,7 @@ class Texts:
 
     def is_long(self, path: str, body: bytes) -> bool:
         """Whether preparing it would hold up the event loop: then it is done aside, in a thread."""
-        return len(body) > INLINE_CHARS and path in (CHAT, COMPLETIONS)
+        return len(body) > INLINE_CHARS and path in (CHAT, COMPLETIONS, *AGENTS)
 
     async def prepare_aside(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Routable:
         return await asyncio.get_running_loop().run_in_executor(
@@ -124,11 +130,12 @@ class Texts:
 
     def prepare(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Routable:
         """Raises HttpError for a body that no replica would take. Safe in any thread."""
-        if path not in (CHAT, COMPLETIONS):
+        if path not in (CHAT, COMPLETIONS, *AGENTS):
             return Routable(None, len(body) // BYTES_PER_TOKEN)
-        ids = self._ids(path, body, asked)
+        ids = self._ids(path, body, asked) if path not in AGENTS else None
         if ids is None:
-            text = bytes(asked.messages if path == CHAT else asked.prompt)
+            names = AGENTS.get(path) or ("messages" if path == CHAT else "prompt",)
+            text = b"".join(bytes(getattr(asked, name)) for name in names)
             whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
             return Routable(placement.prepare(whole, asked.cache_salt, None), len(text) // BYTES_PER_TOKEN)
         prompt = placement.prepare(ids.packed, asked.cache_salt, None)

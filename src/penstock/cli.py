@@ -110,6 +110,25 @@ def _cache() -> Command:
     return operate.add_arguments, operate.run
 
 
+def _models() -> Command:
+    return _add_models_arguments, _run_models
+
+
+def _add_models_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="a JSON array of objects instead of a table")
+
+
+def _run_models(args: argparse.Namespace) -> int:
+    import json
+
+    from penstock.engine.text.tools import formats, thinking
+    from penstock.executor.models.catalogue import as_text, table
+
+    rows = table(formats.NAMES, thinking.NAMES)
+    print(json.dumps(rows, indent=2) if args.json else as_text(rows))
+    return 0
+
+
 def _export() -> Command:
     return _add_export_arguments, _run_export
 
@@ -142,6 +161,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[], Any]]] = {
     "top": ("Watch a server or a router in the terminal.", _top),
     "bench": ("Measure a server or the engine itself.", _bench),
     "cache": ("Inspect, verify or clear KV blocks on a disk.", _cache),
+    "models": ("List the families of models that run.", _models),
     "export": ("Write a model as a Hugging Face folder (safetensors and tokenizer).", _export),
 }
 

@@ -3,8 +3,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import penstock.executor  # noqa: F401 - before torch: it sets how torch's threads wait
+from penstock.executor.step.runner import ModelRunner
 from tests.support.fork_server import Child, fork_server
 from tests.support.pretended_gpu import PretendedGpu
 
@@ -26,3 +28,23 @@ def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     starting = SimpleNamespace(**{**vars(subprocess), "Popen": fork})
     monkeypatch.setattr("penstock.executor.process_life.subprocess", starting)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """The logits of every step of the executors in this test, [S, vocabulary] each."""
+    seen: list[torch.Tensor] = []
+    original = ModelRunner.__init__
+
+    def spy(self: ModelRunner, model, *rest) -> None:  # type: ignore[no-untyped-def]
+        compute = model.logits
+
+        def logits(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(compute(hidden))
+            return seen[-1]
+
+        model.logits = logits
+        original(self, model, *rest)
+
+    monkeypatch.setattr(ModelRunner, "__init__", spy)
+    yield seen

@@ -18,7 +18,7 @@ FULL = Sampling(temperature=0.0, logprobs=-1)
 RNG = random.Random(3)
 PROMPT = [RNG.randrange(160) for _ in range(61)]
 OTHERS = [[RNG.randrange(160) for _ in range(RNG.randint(1, 90))] for _ in range(63)]
-CASES = ["llama-wide", "mistral-sliding", "gemma3"]
+CASES = ["llama-wide", "mistral-sliding", "gemma3", "gpt-oss", "gemma4"]
 
 Trace = list[tuple[tuple[int, ...], tuple[float, ...]]]
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels.codes import CODE_TYPES, is_computed
+from penstock.executor.kernels.codes import is_computed
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorConfig
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_gguf import HIDDEN, INNER, VOCAB, loaded, metadata, random_model, shapes, write
-from tests.support.coded import packed
+from tests.support.coded import FILE_TYPES, packed
 from tests.support.driver import Driver
 
 pytestmark = pytest.mark.skipif(not is_computed(), reason="without AVX2 codes become numbers")
@@ -25,7 +25,7 @@ PROMPT = [5, 17, 80, 3, 44, 9, 71, 30, 12, 66, 2, 51]
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each weight of another type."""
-    rng, kinds = np.random.default_rng(0), cycle(CODE_TYPES)
+    rng, kinds = np.random.default_rng(0), cycle(FILE_TYPES)
     tensors: dict[str, tuple[np.ndarray, str]] = {}
     for name, shape in shapes().items():
         kind = next(kinds) if len(shape) == 2 else "F32"

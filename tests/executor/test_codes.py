@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.executor.kernels.codes import CODE_TYPES, Coded, CodedLinear
+from penstock.executor.kernels.codes import Coded, CodedLinear
 from penstock.executor.kernels.cpu_ops import levels
 from penstock.executor.protocol import ExecutorError
-from tests.support.coded import coded
+from tests.support.coded import FILE_TYPES, coded
 
 CPU = torch.device("cpu")
 OUTPUT_ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8}
@@ -31,7 +31,7 @@ def inputs(rows: int, depth: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 @pytest.mark.parametrize("dtype", OUTPUT_ROUNDING, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("level", levels())
-@pytest.mark.parametrize("kind", CODE_TYPES)
+@pytest.mark.parametrize("kind", FILE_TYPES)
 def test_products_are_those_of_the_file_s_values(kind: str, level: str, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(1)
     weight, values = coded(rng, (70, 768), kind)
@@ -42,7 +42,7 @@ def test_products_are_those_of_the_file_s_values(kind: str, level: str, dtype: t
         assert is_near(linear(x), x, values, bias)
 
 
-@pytest.mark.parametrize("kind", CODE_TYPES)
+@pytest.mark.parametrize("kind", FILE_TYPES)
 def test_rows_come_back_as_the_file_has_them(kind: str) -> None:
     weight, values = coded(np.random.default_rng(2), (50, 512), kind)
     assert torch.equal(weight.numbers(CPU, torch.float64), values)
@@ -53,7 +53,7 @@ def test_rows_come_back_as_the_file_has_them(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", OUTPUT_ROUNDING, ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", CODE_TYPES)
+@pytest.mark.parametrize("kind", FILE_TYPES)
 def test_a_row_is_the_same_bits_in_every_batch_and_on_any_number_of_threads(kind: str, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(3)
     weights = [coded(rng, (size, 1024), kind)[0] for size in (1500, 40)]

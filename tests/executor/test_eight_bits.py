@@ -220,7 +220,10 @@ def test_what_does_not_fit_is_named(model: Path, changes: dict[str, Any], compla
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"quant_method": "awq"}, "quant_method: 'awq' found; 'fp8' is expected"),
+        (
+            {"quant_method": "bitsandbytes"},
+            "quant_method: 'bitsandbytes' found; one of awq, gptq, compressed-tensors, fp8, mxfp4 is",
+        ),
         ({"activation_scheme": "static"}, "activation_scheme: 'static' found; 'dynamic' is expected"),
         ({"weight_block_size": None}, "weight_block_size: None found; [128, 128] is expected"),
         ({"weight_block_size": [64, 64]}, "weight_block_size: [64, 64] found"),

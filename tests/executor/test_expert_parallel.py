@@ -33,6 +33,9 @@ from tests.support.small_models import folder, greedy
         ("deepseek-v2-yarn", 2, True),
         ("deepseek-v2-biases", 2, False),
         ("deepseek-v3", 4, False),
+        ("gpt-oss", 2, False),
+        ("gpt-oss", 2, True),
+        ("gemma4-moe", 2, True),
     ],
 )
 def test_ranks_together_give_the_tokens_of_one(case: str, ranks: int, by_experts: bool) -> None:

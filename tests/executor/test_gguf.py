@@ -12,13 +12,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from penstock.executor.kernels.codes import CODE_TYPES, Coded
+from penstock.executor.kernels.codes import Coded
+from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorError
-from tests.support.coded import packed
+from tests.support.coded import FILE_TYPES, packed
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 256, 512, 4, 2, 64, 2, 96
-TYPES = ["F32", "F16", "BF16", *CODE_TYPES]
+TYPES = ["F32", "F16", "BF16", *FILE_TYPES]
 
 
 def metadata(architecture: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def write(path: Path, architecture: str, keys: dict[str, Any], tensors: dict[str
     return path
 
 
-def numbers(stored: torch.Tensor | Coded) -> torch.Tensor:
+def numbers(stored: torch.Tensor | Coded | Grouped) -> torch.Tensor:
     return stored if isinstance(stored, torch.Tensor) else stored.numbers(torch.device("cpu"), torch.float32)
 
 

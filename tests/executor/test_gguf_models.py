@@ -12,13 +12,13 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from penstock.executor.kernels.codes import CODE_TYPES, is_computed
+from penstock.executor.kernels.codes import is_computed
 from penstock.executor.loading.gguf import GgufCheckpoint
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
 from tests.executor.test_gguf import HEADS, HIDDEN, INNER, KV_HEADS, metadata, permute, write
-from tests.support.coded import packed
+from tests.support.coded import FILE_TYPES, packed
 from tests.support.driver import Driver
 from tests.support.small_models import random_model
 
@@ -232,7 +232,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A file whose matrices are of every type in turn, and the model of its values."""
     config, fields, architecture, changes = CASES[request.param]
     model = random_model(config, {"tie_word_embeddings": False, **fields})
-    rng, kinds = np.random.default_rng(3), cycle(CODE_TYPES)
+    rng, kinds = np.random.default_rng(3), cycle(FILE_TYPES)
     tensors: dict[str, tuple[np.ndarray, str]] = {}
     with torch.no_grad():
         for name, values, take in stored(model, request.param):

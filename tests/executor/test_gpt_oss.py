@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.executor.kernels import torch_ops
 from penstock.executor.loading.checkpoint import open_checkpoint
-from penstock.executor.loading.stacked_experts import StackedExperts, Stacking
+from penstock.executor.loading.stacked_experts import StackedExperts
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
@@ -101,12 +101,12 @@ def test_a_scale_that_is_no_number_is_refused_by_name(coded: Path, tmp_path: Pat
 
 
 def test_experts_lie_in_tensors_of_their_own_for_whoever_reads(coded: Path) -> None:
-    view = StackedExperts(open_checkpoint(coded), Stacking(is_interleaved=True, is_transposed=True))
+    view = StackedExperts(open_checkpoint(coded))
     assert view.has_codes
     assert view.shape("model.layers.0.mlp.experts.5.up_proj.weight") == (96, 64)
     assert view.shape("model.layers.0.mlp.experts.5.up_proj.bias") == (96,)
     assert not any(name.endswith(("_blocks", "_scales")) for name in view.names())
-    plain = StackedExperts(open_checkpoint(folder("gpt-oss")), Stacking(is_interleaved=True, is_transposed=True))
+    plain = StackedExperts(open_checkpoint(folder("gpt-oss")))
     experts = reference("gpt-oss").state_dict()["model.layers.2.mlp.experts.gate_up_proj"]
     gate, up = (plain.read(f"model.layers.2.mlp.experts.3.{part}_proj.weight") for part in ("gate", "up"))
     assert isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)

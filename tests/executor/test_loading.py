@@ -162,8 +162,8 @@ def test_hostile_folders_are_refused_by_an_optimized_interpreter_too(model: Path
         ({"rope_parameters": {"rope_type": "linear"}}, "factor: nothing found"),
         ({"rope_parameters": 7}, "rope_parameters: 7 found; an object"),
         (
-            {"quantization_config": {"quant_method": "hqq"}},
-            "quantization_config: quant_method: 'hqq' found; 'fp8' or 'mxfp4' is",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "quantization_config: quant_method: 'bitsandbytes' found; one of awq",
         ),
         ({"dtype": "float8"}, "dtype: 'float8' found"),
     ],

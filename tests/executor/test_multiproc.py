@@ -60,8 +60,14 @@ def exit_codes(executor: RankedExecutor) -> list[int | None]:
         ("llama-tied-biases", 4),  # two ranks share each of the two key-value heads
         ("qwen3", 2),
         ("gemma3", 2),
+        ("gemma4", 2),
         ("mistral-sliding", 2),
         ("qwen2", 4),
+        ("phi3", 2),
+        ("glm4", 2),
+        ("olmo2", 2),
+        ("minimax-m2", 4),  # whose norms over all heads count each key head twice
+        ("granite4-moe", 2),
         ("opt", 4),
         ("opt-norm-after-projected", 2),
     ],

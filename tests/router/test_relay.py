@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -193,3 +194,42 @@ def test_a_replica_that_is_taken_out_and_added_again_beside_its_own_requests_is_
             router.call(lambda: router.app.apply("POST", url, None))
             until(lambda: router.fleet.replicas[url].state == "up")
         assert router.complete().status_code == 200
+
+
+def test_agents_apis_pass_through_whatever_their_method(router: RunningRouter) -> None:
+    asked = {"input": "Hi", "max_output_tokens": 4}
+    assert router.http.post("/v1/responses", json=asked).json()["usage"]["output_tokens"] == 4
+    with router.http.stream("POST", "/v1/responses", json={**asked, "stream": True}) as answer:
+        names = [line for line in answer.iter_lines() if line.startswith("event: ")]
+    assert names[0] == "event: response.created" and names[-1] == "event: response.incomplete"
+    block = {"max_tokens": 4, "messages": [{"role": "user", "content": "Hi"}]}
+    headers = {"x-api-key": "k", "anthropic-version": "2023-06-01"}
+    assert router.http.post("/v1/messages", json=block, headers=headers).json()["stop_reason"] == "max_tokens"
+    assert (
+        router.http.post("/v1/messages/count_tokens", json={"messages": block["messages"]}).json()["input_tokens"] > 2
+    )
+    for method, path, status_code in (
+        ("GET", "/v1/responses/resp_x", 404),
+        ("DELETE", "/v1/conversations/conv_x", 404),
+        ("GET", "/v1/conversations/conv_x/items?limit=2", 404),
+        ("PUT", "/v1/conversations/conv_x", 405),
+        ("GET", "/v1/messages", 405),
+    ):
+        answer = router.http.request(method, path)
+        assert answer.status_code == status_code, (path, answer.text)
+    text = router.http.get("/metrics").text
+    assert '"/v1/responses/"' in text and "resp_x" not in text
+
+
+def test_what_is_kept_is_found_by_replicas_that_share_a_store(tmp_path: Path) -> None:
+    with (
+        mock_replicas(2, response_store=str(tmp_path / "kept")) as replicas,
+        running_router(*(each.url for each in replicas)) as router,
+    ):
+        before = None
+        for turn in range(6):
+            asked = {"input": f"{turn}", "max_output_tokens": 2, "previous_response_id": before}
+            answer = router.http.post("/v1/responses", json=asked)
+            assert answer.status_code == 200, answer.text
+            before = answer.json()["id"]
+            assert router.http.get(f"/v1/responses/{before}").json()["id"] == before

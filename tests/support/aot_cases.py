@@ -11,11 +11,11 @@ from unittest import mock
 import torch
 
 from penstock.executor.batch import ForwardBatch
-from penstock.executor.kernels import NO_NORMS, Rotation, ScoreExtras
+from penstock.executor.kernels import NO_NORMS, Packed, Rotation, ScoreExtras
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda import expert_products as moe
-from penstock.executor.kernels.cuda import fp8, step_inputs
+from penstock.executor.kernels.cuda import fp8, packed_products, step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.state import Places
 from penstock.executor.moe_spec import MoeSpec
@@ -193,6 +193,45 @@ def eight_bits(tokens: int, width: int, depth: int) -> Callable[[], None]:
     return call
 
 
+def packed(
+    tokens: int, width: int, depth: int, bits: int = 4, group: int = 128, below: Any = None
+) -> Callable[[], None]:
+    def call() -> None:
+        packed_products.packed_linear(
+            torch.zeros(tokens, depth, dtype=BF16), codes((), width, depth, bits, group, below)
+        )
+
+    return call
+
+
+def codes(
+    slots: tuple[int, ...],
+    width: int,
+    depth: int,
+    bits: int,
+    group: int,
+    below: torch.dtype | None,
+    ordered: bool = False,
+) -> Packed:
+    """bits 0: numbers of eight bits."""
+    values = torch.empty(*slots, width, depth * (bits or 8) // 8, dtype=torch.uint8 if bits else FP8)
+    scales = torch.empty(*slots, depth // group, width, dtype=F16)
+    order = torch.empty(*slots, depth, dtype=torch.int32) if ordered else None
+    return Packed(values, scales, None if below is None else scales.to(below), order, bits or 8, 64)
+
+
+def packed_experts(tokens: int, num: int, top_k: int, width: int, inner: int, bits: int = 4) -> Callable[[], None]:
+    def call() -> None:
+        slots, hidden = torch.zeros(tokens, top_k, dtype=torch.int32), torch.zeros(tokens, width, dtype=BF16)
+        up, down = (
+            codes((num,), *shape, bits, 128 if bits else shape[1], torch.uint8 if bits else None)
+            for shape in ((2 * inner, width), (width, inner))
+        )
+        packed_products.packed_experts(hidden, slots, torch.zeros(tokens, top_k), up, down, 0, "silu")
+
+    return call
+
+
 def inputs(rows: int, tokens: int, max_blocks: int) -> Callable[[], None]:
     def call() -> None:
         places = Places(16 * max_blocks + 1, 1000, max_blocks, 2000, 0, PAGE)
@@ -265,6 +304,10 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Gemma-3-4B: attention": attention(4, 1, 256, 8, 4),
     "Gemma-3-4B: windowed attention": attention(4, 1, 256, 8, 4, window=1024),
     "Gemma-2-9B: attention with a cap": attention(4, 1, 256, 16, 8, window=4096, cap=50.0),
+    "Gemma-4-E2B: attention of full layers": attention(4, 1, 512, 8, 1),
+    "Gemma-4-26B-A4B: attention of full layers": attention(4, 1, 512, 16, 2),
+    "Gemma-4-E2B: rope of full layers": rope(512, 8, 1, True),
+    "Gemma-4-E2B: rope of layers without keys of their own": rope(256, 8, 0, True),
     "gpt-oss-20b: attention with sinks": attention(4, 1, 64, 64, 8, window=128, has_sinks=True),
     "gpt-oss-20b: attention with sinks, dependent": dependent(attention(1, 0, 64, 64, 8, has_sinks=True)),
     "gpt-oss-20b: MXFP4 experts, one row": coded_experts(1, 32, 4, 2880, 2880),
@@ -292,6 +335,20 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "Qwen3-8B: eight bits, prompts": eight_bits(256, 6144, 4096),
     "Qwen3-8B: eight bits, one row, dependent": dependent(eight_bits(1, 4096, 12288)),
     "Qwen3-8B: eight bits over ranks, one row": eight_bits(1, 1024, 4096),
+    "Qwen3-8B: four bits, one row": packed(1, 6144, 4096, below=torch.uint8),
+    "Qwen3-8B: four bits, a batch": packed(64, 6144, 4096, below=torch.uint8),
+    "Qwen3-8B: four bits, prompts": packed(2048, 6144, 4096, below=torch.uint8),
+    "Qwen3-8B: four bits, one row, dependent": dependent(packed(1, 6144, 4096, below=torch.uint8)),
+    "Qwen3-8B: Q4_K, one row": packed(1, 4096, 12288, group=32, below=F16),
+    "Qwen3-8B: Q4_K, prompts": packed(2048, 4096, 12288, group=32, below=F16),
+    "Qwen3-8B: Q6_K, one row": packed(1, 4096, 12288, bits=8, group=16),
+    "Qwen3-8B: Q6_K, prompts": packed(2048, 4096, 12288, bits=8, group=16),
+    "Qwen3-8B: eight-bit channels, one row": packed(1, 4096, 12288, bits=0, group=12288),
+    "Qwen3-8B: eight-bit channels, prompts": packed(2048, 4096, 12288, bits=0, group=12288),
+    "Qwen3-30B-A3B: four-bit experts, one row": packed_experts(1, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: four-bit experts, a batch": packed_experts(512, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: four-bit experts, prompts": packed_experts(4096, 128, 8, 2048, 768),
+    "Qwen3-30B-A3B: eight-bit channels of experts, prompts": packed_experts(4096, 128, 8, 2048, 768, 0),
     "DeepSeek-V2-Lite: attention": latent(4, 1, 16),
     "DeepSeek-V2-Lite: attention, dependent": dependent(latent(4, 1, 16)),
     "Qwen3-30B-A3B: router, dependent": dependent(router(128, 8, 0)),

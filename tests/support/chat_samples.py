@@ -45,6 +45,19 @@ LLAMA3 = """\
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}
 """
 
+HARMONY = """\
+{%- if tools %}<|start|>developer<|message|># Tools
+{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}<|end|>{% endif %}
+{%- for m in messages %}
+    {%- if m.tool_calls %}
+        {%- if m.thinking %}<|start|>assistant<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}
+        {{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name }}
+        {{- '<|channel|>commentary json<|message|>' }}{{ m.tool_calls[0].function.arguments | tojson }}{{ '<|call|>' }}
+    {%- elif m.role == 'assistant' %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|end|>
+    {%- else %}{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}"""
+
 QWEN3 = """\
 {%- if tools %}
     {{- '<|im_start|>system\n' }}

@@ -9,6 +9,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from penstock.executor.kernels.codes import CODE_TYPES, Coded
 
+FILE_TYPES = [kind for kind in CODE_TYPES if not kind.startswith("G")]  # the others are made of other formats
 HALVES_AT = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208], "MXFP4": []}
 HALVES_AT |= {kind: [0] for kind in ("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS")}
 

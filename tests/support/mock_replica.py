@@ -22,7 +22,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.client import AsyncEngine, EngineDead
 from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.lifetime import serve
-from penstock.engine.server.server_config import ServerConfig, resolve
+from penstock.engine.server.server_config import Keeping, ServerConfig, resolve
 from penstock.executor.oracle import OracleExecutor
 from tests.support.fake_engine import byte_tokenizer, line_template
 
@@ -150,10 +150,12 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--model", nargs="+", default=[MODEL])
     parser.add_argument("--api-key", action="append", default=[])
+    parser.add_argument("--response-store", default=None)
     add_engine_arguments(parser)
     options = parser.parse_args()
     keys = tuple(options.api_key)
-    server = ServerConfig(port=options.port, served_model_names=tuple(options.model), api_keys=keys)
+    keeping = Keeping(response_store=options.response_store)
+    server = ServerConfig(port=options.port, served_model_names=tuple(options.model), api_keys=keys, keeping=keeping)
     return uvloop.run(replica(options, resolve(server, {}), report))
 
 

@@ -71,6 +71,16 @@ GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
+GEMMA4 = {
+    **SIZES,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 9,
+    "vocab_size_per_layer_input": 160,
+    "final_logit_softcapping": 3.0,
+}
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -146,6 +156,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        GEMMA4 | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "use_double_wide_mlp": True},
+    ),
+    "gemma4-moe": (
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+            "final_logit_softcapping": None,
+        },
+    ),
     "gpt-oss": (
         "GptOssConfig",
         {
@@ -159,6 +187,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("MixtralConfig", {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-sliding": (
+        "MixtralConfig",
+        {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 19},
+    ),
     "qwen2-moe": (
         "Qwen2MoeConfig",
         {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
@@ -237,6 +269,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_num_shared_experts": 2,
         },
     ),
+    "ernie4.5-plain": ("Ernie4_5Config", {**SIZES, "head_dim": 24}),
     "glm4": ("Glm4Config", {**SIZES, "head_dim": 24}),
     "glm4-moe": (
         "Glm4MoeConfig",
@@ -277,13 +310,19 @@ def random_model(name: str, fields: dict[str, Any]) -> Any:
 
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields), dtype=torch.float32)
+    randomize(model)
+    return model.eval()
+
+
+def randomize(model: Any) -> None:
     for parameter in model.parameters():
         spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
         parameter.data += spread * torch.randn(parameter.shape)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):  # learned, though transformers keeps it as a buffer
             buffer += 0.3 * torch.randn(buffer.shape)
-    return model.eval()
+        elif name.endswith("layer_scalar"):
+            buffer -= 0.2
 
 
 @cache

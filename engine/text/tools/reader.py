@@ -126,7 +126,7 @@ class CallReader:
                 self._content(text[at : found.start()])
                 self._raw, self._at = [found[0]], found.end()
                 return found[0]
-            self._at = len(text) - (_num_held(text, at, self._form.marks) if may_call else 0)
+            self._at = len(text) - (num_held(text, at, self._form.marks) if may_call else 0)
             self._content(text[at : self._at])
             yield from self._wait()
 
@@ -319,7 +319,7 @@ class CallReader:
         return out
 
 
-def _num_held(text: str, at: int, marks: Collection[str]) -> int:
+def num_held(text: str, at: int, marks: Collection[str]) -> int:
     """How many characters at the end of the text may be the beginning of a mark."""
     longest = min(max(map(len, marks)) - 1, len(text) - at)
     for length in range(longest, 0, -1):

@@ -11,13 +11,14 @@ class Marks(NamedTuple):
 
 THINK = Marks("<think>", "</think>")
 MISTRAL = Marks("[THINK]", "[/THINK]")
+HARMONY = Marks("<|channel|>analysis", "<|channel|>final")  # read by a reader of its own (harmony.py)
 # The names that other servers give to the same thing are accepted.
-NAMES = {"think": THINK, "deepseek_r1": THINK, "qwen3": THINK, "mistral": MISTRAL}
+NAMES = {"think": THINK, "deepseek_r1": THINK, "qwen3": THINK, "mistral": MISTRAL, "harmony": HARMONY}
 
 
 def detect(source: str) -> Marks | None:
     """The marks that a chat template knows; None: its model does not reason aloud."""
-    return next((marks for marks in (THINK, MISTRAL) if marks.open in source or marks.close in source), None)
+    return next((marks for marks in (THINK, MISTRAL, HARMONY) if marks.open in source or marks.close in source), None)
 
 
 class Thinking(NamedTuple):
@@ -27,6 +28,7 @@ class Thinking(NamedTuple):
     marks: Marks
     is_open: bool = False
     is_over: bool = False
+    begun: str = ""  # harmony: what the prompt has of the message that goes on
 
 
 def thinking_after(marks: Marks, prompt: str) -> Thinking:

@@ -54,7 +54,7 @@ def fused_experts(
     given = {"ACTIVATION": activation}
     _launch(order, up_tile, x, gate_up, biases[0], inside, slots.shape[1], hidden, GATED=True, **given)
     _launch(order, down_tile, inside, down, biases[1], (parts, None), 1, hidden, GATED=False, **given)
-    return _sum(parts, slots, shares, num_slots, first, added)
+    return weighted_sum(parts, slots, shares, num_slots, first, added)
 
 
 def _launch(
@@ -105,7 +105,9 @@ def _pointers(x: Scaled) -> tuple[Tensor, Tensor]:
     return values, values if scales is None else scales
 
 
-def _sum(parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: int, added: Tensor | None) -> Tensor:
+def weighted_sum(
+    parts: Tensor, slots: Tensor, shares: Tensor, num_slots: int, first: int, added: Tensor | None
+) -> Tensor:
     (tokens, top_k), width = slots.shape, parts.shape[1]
     assert shares.shape == slots.shape and shares.is_contiguous() and shares.dtype is torch.float32
     assert added is None or (added.is_contiguous() and added.shape == (tokens, width))
@@ -181,24 +183,25 @@ def _multiply(
         rows_ptr = x_ptr + row.to(tl.int64) * STRIDE
         given = values_ptr, exponents_ptr, column
         acc, up = coded_products(rows_ptr, is_entry, given, acc, up, WIDTH, DEPTH, STEP, GATED)
-    for start in range(0, 0 if CODED else DEPTH, STEP):
-        group = start // GROUP
-        x_scale = tl.full([ROWS], 1.0, tl.float32)
-        if QUANTIZED:
-            x_scale = tl.load(x_scales_ptr + group * x_scales_stride + row, mask=is_entry, other=0.0)
-        is_deep = start + k < DEPTH
-        is_weight = is_deep[:, None] & (column < WIDTH)[None, :]
-        is_x = is_entry[:, None]
-        if not whole:
-            is_x = is_x & is_deep[None, :]
-        x = tl.load(x_ptrs, mask=is_x, other=0.0)
-        weight = load_inside(weight_ptrs, is_weight, whole)
-        acc = _add_product(acc, x, x_scale, weight, gate_scales + group, SCALED, QUANTIZED)
-        if GATED:
-            weight = load_inside(weight_ptrs + WIDTH * DEPTH, is_weight, whole)
-            up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
-        x_ptrs += STEP
-        weight_ptrs += STEP
+    else:
+        for start in range(0, DEPTH, STEP):
+            group = start // GROUP
+            x_scale = tl.full([ROWS], 1.0, tl.float32)
+            if QUANTIZED:
+                x_scale = tl.load(x_scales_ptr + group * x_scales_stride + row, mask=is_entry, other=0.0)
+            is_deep = start + k < DEPTH
+            is_weight = is_deep[:, None] & (column < WIDTH)[None, :]
+            is_x = is_entry[:, None]
+            if not whole:
+                is_x = is_x & is_deep[None, :]
+            x = tl.load(x_ptrs, mask=is_x, other=0.0)
+            weight = load_inside(weight_ptrs, is_weight, whole)
+            acc = _add_product(acc, x, x_scale, weight, gate_scales + group, SCALED, QUANTIZED)
+            if GATED:
+                weight = load_inside(weight_ptrs + WIDTH * DEPTH, is_weight, whole)
+                up = _add_product(up, x, x_scale, weight, up_scales + group, SCALED, QUANTIZED)
+            x_ptrs += STEP
+            weight_ptrs += STEP
     if BIASED:
         bias_ptrs = bias_ptr + slot * (factor * WIDTH) + column
         acc += tl.load(bias_ptrs, mask=column < WIDTH, other=0.0).to(tl.float32)[None, :]

@@ -94,9 +94,14 @@ def block_linear(x: Quantized, weight: Tensor, weight_scales: Tensor, dtype: tor
         **tile.constants(),
     )
     if splits > 1:
-        blocks = (triton.cdiv(rows * width, JOIN_BLOCK.value),)
-        _join[blocks](parts, out, rows * width, SPLITS=splits, num_warps=4)
+        join(parts, out)
     return out
+
+
+def join(parts: Tensor, out: Tensor) -> None:
+    """Parts of a product [splits, rows, width], as far as its depth was cut."""
+    size = out.numel()
+    _join[(triton.cdiv(size, JOIN_BLOCK.value),)](parts, out, size, SPLITS=len(parts), num_warps=4)
 
 
 def is_cublas(rows: int, width: int) -> bool:

@@ -1,6 +1,6 @@
 """The Triton kernels as `Ops`, `BlockOps` and `SamplingOps`, for a model on a GPU."""
 
-from penstock.executor.kernels import BlockOps, Ops
+from penstock.executor.kernels import BlockOps, GroupOps, Ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import (
     draw_tokens,
@@ -11,6 +11,7 @@ from penstock.executor.kernels.cuda import (
     latent_attention,
     latent_rope,
     logit_edits,
+    packed_products,
     paged_attention,
     rope_and_store,
     routing,
@@ -30,6 +31,7 @@ class CudaOps:
     choose_experts = staticmethod(routing.choose_experts)
     expanded_attention = staticmethod(expanded.expanded_attention)
     fused_experts = staticmethod(expert_products.fused_experts)
+    groups: GroupOps | None = packed_products
 
     def __init__(self, blocks: BlockOps | None) -> None:
         self.blocks = blocks

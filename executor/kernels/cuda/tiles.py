@@ -31,6 +31,8 @@ class Tile(NamedTuple):
 def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) -> Tile:
     """rows: the query heads that share a key-value head; columns: positions at a time."""
     rows = max(16, power_of_2(group))
+    if head_dim > 256:
+        return Tile(rows, 16, 4, 1, 1) if itemsize == 4 else Tile(rows, 16, 8, 2, 1)
     if itemsize == 4:
         return Tile(rows, 16 if head_dim > 128 else 32, 4, 2, 2)
     if not current_card().has_wide_products:
@@ -42,9 +44,13 @@ def decode_tile(group: int, head_dim: int, itemsize: int, page_itemsize: int) ->
 
 def prefill_tile(head_dim: int, itemsize: int) -> Tile:
     """rows: pairs of a token and one of its heads; 64 or more of them make a warpgroup's product (wgmma)."""
+    if head_dim > 256 and itemsize == 4:
+        return Tile(16, 16, 8, 1)
     if itemsize == 4:
         return Tile(32, 16 if head_dim > 128 else 32, 4, 1)
     is_wide = current_card().has_wide_products
+    if head_dim > 256:
+        return Tile(32, 32, 8, 2)  # sums of a warpgroup's product do not fit into its registers
     if head_dim > 128:
         return Tile(128 if is_wide else 64, 32, 8, 2)
     return Tile(128, 64 if is_wide else 32, 8, 3)
@@ -95,6 +101,26 @@ def block_linear_tile(rows: int, width: int) -> Tile:
     if rows <= 16:
         return Tile(16, 64, 4, 4) if width >= 64 * current_card().num_processors else Tile(16, 32, 4, 6)
     return Tile(64, 64, 4, 4) if rows <= 64 else Tile(128, 128, 8, 3)
+
+
+def packed_tile(rows: int, width: int, itemsize: int) -> Tile:
+    """With codes, which pass through registers: where a product's factors do, too, tiles of many rows are smaller."""
+    if itemsize == 4:
+        return Tile(16, 32, 4, 2)
+    if rows <= 16:
+        return Tile(16, 64 if width >= 64 * current_card().num_processors else 32, 4, 4)
+    if not current_card().has_wide_products:
+        return Tile(64, 64, 8, 3)
+    return Tile(64, 64, 4, 3) if rows <= 64 else Tile(128, 128, 8, 3)
+
+
+def packed_expert_tile(entries: int, num_slots: int, columns: int, itemsize: int) -> Tile:
+    """As `expert_tile`; its rows do not depend on `columns`."""
+    if entries > 16 * num_slots and itemsize < 4:
+        if not current_card().has_wide_products:
+            return Tile(64, 32, 8, 3)
+        return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
+    return expert_tile(entries, num_slots, columns, itemsize, 2)
 
 
 def depth_splits(programs: int, depth: int) -> int:

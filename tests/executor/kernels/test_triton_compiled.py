@@ -106,8 +106,9 @@ def test_products_run_on_tensor_cores(compiled: Found) -> None:
     prefills = [kernel for kernel in halves if kernel["kernel"] in ("_prefill", "_expanded")]
     decodes = [kernel for kernel in halves if kernel["kernel"] == "_decode"]
     assert prefills and decodes
-    for kernel in prefills:  # a warpgroup's product, four times as wide as HMMA's
-        assert kernel["HGMMA"] > 0 and kernel["HMMA"] == 0, kernel
+    for kernel in prefills:  # a warpgroup's product, four times as wide as HMMA's, but for heads of 512
+        wide, other = ("HMMA", "HGMMA") if "full layers" in kernel["case"] else ("HGMMA", "HMMA")
+        assert kernel[wide] > 0 and kernel[other] == 0, kernel
     for kernel in decodes:
         assert kernel["HMMA"] > 0, kernel
     for kernel in halves:
@@ -115,6 +116,10 @@ def test_products_run_on_tensor_cores(compiled: Found) -> None:
         if kernel["kernel"] == "_multiply":
             wide = "QGMMA" if "eight-bit" in kernel["case"] else "HGMMA"
             assert kernel[wide if is_wide else "HMMA"] > 0, kernel
+        if kernel["kernel"] == "_multiply_codes":
+            assert kernel["HGMMA" if is_wide else "HMMA"] > 0, kernel
+            # Codes, and x where its columns are in order.
+            assert kernel["wide_loads"] > 0, kernel
         if kernel["kernel"] == "_block_linear":
             assert kernel["QGMMA" if is_wide else "HMMA"] > 0, kernel
 

@@ -18,7 +18,10 @@ from tests.support.twins import eight_bits as eight_bits_twin
 
 PROMPTS = [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21]]
 COUNT = 3
-SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("gemma3", "mistral-sliding", "deepseek-v2-lite", "opt")]
+SLOW = [
+    pytest.param(case, marks=pytest.mark.slow)
+    for case in ("gemma3", "gemma4", "gpt-oss", "mistral-sliding", "deepseek-v2-lite", "opt")
+]
 
 
 @pytest.mark.parametrize("case", ["qwen3", *SLOW])

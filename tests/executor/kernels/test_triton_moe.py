@@ -122,16 +122,27 @@ def test_experts_of_four_bits_equal_the_twin(
 ) -> None:
     """With biases and the bounded swish, as gpt-oss has them, and every code."""
     hidden, slots, shares, _, _ = case(tokens, experts, top_k, width, inner, dtype, torch.device("cpu"))
-    weights = [in_four_bits(experts, *shape, seed) for seed, shape in enumerate(((2 * inner, width), (width, inner)))]
+    up, down = (in_four_bits(experts, *shape, seed) for seed, shape in enumerate(((2 * inner, width), (width, inner))))
     biases = random(experts, 2 * inner, dtype=dtype, seed=5), random(experts, width, dtype=dtype, seed=6)
+    against_twin(hidden, slots, shares, (up, down), biases, "clamped_swish", device)
+
+
+def against_twin(
+    hidden: Tensor,
+    slots: Tensor,
+    shares: Tensor,
+    weights: tuple[Pair, Pair],
+    biases: Pair,
+    activation: Activation,
+    device: torch.device,
+) -> None:
+    up, down = biases
     exact = fused_experts(
-        hidden.double(), slots, shares.double(), *weights, 0, "clamped_swish", None, tuple(b.double() for b in biases)
+        hidden.double(), slots, shares.double(), *weights, 0, activation, None, (up.double(), down.double())
     )
-    given = [each.to(device) for each in (hidden, slots, shares)]
-    actual = moe.fused_experts(
-        *given, *moved(weights, device), 0, "clamped_swish", None, tuple(each.to(device) for each in biases)
-    )
-    close(actual, exact, dtype)
+    given = hidden.to(device), slots.to(device), shares.to(device)
+    biases = up.to(device), down.to(device)
+    close(moe.fused_experts(*given, *moved(weights, device), 0, activation, None, biases), exact, hidden.dtype)
 
 
 def in_four_bits(experts: int, rows: int, depth: int, seed: int) -> Pair:
@@ -145,13 +156,21 @@ def in_four_bits(experts: int, rows: int, depth: int, seed: int) -> Pair:
 def test_experts_with_biases_equal_the_twin(device: torch.device, dtype: torch.dtype) -> None:
     hidden, slots, shares, gate_up, down = case(9, 5, 2, 64, 40, dtype, torch.device("cpu"))
     biases = random(5, 80, dtype=dtype, seed=5), random(5, 64, dtype=dtype, seed=6)
-    wide = (gate_up.double(), None), (down.double(), None)
     exact = fused_experts(
-        hidden.double(), slots, shares.double(), *wide, 0, "silu", None, tuple(b.double() for b in biases)
+        hidden.double(),
+        slots,
+        shares.double(),
+        (gate_up.double(), None),
+        (down.double(), None),
+        0,
+        "silu",
+        None,
+        (biases[0].double(), biases[1].double()),
     )
-    given = [each.to(device) for each in (hidden, slots, shares)]
+    moved_biases = biases[0].to(device), biases[1].to(device)
     weights = (gate_up.to(device), None), (down.to(device), None)
-    close(moe.fused_experts(*given, *weights, 0, "silu", None, tuple(b.to(device) for b in biases)), exact, dtype)
+    given = hidden.to(device), slots.to(device), shares.to(device)
+    close(moe.fused_experts(*given, *weights, 0, "silu", None, moved_biases), exact, dtype)
 
 
 def test_a_rank_adds_only_what_its_own_experts_make(device: torch.device) -> None:

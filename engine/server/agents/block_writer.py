@@ -1,0 +1,107 @@
+"""An answer as Anthropic's Messages API has it: blocks of thinking, text and calls, and the events of each as it grows."""
+
+from typing import Any
+
+import msgspec
+
+from penstock.engine.http.errors import HttpError, error_body
+from penstock.engine.server.agents.events import EventQueue, Kind, num_cached_tokens
+from penstock.engine.server.call import Call
+from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
+
+UNSIGNED = "unsigned"  # in the place of a signature, which some clients insist on
+FIELDS = {"reasoning": "thinking", "text": "text"}  # of each kind of part the type of its block, and its field
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageReply(msgspec.Struct, kw_only=True):
+    """`usage.input_tokens` are those that were not cached."""
+
+    id: str
+    model: str
+    content: list[dict[str, Any]] = []
+    type: str = "message"
+    role: str = "assistant"
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: dict[str, int] = {}
+
+
+class BlockWriter:
+    def __init__(self, call: Call, *, is_stream: bool) -> None:
+        self.reply = MessageReply(id=f"msg_{call.id}", model=call.model)
+        self.events = EventQueue(is_stream)
+        self._call = call
+        self._kind: Kind | None = None  # of the last block, while it grows
+        self._text: list[str] = []
+
+    def begin(self) -> None:
+        self.reply.usage = self._usage()
+        self.events.add("message_start", message=self.reply)
+        self.events.add("ping")
+
+    def tokens(self, _logprobs: ChatLogprobs) -> None:
+        raise AssertionError("log-probabilities cannot be asked for")
+
+    def start(self, kind: Kind, call: ToolCallDelta | None) -> None:
+        self._close()
+        self._kind, self._text = kind, []
+        block: dict[str, Any]
+        if call is not None:
+            block = {"type": "tool_use", "id": call.id, "name": call.function.name, "input": {}}
+        else:
+            block = {"type": FIELDS[kind], FIELDS[kind]: "", **({"signature": ""} if kind == "reasoning" else {})}
+        self.reply.content.append(block)
+        self.events.add("content_block_start", index=len(self.reply.content) - 1, content_block=block)
+
+    def grow(self, text: str) -> None:
+        self._text.append(text)
+        if self._kind == "call":
+            self._delta("input_json_delta", partial_json=text)
+        else:
+            name = self.reply.content[-1]["type"]
+            self._delta(f"{name}_delta", **{name: text})
+
+    async def end(self, reason: ChatFinish, stop: int | str | None) -> None:
+        self._close()
+        reply = self.reply
+        reply.stop_reason, reply.usage = REASONS.get(reason, "end_turn"), self._usage()
+        if isinstance(stop, str):
+            reply.stop_reason, reply.stop_sequence = "stop_sequence", stop
+        ended = {"stop_reason": reply.stop_reason, "stop_sequence": reply.stop_sequence}
+        self.events.add("message_delta", delta=ended, usage=reply.usage)
+        self.events.add("message_stop")
+
+    async def fail(self, error: HttpError) -> None:
+        found = msgspec.json.decode(error_body(error.status, error.message))
+        self.events.add("error", error=found["error"])
+
+    def _close(self) -> None:
+        """A call that was cut off in its middle is none: it is left out of the whole answer."""
+        if self._kind is None:
+            return
+        block, text = self.reply.content[-1], "".join(self._text)
+        if self._kind == "reasoning":
+            block["signature"] = UNSIGNED
+            self._delta("signature_delta", signature=UNSIGNED)
+        self.events.add("content_block_stop", index=len(self.reply.content) - 1)
+        if self._kind != "call":
+            block[FIELDS[self._kind]] = text
+        else:
+            try:
+                block["input"] = msgspec.json.decode(text or "{}", type=dict[str, Any])
+            except msgspec.MsgspecError:
+                self.reply.content.pop()
+        self._kind = None
+
+    def _delta(self, kind: str, **fields: str) -> None:
+        self.events.add("content_block_delta", index=len(self.reply.content) - 1, delta={"type": kind, **fields})
+
+    def _usage(self) -> dict[str, int]:
+        cached = num_cached_tokens(self._call)
+        return {
+            "input_tokens": self._call.num_prompt_tokens - cached,
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": self._call.num_tokens,
+        }

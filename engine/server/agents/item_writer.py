@@ -1,0 +1,178 @@
+"""An answer as the Responses API has it: items of reasoning, text and calls, and the events of each as it grows."""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from penstock.engine.http.errors import HttpError
+from penstock.engine.server.agents.events import EventQueue, Kind, num_cached_tokens
+from penstock.engine.server.agents.items import PREFIXES
+from penstock.engine.server.call import Call
+from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
+from penstock.engine.text.tokenizer import Tokenizer
+
+# Of each kind of part the type of its item, and that of its text and of the text's events.
+TYPES = {
+    "reasoning": ("reasoning", "reasoning_text"),
+    "text": ("message", "output_text"),
+    "call": ("function_call", "function_call_arguments"),
+}
+
+
+class ItemsReply(msgspec.Struct, kw_only=True):
+    """A response: what was asked, and the items of the answer."""
+
+    id: str
+    created_at: int
+    model: str
+    object: str = "response"
+    status: str = "in_progress"
+    completed_at: int | None = None
+    error: dict[str, str] | None = None
+    incomplete_details: dict[str, str] | None = None
+    output: list[dict[str, Any]] = []
+    usage: dict[str, Any] | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation: dict[str, str] | None = None
+    background: bool = False
+    store: bool = True
+    metadata: dict[str, str] = {}
+    user: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int = 0
+    max_output_tokens: int | None = None
+    tools: list[Any] = []
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    text: Any = None
+    reasoning: Any = None
+    truncation: str = "disabled"
+
+
+class ItemWriter:
+    """`keep` is called with the finished response, before its last event, and answers whether it was kept."""
+
+    def __init__(
+        self,
+        call: Call,
+        reply: ItemsReply,
+        tokenizer: Tokenizer,
+        keep: Callable[[ItemsReply], Awaitable[bool]],
+        *,
+        is_stream: bool,
+    ) -> None:
+        self.reply = reply
+        self.events = EventQueue(is_stream)
+        self.is_cancelled = False  # then what comes as a failure is none
+        self._call, self._tokenizer, self._keep = call, tokenizer, keep
+        self._num_events = 0
+        self._kind: Kind | None = None  # of the last item, while it grows
+        self._text: list[str] = []
+        self._waiting: list[Any] = []  # log-probabilities that go with the next text
+        self._logprobs: list[Any] = []  # and those of the text that grows
+
+    def begin(self) -> None:
+        self._event("response.created", response=self.reply)
+        self._event("response.in_progress", response=self.reply)
+
+    def tokens(self, logprobs: ChatLogprobs) -> None:
+        self._waiting += logprobs.content
+
+    def start(self, kind: Kind, call: ToolCallDelta | None) -> None:
+        self._close("completed")
+        self._kind, self._text, self._logprobs = kind, [], []
+        item_type = TYPES[kind][0]
+        item_id = f"{PREFIXES[item_type]}_{self._call.id}{len(self.reply.output):04x}"
+        item: dict[str, Any] = {"type": item_type, "id": item_id, "status": "in_progress"}
+        if call is not None:
+            item |= {"call_id": call.id, "name": call.function.name, "arguments": ""}
+        else:
+            item |= {"role": "assistant", "content": []} if kind == "text" else {"summary": [], "content": []}
+        self.reply.output.append(item)
+        self._event("response.output_item.added", output_index=len(self.reply.output) - 1, item=item)
+        if call is None:
+            self._about("response.content_part.added", content_index=0, part=self._part())
+
+    def grow(self, text: str) -> None:
+        assert self._kind is not None
+        self._text.append(text)
+        self._about(f"response.{TYPES[self._kind][1]}.delta", delta=text, **self._place())
+
+    async def end(self, reason: ChatFinish, _stop: int | str | None) -> None:
+        if reason == "length":
+            self.reply.incomplete_details = {"reason": "max_output_tokens"}
+            await self._finish("incomplete")
+            return
+        if self._kind in (None, "reasoning"):
+            self.start("text", None)
+        self.reply.completed_at = int(time.time())
+        await self._finish("completed")
+
+    async def fail(self, error: HttpError) -> None:
+        if not self.is_cancelled:
+            code = "server_error" if error.status >= 500 else "invalid_prompt"
+            self.reply.error = {"code": code, "message": error.message}
+        await self._finish("cancelled" if self.is_cancelled else "failed")
+
+    async def _finish(self, status: str) -> None:
+        self._close("completed" if status == "completed" else "incomplete")
+        self.reply.status, self.reply.usage = status, self._usage()
+        self.reply.store = await self._keep(self.reply)
+        self._event(f"response.{status}", response=self.reply)
+
+    def _close(self, status: str) -> None:
+        if self._kind is None:
+            return
+        item, text, what = self.reply.output[-1], "".join(self._text), TYPES[self._kind][1]
+        item["status"] = status
+        if self._kind == "call":
+            item["arguments"] = text
+            self._about(f"response.{what}.done", arguments=text, name=item["name"])
+        else:
+            self._place()  # with the log-probabilities that came without a text
+            item["content"] = [self._part()]
+            more = {"logprobs": self._logprobs} if self._kind == "text" else {}
+            self._about(f"response.{what}.done", content_index=0, text=text, **more)
+            self._about("response.content_part.done", content_index=0, part=item["content"][0])
+        self._event("response.output_item.done", output_index=len(self.reply.output) - 1, item=item)
+        self._kind = None
+
+    def _place(self) -> dict[str, Any]:
+        """What an event of a text has beside the text."""
+        if self._kind != "text":
+            return {} if self._kind == "call" else {"content_index": 0}
+        shown, self._waiting = self._waiting, []
+        self._logprobs += shown
+        return {"content_index": 0, "logprobs": shown}
+
+    def _part(self) -> dict[str, Any]:
+        assert self._kind is not None
+        more = {"annotations": [], "logprobs": self._logprobs} if self._kind == "text" else {}
+        return {"type": TYPES[self._kind][1], "text": "".join(self._text), **more}
+
+    def _about(self, kind: str, **fields: Any) -> None:
+        """An event of the last item."""
+        output = self.reply.output
+        self._event(kind, item_id=output[-1]["id"], output_index=len(output) - 1, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> None:
+        self.events.add(kind, sequence_number=self._num_events, **fields)
+        self._num_events += 1
+
+    def _usage(self) -> dict[str, Any]:
+        call = self._call
+        thought = [
+            part["text"] for item in self.reply.output if item["type"] == "reasoning" for part in item["content"]
+        ]
+        num_thought = sum(len(self._tokenizer.encode(text, False)) for text in thought)
+        return {
+            "input_tokens": call.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": num_cached_tokens(call), "cache_write_tokens": 0},
+            "output_tokens": call.num_tokens,
+            "output_tokens_details": {"reasoning_tokens": min(num_thought, call.num_tokens)},
+            "total_tokens": call.num_prompt_tokens + call.num_tokens,
+        }

@@ -1,0 +1,144 @@
+"""From items, and from what else agents' APIs call a conversation, to the messages of a chat; and back to the client's own
+names where something in them is refused."""
+
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from penstock.engine.http.body import decode
+from penstock.engine.http.errors import HttpError
+from penstock.engine.options import objection
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server.agents.items_schema import ITEM, CallItem, MessageItem, ReasoningItem, ResultItem, TextPart
+from penstock.engine.server.prompts import MAX_MESSAGES
+from penstock.engine.server.service import as_http_error
+from penstock.executor.protocol import ModelInfo
+
+T = TypeVar("T")
+Item = dict[str, Any]
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+_INPUT = msgspec.json.Decoder(str | list[Item])
+
+
+class Messages:
+    """Of a chat, each with its place in what the client sent. An assistant's reasoning, text and calls in a row are one."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.places: list[str] = []
+
+    def add(self, place: str, role: str, **fields: Any) -> None:
+        self.messages.append({"role": role, **fields})
+        self.places.append(place)
+
+    def say(self, place: str, role: str, content: str | list[dict[str, str]]) -> None:
+        if role == "assistant":
+            self._assistants(place, "content", "tool_calls")["content"] = content
+        else:
+            self.add(place, role, content=content)
+
+    def think(self, place: str, text: str) -> None:
+        if text:
+            self._assistants(place, "content", "tool_calls", "reasoning_content")["reasoning_content"] = text
+
+    def call(self, place: str, call_id: str, name: str, arguments: str | dict[str, Any]) -> None:
+        function = {"name": name, "arguments": arguments}
+        self._assistants(place).setdefault("tool_calls", []).append({"id": call_id, "function": function})
+
+    def _assistants(self, place: str, *without: str) -> dict[str, Any]:
+        """The assistant's message at the end, if it has none of these fields yet; else a new one."""
+        if not self.messages or self.messages[-1]["role"] != "assistant" or self.messages[-1].keys() & set(without):
+            self.add(place, "assistant")
+        return self.messages[-1]
+
+
+def given_items(raw: Raw, info: ModelInfo) -> list[Item]:
+    """`input`, which may be a text or nothing, as items that are not yet checked."""
+    if bytes(raw) in (b"", b"null"):
+        return []
+    check_braces("input", raw, info)
+    given = decode(_INPUT, raw, "input")
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:
+    """As of messages (server/prompts.py): to build very many objects holds up all other requests."""
+    limit = 4 * (MAX_MESSAGES + info.max_model_len)
+    if bytes(raw).count(b"{") > limit:
+        raise InvalidRequest(field, f"more than {limit} objects or braces cannot fit the context")
+
+
+def named_items(given: list[Item], field: str, owner: str) -> list[Item]:
+    """Checked, with their types and with ids, from which their owner can be found."""
+    if len(given) > MAX_MESSAGES:
+        raise InvalidRequest(field, f"{len(given)} given; at most {MAX_MESSAGES} are allowed")
+    items = [{"type": "message" if "role" in item else "item_reference", **item} for item in given]
+    items = [{name: value for name, value in item.items() if value is not None} for item in items]
+    of_kind(items, list[ITEM], field)
+    token = owner.partition("_")[2]
+    return [
+        {"id": f"{PREFIXES[item['type']]}_{token}{secrets.token_hex(4)}", **item} if "id" not in item else item
+        for item in items
+    ]
+
+
+def to_messages(items: Sequence[tuple[str, Item]], instructions: str | None) -> Messages:
+    """Of items with their places."""
+    chat = Messages()
+    if instructions:
+        chat.add("instructions", "system", content=instructions)
+    for place, plain in items:
+        item = of_kind(plain, ITEM, place)
+        if isinstance(item, MessageItem):
+            chat.say(place, item.role, chat_text(item.content))
+        elif isinstance(item, CallItem):
+            chat.call(place, item.call_id, item.name, item.arguments)
+        elif isinstance(item, ResultItem):
+            chat.add(place, "tool", tool_call_id=item.call_id, content=chat_text(item.output))
+        elif isinstance(item, ReasoningItem):
+            chat.think(place, "\n".join(part.text for part in item.content or item.summary))
+    return chat
+
+
+def chat_text(content: str | list[TextPart]) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return content
+    return [{"type": "text", "text": part.text or part.refusal} for part in content]
+
+
+def of_kind(value: object, kind: Any, field: str) -> Any:
+    """A plain object as a struct; raises InvalidRequest."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        within, what = objection(error)
+        raise InvalidRequest(field + within, what) from None
+
+
+@contextmanager
+def in_words_of(names: Mapping[str, str], places: Sequence[str]) -> Iterator[None]:
+    """What is refused in a chat is refused under the names of the API that it was made from."""
+    try:
+        yield
+    except (InvalidRequest, HttpError) as error:
+        found = as_http_error(error)
+        if found.param is None:
+            raise
+        name = _renamed(found.param, names, places)
+        message = name + found.message.removeprefix(found.param)
+        raise HttpError(found.status, message, param=name, headers=found.headers) from None
+
+
+def _renamed(field: str, names: Mapping[str, str], places: Sequence[str]) -> str:
+    placed = re.match(r"messages\[(\d+)\](.*)", field)
+    if placed is not None:
+        return places[int(placed[1])] + (placed[2] if ".tool_calls" not in placed[2] else "")
+    field = field.replace("].function", "]") if field.startswith("tools[") else field
+    old = max((name for name in names if field == name or field.startswith(f"{name}.")), default=None)
+    return field if old is None else names[old] + field[len(old) :]

@@ -1,0 +1,177 @@
+"""What clients of the Responses API may send: one struct per request, item and tool, and the fields that are not served."""
+
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw
+
+from penstock.engine.server.requests import UNSERVED, JsonSchema, PromptRequest, Unserved, with_sampling
+
+Id = Annotated[str, Meta(min_length=1, max_length=256)]
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
+]
+# Many clients ask for the second: reasoning stands openly in the content of its item, so that nothing is encrypted.
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a request; a field that is not here is refused."""
+
+
+class TextPart(Strict, frozen=True):
+    type: Literal["input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"]
+    text: str = ""
+    refusal: str = ""
+    # These do not reach the prompt.
+    annotations: Any = None
+    logprobs: Any = None
+    prompt_cache_breakpoint: Any = None
+
+
+Text = str | list[TextPart]
+
+
+class AnyItem(Strict, frozen=True, tag_field="type", kw_only=True):
+    id: Id | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(AnyItem, frozen=True, tag="message"):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text
+    phase: str | None = None
+
+
+class CallItem(AnyItem, frozen=True, tag="function_call"):
+    call_id: Id
+    name: str
+    arguments: str
+
+
+class ResultItem(AnyItem, frozen=True, tag="function_call_output"):
+    call_id: Id
+    output: Text
+    name: str | None = None
+
+
+class ReasoningItem(AnyItem, frozen=True, tag="reasoning"):
+    summary: list[TextPart] = []
+    content: list[TextPart] | None = None
+    encrypted_content: Literal[""] | None = None  # what another server encrypted cannot be read here
+
+
+class ReferenceItem(AnyItem, frozen=True, tag="item_reference"):
+    id: Id
+
+
+ITEM = MessageItem | CallItem | ResultItem | ReasoningItem | ReferenceItem
+
+
+class TextFormat(JsonSchema, frozen=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+
+
+class TextConfig(Strict, frozen=True):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None  # the model has no such setting
+
+
+class Effort(Strict, frozen=True):
+    """`reasoning`. There are no summaries, for the reasoning itself is shown."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class FlatTool(Strict, frozen=True):
+    """A function: the tools that OpenAI runs are not here."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    output_schema: dict[str, Any] | None = None  # says nothing about how it is called
+
+
+class ChosenTool(Strict, frozen=True, tag_field="type", tag="function"):
+    name: str
+
+
+class AllowedTools(Strict, frozen=True, tag_field="type", tag="allowed_tools"):
+    """The model is shown no others."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ChosenTool]
+
+
+class ConversationId(Strict, frozen=True):
+    id: Id
+
+
+class ItemsRequest(PromptRequest, kw_only=True):
+    """POST /v1/responses/input_tokens: what a prompt is made of"""
+
+    input: Annotated[Raw, Meta(extra_json_schema={"anyOf": [{"type": "string"}, {"type": "array"}]})] = msgspec.field(
+        default_factory=Raw
+    )
+    instructions: str | None = None
+    previous_response_id: Id | None = None
+    conversation: Id | ConversationId | None = None
+    tools: list[FlatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: Effort | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
+
+
+@partial(with_sampling, without=("n", "max_tokens", "prompt_logprobs"))
+class ResponsesRequest(ItemsRequest, kw_only=True):
+    """POST /v1/responses"""
+
+    stream: bool | None = None
+    stream_options: dict[Literal["include_obfuscation"], bool] | None = None  # none is ever added
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    include: list[Included] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    metadata: Metadata | None = None
+    user: str | None = None
+    max_tool_calls: int | None = None  # of tools that OpenAI runs
+    prompt_cache_options: Any = None  # every prompt's blocks are cached, as long as they fit
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True):
+    """POST /v1/conversations"""
+
+    metadata: Metadata | None = None
+    items: list[dict[str, Any]] | None = None
+
+
+NOT_SERVED = {
+    **{name: why for name, why in UNSERVED.items() if name not in ItemsRequest.__struct_fields__},
+    "n": Unserved("a response is one answer", (1,)),
+    "max_tokens": Unserved("use max_output_tokens"),
+    "max_completion_tokens": Unserved("use max_output_tokens"),
+    "response_format": Unserved("use text.format"),
+    "reasoning_effort": Unserved("use reasoning.effort"),
+    "messages": Unserved("use input"),
+    "logprobs": Unserved("use top_logprobs, or include message.output_text.logprobs", (False,)),
+    "prompt_logprobs": Unserved("only completions and chats show them"),
+    "prompt": Unserved("no prompts are kept here; send instructions and input"),
+    "context_management": Unserved("nothing is compacted here; use truncation", ([],)),
+    "moderation": Unserved("there is no moderation"),
+    "image": Unserved("only text is understood"),
+    "access_programs": Unserved("there are no such programs"),
+    "personality": Unserved("the model has no such setting; use instructions"),
+}

@@ -1,0 +1,146 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages, answered by the one chat path."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from penstock.engine.http.body import decode
+from penstock.engine.http.errors import HttpError, clip
+from penstock.engine.sampling_params import InvalidRequest
+from penstock.engine.server import requests as schema
+from penstock.engine.server.agents.block_writer import BlockWriter, MessageReply
+from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
+from penstock.engine.server.agents.items import Messages, check_braces, in_words_of
+from penstock.engine.server.agents.messages_schema import (
+    NOT_SERVED,
+    BlockMessage,
+    CountRequest,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
+from penstock.engine.server.call import Call
+from penstock.engine.server.chat import ChatReply, ask
+from penstock.engine.server.service import Service
+
+VERSIONS = ("2023-06-01", "2026-10-21")  # what is taken and given is the same under both
+NAMES = {  # what a chat calls otherwise
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "tool_choice.function": "tool_choice",
+}
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+SAME = {*MessagesRequest.__struct_fields__} & {*schema.ChatRequest.__struct_fields__} - {
+    "messages",
+    "tools",
+    "tool_choice",
+}
+
+_CREATE = msgspec.json.Decoder(MessagesRequest)
+_COUNT = msgspec.json.Decoder(CountRequest)
+_MESSAGES = msgspec.json.Decoder(list[BlockMessage])
+
+
+class CountReply(msgspec.Struct, frozen=True):
+    input_tokens: int
+
+
+async def messages(service: Service, call: Call, body: bytes) -> MessageReply | AsyncGenerator[bytes, None]:
+    """Answer a conversation of blocks."""
+    request = _accepted(service, call, body, _CREATE)
+    chat, places = _chat(service, request)
+    with in_words_of(NAMES, places):
+        plan = await ask(service, call, chat, len(body))
+    writer = BlockWriter(call, is_stream=bool(request.stream))
+    pieces = write(service, call, ChatReply(service, call, chat, plan), writer, raises=not request.stream)
+    if request.stream:
+        return pieces
+    async for _ in pieces:
+        pass
+    return writer.reply
+
+
+async def count_tokens(service: Service, call: Call, body: bytes) -> CountReply:
+    """How many tokens the prompt of a message would have."""
+    chat, places = _chat(service, _accepted(service, call, body, _COUNT))
+    with service.admit(1), in_words_of(NAMES, places):
+        return CountReply(await num_prompt_tokens(service, chat, len(body)))
+
+
+def _accepted(service: Service, call: Call, body: bytes, decoder: Any) -> Any:
+    given = [value.decode("latin-1") for name, value in call.scope["headers"] if name == b"anthropic-version"]
+    if given and given[0] not in VERSIONS:
+        what = f"anthropic-version: {clip(given[0])!r} is not served; {' and '.join(VERSIONS)} are"
+        raise HttpError(400, what, param="anthropic-version")
+    return service.accept(call, body, decoder, NOT_SERVED)
+
+
+def _chat(service: Service, request: CountRequest) -> tuple[schema.ChatRequest, list[str]]:
+    """The chat that the request stands for, and where its messages were written."""
+    check_braces("messages", request.messages, service.info)
+    given = decode(_MESSAGES, request.messages, "messages")
+    if not given:
+        raise InvalidRequest("messages", "at least one is needed")
+    chat = Messages()
+    if request.system:
+        chat.add("system", "system", content=_text(request.system))
+    for index, message in enumerate(given):
+        _add(chat, f"messages[{index}]", message)
+    fields: dict[str, Any] = {name: getattr(request, name, None) for name in SAME}
+    if given[-1].role == "assistant":  # its beginning is given: the model goes on from there
+        fields["continue_final_message"] = True
+    fields |= _options(request)
+    return schema.ChatRequest(messages=Raw(msgspec.json.encode(chat.messages)), **fields), chat.places
+
+
+def _add(chat: Messages, place: str, message: BlockMessage) -> None:
+    """An assistant's blocks as one message; the results of tools each in a message of their own, and the text around."""
+    blocks = [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+    texts: list[dict[str, str]] | None = None
+    for index, block in enumerate(blocks):
+        at = f"{place}.content[{index}]"
+        if isinstance(block, TextBlock):
+            if texts is None:
+                texts = []
+                chat.say(place, message.role, texts)
+            texts.append({"type": "text", "text": block.text})
+        elif isinstance(block, ThinkingBlock):
+            chat.think(place, block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            chat.call(at, block.id, block.name, block.input)
+        else:
+            error = "Error: " if block.is_error else ""  # templates have no other word for it
+            chat.add(at, "tool", tool_call_id=block.tool_use_id, content=error + _text(block.content))
+            texts = None
+
+
+def _text(content: str | list[TextBlock]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+
+
+def _options(request: CountRequest) -> dict[str, Any]:
+    """What a chat says in another way."""
+    fields: dict[str, Any] = {"stop": getattr(request, "stop_sequences", None)}
+    if (thinking := request.thinking) is not None:
+        fields["chat_template_kwargs"] = thinking_switch(thinking.type != "disabled")
+        fields["include_reasoning"] = thinking.type != "disabled" and thinking.display != "omitted"
+    fields["tools"] = [
+        schema.Tool(schema.Function(tool.name, tool.description, tool.input_schema, tool.strict))
+        for tool in request.tools or ()
+    ]
+    if (choice := request.tool_choice) is not None:
+        if (choice.type == "tool") != (choice.name is not None):
+            raise InvalidRequest("tool_choice.name", "needed with the type 'tool', and only there")
+        named = None if choice.name is None else schema.NamedTool(schema.FunctionName(choice.name))
+        fields["tool_choice"] = named or CHOICES[choice.type]
+        fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if (config := request.output_config) is not None:
+        fields["reasoning_effort"] = config.effort
+        if config.format is not None:
+            fields["response_format"] = schema.ResponseFormat("json_schema", schema.JsonSchema(config.format.schema))
+    return fields

@@ -1,0 +1,121 @@
+"""What clients of Anthropic's Messages API may send: one struct per request, block and tool, and the fields that are not
+served."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw
+
+from penstock.engine.server.agents.items_schema import Id, Strict
+from penstock.engine.server.requests import PromptRequest, Unserved
+
+
+class ContentBlock(Strict, frozen=True, tag_field="type", kw_only=True):
+    cache_control: Any = None  # every prompt's blocks are cached, as long as they fit
+
+
+class TextBlock(ContentBlock, frozen=True, tag="text"):
+    text: str
+    citations: None = None
+
+
+class ThinkingBlock(ContentBlock, frozen=True, tag="thinking"):
+    thinking: str
+    signature: str | None = None  # is not looked at
+
+
+class ToolUseBlock(ContentBlock, frozen=True, tag="tool_use"):
+    id: Id
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(ContentBlock, frozen=True, tag="tool_result"):
+    tool_use_id: Id
+    content: str | list[TextBlock] = ""
+    is_error: bool | None = None
+
+
+class BlockMessage(Strict, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+
+
+class ThinkingConfig(Strict, frozen=True):
+    """Without it the model thinks as its template says. A budget holds no model to it; max_tokens does."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class BlockTool(Strict, frozen=True):
+    """A function: the tools that Anthropic runs are not here."""
+
+    name: str
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None  # not shown to the model
+    cache_control: Any = None
+    eager_input_streaming: bool | None = None  # it always is
+
+
+class BlockChoice(Strict, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(Strict, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Strict, frozen=True):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountRequest(PromptRequest, kw_only=True):
+    """POST /v1/messages/count_tokens: what a prompt is made of"""
+
+    messages: Annotated[Raw, Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
+    system: str | list[TextBlock] | None = None
+    tools: list[BlockTool] | None = None
+    tool_choice: BlockChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Any = None
+    user_profile_id: str | None = None  # these two say for whom
+    workspace_id: str | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """POST /v1/messages"""
+
+    max_tokens: int
+    stream: bool | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+
+
+_SERVICE = "this is one server, with one speed"
+NOT_SERVED = {
+    "speed": Unserved(_SERVICE, ("standard",)),
+    "inference_geo": Unserved(_SERVICE, ("global",)),
+    "container": Unserved("nothing is run here"),
+    "mcp_servers": Unserved("nothing is run here; give their tools as functions", ([],)),
+    "diagnostics": Unserved("there is no such report; usage says what was cached"),
+    # What many agents send and that changes nothing: to keep all reasoning.
+    "context_management": Unserved(
+        "messages are not edited here",
+        ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    ),
+    "output_format": Unserved("use output_config.format"),
+    "stop": Unserved("use stop_sequences"),
+    "n": Unserved("a message is one answer", (1,)),
+}

@@ -1,0 +1,212 @@
+"""A model folder whose linear layers are stored as codes: several tensors for each `x.weight`, seen as that one weight.
+
+Which layers these are the tensors' names say, and every tensor's shape and dtype is checked against its weight's and the
+schemes that config.json allows. Layouts:
+
+  awq      qweight int32 [in, out / 8], qzeros [groups, out / 8]: eight codes of a word are of outputs 0 2 4 6 1 3 5 7
+  gptq     qweight int32 [in · bits / 32, out], qzeros [groups, out · bits / 32] (less one, but for gptq_v2)
+  packed   weight_packed int32 [out, in · bits / 32], weight_zero_point [out · bits / 32, groups] or int8 [out, groups]
+  bytes    weight int8 [out, in], weight_zero_point int8;  floats: weight float8_e4m3fn
+
+Scales are [groups, out] for the first two, [out, groups] for the others. `g_idx` [in] names each input's group.
+"""
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.executor.kernels.codes import Coded
+from penstock.executor.kernels.grouped import EIGHT_BIT_FLOATS, Grouped
+from penstock.executor.loading.quantization import Scheme
+from penstock.executor.loading.safetensors_folder import SafetensorsFolder
+from penstock.executor.protocol import ExecutorError
+
+MAIN = {"awq": "qweight", "gptq": "qweight", "gptq_v2": "qweight", "packed": "weight_packed"}
+MAIN |= {"bytes": "weight", "floats": "weight"}
+_BESIDE = "qzeros scales g_idx weight_scale weight_zero_point weight_shape weight_g_idx input_scale input_zero_point"
+_SCALES = ("F16", "BF16", "F32")
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of outputs 0, 1, … in a word
+
+
+class PackedCheckpoint:
+    """The Checkpoint protocol. Raises ExecutorError for what does not fit together, with tensor and shape."""
+
+    def __init__(self, folder: SafetensorsFolder, schemes: list[Scheme], where: str) -> None:
+        self.config: dict[str, Any] = folder.config
+        self.has_codes = any(scheme.layout != "floats" for scheme in schemes)
+        self._folder, self._schemes, self._where = folder, schemes, where
+        self._layout, self._main = schemes[0].layout, MAIN[schemes[0].layout]
+
+    @cached_property
+    def _stored(self) -> dict[str, bool]:
+        """The names of weights and other tensors → whether a weight is codes."""
+        names = self._folder.names()
+        end = f".{self._main}"
+        packed = [name.removesuffix(end) for name in names if name.endswith(end) and self._is_packed(name)]
+        kinds = {self._main, *_BESIDE.split()} - ({"weight_zero_point"} if self._layout == "floats" else set())
+        beside = {f"{module}.{kind}" for module in packed for kind in kinds}
+        return dict.fromkeys((name for name in names if name not in beside), False) | dict.fromkeys(
+            (f"{module}.weight" for module in packed), True
+        )
+
+    def _is_packed(self, name: str) -> bool:
+        return self._main != "weight" or self._folder.dtype(name) in ("I8", "F8_E4M3")
+
+    def names(self) -> list[str]:
+        return list(self._stored)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if not self._stored[name]:
+            return self._folder.shape(name)
+        module = name.removesuffix(".weight")
+        found = self._folder.shape(f"{module}.{self._main}")
+        if len(found) != 2 or 0 in found:
+            raise self._error(f"{module}.{self._main}", "shape", list(found), "a matrix's")
+        if self._layout == "packed":
+            return self._packed_shape(module, found)
+        first, second = found
+        if self._layout == "awq":
+            return second * 8, first
+        return found if self._main == "weight" else (second, first * 32 // self._schemes[0].bits)
+
+    def _packed_shape(self, module: str, found: tuple[int, ...]) -> tuple[int, int]:
+        name = f"{module}.weight_shape"
+        rows, columns = self._get(name, ("I64", "I32"), (2,)).tolist()
+        allowed = {found[1] * 32 // scheme.bits for scheme in self._schemes}
+        if rows != found[0] or columns not in allowed:
+            expected = " or ".join(f"[{found[0]}, {count}]" for count in sorted(allowed))
+            raise self._error(name, "value", [rows, columns], f"{expected}, by the packed weight,")
+        return rows, columns
+
+    def read(self, name: str) -> Tensor | Coded | Grouped:
+        if not self._stored[name]:
+            return self._folder.read(name)
+        module = name.removesuffix(".weight")
+        read = {"awq": self._awq, "gptq": self._gptq, "gptq_v2": self._gptq}.get(self._layout, self._compressed)
+        part, scheme, g_idx = read(module, *self.shape(name))
+        finite = part.scales.isfinite().all(1)
+        if not finite.all():
+            row = int((~finite).nonzero()[0, 0])
+            raise ExecutorError(f"{self._where}: tensor {name!r}: row {row} has a scale that is not finite")
+        middle = 1 << part.bits - 1
+        if scheme.is_symmetric and part.below is not None and bool((part.below == middle).all()):
+            part = part._replace(below=None)
+        return part if g_idx is None else self._ordered(part, f"{module}.{g_idx}")
+
+    def _awq(self, module: str, rows: int, columns: int) -> tuple[Grouped, Scheme, None]:
+        scheme, groups = self._schemes[0], self._groups(module, columns)
+        stored = self._get(f"{module}.qweight", ("I32",), (columns, rows // 8))
+        zeros = self._get(f"{module}.qzeros", ("I32",), (groups, rows // 8))
+        codes, below = (
+            _unpacked(part, 4).unflatten(1, (-1, 8))[..., _AWQ_PLACES].flatten(1) for part in (stored, zeros)
+        )
+        scales = self._get(f"{module}.scales", _SCALES, (groups, rows))
+        return Grouped(f"{module}.weight", _turned(codes), _turned(scales), _turned(below), 4), scheme, None
+
+    def _gptq(self, module: str, rows: int, columns: int) -> tuple[Grouped, Scheme, str | None]:
+        scheme, groups = self._schemes[0], self._groups(module, columns)
+        bits = scheme.bits
+        if rows * bits % 32:
+            raise self._error(f"{module}.qweight", "outputs", rows, f"a multiple of {32 // bits}")
+        stored = self._get(f"{module}.qweight", ("I32",), (columns * bits // 32, rows))
+        zeros = self._get(f"{module}.qzeros", ("I32",), (groups, rows * bits // 32))
+        if self._layout == "gptq":  # one less each, in whole words: what was borrowed is given back
+            zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)
+        scales = self._get(f"{module}.scales", _SCALES, (groups, rows))
+        below = _turned(_unpacked(zeros, bits))
+        part = Grouped(f"{module}.weight", _unpacked(_turned(stored), bits), _turned(scales), below, bits)
+        return part, scheme, "g_idx" if self._has(f"{module}.g_idx") else None
+
+    def _compressed(self, module: str, rows: int, columns: int) -> tuple[Grouped, Scheme, str | None]:
+        name = f"{module}.weight_scale"
+        found = self._folder.shape(name) if self._has(name) else ()
+        scheme, groups = self._scheme(module, columns, found[1] if len(found) == 2 else 1)
+        is_one = found in ((), (1,), (1, 1)) and groups == 1
+        scales = self._get(name, _SCALES, found if is_one else (rows, groups)).expand(rows, groups).contiguous()
+        dtype = {"packed": "I32", "bytes": "I8", "floats": "F8_E4M3"}[self._layout]
+        bits, middle = scheme.bits, 1 << scheme.bits - 1
+        shape = (rows, columns * bits // 32) if self._layout == "packed" else (rows, columns)
+        codes = self._get(f"{module}.{self._main}", (dtype,), shape)
+        if self._layout == "packed":
+            codes = _unpacked(codes, bits)
+        elif codes.dtype is not EIGHT_BIT_FLOATS:
+            codes = codes.view(torch.uint8) ^ 128
+        below = self._zeros(f"{module}.weight_zero_point", rows, groups, bits, middle)
+        g_idx = "weight_g_idx" if self._has(f"{module}.weight_g_idx") else None
+        return Grouped(f"{module}.weight", codes, scales, below, bits), scheme, g_idx
+
+    def _zeros(self, name: str, rows: int, groups: int, bits: int, middle: int) -> Tensor | None:
+        if self._layout == "floats" or not self._has(name):
+            return None
+        if self._layout == "packed" and self._folder.dtype(name) == "I32":
+            stored = self._get(name, ("I32",), (-(-rows * bits // 32), groups))
+            return _turned(_unpacked(_turned(stored), bits)[:, :rows])
+        found = self._folder.shape(name)
+        stored = self._get(name, ("I8",), found if found == (1,) and groups == 1 else (rows, groups))
+        return (stored.short() + middle).to(torch.uint8).expand(rows, groups).contiguous()
+
+    def _scheme(self, module: str, columns: int, groups: int) -> tuple[Scheme, int]:
+        """The one that this module follows, by its scales; and how many groups it has."""
+        packed = self._folder.shape(f"{module}.{self._main}")[1]
+        for scheme in self._schemes:
+            fits = self._layout != "packed" or packed * 32 == columns * scheme.bits
+            if fits and groups == (1 if scheme.group == -1 else columns / scheme.group):
+                return scheme, groups
+        allowed = ", ".join(f"{scheme.bits} bits by {scheme.group}" for scheme in self._schemes)
+        raise self._error(f"{module}.weight_scale", "groups", groups, f"as many as {allowed} have for {columns} inputs")
+
+    def _groups(self, module: str, columns: int) -> int:
+        size = self._schemes[0].group
+        if size != -1 and columns % size:
+            raise ExecutorError(
+                f"{self._where}: quantization_config: group_size: {size} found; a divisor of {columns}, the inputs of "
+                f"{module!r}, is expected"
+            )
+        return 1 if size == -1 else columns // size
+
+    def _ordered(self, part: Grouped, name: str) -> Grouped:
+        """Columns sorted by their groups, so that neighbours share a scale again."""
+        (_, columns), groups = part.shape, part.scales.shape[1]
+        g_idx = self._get(name, ("I32", "I64"), (columns,)).long()
+        if (g_idx == -1).all():
+            return part  # as compressed-tensors has them where there is no order
+        low, high = int(g_idx.min()), int(g_idx.max())
+        if low < 0 or high >= groups:
+            raise self._error(name, "group", low if low < 0 else high, f"one of 0 to {groups - 1}")
+        counts = torch.bincount(g_idx, minlength=groups)
+        if (counts != part.group).any():
+            odd = int((counts != part.group).nonzero()[0, 0])
+            raise self._error(name, f"group {odd} with inputs", int(counts[odd]), f"{part.group} of each")
+        order = g_idx.argsort(stable=True)
+        if torch.equal(order, torch.arange(columns)):
+            return part
+        codes = part.codes.view(torch.uint8).index_select(1, order).view(part.codes.dtype)
+        return part._replace(codes=codes, order=order)
+
+    def _has(self, name: str) -> bool:
+        return name in self._folder.all_names
+
+    def _get(self, name: str, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
+        if not self._has(name):
+            raise ExecutorError(f"{self._where}: tensor {name!r} of shape {list(shape)} is missing")
+        found, dtype = self._folder.shape(name), self._folder.dtype(name)
+        if found != shape:
+            raise self._error(name, "shape", list(found), str(list(shape)))
+        if dtype not in dtypes:
+            raise self._error(name, "dtype", dtype, " or ".join(dtypes))
+        return self._folder.stored(name)
+
+    def _error(self, name: str, what: str, found: object, expected: str) -> ExecutorError:
+        return ExecutorError(f"{self._where}: tensor {name!r}: {what} {found} found; {expected} is expected")
+
+
+def _unpacked(words: Tensor, bits: int) -> Tensor:
+    """int32 [n, words] -> uint8 [n, codes], the lowest bits first."""
+    codes = words.contiguous().view(torch.uint8)
+    return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+
+
+def _turned(values: Tensor) -> Tensor:
+    return values.t().contiguous()

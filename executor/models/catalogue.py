@@ -1,0 +1,115 @@
+"""What runs, as `penstock models` lists it: families of models, what is special about each, and what is refused by name.
+
+Plain data without torch. tests/executor/test_catalogue.py holds it against the registry, the specs that the families
+make and the GGUF architectures that are read.
+"""
+
+from collections.abc import Container
+from typing import NamedTuple
+
+DTYPES = ("bfloat16", "float32", "float16 (GPU)")
+STORED = (
+    "safetensors: float32, bfloat16, float16, FP8 in blocks of 128 × 128",
+    "GGUF: floats and codes of 2 to 8 bits",
+)
+
+
+class Family(NamedTuple):
+    name: str
+    architectures: tuple[str, ...]  # in config.json, without what all end in, ForCausalLM
+    # window: layers that see only the last positions; experts; MLA: latent attention; unrotated: layers without
+    # positions; caps: scores and logits are bounded; sinks: a part of attention goes nowhere; longrope: one rotation for short contexts and another for long ones; text of: what is left of them.
+    features: tuple[str, ...] = ()
+    gguf: tuple[str, ...] = ()  # architectures of GGUF files
+    tools: tuple[str, ...] = ()  # formats in which its models' templates write calls
+    reasoning: str = ""
+
+
+FAMILIES = (
+    Family("DeepSeek V2", ("DeepseekV2",), ("experts", "MLA"), ("deepseek2",)),
+    Family(
+        "DeepSeek V3, R1", ("DeepseekV3",), ("experts", "MLA"), ("deepseek2",), ("deepseek_v3", "deepseek_v31"), "think"
+    ),
+    Family("ERNIE 4.5", ("Ernie4_5",), (), ("ernie4_5",)),
+    Family("ERNIE 4.5 MoE", ("Ernie4_5_Moe",), ("experts",)),
+    Family("Gemma 2", ("Gemma2",), ("window", "caps"), ("gemma2",)),
+    Family("Gemma 3", ("Gemma3",), ("window", "text of images"), ("gemma3",)),
+    Family("GLM-4 (0414)", ("Glm4",), (), ("glm4",)),
+    Family("GLM-4.5 to 4.7", ("Glm4Moe",), ("experts",), (), ("glm45", "glm47"), "think"),
+    Family("GLM-4.7 Flash", ("Glm4MoeLite",), ("experts", "MLA"), (), ("glm47",), "think"),
+    Family("gpt-oss", ("GptOss",), ("experts", "window", "sinks"), ("gpt-oss",), ("harmony",), "harmony"),
+    Family("Granite 3", ("Granite",), (), ("granite",), ("granite",)),
+    Family("Granite 3 and 4 MoE", ("GraniteMoe", "GraniteMoeShared"), ("experts",), (), ("granite",)),
+    Family("Granite 4 without Mamba", ("GraniteMoeHybrid",), ("experts", "unrotated"), (), ("hermes",)),
+    Family("Hunyuan dense", ("HunYuanDenseV1",), (), ("hunyuan-dense",), ("hunyuan_a13b",), "think"),
+    Family("Llama 1 to 3, SmolLM2", ("Llama",), (), ("llama",), ("llama3_json",)),
+    Family("MiniMax-M2", ("MiniMaxM2",), ("experts",), (), ("minimax_m2",), "think"),
+    Family("Mistral", ("Mistral", "Ministral"), ("window", "text of images"), ("llama",), ("mistral",)),
+    Family("Ministral 3", ("Ministral3",), ("text of images",), (), ("mistral",), "mistral"),
+    Family("Mixtral", ("Mixtral",), ("experts", "window"), ("llama",), ("mistral",)),
+    Family("OLMo 2", ("Olmo2",), (), ("olmo2",)),
+    Family("OLMo 3", ("Olmo3",), ("window",), (), ("olmo3",), "think"),
+    Family("OPT", ("OPT",)),
+    Family("Phi-3, Phi-4", ("Phi3",), ("window", "longrope"), ("phi3",), ("phi4_mini_json",)),
+    Family("Qwen 2 and 2.5", ("Qwen2",), ("window",), ("qwen2",), ("hermes", "qwen2_5_coder")),
+    Family("Qwen 2 MoE", ("Qwen2Moe",), ("experts",), ("qwen2moe",)),
+    Family("Qwen 3", ("Qwen3",), ("window",), ("qwen3",), ("hermes",), "think"),
+    Family("Qwen 3 MoE", ("Qwen3Moe",), ("experts",), ("qwen3moe",), ("hermes", "qwen3_coder"), "think"),
+    Family("Seed-OSS", ("SeedOss",), (), ("seed_oss",), ("seed_oss",), "think"),
+    Family("SmolLM3", ("SmolLM3",), ("window", "unrotated"), ("smollm3",), ("hermes",), "think"),
+)
+
+# Known, and what would be missing, by how the architecture's name begins.
+REFUSED = {
+    "Bamba": "Mamba layers",
+    "Bloom": "attention by distance (ALiBi) and layer norms",
+    "Cohere": "layer norms, attention and MLP side by side",
+    "DeepseekV32": "sparse attention",
+    "Falcon": "attention and MLP side by side, Mamba layers",
+    "GPT": "learned positions, layer norms, attention and MLP side by side",
+    "GlmMoeDsa": "sparse attention",
+    "Jamba": "Mamba layers",
+    "Llama4": "attention in chunks, its experts",
+    "Mamba": "Mamba layers",
+    "Nemotron": "Mamba layers, squared ReLU",
+    "Phi4M": "images and speech, adapters for them",
+    "PhiMoE": "its router, layer norms",
+    "Phimoe": "its router, layer norms",
+    "Qwen2_5_VL": "positions in three dimensions",
+    "Qwen3VL": "positions in three dimensions",
+    "StableLm": "layer norms",
+    "Starcoder2": "layer norms",
+}
+
+
+def missing(architecture: str) -> str | None:
+    """What an architecture that is known but not computed would need."""
+    found = [name for name in REFUSED if architecture.startswith(name)]
+    return REFUSED[max(found, key=len)] if found else None
+
+
+def table(tools: Container[str], reasoning: Container[str]) -> list[dict[str, object]]:
+    """A row for each family. Of formats other than those given, which the server reads, it says nothing."""
+    rows: list[dict[str, object]] = []
+    for family in FAMILIES:
+        row: dict[str, object] = family._asdict()
+        row["architectures"] = [f"{name}ForCausalLM" for name in family.architectures]
+        row["tools"] = [name for name in family.tools if name in tools]
+        row["reasoning"] = family.reasoning if family.reasoning in reasoning else ""
+        rows.append(row | {"dtypes": DTYPES, "stored": STORED})
+    return rows
+
+
+def as_text(rows: list[dict[str, object]]) -> str:
+    """As a table in Markdown, which the terminal shows as well."""
+    columns = {"name": "family", "architectures": "architecture", "features": "", "gguf": "GGUF", "tools": "tool calls"}
+    columns["reasoning"] = "reasoning"
+    lines = [tuple(columns.values())]
+    for row in rows:
+        cells = (row[name] for name in columns)
+        texts = (cell if isinstance(cell, str) else ", ".join(cell) for cell in cells)  # type: ignore[arg-type]
+        lines.append(tuple(text.replace("ForCausalLM", "") for text in texts))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, tuple("-" * width for width in widths))
+    drawn = ("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+    return "\n".join((*drawn, "", f"Computed in {', '.join(DTYPES)}. Stored as {'; '.join(STORED)}."))

@@ -1,0 +1,233 @@
+"""/v1/messages, as Anthropic's own package sends and reads them; what it sends is written out where it may be missing."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.engine.text.template import ChatTemplate
+from tests.support.chat_samples import QWEN3
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.running_server import MODEL, Running, running
+
+HI = [{"role": "user", "content": "Hi"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOL = {"name": "weather", "description": "Weather.", "input_schema": SCHEMA}
+CALLED = '<think>\nHm.\n</think>\n\nLook.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[Running]:
+    with running(template=ChatTemplate(QWEN3, {"bos_token": ""})) as server:
+        yield server
+
+
+@pytest.fixture
+def server(started: Running) -> Running:
+    started.engine.reply = "Hello."
+    return started
+
+
+def package() -> Any:
+    return pytest.importorskip("anthropic", reason="the package anthropic is not installed")
+
+
+def client_of(server: Running, **options: Any) -> Any:
+    return package().Anthropic(base_url=server.url, max_retries=0, **{"api_key": "unused", **options})
+
+
+def prompt_of(server: Running) -> str:
+    return byte_tokenizer().decode(server.engine.submitted[-1][0], skip_special_tokens=False)
+
+
+def post(server: Running, **fields: Any) -> httpx.Response:
+    return server.post("/v1/messages", {"model": MODEL, "max_tokens": 500, "messages": HI, **fields})
+
+
+def content(server: Running, **fields: Any) -> list[dict[str, Any]]:
+    answer = post(server, **fields)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["content"])
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Each event is named as its data are."""
+    found = []
+    for text in answer.text.rstrip().split("\n\n"):
+        name, data = text.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+# With the package.
+
+
+def test_the_package_reads_an_answer_whole_and_streamed(server: Running) -> None:
+    with client_of(server) as client:
+        message = client.messages.create(model=MODEL, max_tokens=100, system="Be brief.", messages=HI)
+        assert (message.content[0].text, message.stop_reason, message.model) == ("Hello.", "end_turn", MODEL)
+        assert message.usage.input_tokens + message.usage.cache_read_input_tokens == len(server.engine.submitted[-1][0])
+        assert message.usage.output_tokens == 7
+        assert client.messages.count_tokens(model=MODEL, system="Be brief.", messages=HI).input_tokens == len(
+            server.engine.submitted[-1][0]
+        )
+        with client.messages.stream(model=MODEL, max_tokens=100, messages=HI) as stream:
+            assert "".join(stream.text_stream) == "Hello."
+            assert stream.get_final_message().stop_reason == "end_turn"
+
+
+def test_the_package_sends_calls_and_their_results_back(server: Running) -> None:
+    server.engine.reply = CALLED
+    with client_of(server) as client:
+        asked = {"model": MODEL, "max_tokens": 500, "tools": [TOOL]}
+        for message in (client.messages.create(messages=HI, **asked), streamed(client, messages=HI, **asked)):
+            thought, text, call = message.content
+            assert (thought.thinking, text.text, call.name, call.input) == ("Hm.", "Look.", "weather", {"city": "Ulm"})
+            assert message.stop_reason == "tool_use"
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "7"}]}
+        turn = {"role": "user", "content": [result, {"type": "text", "text": "And?"}]}
+        client.messages.create(messages=[*HI, {"role": "assistant", "content": message.content}, turn], **asked)
+    assert '{"city": "Ulm"}' in prompt_of(server)
+    assert "<tool_response>\n7\n</tool_response>" in prompt_of(server) and "And?" in prompt_of(server)
+
+
+def streamed(client: Any, **asked: Any) -> Any:
+    with client.messages.stream(**asked) as stream:
+        return stream.get_final_message()
+
+
+def test_errors_are_the_packages_own(server: Running) -> None:
+    anthropic = package()
+    with running(api_keys=("sk-right",)) as guarded, client_of(guarded, api_key="sk-wrong") as client:
+        with pytest.raises(anthropic.AuthenticationError):
+            client.messages.create(model=MODEL, max_tokens=9, messages=HI)
+        with client.with_options(api_key="sk-right") as right:
+            assert right.messages.create(model=MODEL, max_tokens=3, messages=HI).stop_reason == "max_tokens"
+    with client_of(server) as client:
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(model="other", max_tokens=9, messages=HI)
+        server.engine.fail_next = "out of blocks"
+        try:
+            with pytest.raises(anthropic.APIError, match="out of blocks"):
+                streamed(client, model=MODEL, max_tokens=9, messages=HI)
+        finally:
+            server.engine.fail_next = None
+
+
+# Without it.
+
+
+def test_the_events_come_in_order(server: Running) -> None:
+    found = events(post(server, stream=True))
+    kinds = [event["type"] for event in found]
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
+    assert set(kinds[3:-3]) == {"content_block_delta"}
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert "".join(event["delta"]["text"] for event in found[3:-3]) == "Hello."
+    assert found[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert found[-2]["usage"]["output_tokens"] == 7
+    assert found[0]["message"]["usage"]["output_tokens"] <= 1 and found[0]["message"]["content"] == []
+
+
+def test_thinking_and_calls_are_blocks_of_their_own_in_a_stream(server: Running) -> None:
+    server.engine.reply = CALLED
+    found = events(post(server, stream=True, tools=[TOOL]))
+    starts = [event["content_block"]["type"] for event in found if event["type"] == "content_block_start"]
+    assert starts == ["thinking", "text", "tool_use"]
+    assert [event["index"] for event in found if event["type"] == "content_block_stop"] == [0, 1, 2]
+    deltas = [event["delta"] for event in found if event["type"] == "content_block_delta"]
+    assert json.loads("".join(delta.get("partial_json", "") for delta in deltas)) == {"city": "Ulm"}
+    assert any(delta["type"] == "signature_delta" for delta in deltas)
+    assert found[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_a_stop_sequence_is_named(server: Running) -> None:
+    answer = post(server, stop_sequences=["lo"]).json()
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "lo")
+    assert answer["content"][0]["text"] == "Hel"
+
+
+def test_sampling_is_as_asked_under_either_version(server: Running) -> None:
+    for version in ("2023-06-01", "2026-10-21"):
+        fields = {"temperature": 0.2, "top_p": 0.9, "top_k": 5, "metadata": {"user_id": "me"}}
+        body = {"model": MODEL, "max_tokens": 9, "messages": HI, **fields}
+        assert server.post("/v1/messages", body, headers={"anthropic-version": version}).status_code == 200
+        params = server.engine.submitted[-1][1]
+        assert (params.temperature, params.top_p, params.top_k, params.max_tokens) == (0.2, 0.9, 5, 9)
+    answer = server.post("/v1/messages", {}, headers={"anthropic-version": "2023-01-01"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "anthropic-version")
+    assert answer.json()["type"] == "error" and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_thinking_is_asked_for_shown_and_hidden(server: Running) -> None:
+    server.engine.reply = "<think>\nHm.\n</think>\n\nYes."
+    shown = [{"type": "thinking", "thinking": "Hm.", "signature": "unsigned"}, {"type": "text", "text": "Yes."}]
+    assert content(server) == content(server, thinking={"type": "adaptive"}) == shown
+    assert content(server, thinking={"type": "enabled", "budget_tokens": 1024}) == shown
+    assert content(server, thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"}) == shown[1:]
+    server.engine.reply = "Yes."
+    assert content(server, thinking={"type": "disabled"}) == shown[1:]
+    assert prompt_of(server).endswith("<think>\n\n</think>\n\n")
+
+
+def test_choices_of_tools_are_a_chats(server: Running) -> None:
+    server.engine.reply = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>' * 2
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        (call, *_) = content(server, tools=[TOOL], tool_choice=choice)
+        assert (call["type"], call["input"]) == ("tool_use", {"city": "Ulm"})
+        assert server.engine.submitted[-1][1].structured_outputs is not None
+    one = {"type": "auto", "disable_parallel_tool_use": True}
+    assert [block["type"] for block in content(server, tools=[TOOL], tool_choice=one)].count("tool_use") == 1
+    server.engine.reply = "No."
+    assert content(server, tools=[TOOL], tool_choice={"type": "none"}) == [{"type": "text", "text": "No."}]
+
+
+def test_a_call_that_is_cut_off_is_none(server: Running) -> None:
+    server.engine.reply = 'Look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+    answer = post(server, tools=[TOOL], max_tokens=60).json()
+    assert [block["type"] for block in answer["content"]] == ["text"] and answer["stop_reason"] == "max_tokens"
+
+
+def test_an_answer_goes_on_from_the_assistants_last_words(server: Running) -> None:
+    content(server, messages=[*HI, {"role": "assistant", "content": "Well"}])
+    assert prompt_of(server).endswith("Well")
+
+
+def test_a_format_is_a_grammar(server: Running) -> None:
+    content(server, output_config={"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}})
+    assert server.engine.submitted[-1][1].structured_outputs is not None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+            "messages[0].content[0].tool_call_id",
+        ),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash", "input_schema": {}}]}, "tools[0].type"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool", "name": "no"}, "tools": [TOOL]}, "tool_choice.name"),
+        ({"thinking": {"type": "between_tools"}}, "thinking.type"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 5000}, "max_tokens"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"speed": "fast"}, "speed"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"n": 2}, "n"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_under_its_own_name(
+    server: Running, fields: dict[str, Any], param: str
+) -> None:
+    answer = post(server, **fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text

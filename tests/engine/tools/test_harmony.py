@@ -1,0 +1,167 @@
+"""gpt-oss's messages: read whole and in any pieces, and the grammars that hold a model to them."""
+
+import functools
+import itertools
+import random
+
+import pytest
+from llguidance import LLMatcher
+
+from penstock.engine.grammar.harmony import grammar
+from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
+from penstock.engine.sampling_params import StructuredOutputs
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.text.tools import formats, thinking
+from penstock.engine.text.tools.formats import Calls
+from penstock.engine.text.tools.harmony import FORM, TOKENS, HarmonyReader, after_prompt, is_written
+from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
+from tests.support.chat_samples import HARMONY
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.tool_samples import CLOCK, WEATHER
+
+THOUGHT = "<|channel|>analysis<|message|>The weather < of Ulm.<|end|><|start|>assistant"
+CALL = '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Ulm"}'
+TO_FIRST = ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Ulm"}'
+FINAL = "<|channel|>final<|message|>It rains."
+CALLED = [("weather", '{"city": "Ulm"}')]
+
+
+def calls(must: bool = False) -> Calls:
+    return Calls(FORM, [WEATHER, CLOCK], must, many=False)
+
+
+def found(reader: HarmonyReader, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Reasoning, content and calls."""
+    out: list[Piece] = []
+    for piece in pieces:
+        out += reader.feed(piece)
+        reader.check()
+    out += reader.finish()
+    reader.check()
+    made: list[tuple[str, str]] = []
+    for each in out:
+        if isinstance(each, CallStart):
+            assert each.call == len(made)
+            made.append((each.name, ""))
+        elif isinstance(each, Arguments):
+            made[each.call] = made[each.call][0], made[each.call][1] + each.text
+    reasoning = "".join(each.text for each in out if isinstance(each, Reasoning))
+    return reasoning, "".join(each.text for each in out if isinstance(each, Content)), made
+
+
+ANSWERS = {
+    "text": (THOUGHT + FINAL, ("The weather < of Ulm.", "It rains.", [])),
+    "text alone": (FINAL + "<|return|>", ("", "It rains.", [])),
+    "a call": (THOUGHT + CALL, ("The weather < of Ulm.", "", CALLED)),
+    "a call with its end": (THOUGHT + CALL + "<|call|>", ("The weather < of Ulm.", "", CALLED)),
+    "a call to whom first": (THOUGHT + TO_FIRST, ("The weather < of Ulm.", "", CALLED)),
+    "a call in the channel of reasoning": (CALL.replace("commentary", "analysis"), ("", "", CALLED)),
+    "an introduction": (
+        "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant" + CALL,
+        ("", "Let me see.", CALLED),
+    ),
+    "two thoughts": (THOUGHT + THOUGHT + FINAL, ("The weather < of Ulm." * 2, "It rains.", [])),
+    "no arguments": ("<|channel|>commentary to=functions.clock<|message|>", ("", "", [("clock", "{}")])),
+    "another function": (CALL.replace("weather", "wether"), ("", '{"city": "Ulm"}', [])),
+    "half of the arguments": (CALL[:-1], ("", '{"city": "Ulm"', [])),
+    "half of a thought": ("<|channel|>analysis<|message|>Hm", ("Hm", "", [])),
+    "half of a header": (THOUGHT + "<|channel|>fin", ("The weather < of Ulm.", "", [])),
+    "no marks": ("It rains < 1 mm.", ("", "It rains < 1 mm.", [])),
+    "forgotten end": ("<|channel|>analysis<|message|>Hm.<|start|>assistant" + FINAL, ("Hm.", "It rains.", [])),
+    "nothing": ("", ("", "", [])),
+    "an endless header": ("<|channel|>" + 2000 * "x", ("", 2000 * "x", [])),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("is_certain", [False, True])
+def test_an_answer_is_the_same_however_it_is_cut(name: str, is_certain: bool) -> None:
+    if is_certain and name in ("half of the arguments", "no arguments"):
+        return
+    text, expected = ANSWERS[name]
+    rng = random.Random(1)
+    start = after_prompt("… 2 + 2?<|end|><|start|>assistant")
+    for _ in range(20):
+        cuts = sorted(rng.sample(range(len(text)), min(len(text), rng.randint(0, 12)))) if text else []
+        pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+        reader = HarmonyReader(calls(), start, is_certain=is_certain)
+        assert found(reader, pieces) == expected
+        assert reader.has_called == bool(expected[2])
+    assert found(HarmonyReader(calls(), start, is_certain=is_certain), list(text)) == expected
+
+
+def test_arguments_stream_where_a_grammar_holds_the_model() -> None:
+    reader = HarmonyReader(calls(must=True), after_prompt("<|start|>assistant"), is_certain=True)
+    head, arguments = CALL.split("<|message|>")
+    assert reader.feed(head) == [] and reader.feed("<|message|>") == [CallStart(0, "weather")]
+    assert reader.feed('{"city"') == [Arguments(0, '{"city"')]
+    assert not reader.has_called
+    assert reader.feed(arguments[7:]) == [Arguments(0, arguments[7:])]
+    assert reader.finish() == [] and reader.has_called
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "expected"),
+    [
+        ("<|start|>assistant<|channel|>analysis<|message|>So", " be it.<|end|>", (" be it.", "", [])),
+        ("<|start|>assistant<|channel|>final<|message|>It", " rains.", ("", " rains.", [])),
+        ("a long text without any mark", "It rains.", ("", "It rains.", [])),
+    ],
+)
+def test_what_the_prompt_has_begun_goes_on(
+    prompt: str, text: str, expected: tuple[str, str, list[tuple[str, str]]]
+) -> None:
+    assert found(HarmonyReader(None, after_prompt(prompt), is_certain=False), [text]) == expected
+
+
+@functools.cache
+def tokenizer(special: bool) -> Tokenizer:
+    return byte_tokenizer(*TOKENS) if special else byte_tokenizer()
+
+
+def verdict(special: bool, given: Calls | None, answer: StructuredOutputs | None, text: str) -> str:
+    """accepted · unfinished: it may go on · the text up to which it is followed"""
+    ids = {mark: tokenizer(special).backend.token_to_id(mark) or 0 for mark in TOKENS} if special else {}
+    source = grammar_source(StructuredOutputs(grammar=grammar(ids, given, answer)))
+    vocabulary = GrammarVocabulary.of(tokenizer(special), tokenizer(special).vocab_size)
+    matcher = LLMatcher(vocabulary.backend, source)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer(special).encode(text, False)
+    taken = matcher.try_consume_tokens(tokens)
+    if taken < len(tokens):
+        return tokenizer(special).decode(tokens[:taken], skip_special_tokens=False)
+    return "accepted" if matcher.is_accepting() else "unfinished"
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
+def test_a_call_that_must_be_is_the_only_end(special: bool) -> None:
+    must = calls(must=True)
+    for text in (CALL, THOUGHT + CALL, THOUGHT + TO_FIRST, TO_FIRST):
+        assert verdict(special, must, None, text) == "accepted"
+    assert verdict(special, must, None, THOUGHT) == "unfinished"
+    assert verdict(special, must, None, THOUGHT + FINAL) == THOUGHT + "<|channel|>"
+    for wrong in ("to=functions.wether", "to=weather"):
+        assert verdict(special, must, None, CALL.replace("to=functions.weather", wrong)) not in (
+            "accepted",
+            "unfinished",
+        )
+    assert verdict(special, must, None, CALL.replace('"Ulm"', "7")) not in ("accepted", "unfinished")
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
+def test_an_answer_has_its_form_in_the_final_channel_behind_reasoning(special: bool) -> None:
+    answer = StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
+    final = '<|channel|>final<|message|>{"a": 1}'
+    for given in (None, calls()):
+        assert verdict(special, given, answer, final) == "accepted"
+        assert verdict(special, given, answer, THOUGHT + final) == "accepted"
+        assert verdict(special, given, answer, THOUGHT + FINAL) not in ("accepted", "unfinished")
+    assert verdict(special, calls(), answer, THOUGHT + CALL) == "accepted"
+    assert verdict(special, calls(), None, THOUGHT + FINAL) == "accepted"
+
+
+def test_the_format_is_found_in_the_template_and_not_in_others() -> None:
+    assert is_written(HARMONY) and thinking.detect(HARMONY) is thinking.HARMONY
+    phi = "<|user|>{{ m }}<|end|>{{ tools }}"
+    assert not is_written(phi) and thinking.detect(phi) is None and formats.detect(phi, True, False) is None

@@ -1,0 +1,142 @@
+"""Products with codes in Triton against their twin, and what is packed against the numbers that it stands for."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.executor.kernels import Packed
+from penstock.executor.kernels.code_groups import as_groups
+from penstock.executor.kernels.cuda import packed_products, tiles
+from penstock.executor.kernels.grouped import Grouped, GroupedLinear, half_of, pack
+from tests.support.coded import coded
+from tests.support.kernel_cases import close, every_dtype
+from tests.support.paged import random
+from tests.support.twins import grouped as twin
+
+CPU = torch.device("cpu")
+Tensor = torch.Tensor
+# bits (0: floats of eight bits), group, what is below, whether inputs are in another order
+KINDS = [
+    (4, 32, None, False),
+    (4, 64, "zeros", True),
+    (4, 128, "zeros", False),
+    (4, 32, "minima", False),
+    (4, 384, None, True),
+    (8, 16, None, False),
+    (8, 128, "zeros", False),
+    (0, 384, None, False),
+]
+
+
+def grouped(rows: int, columns: int, kind: tuple[int, int, str | None, bool], seed: int = 0) -> Grouped:
+    bits, group, below, is_ordered = kind
+    made = torch.Generator().manual_seed(seed)
+    groups = columns // group
+    if bits:
+        codes = torch.randint(1 << bits, (rows, columns), generator=made, dtype=torch.uint8)
+    else:
+        codes = random(rows, columns, seed=seed).to(torch.float8_e4m3fn)
+    scales = (torch.rand(rows, groups, generator=made) + 0.5).half() / (bits + 1)
+    under = None
+    if below == "zeros":
+        under = torch.randint(1 << bits, (rows, groups), generator=made, dtype=torch.uint8)
+    elif below == "minima":
+        under = torch.randn(rows, groups, generator=made).half()
+    order = torch.randperm(columns, generator=made.manual_seed(seed)) if is_ordered else None
+    return Grouped("a weight", codes, scales, under, bits or 8, order)
+
+
+def moved(weight: Packed, device: torch.device) -> Packed:
+    return weight.like(tensor.to(device) for tensor in weight.tensors())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_packed_stands_for_the_numbers(kind: tuple[int, int, str | None, bool]) -> None:
+    parts = [grouped(rows, 384, kind, seed=5) for rows in (40, 24)]
+    expected = torch.cat([part.numbers(CPU, torch.float32) for part in parts])
+    packed = pack(parts, CPU)
+    assert torch.equal(twin.widen(packed), expected)
+    assert (packed.width, packed.depth) == (64, 384)
+    if not kind[3]:
+        rows = torch.tensor([3, 63, 3])
+        assert torch.equal(GroupedLinear(packed, None, twin, torch.float32).rows(rows), expected[rows])
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_equals_the_twin(device: torch.device, kind: tuple[int, int, str | None, bool], rows: int) -> None:
+    """200 columns: the last tile has few."""
+    weight, x = pack([grouped(200, 384, kind)], CPU), random(rows, 384) / 20
+    actual = packed_products.packed_linear(x.to(device), moved(weight, device))
+    close(actual, twin.packed_linear(x.double(), weight))
+
+
+@every_dtype
+@pytest.mark.parametrize("splits", [1, 4])
+def test_the_depth_may_be_cut(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, splits: int, dtype: torch.dtype
+) -> None:
+    """Three steps: of four parts the last has none. Rows lie in a wider tensor."""
+    monkeypatch.setattr(packed_products, "depth_splits", lambda *_: splits)
+    weight, x = pack([grouped(64, 384, KINDS[1])], CPU), random(3, 400, dtype=dtype)[:, :384] / 20
+    actual = packed_products.packed_linear(x.to(device), moved(weight, device))
+    close(actual, x.double() @ twin.widen(weight).to(dtype).double().t())
+
+
+def test_half_a_step_fits_the_depth_and_the_groups() -> None:
+    def half(bits: int, columns: int, group: int) -> int | None:
+        return half_of(Grouped("", torch.zeros(1, columns), torch.zeros(1, columns // group), None, bits))
+
+    given = {(4, 4096, 128): 64, (4, 576, 32): 32, (8, 576, 32): 64, (4, 96, 96): 16, (8, 48, 48): 16}
+    assert {case: half(*case) for case in given} == given
+    assert half(4, 48, 48) is None and half(8, 40, 40) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 70])
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], KINDS[7]])
+def test_experts_equal_the_twin(device: torch.device, kind: tuple[int, int, str | None, bool], tokens: int) -> None:
+    width, inner, experts, first = 128, 64, 3, 1
+    kind = kind if kind[0] else (0, 64, *kind[2:])
+
+    def stacked(rows: int, columns: int) -> Packed:
+        each = [pack([grouped(rows, columns, kind, seed)], CPU) for seed in range(experts)]
+        return each[0].like(torch.stack(parts) for parts in zip(*(one.tensors() for one in each), strict=True))
+
+    gate_up, down = stacked(2 * inner, width), stacked(width, inner)
+    slots = torch.rand(tokens, experts + 1, generator=torch.Generator().manual_seed(2)).topk(2).indices
+    hidden, shares = random(tokens, width) / 20, random(tokens, 2, seed=2).softmax(-1)
+    added = random(tokens, width, seed=3)
+    exact = twin.packed_experts(hidden.double(), slots, shares, gate_up, down, first, "silu", added)
+    given = hidden.to(device), slots.to(device), shares.to(device), moved(gate_up, device), moved(down, device)
+    actual = packed_products.packed_experts(*given, first, "silu", added.to(device))
+    scale = exact.abs().max()
+    close(actual / scale.to(device), exact / scale)
+
+
+def test_tiles_of_many_rows_do_not_depend_on_columns() -> None:
+    for entries, slots in product((1, 100, 5000), (1, 8)):
+        rows = {tiles.packed_expert_tile(entries, slots, columns, 2).rows for columns in (64, 4096, 100_000)}
+        assert len(rows) == 1
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K", "Q6_K"])
+def test_gguf_types_become_groups(kind: str) -> None:
+    """Products of two scales, in 16 bits, are off by no more than 1 in 4,096."""
+    weight, values = coded(np.random.default_rng(1), (30, 512), kind)
+    part = as_groups(weight)
+    assert part is not None and half_of(part) is not None
+    numbers = part.numbers(CPU, torch.float32).double()
+    if kind in ("Q4_0", "Q8_0"):
+        assert torch.equal(numbers, values)
+    else:
+        least = part.scales.double().abs().repeat_interleave(part.group, 1)
+        bound = (least * (15 if part.bits == 4 else 32)) / 2048 + 2e-6
+        if part.below is not None:
+            bound += part.below.double().abs().repeat_interleave(part.group, 1) / 2048
+        assert ((numbers - values).abs() <= bound).all()
+
+
+def test_other_gguf_types_do_not() -> None:
+    assert as_groups(coded(np.random.default_rng(1), (3, 256), "Q5_K")[0]) is None

@@ -1,0 +1,76 @@
+"""`penstock models` says what is so: every family is in it, with what its small models have."""
+
+import json
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+from penstock.engine.text.tools import formats, thinking
+from penstock.executor.loading.fields import Fields
+from penstock.executor.loading.gguf_config import ARCHITECTURES as GGUF
+from penstock.executor.models import catalogue, registry
+from penstock.executor.models.spec import DecoderSpec
+from tests.support.small_models import CASES, folder
+
+
+def config(case: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder(case) / "config.json").read_text())
+    return found
+
+
+def test_every_architecture_is_in_one_family() -> None:
+    listed = [f"{name}ForCausalLM" for family in catalogue.FAMILIES for name in family.architectures]
+    assert sorted(listed) == sorted(registry.ARCHITECTURES)
+    assert set(chain(*(family.gguf for family in catalogue.FAMILIES))) == set(GGUF)
+
+
+def features(spec: object) -> set[str]:
+    if not isinstance(spec, DecoderSpec):
+        return set()
+    layers = spec.layers
+    found = {
+        "window": any(layer.window for layer in layers),
+        "experts": any(layer.moe for layer in layers),
+        "caps": spec.score_cap is not None,
+        "sinks": spec.has_sinks,
+        "MLA": spec.latent is not None,
+        "unrotated": any(layer.rope.dim == 0 for layer in layers),
+        "longrope": any(layer.rope.long_divisors for layer in layers),
+    }
+    return {name for name, has in found.items() if has}
+
+
+def test_features_are_those_of_the_specs_that_the_families_make() -> None:
+    found: dict[str, set[str]] = {}
+    for case in CASES:
+        fields = Fields(config(case))
+        name, architecture = registry.find_architecture(fields)
+        found.setdefault(name.removesuffix("ForCausalLM"), set()).update(features(architecture.read_spec(fields)))
+    for family in catalogue.FAMILIES:
+        made: set[str] = set().union(*(found[name] for name in family.architectures))
+        assert made == set(family.features) - {"text of images"}, family.name
+    parts = {name for classes in registry.TEXT_PARTS.values() for name in classes.values()}
+    assert parts <= {
+        f"{name}ForCausalLM"
+        for family in catalogue.FAMILIES
+        if "text of images" in family.features
+        for name in family.architectures
+    }
+
+
+def test_no_refused_name_hides_one_that_runs() -> None:
+    assert not [name for name in registry.ARCHITECTURES if catalogue.missing(name)]
+
+
+def test_the_page_has_the_table_that_the_command_prints() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+    assert catalogue.as_text(catalogue.table(formats.NAMES, thinking.NAMES)) in page
+
+
+def test_the_command_lists_them_without_torch() -> None:
+    code = "import sys; from penstock.cli import main; main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    out = subprocess.run([sys.executable, "-c", code, "models", "--json"], capture_output=True, text=True, check=True)
+    rows = json.loads(out.stdout)
+    assert [row["name"] for row in rows] == [family.name for family in catalogue.FAMILIES]
+    assert rows[0]["architectures"] == ["DeepseekV2ForCausalLM"]

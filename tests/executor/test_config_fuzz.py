@@ -1,0 +1,113 @@
+"""Configs of every family with a field dropped or altered: the logits are transformers', or the config is refused.
+
+Both read the same altered config.json; the weights are those of the model that transformers makes of it. Where it
+makes none (it refuses, or fails in a computation) ours must not fail otherwise than by refusing.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.uniproc import UniprocExecutor
+from tests.support.driver import Driver
+from tests.support.small_models import CASES, folder, randomize
+
+PROMPT = [5, 17, 93, 3, 41, 77, 150, 8, 23, 64, 12, 99, 131, 2, 71, 45, 30, 6, 88, 19]
+# Fields that say nothing about what is computed, or that both sides are given by other ways.
+OUTSIDE = {"architectures", "model_type", "transformers_version", "dtype", "use_cache", "initializer_range"}
+OUTSIDE |= {"attention_dropout", "output_router_logits", "router_aux_loss_coef", "is_decoder", "router_jitter_noise"}
+OUTSIDE |= {"bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id", "sep_token_id", "hidden_act"}
+LARGE = {"hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers", "moe_intermediate_size"}
+WRONG: tuple[Any, ...] = ("x", -1, 0, [], {}, True, 1e300, [1])
+
+
+def alterations(case: str) -> Iterator[tuple[str, Any]]:
+    """(field, other value); None drops it."""
+    config = json.loads((folder(case) / "config.json").read_text())
+    rng = random.Random(case)
+    for field, value in config.items():
+        if field in OUTSIDE:
+            continue
+        if field not in LARGE:  # the families' own values for these are large
+            yield field, None
+        yield field, rng.choice(WRONG)
+        if isinstance(value, bool):
+            yield field, not value
+        elif isinstance(value, int | float):
+            yield field, value * 2
+            yield field, type(value)(value / 2 + 1)
+        elif isinstance(value, list) and value:
+            yield field, value[:-1]
+            yield field, value[1:] + value[:1]
+        elif isinstance(value, dict):
+            for name in value:
+                yield field, {key: each for key, each in value.items() if key != name}
+
+
+def theirs(config: dict[str, Any], path: Path) -> torch.Tensor | None:
+    """Their logits after the prompt, the weights saved; None where they make no such model."""
+    try:
+        name = transformers.AutoConfig.for_model(config["model_type"]).__class__
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(name.from_dict(dict(config)), dtype=torch.float32)
+        randomize(model)
+        with torch.no_grad():
+            logits: torch.Tensor = model(torch.tensor([PROMPT])).logits[0, -1]
+        model.save_pretrained(path)
+    except Exception:  # whatever they answer to nonsense
+        return None
+    return logits if logits.isfinite().all() else None
+
+
+def check(case: str, field: str, value: Any, path: Path, recorded: list[torch.Tensor]) -> None:
+    config = json.loads((folder(case) / "config.json").read_text())
+    config = {name: each for name, each in config.items() if name != field} | ({} if value is None else {field: value})
+    expected = theirs(config, path)
+    if expected is None:
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(folder(case), path)
+    (path / "config.json").write_text(json.dumps(config))
+    recorded.clear()
+    try:
+        executor = UniprocExecutor(ExecutorConfig(model=str(path), kv_cache_bytes=2**21, dtype="float32"))
+        driver = Driver(executor)
+        driver.generate(driver.admit(PROMPT), count=1)
+    except ExecutorError as error:
+        assert "\n" not in str(error)
+        return
+    if expected is not None:
+        assert (recorded[0][0] - expected).abs().max() <= 2e-4 * expected.abs().max(), (case, field, value)
+
+
+def check_each(case: str, some: list[tuple[str, Any]], tmp_path: Path, recorded: list[torch.Tensor]) -> None:
+    failed = []
+    for number, (field, value) in enumerate(some):
+        try:
+            check(case, field, value, tmp_path / str(number), recorded)
+        except Exception as error:
+            failed.append(f"{field}={value!r}: {type(error).__name__}: {str(error)[:150]}")
+        shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+    assert not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_a_config_with_another_field_is_computed_as_by_transformers_or_refused(
+    case: str, tmp_path: Path, recorded: list[torch.Tensor]
+) -> None:
+    check_each(case, random.Random(case).sample(list(alterations(case)), 2), tmp_path, recorded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_each_field_of_each_config(case: str, tmp_path: Path, recorded: list[torch.Tensor]) -> None:
+    check_each(case, list(alterations(case)), tmp_path, recorded)

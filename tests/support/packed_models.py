@@ -1,0 +1,218 @@
+"""Small models whose projections are codes, as AWQ, GPTQ and compressed-tensors store them, and the same models in full:
+one for us, one for the oracle. The layouts are written here by themselves, a code at a time."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.small_models import EXPERTS, SIZES, random_model
+
+Tensor = torch.Tensor
+WEIGHTS = "model.safetensors"
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of the outputs in a word
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2Config", {**SIZES, **WIDE}),
+    "qwen3-moe": (
+        "Qwen3MoeConfig",
+        {**SIZES, **WIDE, **EXPERTS, "moe_intermediate_size": 128, "norm_topk_prob": True},
+    ),
+}
+
+
+class Case(NamedTuple):
+    layout: str
+    bits: int = 4
+    group: int = 64
+    is_symmetric: bool = True
+    is_ordered: bool = False  # groups are of inputs from everywhere
+    scales: torch.dtype = torch.float16
+    model: str = "qwen2"
+
+
+CASES = {
+    "awq": Case("awq", is_symmetric=False),
+    "awq-32": Case("awq", group=32, is_symmetric=False),
+    "awq-all": Case("awq", group=-1, is_symmetric=False, scales=torch.bfloat16),
+    "awq-experts": Case("awq", is_symmetric=False, model="qwen3-moe"),
+    "gptq": Case("gptq"),
+    "gptq-128": Case("gptq", group=128, is_symmetric=False),
+    "gptq-8": Case("gptq", bits=8, is_symmetric=False, group=32),
+    "gptq-8-all": Case("gptq", bits=8, group=-1),
+    "gptq-ordered": Case("gptq", is_ordered=True),
+    "gptq-v2": Case("gptq_v2", is_symmetric=False, is_ordered=True, scales=torch.float32),
+    "gptq-experts": Case("gptq", model="qwen3-moe", is_ordered=True),
+    "packed": Case("packed", scales=torch.bfloat16),
+    "packed-zeros": Case("packed", is_symmetric=False, group=32),
+    "packed-8": Case("packed", bits=8, group=-1, scales=torch.bfloat16),
+    "packed-8-zeros": Case("packed", bits=8, group=128, is_symmetric=False),
+    "packed-ordered": Case("packed", is_ordered=True),
+    "packed-experts": Case("packed", group=128, model="qwen3-moe"),
+    "bytes": Case("bytes", bits=8, group=-1),
+    "bytes-zeros": Case("bytes", bits=8, group=-1, is_symmetric=False),
+    "floats": Case("floats", bits=8, group=-1, scales=torch.bfloat16),
+    "floats-one": Case("floats", bits=8, group=0, scales=torch.float32),
+    "floats-experts": Case("floats", bits=8, group=-1, scales=torch.float32, model="qwen3-moe"),
+}
+
+
+class Made(NamedTuple):
+    codes: Tensor  # uint8 or float8 [N, K]
+    scales: Tensor  # [N, groups]
+    zeros: Tensor  # int64 [N, groups]
+    g_idx: Tensor  # [K]
+    numbers: Tensor  # float32 [N, K]
+
+
+def quantize(weight: Tensor, case: Case, seed: int = 0) -> Made:
+    """Of a weight [N, K], each number to the nearest there is."""
+    (rows, columns), most = weight.shape, (1 << case.bits) - 1
+    if case.layout == "floats":
+        top = weight.abs().amax(1, keepdim=True) if case.group else weight.abs().amax().expand(rows, 1)
+        scales = (top / 448).to(case.scales)
+        floats = (weight / scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return Made(floats, scales, torch.zeros(0), torch.zeros(0), floats.float() * scales.float())
+    group = columns if case.group == -1 else case.group
+    g_idx = torch.arange(columns) // group
+    if case.is_ordered:
+        g_idx = g_idx[torch.randperm(columns, generator=torch.Generator().manual_seed(seed))]
+    members = [weight[:, g_idx == number] for number in range(columns // group)]
+    if case.is_symmetric:
+        scales = torch.stack([part.abs().amax(1) / (most // 2) for part in members], 1).to(case.scales)
+        zeros = torch.full(scales.shape, most // 2 + 1)
+    else:
+        low = torch.stack([part.amin(1).clamp(max=0) for part in members], 1)
+        high = torch.stack([part.amax(1).clamp(min=0) for part in members], 1)
+        scales = ((high - low) / most).to(case.scales)
+        zeros = (-low / scales.float()).round().clamp(1, most).long()
+    by, zero = scales.float()[:, g_idx], zeros[:, g_idx]
+    codes = (weight / by + zero).round().clamp(0, most)
+    return Made(codes.to(torch.uint8), scales, zeros, g_idx, (codes - zero) * by)
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """[n, m] -> int32 [n, words], the first code in the lowest bits."""
+    each = 32 // bits
+    codes = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % each)).unflatten(1, (-1, each))
+    packed = sum(codes[..., place] << bits * place for place in range(each))
+    assert isinstance(packed, Tensor)
+    return (packed - (packed >> 31 << 32)).int()
+
+
+def stored(name: str, made: Made, case: Case) -> dict[str, Tensor]:
+    """The tensors of a layer, by its name."""
+    codes, bits, middle = made.codes, case.bits, 1 << case.bits - 1
+    parts: dict[str, Tensor]
+    if case.layout == "awq":
+        places = [8 * (index // 8) + AWQ_ORDER[index % 8] for index in range(len(codes))]
+        zeros = words(made.zeros[places].t(), 4)
+        parts = {"qweight": words(codes[places].t(), 4), "qzeros": zeros, "scales": made.scales.t()}
+    elif case.layout.startswith("gptq"):
+        zeros = words(made.zeros.t() - int(case.layout == "gptq"), bits)
+        parts = {"qweight": words(codes, bits).t(), "qzeros": zeros, "scales": made.scales.t()}
+        parts |= {"g_idx": made.g_idx.int(), "bias": torch.zeros(len(codes))}
+    else:
+        parts = {"weight_scale": made.scales}
+        if case.layout == "packed":
+            parts |= {"weight_packed": words(codes, bits), "weight_shape": torch.tensor(codes.shape)}
+            parts |= {"weight_g_idx": made.g_idx.int()} if case.is_ordered else {}
+            if not case.is_symmetric:
+                parts["weight_zero_point"] = words(made.zeros.t(), bits).t()
+        elif case.layout == "bytes":
+            parts["weight"] = (codes.short() - middle).to(torch.int8)
+            if not case.is_symmetric:
+                parts["weight_zero_point"] = (made.zeros - middle).to(torch.int8)
+        else:
+            parts["weight"] = codes
+            parts["weight_scale"] = made.scales if case.group else made.scales[0]
+            parts["input_scale"] = torch.ones(1)
+    return {f"{name}.{key}": part.contiguous() for key, part in parts.items()}
+
+
+def quantization(case: Case) -> dict[str, Any]:
+    """As config.json has it."""
+    if case.layout == "awq":
+        fields = {"quant_method": "awq", "bits": 4, "group_size": case.group, "zero_point": True, "version": "gemm"}
+        return fields | {"modules_to_not_convert": None}
+    if case.layout.startswith("gptq"):
+        return {
+            "quant_method": "gptq",
+            "bits": case.bits,
+            "group_size": case.group,
+            "desc_act": case.is_ordered,
+            "sym": case.is_symmetric,
+            "checkpoint_format": case.layout,
+            "damp_percent": 0.1,
+            "meta": {"quantizer": ["somewhere:1.0"]},
+        }
+    names = {"packed": "pack-quantized", "bytes": "int-quantized", "floats": "float-quantized"}
+    weights = {
+        "num_bits": case.bits,
+        "type": "float" if case.layout == "floats" else "int",
+        "symmetric": case.is_symmetric,
+        "strategy": "group" if case.group > 0 else "channel" if case.group else "tensor",
+        "group_size": case.group if case.group > 0 else None,
+        "actorder": "group" if case.is_ordered else None,
+        "dynamic": False,
+        "observer": "minmax",
+    }
+    inputs = None if case.layout == "packed" else {"num_bits": 8, "type": weights["type"], "dynamic": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": names[case.layout],
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+@cache
+def folders(name: str) -> tuple[Path, Path]:
+    """As codes, and as the numbers that they stand for."""
+    case, root = CASES[name], Path(_root().name) / name
+    narrow, full = root / "narrow", root / "full"
+    random_model(*MODELS[case.model]).save_pretrained(narrow)
+    tensors = load_file(narrow / WEIGHTS)
+    numbers = dict(tensors)
+    seeds: dict[str, int] = {}
+    for weight in sorted(name for name in tensors if name.endswith("_proj.weight")):
+        layer = weight.removesuffix(".weight")
+        # Those of the same inputs may have the same order, and need not.
+        seed = seeds.setdefault(layer.rsplit(".", 1)[0].replace("k_proj", ""), len(seeds))
+        made = quantize(tensors.pop(weight).float(), case, seed + ("k_proj" in layer))
+        numbers[weight] = made.numbers
+        tensors = stored(layer, made, case) | tensors
+    config = json.loads((narrow / "config.json").read_text())
+    full.mkdir()
+    (full / "config.json").write_text(json.dumps(config))
+    save_file(numbers, full / WEIGHTS, metadata={"format": "pt"})
+    (narrow / "config.json").write_text(json.dumps(config | {"quantization_config": quantization(case)}))
+    save_file(tensors, narrow / WEIGHTS)
+    return narrow, full
+
+
+@cache
+def _root() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="penstock-packed-")
+
+
+@cache
+def _oracle(name: str) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folders(name)[1], dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def greedy(name: str, prompt: list[int], count: int) -> list[int]:
+    """What transformers generates from the full numbers."""
+    out = _oracle(name).generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    tokens: list[int] = out[0, len(prompt) :].tolist()
+    return tokens
