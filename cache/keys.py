@@ -74,6 +74,12 @@ def block_keys(tokens: Tokens, block_size: int, *, root: bytes = namespace_root(
     return keys.tolist()  # five times faster than slicing
 
 
+def page_key(key: bytes, group: int, page: int = 0) -> bytes:
+    """The key of what another group of layers keeps of the prefix that `key` names: the tokens of its last block, or a page
+    of the state behind it. No block has it: those hash a multiple of four bytes, and this is an odd number."""
+    return sha256(key + struct.pack("<BHI", 0, group, page)).digest()
+
+
 def block_keys_v1(
     tokens: Tokens, block_size: int, *, salt_id: int | None = None, lora_id: int | None = None
 ) -> npt.NDArray[np.uint64]:

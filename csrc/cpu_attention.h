@@ -106,6 +106,15 @@ INLINE void fold(const struct workspace *w, int first_row, int rows, int width, 
     }
 }
 
+/* The first `count` positions of the tile lie before every query's window, and may be anything by now, even NaN, which
+ * no weight of zero would hide. */
+INLINE void hide_values(const struct shape *s, const struct workspace *w, int count) {
+    int rows = s->paired ? count / 2 : count;
+    memset(w->values, 0, sizeof(uint32_t) * rows * s->width);
+    if (s->paired && count % 2)
+        for (int i = 0; i < s->width; i++) w->values[(int64_t)rows * s->width + i] &= 0xFFFF0000u;
+}
+
 /* The tile at `begin` for rows [first_row, first_row + rows) of the job, of which a query's are neighbours; gives
  * largest [rows], weight [rows], products [rows, width]. `first_position` is that of the job's first query. */
 INLINE void attend_tile(const struct attention *a, const struct shape *s, const struct workspace *w, int first_row,
@@ -176,6 +185,7 @@ INLINE void attend(const struct attention *a, const struct attention_job *job, i
     int first_position = a->context_lens[job->row] - num_queries + job->first_query;
     int end = first_position + job->num_queries;
     int begin = job->first_tile * TILE;
+    int seen_from = a->window && first_position >= a->window ? first_position + 1 - a->window : 0;
     struct positions p;
     find_positions(a, job->row, kv_head, begin, end, &p, type);
     prefetch(p.keys, begin, AHEAD, p.end, s.head_dim, type);
@@ -185,6 +195,7 @@ INLINE void attend(const struct attention *a, const struct attention_job *job, i
         if (tile + 1 < job->num_tiles) find_positions(a, job->row, kv_head, begin + TILE, end, &p, type);
         pack_keys(s, &p, begin, tile_end, w.keys, type);
         pack_values(s, &p, begin, tile_end, w.values, type);
+        if (begin < seen_from) hide_values(&s, &w, seen_from - begin);
         for (int first = 0; first < rows; first += ROWS) {
             int some = rows - first < ROWS ? rows - first : ROWS;
             if (job->partial >= 0) {

@@ -14,6 +14,14 @@
 
 #include "cpu_coded.h"
 
+#include <math.h>
+
+#include "cpu_recurrent.cdef.h"
+
+#define RUN 16            /* tokens that go over a piece of a state one after the other */
+#define PENSTOCK_HEAD 256 /* numbers of a head at most: see executor/kernels/recurrent.py */
+#include "cpu_recurrent.h"
+
 const struct cpu_level LEVEL = {
     .name = LEVEL_NAME,
     .norm = {norm_float32, norm_bfloat16},
@@ -27,4 +35,6 @@ const struct cpu_level LEVEL = {
     .quantize = {quantize_float32, quantize_bfloat16},
     .coded = {coded_float32, coded_bfloat16},
     .coded_columns = CODED_COLUMNS,
+    .convolve = {convolve_float32, convolve_bfloat16},
+    .delta = {delta_float32, delta_bfloat16},
 };

@@ -48,7 +48,8 @@ struct run {
     const struct penstock_cpu *cpu;
     const struct penstock_layers *layers;
     int64_t tokens, table_stride;
-    uintptr_t positions, kv_slots, query_starts, context_lens, block_tables, residual, update, scratch;
+    const uintptr_t *kv_slots, *block_tables; /* by the layer's group */
+    uintptr_t positions, query_starts, context_lens, residual, update, scratch;
     int rows, failed;
 };
 
@@ -73,11 +74,11 @@ static void run_layers(void *data) {
                           layers->eps);
         int failed = project(cpu, &l->qkv, hidden, heads, tokens, integers);
         penstock_rope(cpu, tokens, heads, wide, key, wide, key + kv_width * size, wide, l->cos, l->sin, l->half,
-                      run->positions, run->kv_slots, l->q_norm, l->k_norm, layers->eps, query, l->k_pages, l->v_pages,
+                      run->positions, run->kv_slots[l->group], l->q_norm, l->k_norm, layers->eps, query, l->k_pages, l->v_pages,
                       layers->page_stride, layers->slot_stride, layers->q_heads, layers->kv_heads, layers->head_dim,
                       layers->page_size);
-        failed |= penstock_attention(cpu, run->rows, run->query_starts, run->context_lens, run->block_tables,
-                                     run->table_stride, query, q_width,
+        failed |= penstock_attention(cpu, run->rows, run->query_starts, run->context_lens,
+                                     run->block_tables[l->group], run->table_stride, query, q_width,
                                      l->k_pages, l->v_pages, layers->page_stride, layers->slot_stride, attended,
                                      layers->q_heads, layers->kv_heads, layers->head_dim, layers->page_size,
                                      layers->scale, l->window, layers->cap, l->sinks);
@@ -98,9 +99,9 @@ static void run_layers(void *data) {
 }
 
 int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens,
-                        uintptr_t positions, uintptr_t kv_slots, int rows, uintptr_t query_starts,
-                        uintptr_t context_lens, uintptr_t block_tables, int64_t table_stride, uintptr_t residual,
-                        uintptr_t update, uintptr_t scratch) {
+                        uintptr_t positions, const uintptr_t *kv_slots, int rows, uintptr_t query_starts,
+                        uintptr_t context_lens, const uintptr_t *block_tables, int64_t table_stride,
+                        uintptr_t residual, uintptr_t update, uintptr_t scratch) {
     struct run run = {.cpu = cpu, .layers = layers, .tokens = tokens, .table_stride = table_stride,
                       .positions = positions, .kv_slots = kv_slots, .query_starts = query_starts,
                       .context_lens = context_lens, .block_tables = block_tables, .residual = residual,

@@ -117,6 +117,18 @@ struct coded {
     int64_t row_parts;
 };
 
+/* The causal convolution of cpu_recurrent.cdef.h. */
+struct penstock_states;
+struct penstock_delta;
+struct convolve {
+    const struct penstock_states *states;
+    const void *x;
+    const float *weight, *bias; /* bias NULL: none */
+    void *y;
+    int64_t x_stride, channels;
+    int taps, has_silu;
+};
+
 struct cpu_level {
     const char *name;
     void (*norm[2])(const struct norm *, int64_t first, int64_t end);
@@ -132,8 +144,15 @@ struct cpu_level {
     void (*quantize[2])(const struct quantize *, int64_t first_row, int64_t end_row);
     void (*coded[2])(const struct coded *, int64_t first_part, int64_t end_part);
     int coded_columns; /* of a panel of codes */
+    void (*convolve[2])(const struct convolve *, int row, int64_t first_channel, int64_t end_channel);
+    void (*delta[2])(const struct penstock_delta *, const struct penstock_states *, int row, int head);
 };
 
 extern const struct cpu_level cpu_level_portable, cpu_level_avx2, cpu_level_avx512, cpu_level_avx512_bf16;
+
+/* A call's level, and how many threads so much work is worth: products of two numbers, or as much. */
+struct penstock_cpu;
+const struct cpu_level *level_of(const struct penstock_cpu *cpu);
+int threads_for(int64_t cost, const struct penstock_cpu *cpu);
 
 #endif

@@ -33,13 +33,15 @@ int penstock_cpu_best_level(void) {
 
 const char *penstock_cpu_level_name(int level) { return levels[level]->name; }
 
+const struct cpu_level *level_of(const struct penstock_cpu *cpu) { return levels[cpu->level]; }
+
 /* A fork and join costs 1 to 7 microseconds, by whether the threads wait spinning or asleep. Both limits are 20 to
  * 30 microseconds of work for one core. */
 #define ELEMENTS_WORTH_A_THREAD 65536
 #define PRODUCTS_WORTH_A_FORK (2 << 20)
 #define PRODUCTS_WORTH_SHARING (1 << 18) /* with a team that is there */
 
-static int threads_for(int64_t cost, const struct penstock_cpu *cpu) {
+int threads_for(int64_t cost, const struct penstock_cpu *cpu) {
     return cost < (has_session() ? PRODUCTS_WORTH_SHARING : PRODUCTS_WORTH_A_FORK) ? 1 : cpu->num_threads;
 }
 

@@ -81,7 +81,7 @@ struct penstock_layer {
     struct penstock_projection qkv, output, gate_up, down;
     uintptr_t input_norm, attention_norm, mlp_norm, output_norm, q_norm, k_norm;
     uintptr_t cos, sin, sinks, k_pages, v_pages;
-    int half, window;
+    int half, window, group;
 };
 
 struct penstock_layers {
@@ -92,9 +92,9 @@ struct penstock_layers {
 };
 
 /* Layers 0 … num - 1 over `tokens` of the residual stream, in its place; `update`, of the same shape, is still to be
- * added to it. `scratch` has penstock_layers_scratch bytes. -1 if there is no memory for the work, else 0. */
+ * added to it. kv_slots and block_tables: of each group. `scratch` has penstock_layers_scratch bytes. -1 if there is no memory for the work, else 0. */
 int penstock_run_layers(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens,
-                        uintptr_t positions, uintptr_t kv_slots, int rows, uintptr_t query_starts,
-                        uintptr_t context_lens, uintptr_t block_tables, int64_t table_stride, uintptr_t residual,
-                        uintptr_t update, uintptr_t scratch);
+                        uintptr_t positions, const uintptr_t *kv_slots, int rows, uintptr_t query_starts,
+                        uintptr_t context_lens, const uintptr_t *block_tables, int64_t table_stride,
+                        uintptr_t residual, uintptr_t update, uintptr_t scratch);
 int64_t penstock_layers_scratch(const struct penstock_cpu *cpu, const struct penstock_layers *layers, int64_t tokens);

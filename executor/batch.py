@@ -5,15 +5,35 @@ a global. A batch is flat: T tokens of R rows, one row per request, prefill and 
 single token come first, so a kernel may treat them as one rectangle, and those with more tokens later.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+
+class StatePages(NamedTuple):
+    """Where one layer's part of the states lies. Unit u of a request, counted over all layers, is in the page at place
+    u // units_per_page of its table, from byte u % units_per_page * unit_bytes on."""
+
+    base: torch.Tensor  # [num_blocks, bytes of a page] uint8
+    first_unit: int
+    units_per_page: int
+    unit_bytes: int
+
+
 # Per layer its key pages and value pages, each [blocks, block_size, kv heads * head_dim] with a page stride that
-# spans all layers.
-KvPages = list[tuple[torch.Tensor, torch.Tensor]]
+# spans all layers of a page; or where its states lie.
+LayerPages = tuple[torch.Tensor, torch.Tensor] | StatePages
+KvPages = list[LayerPages]
+
+
+class StateBatch(NamedTuple):
+    """The pages of each row's state. Rows that share pages only read them; padding reads and writes page 0."""
+
+    read: torch.Tensor  # [R, pages] int32
+    write: torch.Tensor  # [R, pages] int32; may be those of `read`
+    is_new: torch.Tensor  # [R] bool: nothing is read, the state before the first token is zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +50,20 @@ class ForwardBatch:
     query_lens: tuple[int, ...]  # of the rows after those, ascending
     query_contexts: tuple[int, ...]  # context_lens of the rows after those
     max_single_context: int  # the longest context among the single-token rows; 0 without any
+    # Of the attention groups after the first: kv_slots and block_tables, as `by_layer` shares them out.
+    other_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    group_of: tuple[int, ...] = ()  # each layer's group; (): all are in the first
+    states: StateBatch | None = None
     # What the kernels of one layer found out about the rows, for those of the next (kernels/cuda/work.py).
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def by_layer(self, num_layers: int) -> "Sequence[ForwardBatch]":
+        """For each layer the batch with the block tables of its group."""
+        if not self.group_of:
+            return (self,) * num_layers
+        views = [self, *(replace(self, kv_slots=slots, block_tables=tables) for slots, tables in self.other_groups)]
+        # A recurrent layer has no blocks, and takes any.
+        return [views[min(group, len(views) - 1)] for group in self.group_of]
 
     def first_rows(self, count: int) -> "ForwardBatch":
         """As much as attention asks of a batch without the rows after the first `count`, all single ones among these."""

@@ -3,7 +3,8 @@
 The key-value entry it writes at a position is a hash of (model, adapter, token, entry at the previous
 position), read back through the block table. The token it samples is a hash of all entries of the context.
 A wrong, stale, swapped or foreign block therefore changes the output at once, and the same request gives the
-same tokens whatever else runs. It needs numpy and no torch, and keeps the protocol to the letter: it asserts
+same tokens whatever else runs. Other groups of layers have entries of their own in pages of the same pool: each window
+group's weigh as far as the window reaches, and a recurrent state is a hash of all tokens so far in each of its pages. It needs numpy and no torch, and keeps the protocol to the letter: it asserts
 what a real executor would silently get wrong.
 """
 
@@ -19,6 +20,7 @@ from penstock.cache.tiers.base import Store
 from penstock.executor.protocol import (
     Admission,
     ExecutorConfig,
+    GroupInfo,
     ModelInfo,
     Row,
     Sampling,
@@ -34,7 +36,8 @@ MAX_MODEL_LEN = 2048
 
 
 class OracleExecutor:
-    """Sizes come from the config (`kv_cache_bytes` counts 8 bytes a position, `hf_overrides` the vocabulary).
+    """Sizes come from the config (`kv_cache_bytes` counts 8 bytes a position, `hf_overrides` the vocabulary and the groups
+    of layers).
 
     `stores` come before those of the config, so that tests can have faults.
     """
@@ -46,6 +49,7 @@ class OracleExecutor:
         block_bytes = 8 * config.block_size
         num_blocks = (config.kv_cache_bytes or 2**23) // block_bytes
         vocab_size = int(config.hf_overrides.get("vocab_size", VOCAB_SIZE))
+        groups = msgspec.convert(config.hf_overrides.get("groups", [{}]), tuple[GroupInfo, ...])
         model = xxhash.xxh3_64_intdigest(f"oracle {vocab_size} {config.seed}".encode())
         fingerprint = model.to_bytes(8, "little")
         self._kv = np.zeros((num_blocks, config.block_size), dtype=np.uint64)
@@ -69,7 +73,10 @@ class OracleExecutor:
             host_slots=self._tiers.host_slots,
             stores=self._tiers.stores,
             serves_peers=self._tiers.serves_peers,
+            groups=groups,
         )
+        self._windows = [group.window for group in groups if group.kind != "state"]  # 0: none
+        self._num_pages = groups[-1].pages
         self._model = model
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
@@ -106,13 +113,14 @@ class OracleExecutor:
         assert len(step.rows) <= self._max_num_seqs, "more rows than there is memory for"
         for admission in step.admissions:
             assert 0 <= admission.slot < self._max_num_seqs
-            self._slots[admission.slot] = _Slot(admission, self._model, self.info.max_model_len)
+            self._slots[admission.slot] = _Slot(admission, self._model, self.info.max_model_len, len(self._windows))
         by_slot: dict[int, list[Row]] = {}
         for row in step.rows:
             by_slot.setdefault(row.slot, []).append(row)
         for index, own in by_slot.items():
             self._slots[index].begin(own)
         self._written.clear()
+        self._check_states(step.rows)
         result = StepResult(step.step_id, [-1] * len(step.rows), {}, {}, {})
         rows, masks = self._masks.pop(step.step_id, ((), ()))
         allowed = {int(row): _allowed_ids(mask, self.info.vocab_size) for row, mask in zip(rows, masks, strict=True)}
@@ -143,14 +151,19 @@ class OracleExecutor:
 
     def _run(self, slot: "_Slot", row: Row, index: int, result: StepResult, allowed: list[int] | None = None) -> None:
         end = row.start + row.count
-        slot.table = slot.table[: row.first_block] + list(row.blocks) if row.blocks else slot.table
-        assert 0 not in slot.table, "block 0 was handed out"
+        for group, (first, blocks) in enumerate(((row.first_block, row.blocks), *row.groups)):
+            if blocks:
+                table = slot.tables[group]
+                assert first <= len(table) or self._windows[group], "a gap in a block table"
+                slot.tables[group] = table[:first] + [0] * (first - len(table)) + list(blocks)
         if row.tokens:
             assert row.first_token == len(slot.tokens), "tokens that do not continue the history"
             slot.tokens += row.tokens
         assert row.count > 0 and end <= len(slot.tokens), "a position without a token"
-        assert end <= len(slot.table) * self.info.block_size, "a position without a block"
-        self._write(slot, row)
+        assert end <= min(map(len, slot.tables)) * self.info.block_size, "a position without a block"
+        for group in range(len(slot.tables)):
+            self._write(slot, row, group)
+        self._write_state(slot, row)
         if row.sample:
             assert slot.drafts or end == len(slot.tokens), "a token is sampled twice"
             token = self._sample(slot, end, allowed)
@@ -168,23 +181,58 @@ class OracleExecutor:
                 [digest >> shift & 0xFFFF for shift in (0, 16, 32, 48)], "<f4"
             ).tobytes()
 
-    def _write(self, slot: "_Slot", row: Row) -> None:
-        size = self.info.block_size
-        previous = slot.root
+    def _write(self, slot: "_Slot", row: Row, group: int) -> None:
+        size, table = self.info.block_size, slot.tables[group]
+        previous = slot.root ^ group
         if row.start > 0:
             before = row.start - 1
-            previous = int(self._kv[slot.table[before // size], before % size])
+            previous = int(self._kv[self._page(table, before // size), before % size])
         for position in range(row.start, row.start + row.count):
             previous = xxhash.xxh3_64_intdigest(slot.tokens[position].to_bytes(4, "little"), previous)
             if position >= row.write_from:
-                place = slot.table[position // size], position % size
+                place = self._page(table, position // size), position % size
                 # A real executor writes the whole step at once: the order of two writes would be chance.
                 assert place not in self._written, f"block {place} is written twice in one step"
                 self._written.add(place)
                 self._kv[place] = previous
 
+    def _page(self, table: list[int], index: int) -> int:
+        assert table[index], "block 0 was handed out, or one that has been given back is read"
+        return table[index]
+
+    def _check_states(self, rows: Sequence[Row]) -> None:
+        """Takes in the rows' pages. What one row writes, no other may touch: the order would be chance."""
+        if not self._num_pages:
+            return
+        touched: dict[int, int] = {}
+        for row in rows:
+            slot = self._slots[row.slot]
+            slot.states_in, slot.states_out = row.states_in or slot.states_in, row.states_out or slot.states_out
+            assert len(slot.states_in) == len(slot.states_out) == self._num_pages and 0 not in slot.states_out
+            for page in {*slot.states_in, *slot.states_out}:
+                touched[page] = touched.get(page, 0) + 1
+        for row in rows:
+            assert all(touched[page] == 1 for page in self._slots[row.slot].states_out), "a state is written twice"
+
+    def _write_state(self, slot: "_Slot", row: Row) -> None:
+        """Every page has a chain of its own over all tokens so far."""
+        for number, (source, target) in enumerate(zip(slot.states_in, slot.states_out, strict=True)):
+            state = int(self._kv[source, 0]) if row.start else xxhash.xxh3_64_intdigest(b"state", slot.root ^ number)
+            for position in range(row.start, row.start + row.count):
+                state = xxhash.xxh3_64_intdigest(slot.tokens[position].to_bytes(4, "little"), state)
+            self._kv[target] = state
+
     def _context_hash(self, slot: "_Slot", end: int) -> int:
-        return xxhash.xxh3_64_intdigest(self._kv[slot.table].reshape(-1)[:end].tobytes())
+        digest = 0
+        for window, table in zip(self._windows, slot.tables, strict=True):
+            first = max(0, end - window) if window else 0
+            begin = first // self.info.block_size
+            pages = [self._page(table, index) for index in range(begin, -(-end // self.info.block_size))]
+            entries = self._kv[pages].reshape(-1)[first - begin * self.info.block_size :][: end - first]
+            digest = xxhash.xxh3_64_intdigest(entries.tobytes(), digest)
+        if self._num_pages:
+            digest = xxhash.xxh3_64_intdigest(self._kv[list(slot.states_out), 0].tobytes(), digest)
+        return digest
 
     def _sample(self, slot: "_Slot", end: int, allowed: list[int] | None) -> int:
         sampling = slot.sampling
@@ -211,14 +259,16 @@ def _allowed_ids(mask: np.ndarray, vocab_size: int) -> list[int]:
 class _Slot:
     """What the executor keeps of the request in one slot."""
 
-    def __init__(self, admission: Admission, model: int, max_model_len: int) -> None:
+    def __init__(self, admission: Admission, model: int, max_model_len: int, num_tables: int) -> None:
         self.tokens: list[int] = np.frombuffer(admission.tokens, dtype="<i4").tolist()
         assert 0 < admission.num_prompt <= len(self.tokens) <= max_model_len
         self.num_prompt = admission.num_prompt
         self.sampling: Sampling = admission.sampling
         self.pooling = admission.pooling
         self.root = xxhash.xxh3_64_intdigest(f"adapter {admission.adapter}".encode(), model)
-        self.table: list[int] = []
+        self.tables: list[list[int]] = [[] for _ in range(num_tables)]  # of each attention group
+        self.states_in: tuple[int, ...] = ()
+        self.states_out: tuple[int, ...] = ()
         self.drafts: list[int] = []  # that a step computes …
         self.sampled: list[int] = []  # … and what it samples
 

@@ -86,6 +86,13 @@ class Row(msgspec.Struct, frozen=True, gc=False, array_like=True, omit_defaults=
     # `first_token` on.
     first_token: int = 0
     tokens: tuple[int, ...] = ()
+    # Where the model has several groups of layers (`ModelInfo.groups`): `first_block` and `blocks` of the attention groups
+    # after the first; () where none of them changes.
+    groups: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    # The pages that the slot's rows read their state from, and those that they write it to after their last token, from
+    # this row on; (): as before. They may be the same. A row that starts at 0 reads none.
+    states_in: tuple[int, ...] = ()
+    states_out: tuple[int, ...] = ()
 
 
 class Transfers(msgspec.Struct, frozen=True, array_like=True):
@@ -111,8 +118,9 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True):
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass. Within it, every key and value is written before any is read, layer by layer, so a
-    later row may read a block that an earlier row of the same step fills. A step without rows is legal: it
-    carries transfers, or asks for the completions there are.
+    later row may read a block that an earlier row of the same step fills. Not so with states: no row reads or writes
+    pages of a state that another row of the step writes. A step without rows is legal: it carries transfers, or asks for
+    the completions there are.
 
     A slot has one row, or several with *drafts*: a row of one position that samples and brings n tokens along, and
     somewhere behind it n rows of one position each, in order, that compute those tokens and sample as well. Each
@@ -185,6 +193,24 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     experts: ExpertUpdate | None = None  # when it has changed
 
 
+class GroupInfo(msgspec.Struct, frozen=True):
+    """Layers that keep the same of a request, in pages of the one pool. Attention groups have a block table each, with
+    blocks of as many tokens."""
+
+    kind: Literal["full", "window", "state"] = "full"
+    window: int = 0  # positions that a token of a window group sees, its own included
+    pages: int = 0  # of a request's recurrent state, all written anew by every row
+
+    def most_pages(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        """What a request of that many tokens holds at once at most, with rows of up to `chunk`."""
+        if self.kind == "state":  # the state before a row and behind it, and a checkpoint whose key is not known yet
+            return 3 * self.pages
+        num_blocks = -(-num_tokens // block_size)
+        if self.kind == "full":
+            return num_blocks
+        return min(num_blocks, (self.window - 1 + chunk + block_size - 2) // block_size + 1)
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine needs to know about the loaded model and the memory it was given."""
 
@@ -203,6 +229,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     host_slots: int = 0  # blocks that the host tier holds; 0: no tiers
     stores: tuple[str, ...] = ()  # what lies beneath the host tier, nearest first
     serves_peers: bool = False
+    # At least one for attention; full ones come first, then those with windows, and last one for states if there are any.
+    groups: tuple[GroupInfo, ...] = (GroupInfo(),)
 
 
 class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -38,7 +38,7 @@ MAY_IMPORT = {
 PARTS = {
     "engine": ("options vllm_options sampling_params model_files messages config", "http", "text", "grammar", "core", "front",
                "server", "commands"),
-    "executor": ("protocol gguf_header batch moe_spec parallel staging progress process_life outbox free_memory",
+    "executor": ("protocol gguf_header cache_layout batch moe_spec parallel staging progress process_life outbox free_memory",
                  "kernels", "loading", "models",
                  "sampling", "tiers", "step", "ring", "ranks", "uniproc oracle"),
     "router": ("config", "http", "placement", "fleet", "split attempt prefill exchange app metrics workers serve", "deploy"),

@@ -105,25 +105,40 @@ class Drafter:
             row, held = planned[request], len(request.blocks) * self._block_size
             drafts = request.drafts[: -(-room // (len(eager) - place))] if row.count == 1 else ()
             missing = -(-max(0, row.start + 1 + len(drafts) - held) // self._block_size)
-            if missing > spare:
+            num_tables = 1 + len(request.others)
+            if missing * num_tables > spare:
                 drafts, missing = drafts[: held - row.start - 1], 0
             request.drafts = drafts
             if not drafts:
                 continue
             room -= len(drafts)
-            spare -= missing
+            spare -= missing * num_tables
             blocks = self._pool.allocate(missing)
             if request.num_sent_blocks == len(request.blocks):  # else an entry has changed since, and is sent again
                 request.num_sent_blocks += missing
             request.blocks += blocks
-            planned[request] = msgspec.structs.replace(
-                row, blocks=(*row.blocks, *blocks), first_token=row.start + 1, tokens=drafts
-            )
+            row = msgspec.structs.replace(row, blocks=(*row.blocks, *blocks), first_token=row.start + 1, tokens=drafts)
+            if missing and request.others:
+                row = msgspec.structs.replace(row, groups=self._extend_others(request, row, missing))
+            planned[request] = row
             sent[index] = Sent(len(planned) + len(rows), drafts)
             rows += [Row(request.slot, row.start + 1 + i, 1, True) for i in range(len(drafts))]
         self._stats.num_drafts += len(sent)
         self._stats.draft_tokens += len(rows)
         return rows, sent
+
+    def _extend_others(self, request: Request, row: Row, missing: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """As much for the other groups, which are as long as the first when a single position is computed."""
+        groups = row.groups or tuple((len(table), ()) for table in request.others)
+        extended = []
+        for index, (table, (first, given)) in enumerate(zip(request.others, groups, strict=True)):
+            assert len(table) + missing == len(request.blocks)
+            blocks = self._pool.allocate(missing)
+            if request.num_sent_others[index] == len(table):
+                request.num_sent_others[index] += missing
+            table += blocks
+            extended.append((first, (*given, *blocks)))
+        return tuple(extended)
 
 
 def find_repeat(tokens: "array[int]", least: int, most: int) -> int:

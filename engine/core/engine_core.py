@@ -7,11 +7,10 @@ It knows neither sockets nor text. The core process (engine/core/process.py) and
 import gc
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from penstock.cache.pool import BlockPool
 from penstock.engine.config import EngineConfig
 from penstock.engine.core.scheduler import Scheduler, refusal
 from penstock.engine.http.kv_stream import KEY_BYTES
@@ -44,9 +43,13 @@ class EngineCore:
         self._make_compiler = make_compiler
         self._compiler: Compiler | None = None
         self._constraints: Constraints | None = None
-        pools: dict[str, BlockPool] = {"device": self.scheduler.pool}
+        pools: dict[str, CachedKeys] = {"device": self.scheduler.pool}
         if self.scheduler.tiers is not None:  # what a store has passes through the host first
             pools["host"] = self.scheduler.tiers.index.host
+        if self.scheduler.groups is not None:
+            from penstock.engine.core.usable import UsableKeys
+
+            pools = {"device": UsableKeys(self.scheduler.pool, self.scheduler.groups)}
         self.cache_log = CacheLog(pools)
         self._clock = clock
         self.last_step_tokens = 0  # of the step that `step` collected
@@ -172,13 +175,21 @@ def _num_tokens(step: Step) -> int:
     return sum(row.count for row in step.rows)
 
 
+class CachedKeys(Protocol):
+    """What is cached, and what has changed while it was listened to: a pool, or what stands for it."""
+
+    changes: dict[bytes, bool] | None
+
+    def cached_keys(self) -> list[bytes]: ...
+
+
 class CacheLog:
     """What the cache holds, for those who route by it: everything once, then the net changes of every step.
 
     Without a watcher, every pool's `changes` is None and nothing is kept or copied.
     """
 
-    def __init__(self, pools: Mapping[str, BlockPool]) -> None:
+    def __init__(self, pools: Mapping[str, CachedKeys]) -> None:
         self._pools = pools
         self._is_new = False  # the next updates are snapshots
 

@@ -3,22 +3,31 @@
 The scheduler decides when; here is how, over the device's pool and, where there are any, the tiers beneath it.
 """
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from penstock.cache.keys import block_keys
 from penstock.cache.pool import BlockPool
-from penstock.engine.core.request import Request
+from penstock.engine.core.request import Prefix, Request
 from penstock.engine.messages import Stats
 
 if TYPE_CHECKING:
+    from penstock.engine.core.groups import Groups
     from penstock.engine.core.tiering import Tiering
 
 
 class Holdings:
     def __init__(
-        self, pool: BlockPool, tiers: "Tiering | None", block_size: int, enable_prefix_caching: bool, stats: Stats
+        self,
+        pool: BlockPool,
+        tiers: "Tiering | None",
+        block_size: int,
+        enable_prefix_caching: bool,
+        stats: Stats,
+        groups: "Groups | None" = None,
     ) -> None:
-        self._pool, self._tiers, self._block_size = pool, tiers, block_size
+        """`groups`: where a request holds more than one table of blocks of all its tokens."""
+        self._pool, self._tiers, self._block_size, self._groups = pool, tiers, block_size, groups
         self._makes_keys = enable_prefix_caching
         self._stats = stats
         self._replaced: list[int] = []  # duplicates that the step being planned may still write to
@@ -29,6 +38,8 @@ class Holdings:
         Nothing is admitted in part: a prompt that cannot fit would sit on blocks until it is preempted. A
         block per running request stays free, so that those do not have to preempt the newcomer at once.
         """
+        if self._groups is not None:
+            return self._claim_groups(self._groups, request, num_running, is_busy)
         pool, num_tokens = self._pool, len(request.tokens)
         places: list[int] = []  # device blocks, and host slots as negatives
         if not request.skips_cache:
@@ -38,9 +49,7 @@ class Holdings:
         reserve = min(num_running, pool.num_usable // 8)
         if missing + pool.num_idle(cached) + reserve > pool.num_free:
             return False
-        if not request.skips_cache and request.first_scheduled_s is None:
-            self._stats.prefix_queries += num_tokens
-            self._stats.prefix_hits += len(places) * self._block_size
+        self._count(request, len(places))
         pool.hold(cached)
         request.blocks = cached + pool.allocate(missing)
         request.num_registered = len(cached)
@@ -51,6 +60,28 @@ class Holdings:
         request.write_from = len(places) * self._block_size
         request.num_scheduled = min(request.write_from, num_tokens - 1)
         return True
+
+    def _claim_groups(self, groups: "Groups", request: Request, num_running: int, is_busy: bool) -> bool:
+        tiers, place, prefix = self._tiers, self._pool.find, Prefix(0, 0)
+        if tiers is not None:
+            place = tiers.place
+        if not request.skips_cache:
+            prefix = groups.find(request, place) if tiers is None else tiers.prefix(groups, request, is_busy)
+        reserve = min(num_running * groups.num_attention, self._pool.num_usable // 8)
+        copies = groups.claim(request, prefix, reserve, place)
+        if copies is None:
+            return False
+        self._count(request, prefix.num_blocks)
+        if tiers is not None:
+            tiers.restore(request, list(chain.from_iterable(copies)), len(copies[0]))
+        request.write_from = prefix.num_blocks * self._block_size
+        request.num_scheduled = min(request.write_from, len(request.tokens) - 1)
+        return True
+
+    def _count(self, request: Request, num_cached: int) -> None:
+        if not request.skips_cache and request.first_scheduled_s is None:
+            self._stats.prefix_queries += len(request.tokens)
+            self._stats.prefix_hits += num_cached * self._block_size
 
     def _restore(self, tiers: "Tiering", request: Request, places: list[int], num_device: int) -> None:
         """Put the claimed blocks in the order of the chain, and have those that lie in the host copied."""
@@ -67,7 +98,10 @@ class Holdings:
         """Take all its blocks back. What they hold stays cached until they are needed."""
         if self._tiers is not None:
             self._tiers.leave(request)
-        self._pool.release(request.blocks)
+        if self._groups is None:
+            self._pool.release(request.blocks)
+        else:
+            self._groups.release(request)
         request.blocks = []
         request.num_scheduled = request.num_registered = request.num_sent_blocks = 0
 
@@ -79,6 +113,7 @@ class Holdings:
             self.extend_keys(request)
             if request.slot >= 0:
                 self.register(request)
+                self.keep_checkpoints(request)
 
     def extend_keys(self, request: Request) -> None:
         """Chain keys for the blocks that the known tokens fill. One call for a prompt, one block at a time later."""
@@ -95,6 +130,10 @@ class Holdings:
         the same content already, the request moves over to that block and the table entry is sent again.
         """
         full = min(request.num_scheduled // self._block_size, len(request.keys))
+        if self._groups is not None:
+            self._replaced += self._groups.register(request, full)
+            request.num_registered = max(request.num_registered, full)
+            return
         for index in range(request.num_registered, full):
             block = self._pool.register(request.blocks[index], request.keys[index])
             if self._tiers is not None:
@@ -104,6 +143,15 @@ class Holdings:
                 request.blocks[index] = block
                 request.num_sent_blocks = min(request.num_sent_blocks, index)
         request.num_registered = max(request.num_registered, full)
+
+    def extend(self, request: Request, end: int) -> None:
+        """What the next row needs is free: it goes up to `end`."""
+        assert self._groups is not None
+        self._replaced += self._groups.extend(request, end)
+
+    def keep_checkpoints(self, request: Request) -> None:
+        if self._groups is not None:
+            self._groups.keep_checkpoints(request)
 
     def drop_replaced(self) -> None:
         """The step is planned, or over: the blocks that a later step may be given are not written any more."""

@@ -7,7 +7,7 @@ import heapq
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.engine.messages import FinishReason, Output, Submit
 from penstock.executor.protocol import Admission, Row, TokenLogprobs, is_penalized
@@ -41,7 +41,7 @@ class Request:
     may_draft: bool = field(init=False)
 
     keys: list[bytes] = field(default_factory=list)  # of the full blocks whose tokens are known
-    blocks: list[int] = field(default_factory=list)  # the block table
+    blocks: list[int] = field(default_factory=list)  # the block table, of the first group if there are several
     slot: int = -1  # -1: not running
     num_scheduled: int = 0  # positions handed to the executor since the last admission
     num_pending: int = 0  # tokens that steps in flight will sample
@@ -56,6 +56,19 @@ class Request:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     has_output: bool = False
     finished: bool = False
+
+    # Kept by engine/core/groups.py, where layers keep different things:
+    others: list[list[int]] = field(default_factory=list)  # block tables of the other attention groups
+    num_sent_others: list[int] = field(default_factory=list)  # as num_sent_blocks, of each of these
+    num_left: list[int] = field(default_factory=list)  # of all attention groups: leading entries behind the window
+    state: list[int] = field(default_factory=list)  # pages of the state behind the last position that was scheduled
+    is_state_shared: bool = False  # others may read it, so the next row writes another one
+    sent_state: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # what the slot reads, and writes
+    new_state: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # for the next row to send
+    branch: int = 0  # blocks of a prefix that others share, and no checkpoint at its end
+    checkpoints: dict[int, list[int]] = field(default_factory=dict)  # blocks → pages that wait for their keys
+    kept: list[int] = field(default_factory=list)  # blocks before the checkpoints that the pool knows by key
+    page_keys: dict[tuple[int, int], bytes] = field(default_factory=dict)  # (block, group) → the key of the first page
 
     # Kept by engine/core/drafts.py:
     drafts: tuple[int, ...] = ()  # what may follow; while there are any, no step is planned ahead of a result
@@ -122,13 +135,24 @@ class Request:
             samples and self.matcher is not None,
             self.num_known if tokens else 0,
             tokens,
+            self._other_blocks() if self.others else (),
+            *self.new_state,
         )
+        self.new_state = (), ()
         self.num_sent_blocks = len(self.blocks)
         self.num_known += len(tokens) + samples
         self.num_scheduled += count
         if samples:
             self.num_pending += 1
         return row
+
+    def _other_blocks(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Of each table the entries that the executor has yet to get, and where they begin."""
+        tables, sent = self.others, self.num_sent_others
+        if all(first == len(table) for first, table in zip(sent, tables, strict=True)):
+            return ()
+        self.num_sent_others = [len(table) for table in tables]
+        return tuple((first, tuple(table[first:])) for first, table in zip(sent, tables, strict=True))
 
     def output(
         self,
@@ -161,9 +185,16 @@ class Request:
 
     def check(self, block_size: int) -> None:
         """Assert how far a running request may have come."""
-        assert self.num_registered <= len(self.blocks)
+        assert self.num_registered <= len(self.blocks) and all(len(table) <= len(self.blocks) for table in self.others)
         assert self.num_scheduled <= min(self.num_ready, len(self.blocks) * block_size)
         assert self.num_known + len(self.unknown) == self.num_ready
+
+
+class Prefix(NamedTuple):
+    """Of a request, the longest that counts as cached, and how far full attention alone would have got."""
+
+    num_blocks: int
+    num_seen: int
 
 
 class WaitingQueue:

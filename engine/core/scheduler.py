@@ -21,10 +21,21 @@ from penstock.engine.config import SchedulerConfig
 from penstock.engine.core.holdings import Holdings
 from penstock.engine.core.request import Request, WaitingQueue
 from penstock.engine.messages import FinishReason, Output, Stats, Submit
-from penstock.executor.protocol import NOTHING_LEFT, Admission, ModelInfo, Row, Step, StepResult, TokenLogprobs
+from penstock.executor.protocol import (
+    NOTHING_LEFT,
+    Admission,
+    ExecutorError,
+    GroupInfo,
+    ModelInfo,
+    Row,
+    Step,
+    StepResult,
+    TokenLogprobs,
+)
 
-if TYPE_CHECKING:  # half of the core, for those that have tiers, drafts or grammars
+if TYPE_CHECKING:  # half of the core, for those that have tiers, drafts, grammars or several groups of layers
     from penstock.engine.core.drafts import Drafter, Sent
+    from penstock.engine.core.groups import Groups
     from penstock.engine.core.tiering import Tiering
     from penstock.engine.grammar.matcher import Matcher
 
@@ -50,14 +61,25 @@ class Scheduler:
         self.waiting = WaitingQueue(config.patience_s)
         self.held: dict[Request, None] = {}  # their grammars are being compiled
         self.in_flight: deque[InFlight] = deque()  # the oldest step first
+        self.groups: Groups | None = None
+        if info.groups != (GroupInfo(),):
+            from penstock.engine.core import groups
+
+            if config.speculative_config is not None and info.groups[-1].pages:
+                raise ExecutorError(
+                    "speculative_config: given; this model's recurrent layers cannot take back a draft that was wrong"
+                )
+            self.groups = groups.Groups(self.pool, info, config.max_num_batched_tokens)
         self.tiers: Tiering | None = None
         if info.host_slots:
             from penstock.engine.core import tiering
 
             saves_per_step = -(-config.max_num_batched_tokens // info.block_size)  # as many as a step can fill
-            self.tiers = tiering.Tiering(info, self.pool, saves_per_step)
+            self.tiers = tiering.Tiering(info, self.pool, saves_per_step, self.groups)
         self._stats = Stats()  # its counters; the gauges are taken when they are asked for
-        self._holdings = Holdings(self.pool, self.tiers, info.block_size, config.enable_prefix_caching, self._stats)
+        self._holdings = Holdings(
+            self.pool, self.tiers, info.block_size, config.enable_prefix_caching, self._stats, self.groups
+        )
         self._drafter: Drafter | None = None
         if (speculative := config.speculative_config) is not None:
             from penstock.engine.core import drafts
@@ -143,8 +165,12 @@ class Scheduler:
                 continue
             if request.drafts and request.num_pending:
                 continue
+            if self.groups is not None:
+                count = self.groups.cut(request, count)
             end = request.num_scheduled + count
             missing = -(-end // self.block_size) - len(request.blocks)
+            if self.groups is not None:
+                missing = self.groups.num_missing(request, end)
             while missing > self.pool.num_free and request.slot >= 0:
                 victim = self._victim()
                 preempted = True
@@ -155,7 +181,9 @@ class Scheduler:
                 self._preempt(victim)
             if request.slot < 0:
                 continue
-            if missing > 0:
+            if self.groups is not None:
+                self._holdings.extend(request, end)
+            elif missing > 0:
                 request.blocks += self.pool.allocate(missing)
             planned[request] = request.row(count, samples=end == ready)
             budget -= count
@@ -163,6 +191,9 @@ class Scheduler:
             self._holdings.register(request)
         admissions = [] if preempted else self._admit(budget, planned)
         rows, sent = self._with_drafts(planned)
+        if self.groups is not None:
+            for request in planned:
+                self.groups.keep_checkpoints(request)
         # Not before: an admission of this very step must not be handed a block that a row of it writes.
         self._holdings.drop_replaced()
         transfers = None if self.tiers is None else self.tiers.end_step()
@@ -215,6 +246,10 @@ class Scheduler:
             if request.is_restoring:  # its first row comes in a later step than the last block it reads
                 continue
             count = min(len(request.tokens) - request.num_scheduled, budget)
+            if self.groups is not None:
+                count = self.groups.cut(request, count)
+                self.groups.num_missing(request, request.num_scheduled + count)
+                self._holdings.extend(request, request.num_scheduled + count)
             planned[request] = request.row(count, samples=request.num_scheduled + count == len(request.tokens))
             budget -= count
             self._holdings.register(request)
@@ -370,7 +405,9 @@ class Scheduler:
         refs: dict[int, int] = {}
         for request in self.running:
             request.check(self.block_size)
-            for block in request.blocks:
+            if self.groups is not None:
+                self.groups.check(request)
+            for block in request.blocks if self.groups is None else self.groups.held(request):
                 refs[block] = refs.get(block, 0) + 1
         transfers = [plan.step.transfers for plan in self.in_flight]
         for each in transfers:

@@ -13,14 +13,18 @@ preemption leaves a clean copy.
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.cache.pool import BlockPool
 from penstock.cache.tiers.base import DISK, PEER, tier_of
 from penstock.cache.tiers.index import TierIndex
 from penstock.engine.core.rates import Rates
-from penstock.engine.core.request import Request, WaitingQueue
+from penstock.engine.core.request import Prefix, Request, WaitingQueue
 from penstock.engine.core.tier_stats import tier_stats
 from penstock.executor.protocol import ModelInfo, TransferResult, Transfers
+
+if TYPE_CHECKING:
+    from penstock.engine.core.groups import Groups
 
 LOOK_AHEAD = 8  # so many requests at the head of the queue have their blocks read from the stores
 RESTORE_BYTES = 64 * 2**20  # a step restores no more than this, or one block
@@ -40,12 +44,15 @@ class Loading:
 
 
 class Tiering:
-    def __init__(self, info: ModelInfo, pool: BlockPool, saves_per_step: int) -> None:
+    def __init__(self, info: ModelInfo, pool: BlockPool, saves_per_step: int, groups: "Groups | None" = None) -> None:
         self.index = TierIndex(info.host_slots, info.stores)
         self.rates = Rates(info.block_bytes, info.block_size, info.stores)
         self._pool = pool
         self._block_size, self._block_bytes = info.block_size, info.block_bytes
-        self._saves_per_step = saves_per_step
+        self._saves_per_step = saves_per_step * len(info.groups)
+        self._groups = groups
+        if groups is not None:
+            groups.offer = self.index.offer
         self._restores_per_step = max(1, RESTORE_BYTES // max(info.block_bytes, 1))
         self._max_pins = info.host_slots // 2  # for requests that have not been admitted yet
         self._loading: dict[Request, Loading] = {}
@@ -79,7 +86,7 @@ class Tiering:
         request.looked = True
         if request.skips_cache:
             return False
-        slots, missing, num_blocks = self._chain(request.keys, self._max_pins - self._num_pins)
+        slots, missing, num_blocks = self._chain(request, self._max_pins - self._num_pins)
         is_awaiting = self._is_awaiting(request, num_blocks, now_s) and not self._are_pins_out
         if not missing and not is_awaiting:
             return False
@@ -105,11 +112,12 @@ class Tiering:
         if request.message.peer is None or now_s >= request.arrival_s + request.message.peer_wait_s:
             return False
         is_open = self._stores.get(request.message.peer, {}).get("is_open", 0.0) > 0
-        return is_open and num_blocks < min(len(request.keys), request.num_prompt // self._block_size)
+        has_state = self._groups is not None and self._groups.has_state
+        return is_open and num_blocks < min(len(request.keys), (request.num_prompt - has_state) // self._block_size)
 
     def _look_again(self, request: Request, loading: Loading, now_s: float) -> None:
         room = self._max_pins - self._num_pins + len(self._pins.get(request, ())) + len(loading.wanted)
-        slots, missing, num_blocks = self._chain(request.keys, room)
+        slots, missing, num_blocks = self._chain(request, room)
         loading.is_awaiting = self._is_awaiting(request, num_blocks, now_s)
         self._read(request, loading, slots, missing)
 
@@ -164,9 +172,12 @@ class Tiering:
             self._stop_loading(request)
         return done
 
-    def _chain(self, keys: Sequence[bytes], room: int) -> tuple[list[int], list[tuple[int, bytes]], int]:
+    def _chain(self, request: Request, room: int) -> tuple[list[int], list[tuple[int, bytes]], int]:
         """Walk the chain as far as any tier has it and no more than `room` host slots are needed: the slots that
         have their part, (index, key) of what has to be read, and how many blocks that is in all."""
+        if self._groups is not None:
+            return self._pages(self._groups, request, room)
+        keys = request.keys
         slots: list[int] = []
         missing: list[tuple[int, bytes]] = []
         find, host, pending = self._pool.find, self.index.host.find, self.index.ticket_of
@@ -183,6 +194,26 @@ class Tiering:
             else:
                 return slots, missing, index
         return slots, missing, len(keys)
+
+    def _pages(self, groups: "Groups", request: Request, room: int) -> tuple[list[int], list[tuple[int, bytes]], int]:
+        """As `_chain`, of all that the groups keep of the longest prefix. All of it is needed: what is read has the index of
+        the first block that the host does not make usable."""
+        find, host = self._pool.find, self.index.host.find
+
+        def find_anywhere(key: bytes) -> int:
+            return find(key) or host(key) or self.index.ticket_of(key) or self.index.store_of(key) is not None
+
+        num = most = len(request.keys)
+        wanted: list[bytes] = []
+        while num:
+            num = groups.find(request, find_anywhere, most).num_blocks
+            wanted = [key for keys in groups.keys(request, num) for key in keys if not find(key)]
+            if len(wanted) <= room:
+                break
+            most = num // 2
+        slots = [slot for key in wanted if (slot := host(key))]
+        usable = groups.find(request, self.place, num).num_blocks
+        return slots, [(usable, key) for key in wanted if not host(key)], num
 
     def _probe(self, keys: list[bytes], now_s: float) -> None:
         """Read a little without a request that waits: a store that was slow once must be able to show that it is no more."""
@@ -216,11 +247,25 @@ class Tiering:
                 return places[:first]
         return places
 
-    def restore(self, request: Request, pairs: list[tuple[int, int]]) -> None:
-        """The request was admitted: it computes as soon as these host slots are in these blocks."""
+    def place(self, key: bytes) -> int:
+        """A device block, a host block as a negative, or 0."""
+        return self._pool.find(key) or -self.index.host.find(key)
+
+    def prefix(self, groups: "Groups", request: Request, is_busy: bool) -> Prefix:
+        """As `places` says it, where layers keep different things."""
+        far, near = groups.find(request, self.place), groups.find(request, self._pool.find)
+        num_gained = far.num_blocks - near.num_blocks
+        if num_gained == 0:
+            return near
+        num_host = sum(self.place(key) < 0 for keys in groups.keys(request, far.num_blocks) for key in keys)
+        return far if self.rates.is_restore_faster(num_host, num_gained, is_busy) else near
+
+    def restore(self, request: Request, pairs: list[tuple[int, int]], num_counted: int | None = None) -> None:
+        """The request was admitted: it computes as soon as these host slots are in these blocks. The first `num_counted`
+        stand for tokens, the others for what other groups keep of the same ones."""
         if request.first_scheduled_s is None:
             sources = self._pins.get(request, {})
-            for slot, _ in pairs:
+            for slot, _ in pairs[:num_counted]:
                 self.counts[f"hits_{sources.get(slot, 'host')}"] += self._block_size
         if pairs:
             self.index.pin(slot for slot, _ in pairs)
@@ -237,7 +282,8 @@ class Tiering:
         if pairs is not None:
             self.index.unpin([slot for slot, _ in pairs])
         request.is_restoring = request.looked = False
-        self._touch(request.keys[: request.num_registered])
+        groups, num = self._groups, request.num_registered
+        self._touch(request.keys[:num] if groups is None else groups.used_keys(request))
 
     def _touch(self, keys: list[bytes]) -> None:
         """What lies beneath must not grow old because a nearer tier always answers."""

@@ -73,10 +73,11 @@ def lark_json(
     schema: Any, field: str, lenient: bool = False, name: str = "", coerce_one_of: bool = False, **options: Any
 ) -> str:
     """The schema in a rule of Lark. `options` are llguidance's."""
-    options = {"json_allowed_escapes": ESCAPES, "lenient": lenient, **options}
-    text = json.dumps(
-        {**prepared(schema, field, lenient, name, coerce_one_of), "x-guidance": options}, ensure_ascii=False
-    )
+    return lark_prepared(prepared(schema, field, lenient, name, coerce_one_of), lenient=lenient, **options)
+
+
+def lark_prepared(schema: dict[str, Any], **options: Any) -> str:
+    text = json.dumps({**schema, "x-guidance": {"json_allowed_escapes": ESCAPES, **options}}, ensure_ascii=False)
     return "%json " + text.replace("::=", ":\\u003a=")  # which in a grammar is taken for another dialect
 
 

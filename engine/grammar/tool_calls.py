@@ -13,10 +13,11 @@ a lazy rule ends free text at the first place where the mark stands.
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.engine.grammar.json_schema import WHITESPACE, lark_json
+from penstock.engine.grammar.parameters import ANY, ParameterRules, escaped
 from penstock.engine.grammar.source import parsed
 from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
 from penstock.engine.text.tools.formats import Calls, Format, ToolSpec
@@ -26,7 +27,6 @@ from penstock.engine.text.tools.thinking import Thinking
 # forced need not be sampled.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OWN_SPACING = {"whitespace_pattern": WHITESPACE}
-_ANY = r"(.|\n)*"
 _BLANK = r"[ \t\r\n]*"
 # A bounded number of blanks: a hot model could go on with them until its tokens are used up.
 _GAP = r"[ \t\r\n]{1,34}"
@@ -34,9 +34,7 @@ _GAP = r"[ \t\r\n]{1,34}"
 _OPENING = rf'\{{{_BLANK}("type"{_BLANK}:{_BLANK}"function"{_BLANK},{_BLANK})?"name"{_BLANK}:{_BLANK}"'
 # An object that is a call. `plain` ones begin with their name and have arguments, as they must without a mark.
 _OBJECT = r"""
-gap: GAP?
 colon: gap ":" gap
-comma: gap "," gap
 separator: gap (/[;,]/ gap)?
 key: "\"arguments\"" | "\"parameters\""
 name: "\"name\"" colon
@@ -45,6 +43,7 @@ type: "\"type\"" colon "\"function\""
 close: (comma id)? (comma type)? gap "}"
 plain: "{" gap (type comma)? name "\"" named close
 """
+_NUMBER = '":" /[0-9]{1,4}/'
 # Which schema holds arguments that stand before the name is known at the name only: all are followed until then.
 _MAX_REVERSED = 16
 
@@ -76,13 +75,16 @@ class Rules:
         self._special_ids = special_ids
 
     def lark(self) -> str:
-        return "\n".join(["%llguidance {}", *self.lines, f"TEXT: /{_ANY}/"])
+        return "\n".join(["%llguidance {}", *self.lines, f"TEXT: /{ANY}/"])
 
     def thinking(self, thinking: Thinking) -> str:
         marks = thinking.marks
         self.until("thoughts", marks.close)
         self.lines.append(f"BLANK: /{_BLANK}/")
-        return "thoughts BLANK " if thinking.is_open else f"({self.text(marks.open, marks)} thoughts)? BLANK "
+        opening = self.text(marks.open)
+        if marks.is_implied and not thinking.is_open:
+            return f"({opening})? thoughts BLANK "
+        return "thoughts BLANK " if thinking.is_open else f"({opening} thoughts)? BLANK "
 
     def answer(self, wanted: StructuredOutputs) -> str:
         kind = wanted.kind
@@ -105,10 +107,9 @@ class Rules:
 
     def calls(self, calls: Calls) -> str:
         """Calls from the first character on."""
-        written, marks = calls.form.written, _marks(calls.form)
-        call = self._call(calls)
-        more = f"({self.text(written.join, marks)} {call})*" if calls.many else ""
-        parts = [self.text(written.start, marks), call, more, self.text(written.end, marks)]
+        written = calls.form.written
+        call, later = self._call(calls)
+        parts = [self.text(written.start), call, f"({later})*" if calls.many else "", self.text(written.end)]
         return " ".join(part for part in parts if part)
 
     def maybe_calls(self, calls: Calls, thinking: Thinking | None) -> str:
@@ -117,7 +118,11 @@ class Rules:
         `called` is an answer up to the end of a call, `missed` one up to the name of something else that began alike.
         """
         form = calls.form
-        self._objects(calls)
+        self.lines += [f"GAP: /{_GAP}/", "gap: GAP?", 'comma: gap "," gap']
+        if form.is_framed:
+            self._frames(calls)
+        else:
+            self._objects(calls)
         self._texts(calls, thinking)
         called, missed = [], []
         for kind, before in (("FIRST", ""), ("FREE", "called "), ("OTHER", "missed ")):
@@ -125,7 +130,12 @@ class Rules:
                 continue
             for index, mark in enumerate(mark for mark in form.marks if mark not in form.fences):
                 self.until(f"{kind.lower()}_{index}", mark, kind)
-                called.append(f"{before}{kind.lower()}_{index} {self._behind_mark(calls, form.closers[mark])}")
+                behind = self._frames_behind(calls, mark) if form.is_framed else self._behind_mark(calls, mark)
+                called.append(f"{before}{kind.lower()}_{index} {behind}")
+            if form.is_bare and form.is_framed:
+                self.lines.append(f"{kind.lower()}_bare[lazy]: {kind}_BARE")
+                called.append(f"{before}{kind.lower()}_bare {self._frames_behind(calls, form.written.start)}")
+                missed.append(f"{before}{kind.lower()}_bare")
             for name, behind in _openings(calls):
                 self.lines.append(f"{kind.lower()}_{name}[lazy]: {kind}_{name.upper()}")
                 called.append(f"{before}{kind.lower()}_{name} named close {behind}")
@@ -134,10 +144,11 @@ class Rules:
         return "FIRST | called " + ("FREE" if calls.many else "gap") + (" | missed OTHER" if missed else "")
 
     def _objects(self, calls: Calls) -> None:
-        self.lines += [f"GAP: /{_GAP}/", *_OBJECT.strip().splitlines()]
+        self.lines += _OBJECT.strip().splitlines()
         named, bare, reversed_ = [], [], []
         for index, function in enumerate(calls.functions):
-            name, arguments = json.dumps(function.name + '"'), self.arguments(index, function, _OWN_SPACING)
+            name = json.dumps(function.name + '"')
+            arguments = self.arguments(index, function, _OWN_SPACING, calls.form)
             named.append(f"{name} comma key colon {arguments}")
             bare += [name] if _takes_nothing(function.parameters) else []
             reversed_.append(f'{arguments} comma name "\\"" {name}')
@@ -149,19 +160,43 @@ class Rules:
             f'object: "{{" gap (id comma)? (type comma)? ({" | ".join(ways)}) close',
         ]
 
-    def _behind_mark(self, calls: Calls, closer: str) -> str:
-        marks = _marks(calls.form)
+    def _frames(self, calls: Calls) -> None:
+        """Calls that are a name and its arguments, from the name on, in the model's own way."""
+        form, frames = calls.form, []
+        for index, function in enumerate(calls.functions):
+            behind, words = form.written.before_arguments, form.written.before_arguments.split()
+            if form.is_numbered:
+                head = [self.text(function.name), _NUMBER, *map(self.text, words)]
+            elif behind[:1].isspace() or not behind:
+                head = [*map(self.text, [function.name, *words])]
+            else:  # in one piece: the name of a call must not be the beginning of text that is none
+                head = [self.text(function.name + words[0]), *map(self.text, words[1:])]
+            arguments = self.arguments(index, function, _OWN_SPACING, form, is_loose=True)
+            frames.append(" gap ".join([*head, arguments, *map(self.text, form.written.after_arguments.split())]))
+        self.lines.append(f"frame: {' | '.join(frames)}")
+
+    def _frames_behind(self, calls: Calls, mark: str) -> str:
+        form = calls.form
+        join = "comma" if "," in form.written.join else "gap"
+        before = "".join(f"{self.text(word)} gap " for word in form.written.before_name.split())
+        is_block = calls.many and (form.written.before_name or form.written.after_arguments)
+        more = f"({join} {before}frame)*" if is_block else ""
+        opening = "".join(f"{self.text(word)} gap " for word in form.opening(mark))
+        return f"gap {opening}frame {more} gap {' gap '.join(map(self.text, form.closing(mark)))}"
+
+    def _behind_mark(self, calls: Calls, mark: str) -> str:
+        closer = calls.form.closers[mark]
         more = "(comma object)*" if calls.many else ""
         ways = [f'"[" gap object {more} gap "]"']
         ways.append("object (separator object)*" if closer and calls.many else "object")
         if calls.form.has_args:
-            call_id = f"({self.text('[CALL_ID]', marks)} /[A-Za-z0-9_-]{{1,64}}/)?"
-            behind = f"{call_id} ({self.text('[ARGS]', marks)})? gap"
+            call_id = f"({self.text('[CALL_ID]')} /[A-Za-z0-9_-]{{1,64}}/)?"
+            behind = f"{call_id} ({self.text('[ARGS]')})? gap"
             ways += [
                 f"{json.dumps(function.name)} {behind} arguments_{index}"
                 for index, function in enumerate(calls.functions)
             ]
-        return f"gap ({' | '.join(ways)})" + (f" gap {self.text(closer, marks)}" if closer else "")
+        return f"gap ({' | '.join(ways)})" + (f" gap {self.text(closer)}" if closer else "")
 
     def _texts(self, calls: Calls, thinking: Thinking | None) -> None:
         """What text may be: FIRST at the beginning of an answer, FREE behind a call, OTHER behind what began like one;
@@ -169,58 +204,89 @@ class Rules:
         anything else that may stand there: the blanks behind reasoning, or reasoning itself. And the reader takes a
         mark for one that is only spelled out, so none of them has it."""
         form = calls.form
-        spelled = [f"{_ANY}{_escaped(mark)}" for mark in form.marks if mark in self._special_ids]
+        spelled = [
+            f"{ANY}{escaped(mark)}" for mark in form.marks if len(self._parts(mark)) > 1 or mark in self._special_ids
+        ]
         first = list(spelled)
         if thinking is not None and not thinking.is_open:
-            first.append(_escaped(thinking.marks.open))
-        names = "|".join(_escaped(function.name) for function in calls.functions)
-        begun = _ANY if thinking is None else rf"[^ \t\r\n]{_ANY}"
-        fence = "|".join(map(_escaped, form.fences)) + rf"(json)?{_BLANK}"
+            first.append(escaped(thinking.marks.open))
+        names = "|".join(escaped(function.name) for function in calls.functions)
+        begun = ANY if thinking is None else rf"[^ \t\r\n]{ANY}"
+        fence = "|".join(map(escaped, form.fences)) + rf"(json)?{_BLANK}"
         for kind, text, start, excluded in (
             ("FIRST", begun, "" if thinking is not None else _BLANK, first),
-            ("FREE", _ANY, rf"{_BLANK}[;,]?{_BLANK}", spelled),
-            ("OTHER", _ANY, None, [*spelled, rf'({names})"']),
+            ("FREE", ANY, rf"{_BLANK}[;,]?{_BLANK}", spelled),
+            ("OTHER", ANY, None, [*spelled, rf'({names})"' if not form.is_framed else rf"{_BLANK}({names}){_BLANK}\("]),
         ):
             paragraph = rf"{text}\n\n" if start is None else rf"({text}\n\n|{start})"
             patterns = {"": f"({text})?"}
-            if form.is_bare:
+            if form.is_bare and form.is_framed:
+                patterns["_BARE"] = rf"{paragraph}\[{_BLANK}"
+            elif form.is_bare:
                 patterns |= {"_BARE": paragraph + _OPENING, "_LIST": rf"{paragraph}\[{_BLANK}{_OPENING}"}
             if form.fences:
                 fenced = f"({text})?({fence})"
                 patterns |= {"_FENCE": fenced + _OPENING, "_FENCED_LIST": rf"{fenced}\[{_BLANK}{_OPENING}"}
-            without = "".join(f" & ~/{other}{_ANY}/" for other in excluded)
+            without = "".join(f" & ~/{other}{ANY}/" for other in excluded)
             self.lines += [f"{kind}{name}: /{pattern}/{without}" for name, pattern in patterns.items()]
 
-    def _call(self, calls: Calls) -> str:
-        written, marks = calls.form.written, _marks(calls.form)
+    def _call(self, calls: Calls) -> tuple[str, str]:
+        """A call, and one behind another one."""
+        form, written, names = calls.form, calls.form.written, range(len(calls.functions))
         for index, function in enumerate(calls.functions):
-            # One piece of text up to the arguments: where text that is no call could go on as well, the lexer would
-            # not see the end of a shorter one.
-            head = self.text(written.before_name + function.name + written.before_arguments, marks)
-            arguments = self.arguments(index, function, _SPACING)
-            rule = f"function_{index}: {head} {arguments} {self.text(written.after_arguments, marks)}"
-            self.lines.append(rule.rstrip())
-        self.lines.append("call: " + " | ".join(f"function_{index}" for index in range(len(calls.functions))))
-        return "call"
+            arguments = self.arguments(index, function, _SPACING, form)
+            for rule, join in (("function", ""), ("later", written.join)):
+                # One piece of text up to the arguments: where text that is no call could go on as well, the lexer would
+                # not see the end of a shorter one.
+                head = join + written.before_name + function.name
+                if form.is_numbered:
+                    lark = f"{self.text(head)} {_NUMBER} {self.text(written.before_arguments)}"
+                else:
+                    lark = self.text(head + written.before_arguments)
+                self.lines.append(f"{rule}_{index}: {lark} {arguments} {self.text(written.after_arguments)}".rstrip())
+        first, later = (" | ".join(f"{rule}_{index}" for index in names) for rule in ("function", "later"))
+        return f"({first})", later
 
-    def arguments(self, index: int, function: ToolSpec, spacing: Mapping[str, Any] = _SPACING) -> str:
-        self.lines.append(f"arguments_{index}: {_arguments(function, spacing)}")
+    def arguments(
+        self,
+        index: int,
+        function: ToolSpec,
+        spacing: Mapping[str, Any] = _SPACING,
+        form: Format | None = None,
+        is_loose: bool = False,
+    ) -> str:
+        if form is not None and form.parameters is not None:
+            prefix = f"arguments_{index}_"
+            body = ParameterRules(self.lines, self.text, form, function, prefix, spacing, is_loose).all()
+        else:
+            body = _arguments(function, spacing)
+        self.lines.append(f"arguments_{index}: {body}")
         return f"arguments_{index}"
 
     def until(self, rule: str, mark: str, text: str = "TEXT") -> None:
         """A rule: free text up to a mark and with it."""
-        token = self._special_ids.get(mark)
-        self.lines.append(
-            f"{rule}[lazy]: {text} {json.dumps(mark)}" if token is None else f"{rule}: {text} <[{token}]>"
+        before, *rest = self._parts(mark)
+        if not rest and before not in self._special_ids:
+            self.lines.append(f"{rule}[lazy]: {text} {json.dumps(mark)}")
+            return
+        if before not in self._special_ids:
+            self.lines.append(f"{rule.upper()}_UP_TO: {text} {json.dumps(before)}")
+            text, mark = f"{rule.upper()}_UP_TO", mark.removeprefix(before)
+        self.lines.append(f"{rule}: {text} {self.text(mark)}")
+
+    def text(self, text: str) -> str:
+        """Fixed text as Lark, the special tokens in it as tokens."""
+        ids = self._special_ids
+        return " ".join(
+            f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in self._parts(text)
         )
 
-    def text(self, text: str, marks: Collection[str]) -> str:
-        """Fixed text as Lark, the special tokens in it as tokens."""
-        parts = re.split("(" + "|".join(map(re.escape, marks)) + ")", text)
-        return " ".join(
-            f"<[{self._special_ids[part]}]>" if part in self._special_ids else json.dumps(part)
-            for part in parts
-            if part
+    def _parts(self, text: str) -> list[str]:
+        longest = sorted(self._special_ids, key=len, reverse=True)
+        return (
+            [part for part in re.split("(" + "|".join(map(re.escape, longest)) + ")", text) if part]
+            if longest
+            else [text] * bool(text)
         )
 
 
@@ -228,7 +294,7 @@ def _openings(calls: Calls) -> list[tuple[str, str]]:
     """How calls begin without a mark, and what stands behind the first one."""
     more = "(comma plain)*" if calls.many else ""
     fence = 'gap "```"'
-    openings = [("bare", ""), ("list", f'{more} gap "]"')] if calls.form.is_bare else []
+    openings = [("bare", ""), ("list", f'{more} gap "]"')] if calls.form.is_bare and not calls.form.is_framed else []
     if calls.form.fences:
         openings += [
             ("fence", ("(separator plain)* " if calls.many else "") + fence),
@@ -243,22 +309,8 @@ def _takes_nothing(parameters: Mapping[str, Any]) -> bool:
     return parameters.keys() - known <= {"required"} and not parameters.get("required")
 
 
-def arguments_alone(function: ToolSpec) -> str:
-    """Lark for what a function takes, to find out whether that can be compiled."""
-    return f"%llguidance {{}}\nstart: {_arguments(function, _SPACING)}"
-
-
 def _arguments(function: ToolSpec, spacing: Mapping[str, Any]) -> str:
     schema = {**function.parameters}
     if not function.is_strict or "type" not in schema:
         schema["type"] = "object"
     return lark_json(schema, "tools", not function.is_strict, function.name, function.coerce_one_of, **spacing)
-
-
-def _marks(form: Format) -> tuple[str, ...]:
-    return form.marks + form.punctuation
-
-
-def _escaped(text: str) -> str:
-    """As a regular expression of Lark, between slashes."""
-    return re.sub(r"([\\/.+*?()|\[\]{}^$#&~-])", r"\\\1", text)

@@ -71,7 +71,7 @@ class ServerApp:
             self._inner = CORSMiddleware(
                 self._inner,
                 allow_origins=allowed_origins,
-                allow_methods=("GET", "POST"),
+                allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),
                 expose_headers=("x-request-id",),
             )

@@ -40,7 +40,7 @@ class Reading:
         arguments: list[list[str]] = []
         for piece in pieces:
             if isinstance(piece, CallStart):
-                calls.append(ToolCall(self._new_id(), CalledFunction(piece.name, "")))
+                calls.append(ToolCall(piece.id or self._new_id(), CalledFunction(piece.name, "")))
                 arguments.append([])
             elif isinstance(piece, Arguments):
                 arguments[piece.call].append(piece.text)
@@ -73,7 +73,9 @@ class Reading:
         if isinstance(piece, Arguments):
             return Delta(tool_calls=[ToolCallDelta(piece.call, FunctionDelta(arguments=piece.text))])
         return Delta(
-            tool_calls=[ToolCallDelta(piece.call, FunctionDelta(piece.name), id=self._new_id(), type="function")]
+            tool_calls=[
+                ToolCallDelta(piece.call, FunctionDelta(piece.name), id=piece.id or self._new_id(), type="function")
+            ]
         )
 
     def _new_id(self) -> str:

@@ -15,7 +15,7 @@ from penstock.engine.options import Count, Delay, Port, Seconds, check, flag, si
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tools import formats, harmony, thinking
 
-TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES, harmony.NAME)
+TOOL_CALL_PARSERS = ("auto", "none", *formats.NAMES, harmony.NAME, *formats.ALIASES)
 REASONING_PARSERS = ("auto", "none", *thinking.NAMES)
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
 

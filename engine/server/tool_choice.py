@@ -73,7 +73,7 @@ class Tools:
         source = template.source if template is not None else ""
         has_args = tokenizer.backend.token_to_id("[ARGS]") is not None
         self._tokenizer = tokenizer
-        named = config.tool_call_parser
+        named = formats.ALIASES.get(config.tool_call_parser, config.tool_call_parser)
         if named == harmony.NAME or (named == "auto" and harmony.is_written(source)):
             self.form: formats.Format | None = harmony.FORM
         elif named == "auto":
@@ -89,7 +89,7 @@ class Tools:
         self.marks = thinking.detect(source) if parser == "auto" else thinking.NAMES.get(parser)
         self._constrains_auto = config.constrain_auto_tools
         self._coerces_one_of = config.coerce_one_of
-        texts = [*(self.marks or ()), *((*self.form.marks, *self.form.punctuation) if self.form else ())]
+        texts = [*formats.tokens_in(*(self.marks or ())[:2]), *(self.form.tokens if self.form else ())]
         texts += harmony.TOKENS if self.marks is thinking.HARMONY else ()
         ids = {text: tokenizer.backend.token_to_id(text) for text in texts}
         self._special_ids = {text: id_ for text, id_ in ids.items() if id_ in tokenizer.special_ids}
@@ -132,12 +132,13 @@ class Tools:
     async def looser(self, calls: Calls, compiled: Callable[[Wanted], Awaitable[object]]) -> Calls | None:
         """For calls whose grammar was refused: those whose arguments no grammar expresses take any object. Raises
         InvalidRequest naming one that is strict; None: it is not the fault of any."""
-        from penstock.engine.grammar.tool_calls import arguments_alone
+        from penstock.engine.grammar.tool_calls import grammar
 
         functions = []
         for function in calls.functions:
             try:
-                await compiled(Wanted(StructuredOutputs(grammar=arguments_alone(function)), "tools"))
+                alone = grammar({}, Calls(calls.form, [function], must=True, many=False))
+                await compiled(Wanted(StructuredOutputs(grammar=alone), "tools"))
             except InvalidRequest as why:
                 if function.is_strict:
                     raise InvalidRequest("tools", f"{function.name}: {why}") from None
@@ -162,11 +163,11 @@ class Tools:
         # The text before a structural tag is free anyway, so reasoning fits into it.
         if calls is None and (answer is None or thought is None or answer.kind == "structural_tag"):
             return answer
-        from penstock.engine.grammar import harmony as messages
+        from penstock.engine.grammar import message_grammar
         from penstock.engine.grammar.tool_calls import grammar
 
         if is_harmony(calls, thought):
-            return StructuredOutputs(grammar=messages.grammar(self._special_ids, calls, answer))
+            return StructuredOutputs(grammar=message_grammar.grammar(self._special_ids, calls, answer))
         return StructuredOutputs(grammar=grammar(self._special_ids, calls, answer, thought))
 
 

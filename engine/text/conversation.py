@@ -141,6 +141,16 @@ def without_tools(chat: list[Message], tools: list[dict[str, Any]] | None) -> li
     return _introduced(plain, tools) if tools else plain
 
 
+def with_arguments_as_text(chat: list[Message]) -> list[Message]:
+    """For templates that put the arguments of calls into their text as they are."""
+    for message in chat:
+        for call in message.get("tool_calls", ()):
+            function = call.get("function")
+            if isinstance(function, dict) and not isinstance(function.get("arguments"), str):
+                call["function"] = {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
+    return chat
+
+
 def _introduced(chat: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
     """With the functions in the system message, or before the first text where there is none: not every template
     takes a system message."""

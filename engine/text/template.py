@@ -18,12 +18,25 @@ from penstock.engine.http.errors import clip
 from penstock.engine.model_files import ModelRefused
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.text.budget import Budget, TooMuch
-from penstock.engine.text.conversation import Message, check_messages, objects, plain, without_tools
+from penstock.engine.text.conversation import (
+    Message,
+    check_messages,
+    objects,
+    plain,
+    with_arguments_as_text,
+    without_tools,
+)
 from penstock.engine.text.sandbox import BUDGET, Refused, Sandbox
 from penstock.engine.text.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARS = 1 << 20
 MAX_ERROR_CHARS = 300
+
+# Prints the arguments of a call as they are, so that they must be JSON already; and what prints objects itself.
+_PRINTED = re.compile(
+    r"(?:[+~]|\{\{-?)\s*\w+(?:\.function|\['function'\])?(?:\.arguments|\['arguments'\])\s*(?:[+~]|-?\}\})"
+)
+_UNPACKED = re.compile(r"arguments(?:'\])?\s*(?:is\s|\|)")
 
 # What a template's arithmetic on unexpected messages may raise, beside Jinja's own errors.
 FAULTS = (TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
@@ -42,6 +55,7 @@ class ChatTemplate:
         self.digest = hashlib.sha256(said.encode()).hexdigest()
         self.source = "\n".join(named.values())  # shows which marks the model was trained on
         self.has_tools = re.search(r"\btools\b", self.source) is not None
+        self._prints_arguments = bool(_PRINTED.search(self.source)) and not _UNPACKED.search(self.source)
         self.has_documents = re.search(r"\bdocuments\b", self.source) is not None
 
     def render(
@@ -69,6 +83,8 @@ class ChatTemplate:
         chat, tools = check_messages(messages), objects(tools, "tools")
         if tools_as_text:
             chat, tools = without_tools(chat, tools), None
+        elif self._prints_arguments:
+            chat = with_arguments_as_text(chat)
         mark = _mark_end(chat) if continue_final_message else ""
         variables = {
             **self._special_tokens,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels.card import Card, card_of
+from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.kernels.state import Places
 from penstock.executor.moe_spec import MoeSpec
 
@@ -155,6 +156,10 @@ class Ops(Protocol):
     @property
     def fused_experts(self) -> "FusedExperts | None":
         """None: expert after expert."""
+
+    @property
+    def recurrent(self) -> RecurrentOps:
+        """Of layers that carry a state along instead of keys and values."""
 
     @property
     def groups(self) -> "GroupOps | None":

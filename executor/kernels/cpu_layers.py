@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock import _csrc
-from penstock.executor.batch import ForwardBatch, KvPages
+from penstock.executor.batch import ForwardBatch, KvPages, StatePages
 from penstock.executor.kernels import NO_EXTRAS, Activation, HeadNorms, Ops, ScoreExtras
 from penstock.executor.kernels.codes import CodedLinear
 from penstock.executor.kernels.cpu_linear import CpuLinear
@@ -59,9 +59,11 @@ class CpuLayers:
     def __call__(self, residual: Tensor, batch: ForwardBatch, pages: KvPages) -> Tensor:
         """The residual stream [T, hidden] goes through the layers in its place; returns what is to be added to it."""
         if pages is not self._pages:
-            self._bind(pages)
+            self._bind(pages, batch.group_of)
         assert residual.is_contiguous()
-        tables = batch.block_tables
+        tables, groups = batch.block_tables, ((batch.kv_slots, batch.block_tables), *batch.other_groups)
+        assert all(each.stride() == tables.stride() for _, each in groups)
+        kv_slots, block_tables = (_csrc.ffi.new("uintptr_t[]", addresses(*each)) for each in zip(*groups, strict=True))
         update = torch.empty_like(residual)
         needed = self._lib.penstock_layers_scratch(self._cpu, self._shared, len(residual))
         scratch = torch.empty(needed, dtype=torch.uint8)
@@ -69,9 +71,11 @@ class CpuLayers:
             self._cpu,
             self._shared,
             len(residual),
-            *addresses(batch.positions, batch.kv_slots),
+            *addresses(batch.positions),
+            kv_slots,
             tables.shape[0],
-            *addresses(batch.query_starts, batch.context_lens, tables),
+            *addresses(batch.query_starts, batch.context_lens),
+            block_tables,
             tables.stride(0),
             *addresses(residual, update, scratch),
         )
@@ -79,13 +83,16 @@ class CpuLayers:
             raise MemoryError(f"no memory for the attention of {len(residual)} tokens")
         return update
 
-    def _bind(self, pages: KvPages) -> None:
-        first = pages[0][0]
+    def _bind(self, pages: KvPages, group_of: tuple[int, ...]) -> None:
+        own = [each for each in pages if not isinstance(each, StatePages)]
+        assert len(own) == len(pages)
+        first = own[0][0]
         self._shared.page_size = first.shape[1]
         self._shared.page_stride, self._shared.slot_stride, _ = first.stride()
-        for plan, layer_pages in zip(self._layers, pages[: len(self._layers)], strict=True):
+        for index, (plan, layer_pages) in enumerate(zip(self._layers, own[: len(self._layers)], strict=True)):
             assert all(each.stride() == first.stride() for each in layer_pages)
             plan.k_pages, plan.v_pages = addresses(*layer_pages)
+            plan.group = group_of[index] if group_of else 0
         self._pages = pages
 
 

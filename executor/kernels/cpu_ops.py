@@ -28,6 +28,7 @@ from penstock.executor.kernels import (
     ScoreExtras,
     torch_ops,
 )
+from penstock.executor.kernels.cpu_recurrent import CpuRecurrent
 
 DTYPES = (torch.float32, torch.bfloat16)
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swish")  # as the C side counts them
@@ -77,6 +78,7 @@ class CpuOps:
     def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
         self._dtype, self.cpu = dtype, cpu
         self._lib: Any = _csrc.lib
+        self.recurrent = CpuRecurrent(dtype, cpu)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         y = torch.empty_like(x)  # contiguous also where x is a slice of wider rows

@@ -4,13 +4,14 @@ The host only says what changes. Changes are *runs*, neighbouring numbers and wh
 of whatever kind, goes over in the step's one copy (executor/step/inputs.py) and is put into place by one kernel.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.protocol import Sampling
 
 HEADER = 4  # numbers of a step's block before the rows' own; the first says how many rows there are
@@ -19,7 +20,7 @@ MAX_RUN = 1 << 16  # longer runs are cut, so that each fits into a copy
 
 
 class Places(NamedTuple):
-    """Where things lie in the flat tensor; kernels are given it."""
+    """Where things lie in the flat tensor, for one attention group; kernels are given it."""
 
     width: int  # of a slot's tokens, the first of which is at slot * width
     blocks_at: int
@@ -30,12 +31,30 @@ class Places(NamedTuple):
 
 
 class DeviceState:
-    def __init__(self, num_slots: int, width: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        width: int,
+        max_blocks: int,
+        block_size: int,
+        device: torch.device,
+        layout: CacheLayout = CacheLayout(),  # noqa: B008  (immutable)
+    ) -> None:
         blocks_at = (num_slots + 1) * width  # of the last slot's tokens only the first is used: the spare one
-        options_at = blocks_at + num_slots * max_blocks
+        # A table of all slots for each attention group, then the pages that states are read from and written to.
+        tables_at = range(
+            blocks_at, blocks_at + (layout.attention_groups + 1) * num_slots * max_blocks, num_slots * max_blocks
+        )
+        states_at = tables_at[-1]
+        options_at = states_at + num_slots * 2 * layout.state_pages
         size = options_at + num_slots * OPTIONS
         assert size < 2**31, "kernels count in 32 bits"
-        self.places = Places(width, blocks_at, max_blocks, options_at, num_slots * width, block_size)
+        self.groups = [
+            Places(width, table_at, max_blocks, options_at, num_slots * width, block_size)
+            for table_at in tables_at[:-1]
+        ]
+        self.places, self._num_slots, self._state_pages = self.groups[0], num_slots, layout.state_pages
+        self._states = slice(states_at, options_at)
         self.flat = torch.zeros(size, dtype=torch.int32, device=device)
         self._runs: list[tuple[int, np.ndarray]] = []
 
@@ -44,11 +63,21 @@ class DeviceState:
         """[slots + 1, width]"""
         return self.flat[: self.places.blocks_at].view(-1, self.places.width)
 
+    @property
+    def states(self) -> Tensor:
+        """[slots, 2, pages]: what a slot's rows read from, and write to."""
+        return self.flat[self._states].view(self._num_slots, 2, self._state_pages)
+
     def write_tokens(self, slot: int, first: int, tokens: np.ndarray) -> None:
         self._write(slot * self.places.width + first, tokens)
 
-    def write_blocks(self, slot: int, first: int, blocks: Iterable[int]) -> None:
-        self._write(self.places.blocks_at + slot * self.places.max_blocks + first, np.fromiter(blocks, dtype=np.int32))
+    def write_blocks(self, slot: int, first: int, blocks: Iterable[int], group: int = 0) -> None:
+        places = self.groups[group]
+        self._write(places.blocks_at + slot * places.max_blocks + first, np.fromiter(blocks, dtype=np.int32))
+
+    def write_states(self, slot: int, is_written: bool, pages: Sequence[int]) -> None:
+        at = self._states.start + (2 * slot + is_written) * self._state_pages
+        self._write(at, np.array(pages, dtype=np.int32))
 
     def write_options(self, slot: int, sampling: Sampling) -> None:
         floats = np.array([sampling.temperature, sampling.min_p, sampling.top_p], dtype=np.float32)

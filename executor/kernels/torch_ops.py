@@ -22,12 +22,15 @@ from penstock.executor.kernels import (
     Pages,
     Rotation,
     ScoreExtras,
+    torch_recurrent,
 )
+from penstock.executor.kernels.recurrent import RecurrentOps
 from penstock.executor.moe_spec import MoeSpec
 
 fused_experts: FusedExperts | None = None
 blocks: BlockOps | None = None
 groups: GroupOps | None = None
+recurrent: RecurrentOps = torch_recurrent
 
 # Gathering the pages of many short contexts pays off together, but the copy must stay in the cache's reach.
 GATHER_ELEMENTS = 2**23
@@ -206,10 +209,13 @@ def _attend_row(
     out: Tensor,
 ) -> None:
     """A row of several tokens, the last of `context` positions; its queries are folded with the head group."""
-    count, num_heads, dim = q.shape
-    blocks = table[None, : -(-context // pages[0].shape[1])]
-    keys, values = (_gather(part, blocks, q)[:, :, :context] for part in pages)
-    seen = torch.arange(context, device=q.device)
+    (count, num_heads, dim), page = q.shape, pages[0].shape[1]
+    # Blocks before the first window are not read: they may be another request's by now.
+    low = 0 if window is None else max(0, context - count + 1 - window)
+    blocks = table[None, low // page : -(-context // page)]
+    first = low // page * page
+    keys, values = (_gather(part, blocks, q)[:, :, low - first : context - first] for part in pages)
+    seen = torch.arange(low, context, device=q.device)
     position = torch.arange(context - count, context, device=q.device)[:, None]
     mask = seen <= position
     if window is not None:

@@ -21,7 +21,7 @@ class GroupedAttention:
         self.window = spec.layers[index].window
         prefix = f"model.layers.{index}.self_attn."
         num_heads, num_kv_heads = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)
-        self._head_split = (num_heads, num_kv_heads, num_kv_heads)
+        self._head_split: tuple[int, ...] = (num_heads, num_kv_heads, num_kv_heads)
         self.norms = NO_NORMS
         self._wide_norms = WideNorms(spec, prefix, weights, ops) if spec.is_qk_norm_wide else None
         if spec.qk_norm:
@@ -33,15 +33,22 @@ class GroupedAttention:
         self.extras = ScoreExtras(spec.score_cap, sinks)
         heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
         names, rows = tuple(f"{prefix}{part}_proj" for part in "qkv"), tuple(each * spec.head_dim for each in heads)
-        self.qkv = weights.linear(names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads)
+        pieces = None
+        if spec.output_gate:  # stored head by head, a query and its gate; here all gates are behind all queries
+            self._head_split = (num_heads, num_heads, num_kv_heads, num_kv_heads)
+            rows, pieces = (2 * rows[0], *rows[1:]), ((spec.head_dim, spec.head_dim), None, None)
+        self.qkv = weights.linear(
+            names, rows, spec.hidden_size, spec.qkv_bias, split="rows", units=heads, pieces=pieces
+        )
         self.output = weights.linear(
-            (f"{prefix}o_proj",), (spec.hidden_size,), rows[0], spec.output_bias, split="columns"
+            (f"{prefix}o_proj",), (spec.hidden_size,), heads[0] * spec.head_dim, spec.output_bias, split="columns"
         )
 
     @property
     def is_plain(self) -> bool:
         """Whether it is a product, `rope_and_store`, `paged_attention` and a product."""
-        return self._wide_norms is None and not self._spec.rotates_first and self._spec.query_growth is None
+        spec = self._spec
+        return self._wide_norms is None and not (spec.rotates_first or spec.query_growth or spec.output_gate)
 
     @property
     def takes_narrow(self) -> bool:
@@ -50,7 +57,7 @@ class GroupedAttention:
     def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Pages) -> Tensor:
         """[T, hidden] -> [T, heads * dim]; the new keys and values are in their pages before any is read."""
         heads = multiply(self.qkv, hidden).unflatten(1, (-1, self._spec.head_dim))
-        q, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
+        q, *gates, k, v = torch.split_with_sizes(heads, self._head_split, dim=1)
         rotation = Rotation(*self.tables, batch.positions)
         if self._wide_norms is not None:
             q, k = self._wide_norms(q, k)
@@ -63,7 +70,10 @@ class GroupedAttention:
         if self._spec.query_growth is not None:
             q *= _growth(batch, *self._spec.query_growth).to(q.dtype)
         scale = self._spec.attention_scale
-        return self._ops.paged_attention(q, *pages, batch, scale, self.window, self.extras).flatten(1)
+        out = self._ops.paged_attention(q, *pages, batch, scale, self.window, self.extras)
+        for gate in gates:
+            out *= gate.sigmoid()
+        return out.flatten(1)
 
 
 def _growth(batch: ForwardBatch, slope: float, length: int) -> Tensor:

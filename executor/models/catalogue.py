@@ -53,7 +53,7 @@ FAMILIES = (
     Family("Phi-3, Phi-4", ("Phi3",), ("window", "longrope"), ("phi3",), ("phi4_mini_json",)),
     Family("Qwen 2 and 2.5", ("Qwen2",), ("window",), ("qwen2",), ("hermes", "qwen2_5_coder")),
     Family("Qwen 2 MoE", ("Qwen2Moe",), ("experts",), ("qwen2moe",)),
-    Family("Qwen 3", ("Qwen3",), ("window",), ("qwen3",), ("hermes",), "think"),
+    Family("Qwen 3", ("Qwen3",), (), ("qwen3",), ("hermes",), "think"),
     Family("Qwen 3 MoE", ("Qwen3Moe",), ("experts",), ("qwen3moe",), ("hermes", "qwen3_coder"), "think"),
     Family("Seed-OSS", ("SeedOss",), (), ("seed_oss",), ("seed_oss",), "think"),
     Family("SmolLM3", ("SmolLM3",), ("window", "unrotated"), ("smollm3",), ("hermes",), "think"),

@@ -4,20 +4,21 @@ Sizes are the rank's own: heads and MLP columns are shared out between ranks. Th
 weights and tables; keys and values live in the pages that `forward` is given.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch, KvPages
-from penstock.executor.kernels import Ops, Pages
+from penstock.executor.batch import ForwardBatch, KvPages, LayerPages
+from penstock.executor.cache_layout import LayerCache
+from penstock.executor.kernels import Ops
 from penstock.executor.kernels.cpu_layers import CpuLayers, DenseLayer, DenseSizes, join_layers
-from penstock.executor.kernels.linear import Narrow
+from penstock.executor.kernels.linear import Linear, Narrow
 from penstock.executor.models.attention import GroupedAttention, heads_of
 from penstock.executor.models.latent import LatentAttention
 from penstock.executor.models.mlp import Mlp, projections
 from penstock.executor.models.rope import Tables, rope_tables
-from penstock.executor.models.spec import DecoderSpec
+from penstock.executor.models.spec import DecoderSpec, DeltaSpec
 from penstock.executor.models.vocabulary import Vocabulary
 from penstock.executor.models.weights import Weights
 from penstock.executor.parallel import RankGroup
@@ -30,6 +31,7 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
         self.num_layers = len(spec.layers)
+        self.caches, self.unit_bytes = _caches_of(spec, weights.dtype)
         self.kv_parts = 2 if spec.latent is None else 1
         self.kv_width = heads_of(spec.num_heads, spec.num_kv_heads, weights.group)[1] * spec.head_dim
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
@@ -55,9 +57,10 @@ class Decoder:
         first, last = 0, self.num_layers - 1
         if self._joined is not None:
             first, update = last, self._joined(residual, batch, pages)
+        batches = batch.by_layer(self.num_layers)
         for index in range(first, self.num_layers):
-            wanted = batch.wanted if index == last else None
-            update, residual = self._layers[index].forward(update, residual, batch, pages[index], wanted)
+            wanted, own = batch.wanted if index == last else None, pages[index]
+            update, residual = self._layers[index].forward(update, residual, batches[index], own, wanted)
         assert update is not None
         return self._ops.add_rms_norm(update, residual, self._norm, self._spec.norm_eps)[0]
 
@@ -82,6 +85,43 @@ class Decoder:
         )
 
 
+def _caches_of(spec: DecoderSpec, dtype: torch.dtype) -> tuple[tuple[LayerCache, ...], int]:
+    """What each layer keeps of a request, and the bytes of the largest unit of a state."""
+    if not any(layer.recurrent for layer in spec.layers):
+        return tuple(LayerCache(layer.window) for layer in spec.layers), 0
+    from penstock.executor.models.recurrent import state_of
+
+    states = [None if layer.recurrent is None else state_of(spec, layer.recurrent, dtype) for layer in spec.layers]
+    caches = [
+        LayerCache(layer.window) if state is None else LayerCache(units=state[0])
+        for state, layer in zip(states, spec.layers, strict=True)
+    ]
+    return tuple(caches), max(state[1] for state in states if state is not None)
+
+
+class _Mixer(Protocol):
+    """What brings a layer's tokens together: it attends, or carries a state along."""
+
+    output: Linear
+
+    @property
+    def takes_narrow(self) -> bool: ...
+
+    def attend(self, hidden: Tensor | Narrow, batch: ForwardBatch, pages: Any) -> Tensor: ...
+
+
+def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> _Mixer:
+    recurrent = spec.layers[index].recurrent
+    if recurrent is None:
+        kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
+        return kind(spec, index, weights, ops, tables)
+    from penstock.executor.models.recurrent import DeltaNet, ShortConv
+
+    if isinstance(recurrent, DeltaSpec):
+        return DeltaNet(spec, recurrent, index, weights, ops)
+    return ShortConv(spec, recurrent, index, weights, ops)
+
+
 class _Layer:
     def __init__(self, spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         prefix = f"model.layers.{index}."
@@ -95,8 +135,7 @@ class _Layer:
         before_mlp = "pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"
         self._mlp_norm = norm(before_mlp) if spec.has_pre_norms else None
         self._output_norm = norm("post_feedforward_layernorm") if spec.sandwich_norms else None
-        kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
-        self._attention = kind(spec, index, weights, ops, tables)
+        self._attention = _mixer_of(spec, index, weights, ops, tables)
         moe = spec.layers[index].moe
         self.mlp: "Mlp | MoeMlp"  # noqa: UP037  (imported below)
         if moe is None:
@@ -123,7 +162,7 @@ class _Layer:
         )
 
     def forward(
-        self, update: Tensor | None, residual: Tensor, batch: ForwardBatch, pages: Pages, wanted: Tensor | None
+        self, update: Tensor | None, residual: Tensor, batch: ForwardBatch, pages: LayerPages, wanted: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """One layer over the residual stream [T, hidden], to which `update` is still to be added.
 
@@ -150,7 +189,7 @@ class _Layer:
 
     def _norm_before(
         self,
-        part: "GroupedAttention | LatentAttention | Mlp | MoeMlp",
+        part: "_Mixer | Mlp | MoeMlp",
         update: Tensor,
         residual: Tensor,
         weight: Tensor | None,

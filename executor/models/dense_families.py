@@ -69,11 +69,10 @@ def smollm3(fields: Fields) -> DecoderSpec:
     if len(rotates) < len(spec.layers):
         raise own.error("no_rope_layers", rotates, f"a 0 or 1 for each of {len(spec.layers)} layers")
     full = [layer if turns else unrotated(layer) for layer, turns in zip(spec.layers, rotates, strict=False)]
-    if not own.flag("use_sliding_window", False):
-        return replace(spec, layers=tuple(full))
-    window = own.integer_or_none("sliding_window")
+    window, may_slide = own.integer_or_none("sliding_window"), own.flag("use_sliding_window", False)
     sliding = tuple(replace(layer, window=window) for layer in full)
-    return replace(spec, layers=pick_layers(own, tuple(full), sliding, [not turns for turns in rotates][: len(full)]))
+    slides = [may_slide and not turns for turns in rotates][: len(full)]
+    return replace(spec, layers=pick_layers(own, tuple(full), sliding, slides))
 
 
 def unrotated(layer: LayerSpec) -> LayerSpec:

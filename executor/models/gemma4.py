@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch, KvPages
+from penstock.executor.batch import ForwardBatch, KvPages, StatePages
+from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops, Pages, Rotation
 from penstock.executor.kernels.linear import make_linear
 from penstock.executor.loading.arrangement import Arrangement
@@ -28,7 +29,7 @@ LAYER_KINDS = ("sliding_attention", "full_attention")
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class LayerHeads:
     """What a layer's attention is like beyond its LayerSpec."""
 
     dim: int
@@ -42,7 +43,7 @@ class Heads:
 class Gemma4Spec(DecoderSpec):
     """`head_dim` and `num_kv_heads` are the widest layer's."""
 
-    heads: tuple[Heads, ...] = ()
+    heads: tuple[LayerHeads, ...] = ()
     input_width: int = 0  # of what a layer gets for each token; 0: nothing
     input_vocab_size: int = 0
     wide_from: int = 0  # layers from here on have an MLP of twice the width
@@ -77,7 +78,7 @@ def gemma4(fields: Fields) -> Gemma4Spec:
         logit_cap=fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None,
         qkv_bias=biases,
         output_bias=biases,
-        layout=_arrangement(num_own, num_layers),
+        arrangement=_arrangement(num_own, num_layers),
     )
     widest = max(heads, key=lambda each: each.dim * each.num_kv)
     values = {name: getattr(base, name) for name in DecoderSpec.__slots__}
@@ -90,7 +91,7 @@ def gemma4(fields: Fields) -> Gemma4Spec:
     )
 
 
-def _heads(fields: Fields, index: int, kinds: list[str], num_own: int) -> Heads:
+def _heads(fields: Fields, index: int, kinds: list[str], num_own: int) -> LayerHeads:
     is_full, has_equal = kinds[index] == "full_attention", fields.flag("attention_k_eq_v", False)
     dim, num_kv = fields.integer("head_dim", 256), fields.integer("num_key_value_heads", 4)
     if is_full:  # as transformers writes it, or as the published files have it
@@ -107,7 +108,7 @@ def _heads(fields: Fields, index: int, kinds: list[str], num_own: int) -> Heads:
     if num_heads % num_kv:
         raise fields.error("num_key_value_heads", num_kv, f"a divisor of num_attention_heads ({num_heads})")
     pages = index if index < num_own else max(at for at in range(num_own) if kinds[at] == kinds[index])
-    return Heads(dim, num_kv, pages, index >= num_own, not (has_equal and is_full))
+    return LayerHeads(dim, num_kv, pages, index >= num_own, not (has_equal and is_full))
 
 
 def _moe(fields: Fields) -> MoeSpec | None:
@@ -138,11 +139,12 @@ class Gemma4:
 
     def __init__(self, spec: Gemma4Spec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self._spec, self._ops = spec, ops
-        self.num_layers = sum(not each.reads_only for each in spec.heads)  # that have pages
+        self.num_layers = sum(not each.reads_only for each in spec.heads)  # that have pages: the first ones
+        self.caches, self.unit_bytes = tuple(LayerCache(each.window) for each in spec.layers[: self.num_layers]), 0
         self.kv_width = max(heads_of(spec.num_heads, each.num_kv, weights.group)[1] * each.dim for each in spec.heads)
         tables = {rope: rope_tables(rope, num_positions, device) for rope in {layer.rope for layer in spec.layers}}
         num_layers, width = len(spec.layers), spec.input_width
-        self._layers = weights.layers(num_layers, lambda index: _Layer(spec, index, weights, ops, tables))
+        self._layers = weights.layers(num_layers, lambda index: _Gemma4Layer(spec, index, weights, ops, tables))
         self._norm = weights.norm("model.norm.weight", spec.hidden_size)
         if width:
             shape = spec.input_vocab_size, num_layers * width
@@ -161,10 +163,13 @@ class Gemma4:
     def forward(self, batch: ForwardBatch, pages: KvPages) -> Tensor:
         hidden = self._vocabulary.embed(batch.tokens) * self._embedding_scale
         inputs = self._inputs_of(batch.tokens, hidden) if self._spec.input_width else None  # [T, layers, width]
+        batches = batch.by_layer(self.num_layers)
         for index, layer in enumerate(self._layers):
             wanted = batch.wanted if index == len(self._layers) - 1 else None
-            own = None if inputs is None else inputs[:, index]
-            hidden = layer.forward(hidden, own, batch, pages[self._spec.heads[index].pages], wanted)
+            own, place = None if inputs is None else inputs[:, index], self._spec.heads[index].pages
+            kept = pages[place]
+            assert not isinstance(kept, StatePages)
+            hidden = layer.forward(hidden, own, batches[place], kept, wanted)
         return self._ops.rms_norm(hidden, self._norm, self._spec.norm_eps)
 
     def _inputs_of(self, tokens: Tensor, hidden: Tensor) -> Tensor:
@@ -183,7 +188,7 @@ class Gemma4:
 build = Gemma4
 
 
-class _Layer:
+class _Gemma4Layer:
     def __init__(self, spec: Gemma4Spec, index: int, weights: Weights, ops: Ops, tables: Tables) -> None:
         self._spec, self._ops, self._group, self._eps = spec, ops, weights.group, spec.norm_eps
         prefix, hidden, width = f"model.layers.{index}.", spec.hidden_size, spec.input_width

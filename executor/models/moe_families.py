@@ -38,17 +38,12 @@ def _mixtral_moe(fields: Fields) -> MoeSpec:
 
 
 def qwen2_moe(fields: Fields) -> DecoderSpec:
-    moe = replace(
-        _qwen_moe(fields),
-        shared_size=fields.integer("shared_expert_intermediate_size"),
-        shared_name="shared_expert",
-        has_shared_gate=True,
-    )
-    return replace(_qwen_sparse(fields, qwen2(fields), moe), qkv_bias=fields.flag("qkv_bias", True))
+    moe = shared_expert(fields, qwen_moe(fields))
+    return replace(qwen_sparse(fields, qwen2(fields), moe), qkv_bias=fields.flag("qkv_bias", True))
 
 
 def qwen3_moe(fields: Fields) -> DecoderSpec:
-    return _qwen_sparse(fields, qwen3(fields), _qwen_moe(fields))
+    return qwen_sparse(fields, qwen3(fields), qwen_moe(fields))
 
 
 def deepseek_v2(fields: Fields) -> DecoderSpec:
@@ -60,7 +55,8 @@ def deepseek_v2(fields: Fields) -> DecoderSpec:
 
 
 def deepseek_v3(fields: Fields) -> DecoderSpec:
-    return _deepseek(fields, _deepseek_v3_moe(fields))
+    own = fields.with_defaults(n_group=8, topk_group=4, routed_scaling_factor=2.5, n_shared_experts=1)
+    return _deepseek(own, _deepseek_v3_moe(own))
 
 
 def glm4_moe(fields: Fields) -> DecoderSpec:
@@ -82,7 +78,8 @@ def glm4_moe_lite(fields: Fields) -> DecoderSpec:
     own = fields.with_defaults(
         rms_norm_eps=1e-5,
         max_position_embeddings=202752,
-        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
         routed_scaling_factor=1.8,
         q_lora_rank=768,
         first_k_dense_replace=1,
@@ -259,16 +256,21 @@ def _deepseek_moe(fields: Fields, is_grouped: bool) -> MoeSpec:
     )
 
 
-def _qwen_moe(fields: Fields) -> MoeSpec:
+def shared_expert(fields: Fields, moe: MoeSpec) -> MoeSpec:
+    size = fields.integer("shared_expert_intermediate_size")
+    return replace(moe, shared_size=size, shared_name="shared_expert", has_shared_gate=True)
+
+
+def qwen_moe(fields: Fields, renormalize: bool = False) -> MoeSpec:
     return MoeSpec(
         num_experts=_count(fields, "num_experts"),
         top_k=fields.integer("num_experts_per_tok"),
         intermediate_size=fields.integer("moe_intermediate_size"),
-        renormalize=fields.flag("norm_topk_prob", False),
+        renormalize=fields.flag("norm_topk_prob", renormalize),
     )
 
 
-def _qwen_sparse(fields: Fields, spec: DecoderSpec, moe: MoeSpec) -> DecoderSpec:
+def qwen_sparse(fields: Fields, spec: DecoderSpec, moe: MoeSpec) -> DecoderSpec:
     """Sparse is every `decoder_sparse_step`-th layer, but for those that `mlp_only_layers` lists."""
     dense_only = fields.integers("mlp_only_layers")
     every = fields.integer("decoder_sparse_step", 1)

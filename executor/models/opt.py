@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch, KvPages
+from penstock.executor.batch import ForwardBatch, KvPages, StatePages
+from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import NO_NORMS, Ops, Pages, Rotation
 from penstock.executor.kernels.linear import Linear
 from penstock.executor.loading.fields import Fields
@@ -68,6 +69,7 @@ def read_opt(fields: Fields) -> OptSpec:
 class Opt:
     def __init__(self, spec: OptSpec, weights: Weights, ops: Ops, num_positions: int, device: torch.device) -> None:
         self.kv_parts, self.num_layers = 2, spec.num_layers
+        self.caches, self.unit_bytes = (LayerCache(),) * spec.num_layers, 0
         self.kv_width = heads_of(spec.num_heads, spec.num_heads, weights.group)[1] * spec.head_dim
         self.experts: list[Experts] = []
         prefix = "model.decoder."
@@ -92,8 +94,9 @@ class Opt:
         if self._project_in is not None:
             hidden = self._project_in(hidden)
         hidden = hidden + self._positions.index_select(0, batch.positions + POSITION_OFFSET)
-        for index, layer in enumerate(self._layers):
-            hidden = layer.forward(hidden, batch, pages[index])
+        for layer, own in zip(self._layers, pages, strict=True):
+            assert not isinstance(own, StatePages)
+            hidden = layer.forward(hidden, batch, own)
         if batch.wanted is not None:
             hidden = hidden.index_select(0, batch.wanted)
         if self._norm is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.batch import ForwardBatch, KvPages
+from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.fields import Fields
@@ -34,6 +35,8 @@ class Spec(Protocol):
 
 class CausalModel(Protocol):
     num_layers: int
+    caches: tuple[LayerCache, ...]  # what each layer keeps
+    unit_bytes: int  # of a state's largest unit; 0: no layer has a state
     kv_parts: int  # 2: keys and values; 1: one vector that is both
     kv_width: int  # of each part, of one position in one layer
 
@@ -74,6 +77,7 @@ ARCHITECTURES = {
     "GraniteMoeHybridForCausalLM": ("moe_families", "granite_hybrid"),
     "GraniteMoeSharedForCausalLM": ("moe_families", "granite_moe_shared"),
     "HunYuanDenseV1ForCausalLM": ("dense_families", "hunyuan_dense"),
+    "Lfm2ForCausalLM": ("recurrent_families", "lfm2"),
     "LlamaForCausalLM": ("families", "llama"),
     "MiniMaxM2ForCausalLM": ("moe_families", "minimax_m2"),
     "MinistralForCausalLM": ("dense_families", "ministral"),
@@ -88,6 +92,9 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": ("moe_families", "qwen2_moe"),
     "Qwen3ForCausalLM": ("families", "qwen3"),
     "Qwen3MoeForCausalLM": ("moe_families", "qwen3_moe"),
+    "Qwen3NextForCausalLM": ("recurrent_families", "qwen3_next"),
+    "Qwen3_5ForCausalLM": ("recurrent_families", "qwen3_5"),
+    "Qwen3_5MoeForCausalLM": ("recurrent_families", "qwen3_5_moe"),
     "SeedOssForCausalLM": ("dense_families", "seed_oss"),
     "SmolLM3ForCausalLM": ("dense_families", "smollm3"),
 }
@@ -95,6 +102,8 @@ ARCHITECTURES = {
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
 _OF_ALL = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings")  # what the outer config may say

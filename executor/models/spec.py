@@ -31,10 +31,31 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Heads of the gated delta rule, each with a state [key_dim, value_dim], behind a convolution of so many taps."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    is_grouped: bool  # the projections have what belongs to one key head side by side
+
+
+@dataclass(frozen=True, slots=True)
+class ConvSpec:
+    """A short convolution between two gates, over all channels of the stream."""
+
+    taps: int
+    bias: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     rope: Rope
     window: int | None = None  # attend to this many positions, the own one included; None: to all
     moe: MoeSpec | None = None  # instead of the dense MLP
+    recurrent: DeltaSpec | ConvSpec | None = None  # instead of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +76,7 @@ class DecoderSpec:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    output_gate: bool = False  # what attention gives is multiplied by a sigmoid; the query projection has the gate too
     is_qk_norm_wide: bool = False  # over all heads together, not over each
     rotates_first: bool = False  # queries and keys are normalized behind the rotation
     # Gemma: norms also after attention and MLP, stored as the distance from one, and scaled embeddings.

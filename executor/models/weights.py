@@ -143,16 +143,22 @@ class Weights:
         bias: bool | tuple[bool, ...] = False,
         split: Split | tuple[Split, ...] = None,
         units: tuple[int | None, ...] | None = None,
+        pieces: tuple[tuple[int, ...] | None, ...] | None = None,
     ) -> Linear:
         """One linear layer from one or several (their outputs side by side), by names without '.weight'.
 
         `bias` and `split` are everyone's, or each one's own. `units` says into how many indivisible parts each one's
-        split dimension falls, heads for instance; every row or column is one by default.
+        split dimension falls, heads for instance; every row or column is one by default. `pieces`: the rows are stored
+        in turns of so many of one kind, then so many of the next; the layer has all of a kind together.
         """
         biases = bias if isinstance(bias, tuple) else (bias,) * len(names)
         splits = split if isinstance(split, tuple) else (split,) * len(names)
         named = list(zip(names, rows, splits, units or (None,) * len(names), strict=True))
         parts = [self._cut(self._fetch(f"{name}.weight", (size, columns)), of, unit) for name, size, of, unit in named]
+        for index, kinds in enumerate(pieces or ()):
+            if kinds is not None:
+                assert not biases[index]
+                parts[index] = self._sorted(parts[index], kinds)
         added = self._bias(named, parts, biases) if any(biases) else None
         layer = self._codes.layer(parts, added, self._plain)
         if layer is not None:
@@ -160,6 +166,10 @@ class Weights:
         if self._block_ops is not None and (blocks := whole_blocks(parts, self._device)) is not None:
             return BlockLinear(self._count(blocks.values), self._count(blocks.scales), added, self._block_ops)
         return self._plain(parts, added)
+
+    def _sorted(self, part: Part, kinds: tuple[int, ...]) -> WeightPart:
+        turns = self._numbers(part).unflatten(0, (-1, sum(kinds))).split(kinds, dim=1)
+        return WeightPart(torch.cat([rows.flatten(0, 1) for rows in turns]))
 
     def _plain(self, parts: Sequence[Part], bias: Tensor | None) -> Linear:
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), bias)

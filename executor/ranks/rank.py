@@ -4,6 +4,7 @@ With one rank this is the whole model, and `UniprocExecutor` drives it in place;
 (executor/ranks/worker.py) and they all get the same steps.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -11,18 +12,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from penstock.executor.cache_layout import CacheLayout, plan_layout
 from penstock.executor.kernels import select_input_ops, select_sampling_ops
 from penstock.executor.models.load import load_model
 from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo
 from penstock.executor.sampling.sampler import Sampler
 from penstock.executor.step.graphs import CudaGraphs, DecodeGraphs, choose_buckets
-from penstock.executor.step.inputs import DeviceInputs, HostInputs, Inputs
+from penstock.executor.step.inputs import ONE_GROUP, DeviceInputs, HostInputs, Inputs
 from penstock.executor.step.memory import (
     GRAPHS_BYTES,
     CudaMeter,
     GpuUse,
     allocate_kv,
+    layer_pages,
     measure,
     naming_options,
     plan_kv,
@@ -46,13 +49,17 @@ class Rank:
         with naming_options("the weights", "choose a smaller model or dtype, or raise tensor_parallel_size"):
             self._loaded = load_model(config, device, group, progress)
         loaded, model = self._loaded, self._loaded.model
-        block_bytes = model.num_layers * model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize
+        layer_bytes = model.kv_parts * config.block_size * model.kv_width * loaded.kv_dtype.itemsize
+        self._layout = layout = plan_layout(model.caches, loaded.num_positions, layer_bytes, model.unit_bytes)
+        block_bytes = layout.depth * layer_bytes
         buckets = self._buckets()
         meter = CudaMeter(device) if _is_gpu(device) else None  # a CPU has nothing to compile
         use = None if meter is None else self._warm_up(buckets, meter)
-        plan = plan_kv(config, block_bytes, loaded.num_positions, group, use)
+        plan = plan_kv(config, block_bytes, loaded.num_positions, group, use, layout.groups)
         self.kv = self._allocate(plan.num_blocks)
-        self._tiers = open_tiers(config, block_bytes, loaded.fingerprint, self._make_copier, group.rank)
+        self._tiers = open_tiers(
+            config, block_bytes, tier_fingerprint(loaded.fingerprint, layout), self._make_copier, group.rank
+        )
         self.runner = self._open_runner(
             self.kv, plan.max_model_len, self._tiers.transfers, self._make_rebalancer(), buckets
         )
@@ -78,6 +85,7 @@ class Rank:
             host_slots=self._tiers.host_slots,
             stores=self._tiers.stores,
             serves_peers=self._tiers.serves_peers,
+            groups=layout.groups,
         )
         progress(f"Loaded and {plan.num_blocks} KV blocks allocated in {time.monotonic() - started_s:.1f} s")
 
@@ -139,8 +147,8 @@ class Rank:
         ops = select_sampling_ops(device)
         if self._group.is_first:
             sampler = Sampler(self._loaded.spec.vocab_size, config.max_num_seqs, device, ops)
-        inputs = open_inputs(config, max_model_len, device)
-        pages = [(kv[:, layer, 0], kv[:, layer, -1]) for layer in range(model.num_layers)]
+        inputs = open_inputs(config, max_model_len, device, self._layout)
+        pages = layer_pages(kv, self._layout)
         graphs = None
         if buckets:
             assert ops is not None and isinstance(inputs, DeviceInputs)
@@ -149,7 +157,7 @@ class Rank:
 
     def _allocate(self, num_blocks: int) -> torch.Tensor:
         model, size, dtype = self._loaded.model, self._config.block_size, self._loaded.kv_dtype
-        return allocate_kv(num_blocks, model.num_layers, model.kv_parts, size, model.kv_width, dtype, self._device)
+        return allocate_kv(num_blocks, self._layout.depth, model.kv_parts, size, model.kv_width, dtype, self._device)
 
     def _make_copier(self, arena: np.ndarray) -> Copier:
         blocks = self.kv.view(len(self.kv), -1).view(torch.uint8)  # [blocks, bytes of a block]
@@ -171,11 +179,19 @@ def _is_gpu(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def open_inputs(config: ExecutorConfig, max_model_len: int, device: torch.device) -> Inputs:
+def tier_fingerprint(model: bytes, layout: CacheLayout) -> bytes:
+    """What gives a page its meaning beside the weights: which layers lie where."""
+    return model if len(layout.groups) == 1 else hashlib.sha256(model + repr(layout).encode()).digest()
+
+
+def open_inputs(
+    config: ExecutorConfig, max_model_len: int, device: torch.device, cache_layout: CacheLayout = ONE_GROUP
+) -> Inputs:
     sizes = config.max_num_seqs, max_model_len, config.block_size
     if device.type == "cpu":
-        return HostInputs(*sizes)
-    return DeviceInputs(*sizes, config.max_num_batched_tokens, select_input_ops(device), device)
+        return HostInputs(*sizes, cache_layout)
+    ops = select_input_ops(device)
+    return DeviceInputs(*sizes, config.max_num_batched_tokens, ops, device, cache_layout=cache_layout)
 
 
 def choose_device(asked: str, index: int = 0) -> torch.device:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.executor.batch import ForwardBatch
+from penstock.executor.batch import ForwardBatch, StateBatch
+from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import InputOps, RowTensors
 from penstock.executor.kernels.state import HEADER, MAX_RUN, DeviceState
 from penstock.executor.protocol import Row, Sampling
@@ -26,6 +27,9 @@ NUM_BLOCKS = 2  # of pinned memory: one is filled while the device may still rea
 
 # The first fields of `ForwardBatch`, up to the block tables.
 BatchTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+# Of the attention groups after the first: `ForwardBatch.other_groups`.
+GroupTensors = tuple[tuple[Tensor, Tensor], ...]
+ONE_GROUP = CacheLayout()
 Run = tuple[int, np.ndarray]  # where it goes in the state, and what it holds
 
 
@@ -43,12 +47,16 @@ def slot_sizes(max_model_len: int, block_size: int) -> tuple[int, int]:
 
 
 class HostInputs:
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(
+        self, num_slots: int, max_model_len: int, block_size: int, cache_layout: CacheLayout = ONE_GROUP
+    ) -> None:
         self.width, max_blocks = slot_sizes(max_model_len, block_size)
-        self.num_slots, self.block_size = num_slots, block_size
+        self.num_slots, self.block_size, self._group_of = num_slots, block_size, cache_layout.group_of
         # [slots, width]; calloc'ed: a slot takes memory as far as it was used.
         self.tokens = torch.from_numpy(np.zeros((num_slots, self.width), np.int32))
-        self._blocks = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self._blocks, *self._others = np.zeros((cache_layout.attention_groups, num_slots, max_blocks), dtype=np.int32)
+        # Of each slot, the pages that its rows read their state from, and write it to.
+        self._states = np.zeros((num_slots, 2, cache_layout.state_pages), dtype=np.int32)
 
     def admit(self, slot: int, tokens: np.ndarray, _sampling: Sampling) -> None:
         self.tokens[slot, : len(tokens)] = torch.from_numpy(tokens)
@@ -61,26 +69,47 @@ class HostInputs:
             if row.tokens:
                 given = torch.tensor(row.tokens, dtype=torch.int32)
                 self.tokens[row.slot, row.first_token : row.first_token + len(given)] = given
+            for table, (first, blocks) in zip(self._others, row.groups, strict=False):
+                table[row.slot, first : first + len(blocks)] = blocks
+            for place, pages in enumerate((row.states_in, row.states_out)):
+                if pages:
+                    self._states[row.slot, place] = pages
 
     def flush(self) -> None:
         """After a step without rows: what it brought of the requests reaches the device."""
 
     def prepare(self, layout: Layout, wanted: np.ndarray) -> tuple[ForwardBatch, Ends]:
         """wanted [W]: the tokens whose hidden state is asked for, ascending."""
-        slot_of, size = layout.slots[layout.row_of], self.block_size
-        blocks = self._blocks[slot_of, layout.positions // size]
-        if layout.write_from.any():  # what must not be written again goes to block 0
-            blocks = np.where(layout.positions < layout.write_from[layout.row_of], 0, blocks)
-        table = self._blocks[layout.slots, : -(-int(layout.context_lens.max()) // size)]
+        slot_of = layout.slots[layout.row_of]
+        is_skipped = layout.positions < layout.write_from[layout.row_of] if layout.write_from.any() else None
         tokens = self.tokens.view(-1)[torch.from_numpy(slot_of * self.width + layout.positions)]
-        positions, starts, contexts, tables = (
-            _tensor(array, np.int32) for array in (layout.positions, layout.query_starts, layout.context_lens, table)
+        kv_slots, tables = self._in_blocks(self._blocks, layout, slot_of, is_skipped)
+        positions, starts, contexts = (
+            _tensor(array, np.int32) for array in (layout.positions, layout.query_starts, layout.context_lens)
         )
-        kv_slots = _tensor(blocks.astype(np.int64) * size + layout.positions % size)
         asked = None if len(wanted) == layout.num_tokens else _tensor(wanted)
-        batch = _make_batch(layout, (tokens, positions, kv_slots, starts, contexts, tables), asked)
+        others = tuple(self._in_blocks(table, layout, slot_of, is_skipped) for table in self._others)
+        tensors = tokens, positions, kv_slots, starts, contexts, tables
+        batch = _make_batch(layout, tensors, asked, others, self._group_of, self._state_batch(layout))
         targets = layout.slots[layout.samples] * self.width + layout.context_lens[layout.samples]
         return batch, Ends(_tensor(targets), None)
+
+    def _in_blocks(
+        self, table: np.ndarray, layout: Layout, slot_of: np.ndarray, is_skipped: np.ndarray | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of one group: where its keys and values go, and the rows' tables."""
+        size = self.block_size
+        blocks = table[slot_of, layout.positions // size]
+        if is_skipped is not None:  # what must not be written again goes to block 0
+            blocks = np.where(is_skipped, 0, blocks)
+        kv_slots = _tensor(blocks.astype(np.int64) * size + layout.positions % size)
+        return kv_slots, _tensor(table[layout.slots, : -(-int(layout.context_lens.max()) // size)], np.int32)
+
+    def _state_batch(self, layout: Layout) -> StateBatch | None:
+        if not self._states.shape[2]:
+            return None
+        read, write = (_tensor(self._states[layout.slots, place], np.int32) for place in range(2))
+        return StateBatch(read, write, _tensor(layout.starts == 0, np.bool_))
 
 
 class DeviceInputs:
@@ -95,10 +124,11 @@ class DeviceInputs:
         ops: InputOps,
         device: torch.device,
         payload: int = PAYLOAD,
+        cache_layout: CacheLayout = ONE_GROUP,
     ) -> None:
         self.width, max_blocks = slot_sizes(max_model_len, block_size)
-        self.num_slots, self.block_size = num_slots, block_size
-        self._state = DeviceState(num_slots, self.width, max_blocks, block_size, device)
+        self.num_slots, self.block_size, self._group_of = num_slots, block_size, cache_layout.group_of
+        self._state = DeviceState(num_slots, self.width, max_blocks, block_size, device, cache_layout)
         self.tokens = self._state.tokens
         self._ops, self._payload = ops, payload
         # Each row has five numbers if it samples, each token one if it is wanted, each run three beside what it holds.
@@ -116,6 +146,12 @@ class DeviceInputs:
                 self._state.write_blocks(row.slot, row.first_block, row.blocks)
             if row.tokens:
                 self._state.write_tokens(row.slot, row.first_token, np.array(row.tokens, dtype=np.int32))
+            for group, (first, blocks) in enumerate(row.groups, 1):
+                if blocks:
+                    self._state.write_blocks(row.slot, first, blocks, group)
+            for is_written, pages in enumerate((row.states_in, row.states_out)):
+                if pages:
+                    self._state.write_states(row.slot, bool(is_written), pages)
 
     def flush(self) -> None:
         self._send([])
@@ -129,11 +165,9 @@ class DeviceInputs:
         sampled = self._packed[end : end + len(samples)].long()
         asked = None if has_all else self._packed[end + len(samples) :][: len(wanted)].long()
         longest, width = int(layout.counts.max()), -(-int(layout.context_lens.max()) // self.block_size)
-        made = self._ops.prepare(
-            self._packed, self._state.flat, self._state.places, rows, layout.num_tokens, longest, width
-        )
+        made, others = self._prepare(rows, layout.num_tokens, longest, width)
         drawn = tuple(tensor.index_select(0, sampled) for tensor in made.draw())
-        batch = _make_batch(layout, self._tensors(made), asked)
+        batch = _make_batch(layout, self._tensors(made), asked, others, self._group_of, self._state_batch(rows))
         return batch, Ends(made.targets.index_select(0, sampled), drawn)
 
     def send_singles(self, layout: Layout, bucket: int) -> None:
@@ -144,8 +178,7 @@ class DeviceInputs:
 
     def compute_singles(self, bucket: int, max_context: int) -> tuple[ForwardBatch, RowTensors]:
         """From the last block sent, a batch of `bucket` rows. Padding has a context of 0 and writes to block 0."""
-        places = self._state.places
-        made = self._ops.prepare(self._packed, self._state.flat, places, bucket, bucket, 1, places.max_blocks)
+        made, others = self._prepare(bucket, bucket, 1, self._state.places.max_blocks)
         batch = ForwardBatch(
             *self._tensors(made),
             wanted=None,
@@ -153,8 +186,29 @@ class DeviceInputs:
             query_lens=(),
             query_contexts=(),
             max_single_context=max_context,
+            other_groups=others,
+            group_of=self._group_of,
+            states=self._state_batch(bucket),
         )
         return batch, made
+
+    def _prepare(self, rows: int, tokens: int, longest: int, table_width: int) -> tuple[RowTensors, GroupTensors]:
+        """One call for each attention group; of those after the first only what concerns their blocks is kept."""
+        sizes = rows, tokens, longest, table_width
+        made, *others = (
+            self._ops.prepare(self._packed, self._state.flat, places, *sizes) for places in self._state.groups
+        )
+        return made, tuple((other.kv_slots, other.block_tables) for other in others)
+
+    def _state_batch(self, rows: int) -> StateBatch | None:
+        """Of the block sent last. Padding reads and writes page 0."""
+        if not self._state.states.shape[2]:
+            return None
+        slots, starts = self._packed[HEADER + 1 + rows :][: 2 * rows].view(2, rows)
+        is_real = torch.arange(rows, device=slots.device) < self._packed[0]
+        pages = self._state.states.index_select(0, torch.where(is_real, slots, 0))
+        pages = torch.where(is_real[:, None, None], pages, 0)
+        return StateBatch(pages[:, 0].contiguous(), pages[:, 1].contiguous(), starts == 0)
 
     def _tensors(self, made: RowTensors) -> BatchTensors:
         starts = self._packed[HEADER : HEADER + len(made.context_lens) + 1]
@@ -223,7 +277,14 @@ def _tensor(array: np.ndarray, dtype: type = np.int64) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array, dtype))
 
 
-def _make_batch(layout: Layout, tensors: BatchTensors, wanted: Tensor | None) -> ForwardBatch:
+def _make_batch(
+    layout: Layout,
+    tensors: BatchTensors,
+    wanted: Tensor | None,
+    others: GroupTensors,
+    group_of: tuple[int, ...],
+    states: StateBatch | None,
+) -> ForwardBatch:
     singles, contexts = layout.num_single_rows, layout.context_lens.tolist()
     return ForwardBatch(
         *tensors,
@@ -232,4 +293,7 @@ def _make_batch(layout: Layout, tensors: BatchTensors, wanted: Tensor | None) ->
         query_lens=tuple(layout.counts[singles:].tolist()),
         query_contexts=tuple(contexts[singles:]),
         max_single_context=max(contexts[:singles], default=0),
+        other_groups=others,
+        group_of=group_of,
+        states=states,
     )

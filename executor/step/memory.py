@@ -6,16 +6,19 @@ with every other process on the device. The driver's figure is only the upper bo
 
 import errno
 import mmap
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
+from penstock.executor.batch import KvPages, StatePages
+from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.free_memory import available_memory
 from penstock.executor.parallel import RankGroup
-from penstock.executor.protocol import ExecutorConfig, ExecutorError
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, GroupInfo
 
 Runner = TypeVar("Runner")
 
@@ -143,6 +146,7 @@ def plan_kv(
     max_positions: int,
     group: RankGroup,
     use: GpuUse | None = None,
+    groups: Sequence[GroupInfo] = (GroupInfo(),),
 ) -> KvPlan:
     """The pool's size and the longest request it can hold; what was asked for is kept to the letter or refused.
 
@@ -150,24 +154,32 @@ def plan_kv(
     memory holds.
     """
     longest = config.max_model_len or max_positions
-    per_request = -(-longest // config.block_size)
+
+    def pages_for(num_tokens: int) -> int:
+        sizes = num_tokens, config.max_num_batched_tokens, config.block_size
+        return sum(each.most_pages(*sizes) for each in groups)
+
     if config.kv_cache_bytes is not None:
         num_blocks = config.kv_cache_bytes // block_bytes
         source = f"kv_cache_bytes ({config.kv_cache_bytes})"
     else:
         budget = _free_share(group.world) if use is None else use.left(config.gpu_memory_utilization)
-        num_blocks = min(budget // block_bytes, config.max_num_seqs * per_request + 1)
+        num_blocks = min(budget // block_bytes, config.max_num_seqs * pages_for(longest) + 1)
         source = f"the free memory's share for the KV cache ({budget} bytes)"
     num_blocks = group.minimum(num_blocks)
     if num_blocks < 2:
         raise ExecutorError(f"{source} holds {num_blocks} blocks of {block_bytes} bytes; at least 2 are needed")
-    fits = (num_blocks - 1) * config.block_size
+    fits = bisect_right(range(longest + 1), num_blocks - 1, key=pages_for) - 1
+    if fits < 1:
+        raise ExecutorError(
+            f"{source} holds {num_blocks} blocks of {block_bytes} bytes; a request takes {pages_for(1)}"
+        )
     if config.max_model_len is not None and config.max_model_len > fits:
         raise ExecutorError(
             f"max_model_len: {config.max_model_len} given; {source} holds one request of {fits} tokens. "
             "Lower max_model_len or raise kv_cache_bytes"
         )
-    return KvPlan(num_blocks, min(longest, fits))
+    return KvPlan(num_blocks, fits)
 
 
 def _free_share(world: int) -> int:
@@ -177,16 +189,16 @@ def _free_share(world: int) -> int:
 
 def allocate_kv(
     num_blocks: int,
-    num_layers: int,
+    depth: int,
     parts: int,
     block_size: int,
     kv_width: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Zeroed [num_blocks, num_layers, parts, block_size, kv_width], keys and values being two parts: one block's
-    of all layers lie side by side, so a tier moves a block with one copy."""
-    shape = (num_blocks, num_layers, parts, block_size, kv_width)
+    """Zeroed [num_blocks, depth, parts, block_size, kv_width], keys and values being two parts: one block's
+    of all its layers lie side by side, so a tier moves a block with one copy."""
+    shape = (num_blocks, depth, parts, block_size, kv_width)
     if device.type != "cpu":
         with naming_options("the KV cache", "lower kv_cache_bytes or gpu_memory_utilization"):
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -197,3 +209,15 @@ def allocate_kv(
     if hasattr(mmap, "MADV_HUGEPAGE"):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def layer_pages(kv: torch.Tensor, layout: CacheLayout) -> KvPages:
+    """Each layer's view of the pool."""
+    pool = kv.view(len(kv), -1).view(torch.uint8)  # [blocks, bytes of a page]
+    states = layout.units_per_page, layout.unit_bytes
+    return [
+        StatePages(pool, place, *states)
+        if layout.groups[group].kind == "state"
+        else (kv[:, place, 0], kv[:, place, -1])
+        for group, place in layout.places
+    ]

@@ -254,7 +254,9 @@ def written_blocks(rows: list[Row], block_size: int) -> list[int]:
     """Of the blocks that these rows bring along, those that are written: by them, or by later ones of the request."""
     blocks: list[int] = []
     for row in rows:
-        if row.blocks:
+        if row.blocks or row.groups:
             first = max(row.start, row.write_from) // block_size
-            blocks += row.blocks[max(0, first - row.first_block) :]
+            for begin, brought in ((row.first_block, row.blocks), *row.groups):
+                blocks += brought[max(0, first - begin) :]
+        blocks += row.states_out
     return blocks

@@ -1,6 +1,7 @@
 """The scheduler with host and disk tiers over the oracle executor, whose output changes with any wrong KV byte."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 
 from penstock.cache.keys import block_keys, namespace_root
 from penstock.engine.messages import Submit
-from penstock.executor.protocol import Step
+from penstock.executor.protocol import GroupInfo, Step
 from tests.support.flaky_store import FlakyStore
 from tests.support.simulation import BLOCK_SIZE, World, alone, random_drafts, random_request, submit
 from tests.support.tier_counts import match
@@ -241,9 +242,13 @@ def test_a_store_that_was_slow_is_measured_again_without_a_request_that_waits() 
     assert tiers.index.counts["reads_disk"] > 0 and tiers.rates.reads["disk"].seconds(1) < before
 
 
-def tier_storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]:
+def tier_storm(
+    seed: int, num_steps: int, has_drafts: bool = False, groups: Sequence[GroupInfo] = (GroupInfo(),)
+) -> dict[str, int]:
     """A random world under pressure with a store that does everything wrong that it may."""
     rng = random.Random(seed)
+    chunk = rng.choice([8, 16, 64])
+    least = sum(group.most_pages(64, chunk, BLOCK_SIZE) for group in groups)
     shape: dict[str, Any] = {"vocab_size": 50, "max_model_len": 64}
     store = FlakyStore(
         seed=seed,
@@ -255,10 +260,11 @@ def tier_storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str,
         capacity=rng.choice([20, 100, 10**9]),
     )
     world = World(
-        num_blocks=rng.choice([17, 20, 30]),
+        num_blocks=least + rng.choice([1, 4, 14]),
         max_in_flight=rng.choice([1, 2, 3]),
         max_num_seqs=rng.choice([1, 3, 8]),
-        max_num_batched_tokens=rng.choice([8, 16, 64]),
+        max_num_batched_tokens=chunk,
+        groups=groups,
         host_slots=rng.choice([2, 8, 16, 16, 40, 200]),
         store=rng.choice([None, store, store, store]),
         step_s=rng.choice([0.05, 1.0]),

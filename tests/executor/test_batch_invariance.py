@@ -19,6 +19,7 @@ RNG = random.Random(3)
 PROMPT = [RNG.randrange(160) for _ in range(61)]
 OTHERS = [[RNG.randrange(160) for _ in range(RNG.randint(1, 90))] for _ in range(63)]
 CASES = ["llama-wide", "mistral-sliding", "gemma3", "gpt-oss", "gemma4"]
+WITH_STATES = [*CASES, "qwen3.5"]
 
 Trace = list[tuple[tuple[int, ...], tuple[float, ...]]]
 
@@ -52,14 +53,14 @@ def alone(case: str, dtype: DType) -> Trace:
     return trace(driver, driver.admit(PROMPT, FULL))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", WITH_STATES)
 def test_in_a_batch_of_64(case: str, dtype: DType) -> None:
     driver = driver_of(case, dtype)
     others = [driver.admit(prompt) for prompt in OTHERS]
     assert trace(driver, driver.admit(PROMPT, FULL), *others) == alone(case, dtype)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", WITH_STATES)
 @pytest.mark.parametrize("chunk", [1, 7, 32])
 def test_with_the_prompt_in_chunks_beside_others(case: str, dtype: DType, chunk: int) -> None:
     driver = driver_of(case, dtype)
@@ -74,11 +75,11 @@ def test_after_a_prefix_hit(case: str, dtype: DType, cached: int) -> None:
     owner = driver.admit([*PROMPT[:cached], 1, 2, 3])
     driver.generate(owner, count=5, chunk=13)
     hit = driver.admit(PROMPT, FULL)
-    hit.blocks, hit.computed = owner.blocks[: cached // BLOCK], cached
+    driver.share(owner, hit, cached // BLOCK)
     assert trace(driver, hit, owner) == alone(case, dtype)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", WITH_STATES)
 @pytest.mark.parametrize("after", [1, 9])
 def test_after_a_preemption(case: str, dtype: DType, after: int) -> None:
     driver = driver_of(case, dtype)

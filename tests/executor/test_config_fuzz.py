@@ -58,7 +58,7 @@ def theirs(config: dict[str, Any], path: Path) -> torch.Tensor | None:
         name = transformers.AutoConfig.for_model(config["model_type"]).__class__
         torch.manual_seed(1)
         model = transformers.AutoModelForCausalLM.from_config(name.from_dict(dict(config)), dtype=torch.float32)
-        randomize(model)
+        randomize(model.eval())
         with torch.no_grad():
             logits: torch.Tensor = model(torch.tensor([PROMPT])).logits[0, -1]
         model.save_pretrained(path)
@@ -107,6 +107,7 @@ def test_a_config_with_another_field_is_computed_as_by_transformers_or_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore")
 def test_each_field_of_each_config(case: str, tmp_path: Path, recorded: list[torch.Tensor]) -> None:

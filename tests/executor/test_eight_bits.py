@@ -19,7 +19,7 @@ from penstock.executor.models.export import export
 from penstock.executor.protocol import ExecutorConfig, ExecutorError, Step, Transfers
 from penstock.executor.ranks.multiproc import open_multiproc
 from penstock.executor.uniproc import UniprocExecutor
-from tests.executor.test_models import prompts, recorded  # noqa: F401 - a fixture
+from tests.executor.test_models import prompts  # noqa: F401 - a fixture
 from tests.support.driver import Driver
 from tests.support.eight_bits import CASES, QUANTIZATION, WEIGHTS, dequantize, folders, greedy, quantize
 from tests.support.paged import random

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from penstock.executor.batch import StateBatch
+from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import torch_inputs
 from penstock.executor.kernels.state import OPTIONS
-from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling
+from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling
 from penstock.executor.ranks import rank
 from penstock.executor.step.inputs import DeviceInputs, HostInputs
 from penstock.executor.step.layout import Layout
@@ -20,8 +23,15 @@ CPU = torch.device("cpu")
 NUM_SLOTS, LENGTH, BLOCK, NUM_BLOCKS = 6, 50, 4, 90
 
 
-def device_side(payload: int) -> DeviceInputs:
-    return DeviceInputs(NUM_SLOTS, LENGTH, BLOCK, 64, torch_inputs, CPU, payload)
+ONE = CacheLayout()
+MANY = CacheLayout(
+    groups=(GroupInfo(), GroupInfo("window", 9), GroupInfo("window", 9), GroupInfo("state", pages=3)),
+    places=((0, 0), (1, 0), (3, 0), (2, 0)),
+)
+
+
+def device_side(payload: int, layout: CacheLayout = ONE) -> DeviceInputs:
+    return DeviceInputs(NUM_SLOTS, LENGTH, BLOCK, 64, torch_inputs, CPU, payload, layout)
 
 
 def admit(inputs: HostInputs | DeviceInputs, admission: Admission) -> None:
@@ -75,41 +85,78 @@ def steps(rng: np.random.Generator) -> Iterator[tuple[list[Admission], list[Row]
         yield admissions, rows + drafts
 
 
+def with_groups(row: Row, rng: np.random.Generator) -> Row:
+    """The row brings blocks and pages of other groups along."""
+
+    def blocks(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(1, NUM_BLOCKS, count).tolist())
+
+    groups = tuple((int(rng.integers(0, 5)), blocks(int(rng.integers(0, 3)))) for _ in range(2))
+    states = [blocks(3) if rng.random() < 0.5 else () for _ in range(2)]
+    changed = {"groups": groups if rng.random() < 0.7 else (), "states_in": states[0], "states_out": states[1]}
+    return msgspec.structs.replace(row, **changed)
+
+
+@pytest.mark.parametrize("layout", [ONE, MANY], ids=["one", "many"])
 @pytest.mark.parametrize("payload", [7, 1 << 10])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_device_makes_of_any_step_what_the_host_makes(
-    seed: int, payload: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, payload: int, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With little room in a copy, too: then what changed goes over in several."""
     monkeypatch.setattr("penstock.executor.kernels.state.MAX_RUN", min(payload, 1 << 16))
     rng = np.random.default_rng(seed)
-    here, there = HostInputs(NUM_SLOTS, LENGTH, BLOCK), device_side(payload)
+    here, there = HostInputs(NUM_SLOTS, LENGTH, BLOCK, layout), device_side(payload, layout)
     for admissions, rows in steps(rng):
+        if layout is MANY:  # once for a slot, as in any step
+            firsts = {row.slot: index for index, row in reversed([*enumerate(rows)])}
+            rows = [with_groups(row, rng) if firsts[row.slot] == index else row for index, row in enumerate(rows)]
         for inputs in (here, there):
             for one in admissions:
                 admit(inputs, one)
             inputs.take(rows)
-        layout = Layout(rows)
-        wanted = np.flatnonzero(rng.random(layout.num_tokens) < 0.6)
-        (expected, expected_ends), (got, ends) = here.prepare(layout, wanted), there.prepare(layout, wanted)
-        for name in expected.__slots__:
-            ours, theirs = getattr(got, name), getattr(expected, name)
-            if name == "block_tables":  # beyond a row's context anything valid will do
-                used = torch.arange(theirs.shape[1]) < -(-expected.context_lens[:, None] // BLOCK)
-                assert ours.shape == theirs.shape and torch.equal(ours * used, theirs * used)
-                assert int(ours.min()) >= 0 and int(ours.max()) < NUM_BLOCKS
-            elif isinstance(theirs, torch.Tensor):
-                assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
-            else:
-                assert ours == theirs, name
+        arranged = Layout(rows)
+        wanted = np.flatnonzero(rng.random(arranged.num_tokens) < 0.6)
+        (expected, expected_ends), (got, ends) = here.prepare(arranged, wanted), there.prepare(arranged, wanted)
+        for own, others in zip(got.by_layer(4), expected.by_layer(4), strict=True):
+            for name in expected.__slots__:
+                assert_equal(name, getattr(own, name), getattr(others, name), expected.context_lens)
         assert torch.equal(ends.targets, expected_ends.targets)
         assert ends.options is not None
         *_, top_k, _, _, positions = ends.options
-        assert positions.tolist() == layout.context_lens[layout.samples].tolist()
-        assert top_k.tolist() == layout.slots[layout.samples].tolist()
+        assert positions.tolist() == arranged.context_lens[arranged.samples].tolist()
+        assert top_k.tolist() == arranged.slots[arranged.samples].tolist()
         sampled = torch.from_numpy(rng.integers(0, 1000, len(ends.targets)).astype(np.int32))
         for inputs in (here, there):
             inputs.tokens.view(-1)[ends.targets] = sampled
+
+
+def assert_equal(name: str, ours: object, theirs: object, contexts: torch.Tensor) -> None:
+    if name == "block_tables":  # beyond a row's context anything valid will do
+        assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+        used = torch.arange(theirs.shape[1]) < -(-contexts[:, None] // BLOCK)
+        assert ours.shape == theirs.shape and torch.equal(ours * used, theirs * used)
+        assert int(ours.min()) >= 0 and int(ours.max()) < NUM_BLOCKS
+    elif isinstance(theirs, torch.Tensor):
+        assert isinstance(ours, torch.Tensor) and ours.dtype == theirs.dtype and torch.equal(ours, theirs), name
+    elif isinstance(theirs, StateBatch):
+        assert isinstance(ours, StateBatch)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.dtype == other.dtype and torch.equal(mine, other)
+    elif name != "other_groups":  # the views have them
+        assert ours == theirs, name
+
+
+def test_padding_has_no_blocks_in_any_group_and_no_state() -> None:
+    inputs = device_side(1 << 10, MANY)
+    admit(inputs, admission(0, np.random.default_rng(9)))
+    row = Row(0, 0, 1, True, blocks=(7,), groups=((0, (8,)), (0, (9,))), states_in=(4, 5, 6), states_out=(1, 2, 3))
+    inputs.take([row])
+    inputs.send_singles(Layout([row]), 3)
+    batch, _ = inputs.compute_singles(3, LENGTH)
+    assert [view.kv_slots.tolist() for view in batch.by_layer(4)] == [[slot * BLOCK, 0, 0] for slot in (7, 8, 9, 9)]
+    assert batch.states is not None and batch.states.read.tolist() == [[4, 5, 6], [0, 0, 0], [0, 0, 0]]
+    assert batch.states.write.tolist() == [[1, 2, 3], [0, 0, 0], [0, 0, 0]] and batch.states.is_new.all()
 
 
 def test_a_bucket_larger_than_the_step_is_filled_with_rows_that_do_nothing() -> None:
@@ -137,13 +184,13 @@ def test_a_bucket_larger_than_the_step_is_filled_with_rows_that_do_nothing() -> 
     assert inputs._state.flat.numel() == spare + LENGTH + 1 + NUM_SLOTS * 13 + NUM_SLOTS * OPTIONS
 
 
-def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device) -> DeviceInputs:
+def on_device(config: ExecutorConfig, max_model_len: int, device: torch.device, layout: CacheLayout) -> DeviceInputs:
     """As `rank` makes them on a GPU."""
     sizes = config.max_num_seqs, max_model_len, config.block_size, config.max_num_batched_tokens
-    return DeviceInputs(*sizes, torch_inputs, device)
+    return DeviceInputs(*sizes, torch_inputs, device, cache_layout=layout)
 
 
-@pytest.mark.parametrize("case", ["qwen3", "deepseek-v2-lite", "opt"])
+@pytest.mark.parametrize("case", ["qwen3", "gemma3", "deepseek-v2-lite", "opt"])
 def test_a_whole_model_gives_the_tokens_of_transformers(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     monkeypatch.setattr(rank, "open_inputs", on_device)
     config = ExecutorConfig(

@@ -16,7 +16,7 @@ from penstock.executor.models.spec import LatentSpec
 from penstock.executor.protocol import ExecutorConfig, Sampling
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
-from tests.support.small_models import CASES, folder, greedy, reference
+from tests.support.small_models import CASES, RECURRENT, folder, greedy, reference
 
 LATENT = ["deepseek-v2-lite", "deepseek-v2-yarn", "deepseek-v3"]
 
@@ -31,7 +31,7 @@ def executor_of(case: str, **options: Any) -> UniprocExecutor:
     return UniprocExecutor(ExecutorConfig(model=str(folder(case)), **given))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *RECURRENT])
 def test_a_chunked_prompt_and_its_decode_match_transformers(case: str, recorded: list[torch.Tensor]) -> None:
     prompt = prompts(1, low=41, high=41)[0]
     tokens, logits = greedy(case, prompt, 24)
@@ -41,7 +41,7 @@ def test_a_chunked_prompt_and_its_decode_match_transformers(case: str, recorded:
     assert (ours - logits).abs().max() <= 1e-4 * logits.abs().max()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *RECURRENT])
 def test_a_mixed_batch_matches_transformers_row_by_row(case: str) -> None:
     """Prompts of many lengths start at different steps, so that chunks and decodes share every step."""
     given = prompts(6, seed=1)
@@ -67,6 +67,7 @@ PLAIN = [
     "ministral3",
     "minimax-m2",
     "hunyuan",
+    "qwen3.5",
     *LATENT,
 ]
 

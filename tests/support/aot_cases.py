@@ -19,6 +19,7 @@ from penstock.executor.kernels.cuda import fp8, packed_products, step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.state import Places
 from penstock.executor.moe_spec import MoeSpec
+from tests.support.recurrent import Layer, States, batch_of
 
 BF16, F16, F32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 PAGE = 16
@@ -256,6 +257,18 @@ def sample(vocab_size: int, dtype: torch.dtype) -> Callable[[], None]:
     return call
 
 
+def recurrent(
+    singles: int, prompts: int, key_heads: int, value_heads: int, dtype: torch.dtype = BF16
+) -> Callable[[], None]:
+    def call() -> None:
+        counts = [1] * singles + [64] * prompts
+        layer = Layer.random(sum(counts), (key_heads, value_heads, 128, 128), dtype)
+        states = States(layer, len(counts))
+        layer.run(OPS, states.pages, batch_of(counts, states.tables))
+
+    return call
+
+
 def dependent(call: Callable[[], None]) -> Callable[[], None]:
     """The same with programs that start before the last kernel's end."""
 
@@ -267,6 +280,7 @@ def dependent(call: Callable[[], None]) -> Callable[[], None]:
 
 
 QUICK: dict[str, Callable[[], None]] = {
+    "Qwen3.5-0.8B: recurrent layers": recurrent(1, 1, 16, 16),
     "Qwen3-0.6B: one row": attention(1, 0, 128, 16, 8),
     "Qwen3-0.6B: prompts": attention(0, 2, 128, 16, 8),
     "Qwen3-0.6B: rope": rope(128, 16, 8, True),
@@ -366,6 +380,8 @@ ALL: dict[str, Callable[[], None]] = QUICK | {
     "DeepSeek-V2-Lite: prompts, float32": expanded(2, 16, F32),
     "DeepSeek-V3: attention": latent(4, 1, 128),
     "DeepSeek-V3: eight-bit pages": latent(4, 1, 128, page_dtype=FP8),
+    "Qwen3-Next-80B-A3B: recurrent layers": recurrent(4, 1, 16, 32),
+    "Qwen3.5-0.8B: recurrent layers, float32": recurrent(1, 1, 16, 16, F32),
     "OPT-2.7B: attention": attention(4, 1, 80, 32, 32),
     "Phi: attention": attention(4, 1, 96, 32, 32),
 }

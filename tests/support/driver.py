@@ -4,6 +4,7 @@ A `Sequence` owns a slot and its blocks. A test decides what each step computes,
 size, share blocks, preempt, and mix.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,6 +23,8 @@ class Sequence:
     tokens: list[int]
     num_prompt: int
     blocks: list[int] = field(default_factory=list)
+    others: list[list[int]] = field(default_factory=list)  # of the attention groups after the first
+    state: list[list[int]] = field(default_factory=list)  # two sets of pages: where the next row reads, and writes
     computed: int = 0  # positions whose keys and values are in the blocks
     sampling: Sampling = GREEDY
     pooling: Literal["last", "mean"] | None = None
@@ -51,7 +54,9 @@ class Driver:
 
     def readmit(self, sequence: Sequence, slot: int | None = None) -> None:
         """Preempt: the blocks go back, the request comes again with what it sampled."""
-        self.free = [*self.free, *sequence.blocks]  # last in, so that others' stale contents come up soon
+        # Last in, so that others' stale contents come up soon.
+        self.free = [*self.free, *sequence.blocks, *itertools.chain(*sequence.others, *sequence.state)]
+        sequence.others, sequence.state = [], []
         sequence.blocks, sequence.computed, sequence.unsent_blocks = [], 0, 0
         sequence.slot = sequence.slot if slot is None else slot
         self._announce(sequence)
@@ -72,10 +77,11 @@ class Driver:
         """The next `count` positions (None: all there are); samples when they reach the end of what is known."""
         start = sequence.computed
         count = len(sequence.tokens) - start if count is None else count
-        while len(sequence.blocks) * self.block_size < start + count:
-            sequence.blocks.append(self.free.pop())
+        self._extend(sequence, start + count)
         first, sequence.unsent_blocks = sequence.unsent_blocks, len(sequence.blocks)
         sample = start + count == len(sequence.tokens) and sequence.pooling is None
+        states_in, states_out = sequence.state or ([], [])
+        sequence.state.reverse()
         return Row(
             sequence.slot,
             start,
@@ -85,7 +91,29 @@ class Driver:
             blocks=tuple(sequence.blocks[first:]),
             write_from=write_from,
             masked=masked,
+            groups=tuple((first, tuple(table[first:])) for table in sequence.others),
+            states_in=tuple(states_in),
+            states_out=tuple(states_out),
         )
+
+    def share(self, owner: Sequence, other: Sequence, num_blocks: int) -> None:
+        """The second starts behind the first blocks of the other, which both have from now on."""
+        self._extend(other, 0)
+        tables = zip((owner.blocks, *owner.others), (other.blocks, *other.others), strict=True)
+        for given, table in tables:
+            table[:] = given[:num_blocks]
+        other.computed = num_blocks * self.block_size
+
+    def _extend(self, sequence: Sequence, end: int) -> None:
+        """Windows keep all their blocks here."""
+        if not sequence.others:
+            sequence.others = [[] for group in self.executor.info.groups[1:] if group.kind != "state"]
+        pages = self.executor.info.groups[-1].pages
+        if pages and not sequence.state:
+            sequence.state = [[self.free.pop() for _ in range(pages)] for _ in range(2)]
+        for table in (sequence.blocks, *sequence.others):
+            while len(table) * self.block_size < end:
+                table.append(self.free.pop())
 
     def step_unchecked(
         self, *parts: tuple[Sequence, Row], masks: Mapping[int, set[int] | None] | None = None
@@ -131,11 +159,15 @@ class Driver:
         places: list[list[int]] = [[index] for index in range(len(rows))]
         for index, tokens in drafts.items():
             sequence, first = sequences[index], len(sequences[index].tokens)
-            while len(sequence.blocks) * self.block_size < first + len(tokens):
-                sequence.blocks.append(self.free.pop())
+            self._extend(sequence, first + len(tokens))
             blocks = tuple(sequence.blocks[rows[index].first_block :])
             sequence.unsent_blocks = len(sequence.blocks)
-            rows[index] = msgspec.structs.replace(rows[index], blocks=blocks, first_token=first, tokens=tuple(tokens))
+            groups = tuple(
+                (rows[index].first_block, tuple(table[rows[index].first_block :])) for table in sequence.others
+            )
+            rows[index] = msgspec.structs.replace(
+                rows[index], blocks=blocks, first_token=first, tokens=tuple(tokens), groups=groups
+            )
             places[index] += range(len(rows), len(rows) + len(tokens))
             rows += [Row(sequence.slot, first + place, 1, True) for place in range(len(tokens))]
         result = self.step_unchecked(*((sequences[0], row) for row in rows))

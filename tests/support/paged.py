@@ -68,6 +68,9 @@ def attend(
     """What the queries of `rows` get; q [rows of the cache, positions, Hq, D] holds a query for every position."""
     picked = torch.cat([q[row, context - count : context] for row, count, context in rows])
     batch = cache.batch(rows)
+    if window is not None:  # blocks that have left every window were given back: what block 0 has is NaN
+        for table, (_, count, context) in zip(batch.block_tables, rows, strict=True):
+            table[: max(0, context - count + 1 - window) // cache.k_pages.shape[1]] = 0
     return ops.paged_attention(picked, cache.k_pages, cache.v_pages, batch, q.shape[-1] ** -0.5, window, extras)
 
 

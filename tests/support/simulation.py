@@ -5,10 +5,11 @@ tokens that it gets alone with an ample pool.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from penstock.cache.tiers.base import Store
@@ -17,7 +18,7 @@ from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.tiering import Tiering
 from penstock.engine.messages import Output, Submit
 from penstock.executor.oracle import OracleExecutor
-from penstock.executor.protocol import Admission, ExecutorConfig, Row, Sampling, Step, TokenLogprobs
+from penstock.executor.protocol import Admission, ExecutorConfig, GroupInfo, Row, Sampling, Step, TokenLogprobs
 from penstock.executor.tiers.open_tiers import ALIGNMENT
 from tests.support.flaky_store import FlakyStore
 
@@ -45,6 +46,7 @@ class World:
     host_slots: int = 0  # 0: no tiers
     store: FlakyStore | None = None  # beneath the host, as its disk
     drafts: SpeculativeConfig | None = None
+    groups: Sequence[GroupInfo] = (GroupInfo(),)
     kv_peers: tuple[str, ...] = ()
     kv_peer_listen: str = ""
     step_s: float = 1.0  # what a step takes on the clock
@@ -61,7 +63,7 @@ class World:
             kv_host_bytes=self.host_slots * ALIGNMENT,
             kv_peers=self.kv_peers,
             kv_peer_listen=self.kv_peer_listen,
-            hf_overrides={"vocab_size": self.vocab_size},
+            hf_overrides={"vocab_size": self.vocab_size, "groups": list(self.groups)},
         )
         stores: dict[str, Store] = {} if self.store is None else {"disk": cast(Store, self.store)}
         self.executor = OracleExecutor(executor_config, self.max_in_flight, stores)
@@ -135,7 +137,7 @@ class World:
         """Every request has ended with what it gets alone, or with the beginning of it if it was aborted."""
         for name, message in messages.items():
             last, tokens = self.last(name), self.tokens(name)
-            expected, embedding, prompt_logprobs = alone(message, self.vocab_size, self.max_model_len)
+            expected, embedding, prompt_logprobs = alone(message, self.vocab_size, self.max_model_len, self.groups)
             if tokens:
                 assert self.outputs[name][0].prompt_logprobs == prompt_logprobs, f"{where}, request {name}"
             if last.finish_reason == "abort":
@@ -159,7 +161,7 @@ class World:
 
 
 def alone(
-    message: Submit, vocab_size: int = 50, max_model_len: int = 64
+    message: Submit, vocab_size: int = 50, max_model_len: int = 64, groups: Sequence[GroupInfo] = (GroupInfo(),)
 ) -> tuple[list[int], bytes | None, list[TokenLogprobs] | None]:
     """Tokens, embedding and the prompt's log-probabilities of a request that has an oracle for itself, with no
     scheduler at all."""
@@ -167,8 +169,8 @@ def alone(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_model_len,
         block_size=max_model_len,
-        kv_cache_bytes=2 * max_model_len * 8,
-        hf_overrides={"vocab_size": vocab_size},
+        kv_cache_bytes=(1 + sum(group.pages or 1 for group in groups)) * max_model_len * 8,
+        hf_overrides={"vocab_size": vocab_size, "groups": list(groups)},
     )
     executor = OracleExecutor(config)
     num_prompt = len(message.tokens) // 4
@@ -183,7 +185,10 @@ def alone(
     )
     tokens: list[int] = []
     prompt_logprobs: list[TokenLogprobs] | None = None
-    row = Row(0, 0, num_prompt, message.pooling is None, 0, (1,))
+    others = [group for group in groups[1:] if group.kind != "state"]
+    state = tuple(range(2 + len(others), 2 + len(others) + groups[-1].pages))
+    row = Row(0, 0, num_prompt, message.pooling is None, 0, (1,), states_in=state, states_out=state)
+    row = msgspec.structs.replace(row, groups=tuple((0, (2 + index,)) for index in range(len(others))))
     for step_id in range(1, max_model_len):
         executor.submit(Step(step_id, [admission] if step_id == 1 else [], [row]))
         result = executor.collect()

@@ -71,6 +71,17 @@ GEMMA_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 
+QWEN_NEXT_SIZES = {
+    **SIZES,
+    "num_hidden_layers": 5,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+SHARED = {"shared_expert_intermediate_size": 48}
 GEMMA4 = {
     **SIZES,
     "num_hidden_layers": 6,
@@ -298,10 +309,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Models with recurrent layers.
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("Qwen3NextConfig", {**QWEN_NEXT_SIZES, **EXPERTS, **SHARED, "mlp_only_layers": [1]}),
+    "qwen3.5": ("Qwen3_5TextConfig", {**QWEN_NEXT_SIZES, "tie_word_embeddings": True}),
+    "qwen3.5-moe": ("Qwen3_5MoeTextConfig", {**QWEN_NEXT_SIZES, **EXPERTS, **SHARED}),
+    "lfm2": (
+        "Lfm2Config",
+        {**SIZES, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 16, "conv_bias": True},
+    ),
+}
+
 
 @cache
 def reference(case: str) -> Any:
-    return random_model(*CASES[case])
+    return random_model(*(CASES | RECURRENT)[case])
 
 
 def random_model(name: str, fields: dict[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from penstock.engine.text.tools.answer_reader import AnswerReader
-from penstock.engine.text.tools.formats import CODER, HERMES, LLAMA, Calls, Format, ToolSpec, mistral
+from penstock.engine.text.tools.formats import CODER, HERMES, LLAMA, Calls, Format, ToolSpec, named
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from penstock.engine.text.tools.thinking import Thinking
 
@@ -20,8 +20,8 @@ CLOCK = ToolSpec("clock", {"type": "object", "properties": {}, "additionalProper
 FORMATS: dict[str, Format] = {
     "hermes": HERMES,
     "llama3_json": LLAMA,
-    "mistral": mistral(False),
-    "mistral with args": mistral(True),
+    "mistral": named("mistral", "[TOOL_CALLS]", False),
+    "mistral with args": named("mistral", "[TOOL_CALLS]", True),
     "qwen2_5_coder": CODER,
 }
 # What each format makes of one call, and of several.

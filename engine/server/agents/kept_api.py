@@ -65,13 +65,9 @@ async def create_conversation(service: Service, call: Call, body: bytes) -> dict
     """Begin a conversation, to which responses are added."""
     request = parse(body, _CONVERSATION, {})
     kept_id = f"conv_{secrets.token_hex(16)}"
-    shown = {
-        "id": kept_id,
-        "object": "conversation",
-        "created_at": int(time.time()),
-        "metadata": request.metadata or {},
-    }
-    items = named_items(request.items or [], "items", kept_id)
+    shown: dict[str, Any] = {"id": kept_id, "object": "conversation", "created_at": int(time.time())}
+    shown["metadata"] = request.metadata or {}
+    items = _new_items(request, kept_id)
     if not await service.store.put(tenant_of(call), kept_id, {"shown": shown, "items": items}):
         raise HttpError(503, NO_ROOM)
     return shown
@@ -86,7 +82,7 @@ async def change_conversation(service: Service, call: Call, body: bytes) -> dict
 
 
 async def add_items(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    items = named_items(parse(body, _CONVERSATION, {}).items or [], "items", _id(call)[1])
+    items = _new_items(parse(body, _CONVERSATION, {}), _id(call)[1])
     await _changed(service, call, lambda kept: kept["items"].extend(items))
     return _page(call, items[::-1])
 
@@ -106,6 +102,14 @@ async def delete_item(service: Service, call: Call, body: bytes) -> dict[str, An
         kept["items"] = [each for each in kept["items"] if each["id"] != item["id"]]
 
     return _shown(await _changed(service, call, without))
+
+
+def _new_items(request: ConversationRequest, owner: str) -> list[Item]:
+    items = named_items(request.items or [], "items", owner)
+    for place, item in enumerate(items):
+        if item["type"] == "item_reference":
+            raise InvalidRequest(f"items[{place}].type", "a conversation takes the item itself, no reference to it")
+    return items
 
 
 def _id(call: Call) -> tuple[str, str]:

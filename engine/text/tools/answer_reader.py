@@ -15,9 +15,9 @@ class AnswerReader:
     def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
         self._calls = None
         if calls is not None:
-            names = frozenset(function.name for function in calls.functions)
+            functions = {function.name: function.parameters for function in calls.functions}
             limit = MAX_CALLS if calls.many else 1
-            self._calls = CallReader(calls.form, names, is_certain=is_certain, max_calls=limit)
+            self._calls = CallReader(calls.form, functions, is_certain=is_certain, max_calls=limit)
         self._is_thinking = self._has_reasoned = False
         self._text = ""  # what may be the beginning of a mark
         self._blanks: list[str] = []  # before that
@@ -55,7 +55,7 @@ class AnswerReader:
 
     def _think(self, thinking: Thinking) -> Wait[None]:
         """Up to the answer, whose beginning it leaves in `_text`."""
-        opening, closing = thinking.marks
+        opening, closing, is_implied = thinking.marks
         self._is_thinking = thinking.is_open
         while not self._is_thinking:
             body = self._text.lstrip()
@@ -65,6 +65,8 @@ class AnswerReader:
                 self._is_thinking, self._text, self._blanks = True, body[len(opening) :], []
             elif opening.startswith(body):
                 yield
+            elif is_implied and not thinking.is_over:
+                self._is_thinking = True
             else:
                 self._text = "".join(self._blanks) + body
                 return

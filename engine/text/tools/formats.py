@@ -1,24 +1,30 @@
 """The ways in which models write calls, and which of them a model was trained on.
 
-    hermes         <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>     Qwen 2.5 and 3, Hermes, ChatML models
-    llama3_json    {"name": "f", "parameters": {…}}, or behind <|python_tag|>      Llama 3.1 to 3.3
-    mistral        [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]                Mistral until 2024
-                   [TOOL_CALLS]f[ARGS]{…}[TOOL_CALLS]…                             Mistral since
-    qwen2_5_coder  the same object between ```json and ```, alone, in <tools>      Qwen 2.5 Coder
-                   or in <tool_call>
+    objects        <tool_call>\\n{"name": "f", "arguments": {…}}\\n</tool_call>       hermes, llama3_json, mistral …
+    named JSON     <|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{…}   deepseek_v3, kimi_k2 …
+    tagged text    <function=f>\\n<parameter=a>\\n1\\n</parameter>\\n</function>        qwen3_coder, glm45, minimax_m2 …
+    literals       [f(a=1, b='x')]     call:f{a:1,b:<|"|>x<|"|>}                     llama4_pythonic, olmo3, gemma4 …
 
-reader.py reads all of them, and engine/grammar/tool_calls.py makes a model write them.
+A format is an entry of FORMATS and nothing else: reader.py and arguments.py read it, engine/grammar/tool_calls.py and
+parameters.py make a model write it.
 
 Behind a mark of calls every spelling of an object that says which function is called, with which arguments, is read.
 Where there is none, a call might as well be quoted: it must be a paragraph of its own (or stand in a fence, where the
 format has them), begin with its name, and have arguments.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
-NAMES = ("hermes", "llama3_json", "mistral", "qwen2_5_coder")
+# Texts that may be special tokens of a model.
+_TOKEN = re.compile(r"<[^<>\s=]+>|\[/?[A-Z_]+\]|｜DSML｜")
+
+
+def tokens_in(*texts: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(token for text in texts for token in _TOKEN.findall(text)))
 
 
 class Written(NamedTuple):
@@ -32,26 +38,71 @@ class Written(NamedTuple):
     end: str
 
 
+class Parameters(NamedTuple):
+    """How arguments are written that are no JSON: one by one, with `join` between them.
+
+    Without `quote` a value is the text up to `after_value`, and the schema says what it means, or `before_text`, which
+    stands before strings in place of `before_value`. With '"' values are literals of Python; with anything else they
+    are JSON, but for strings, which stand between two `quote` as they are, and names, which stand alone.
+    """
+
+    before_key: str
+    before_value: str
+    after_value: str = ""
+    before_text: str = ""
+    join: str = ""
+    quote: str = ""
+
+    @property
+    def trims(self) -> bool:
+        """A line break at either end of a value is not part of it."""
+        return self.before_value.endswith("\n")
+
+
 @dataclass(frozen=True)
 class Format:
-    """`closers`: the marks that open calls, each with what closes them. `fences` are those that open other things as
-    well. `punctuation` are further texts that may be tokens of their own. `is_bare`: a paragraph that begins with a
-    brace may be a call without a mark. `has_args`: calls may be a name and its arguments. `has_many`: an answer may
-    have several calls. `id_length`: what the template accepts as the id of a call."""
+    """`found_by`: texts in a chat template, all of one of the groups. `closers`: the marks that open calls, each with
+    what closes them. `fences` are those that open other things as well. `extra` are further texts that may be tokens of
+    their own. `is_bare`: a paragraph that begins with a bracket may be a call without a mark. `is_framed`: a call is a
+    name and its arguments, not an object; `is_numbered`: and a number. `has_args`: an object may be such a call.
+    `has_many`: an answer may have several calls. `id_length`: what the template accepts as the id of a call."""
 
     name: str
+    found_by: tuple[tuple[str, ...], ...]
     written: Written
     closers: Mapping[str, str]
+    parameters: Parameters | None = None
     fences: tuple[str, ...] = ()
-    punctuation: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
     is_bare: bool = False
+    is_numbered: bool = False
     has_args: bool = False
     has_many: bool = True
     id_length: int = 24
-    marks: tuple[str, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "marks", tuple(self.closers))
+    @cached_property
+    def is_framed(self) -> bool:
+        return not self.written.before_name.startswith("{") and not self.has_args
+
+    @cached_property
+    def marks(self) -> tuple[str, ...]:
+        return tuple(self.closers)
+
+    @cached_property
+    def tokens(self) -> tuple[str, ...]:
+        """All texts that may be tokens."""
+        return tokens_in(
+            *self.closers, *self.closers.values(), *self.written, *map(str, self.parameters or ()), *self.extra
+        )
+
+    def closing(self, mark: str) -> list[str]:
+        """What closes calls that began with this mark, or without one."""
+        return re.findall(r"\]|[^\]]+", self.closers.get(mark, self.written.end).strip())
+
+    def opening(self, mark: str) -> list[str]:
+        """What stands between a mark and the name of the first call, without blanks."""
+        whole = self.written.start + self.written.before_name
+        return (whole.partition(mark)[2] if mark and mark in whole else whole).split()
 
 
 class ToolSpec(NamedTuple):
@@ -70,40 +121,202 @@ class Calls(NamedTuple):
     many: bool
 
 
-HERMES = Format(
-    "hermes",
-    Written("<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", "\n<tool_call>", ""),
-    {"<tool_call>": "</tool_call>"},
-    punctuation=("</tool_call>",),
-)
-LLAMA = Format(
+def _format(
+    name: str,
+    start: str,
+    end: str,
+    call: tuple[str, str, str],
+    parameters: Parameters | None = None,
+    *,
+    join: str | None = None,
+    found_by: tuple[tuple[str, ...], ...] = (),
+    closers: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Format:
+    """`call`: what stands before the name, before the arguments and behind them. Without `join` each call has its own
+    `start` and `end`. The mark is what `start` has besides blanks and a bracket."""
+    mark = start.strip().rstrip("[")
+    written = Written(start, *call, f"{end}\n{start}" if join is None else join, end)
+    return Format(name, found_by or ((mark,),), written, closers or {mark: end.strip()}, parameters, **more)
+
+
+_OBJECT = ('{"name": "', '", "arguments": ', "}")
+_FUNCTION = ("<function=", ">\n", "</function>")
+_PYTHON = ("", "(", ")"), Parameters("", "=", join=", ", quote='"')
+HERMES = _format("hermes", "<tool_call>\n", "\n</tool_call>", _OBJECT)
+LLAMA = _format(
     "llama3_json",
-    Written("", '{"name": "', '", "parameters": ', "}", "; ", ""),
-    {"<|python_tag|>": ""},
+    *("", "", ('{"name": "', '", "parameters": ', "}")),
+    join="; ",
+    found_by=(("<|python_tag|>",), ("<|eot_id|>", '"parameters"'), ("<|eot|>", '"parameters"')),
+    closers={"<|python_tag|>": ""},
     is_bare=True,
     has_many=False,  # the template refuses a history with more than one; several are read nevertheless
 )
-CODER = Format(
+CODER = _format(
     "qwen2_5_coder",
-    Written("```json\n", '{"name": "', '", "arguments": ', "}", "\n", "\n```"),
-    {"<tool_call>": "</tool_call>", "<tools>": "</tools>", "```": "```"},
+    *("```json\n", "\n```", _OBJECT),
+    join="\n",
+    # not Qwen 2.5 Coder itself: its template is that of Qwen 2.5, and says what it does not write
+    found_by=(("```json", '"name"', '"arguments"'),),
+    closers={"<tool_call>": "</tool_call>", "<tools>": "</tools>", "```": "```"},
     fences=("```",),
-    punctuation=("</tool_call>",),
     is_bare=True,
+)
+_MISTRAL = _format(
+    "mistral",
+    *("[TOOL_CALLS][", "]", _OBJECT),
+    join=", ",
+    closers={"[TOOL_CALLS]": ""},
+    extra=("[ARGS]", "[CALL_ID]"),
+    has_args=True,
+    id_length=9,  # its templates refuse any other
 )
 
 
-def mistral(has_args: bool) -> Format:
-    """Both forms are read; `has_args` says that the model knows the newer one, and makes it write that."""
-    objects = Written("[TOOL_CALLS][", '{"name": "', '", "arguments": ', "}", ", ", "]")
-    return Format(
-        "mistral",
-        Written("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", "") if has_args else objects,
-        {"[TOOL_CALLS]": ""},
-        punctuation=("[ARGS]", "[CALL_ID]"),
-        has_args=True,
-        id_length=9,  # its templates refuse any other
+def _dsml(name: str, block: str) -> Format:
+    call = ('<｜DSML｜invoke name="', '">\n', "</｜DSML｜invoke>")
+    parameters = Parameters(
+        '<｜DSML｜parameter name="', '" string="false">', "</｜DSML｜parameter>\n", before_text='" string="true">'
     )
+    ends = f"<｜DSML｜{block}>\n", f"\n</｜DSML｜{block}>"
+    return _format(name, *ends, call, parameters, join="\n", found_by=(("｜DSML｜", f"{block}>"),))
+
+
+def _deepseek(name: str, before: str, between: str, behind: str, **more: Any) -> Format:
+    call = (f"<｜tool▁call▁begin｜>{before}", between, f"{behind}<｜tool▁call▁end｜>")
+    return _format(name, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", call, **more)
+
+
+def _gemma(name: str, start: str, end: str, quote: str) -> Format:
+    parameters = Parameters("", ":", join=",", quote=quote)
+    return _format(name, start, end, ("call:", "{", "}"), parameters, join=end + start, found_by=((start, quote),))
+
+
+# The first one whose texts a template has is its model's format: the special ones stand before the general ones.
+FORMATS = (
+    replace(
+        _MISTRAL,
+        found_by=(("[TOOL_CALLS]", "[ARGS]"),),
+        written=Written("[TOOL_CALLS]", "", "[ARGS]", "", "[TOOL_CALLS]", ""),
+    ),
+    _MISTRAL,
+    _format(
+        "seed_oss",
+        *("<seed:tool_call>\n", "\n</seed:tool_call>", _FUNCTION),
+        Parameters("<parameter=", ">", "</parameter>\n"),
+    ),
+    _format(
+        "qwen3_coder",
+        *("<tool_call>\n", "\n</tool_call>", _FUNCTION),
+        Parameters("<parameter=", ">\n", "\n</parameter>\n"),
+        found_by=(("<tool_call>", "<function="),),
+        closers={"<tool_call>": "</tool_call>", "<function=": "</tool_call>"},  # the first mark is often left out
+    ),
+    _format(
+        "glm47",
+        *("<tool_call>", "</tool_call>", ("", "", "")),
+        Parameters("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+        join="</tool_call><tool_call>",
+        found_by=(("</arg_key><arg_value>",),),
+    ),
+    _format(
+        "glm45",
+        *("<tool_call>", "</tool_call>", ("", "\n", "")),
+        Parameters("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        found_by=(("<arg_key>",),),
+    ),
+    _dsml("deepseek_v32", "function_calls"),
+    _dsml("deepseek_v4", "tool_calls"),
+    _deepseek(
+        "deepseek_v3",
+        *("function<｜tool▁sep｜>", "\n```json\n", "\n```"),
+        join="\n",
+        found_by=(("<｜tool▁sep｜>", "```json"),),
+    ),
+    _deepseek("deepseek_v31", "", "<｜tool▁sep｜>", "", join="", found_by=(("<｜tool▁sep｜>",),)),
+    _format(
+        "kimi_k2",
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+        ("<|tool_call_begin|>functions.", "<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        join="",
+        is_numbered=True,
+    ),
+    _format(
+        "minimax_m2",
+        *("<minimax:tool_call>\n", "\n</minimax:tool_call>", ('<invoke name="', '">\n', "</invoke>")),
+        Parameters('<parameter name="', '">', "</parameter>\n"),
+        join="\n",
+    ),
+    _gemma("gemma4", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    _gemma("functiongemma", "<start_function_call>", "<end_function_call>", "<escape>"),
+    _format(
+        "lfm2",
+        *("<|tool_call_start|>[", "]<|tool_call_end|>", *_PYTHON),
+        join=", ",
+        found_by=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+    ),
+    _format("olmo3", "<function_calls>\n", "\n</function_calls>", *_PYTHON, join="\n"),
+    _format(
+        "llama4_pythonic",
+        *("[", "]", *_PYTHON),
+        join=", ",
+        found_by=(("[func_name1(",),),
+        closers={"<|python_start|>": "]<|python_end|>"},
+        is_bare=True,
+    ),
+    _format("granite-20b-fc", "<function_call> ", "", _OBJECT),
+    _format(
+        "phi4_mini_json",
+        *("<|tool_call|>[", "]<|/tool_call|>", _OBJECT),
+        join=", ",
+        found_by=(("<|tool_call|>", "<|/tool_call|>"),),
+        closers={"<|tool_call|>": "<|/tool_call|>", "functools[": "]"},
+    ),
+    _format(
+        "phi4_mini_json",
+        *("functools[", "]", _OBJECT),
+        join=", ",
+        found_by=(("functools[",),),
+        closers={"functools[": "]"},
+    ),
+    _format(
+        "granite",
+        *("<|tool_call|>[", "]", _OBJECT),
+        join=", ",
+        closers={"<|tool_call|>": "", "<tool_call>": ""},
+    ),
+    _format(
+        "hunyuan_a13b",
+        *("<tool_calls>[", "]</tool_calls>", _OBJECT),
+        join=", ",
+        closers={"<tool_calls>": "</tool_calls>"},
+    ),
+    HERMES,
+    _format(
+        "xlam",
+        *("[", "]", _OBJECT),
+        join=", ",
+        found_by=(('[{"name": "tool_call_name"',), ('[{"name": "func_name1"',)),
+        closers={"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "```": "```"},
+        fences=("```",),
+        is_bare=True,
+    ),
+    LLAMA,
+    CODER,
+)
+NAMES = tuple(dict.fromkeys(form.name for form in FORMATS))
+# What vLLM calls some of them.
+ALIASES = {
+    "llama4_json": "llama3_json",
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+    "mimo": "qwen3_coder",
+    "granite4": "hermes",
+    "jamba": "hunyuan_a13b",
+    "pythonic": "llama4_pythonic",
+    "openai": "harmony",  # which has a reader of its own (harmony.py)
+}
 
 
 def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
@@ -111,23 +324,14 @@ def detect(source: str, has_tools: bool, has_args: bool) -> Format | None:
 
     A template that knows no tools gets them as text (engine/text/conversation.py), in the form of Hermes.
     """
-    if not has_tools:
-        return HERMES
-    if "[TOOL_CALLS]" in source:
-        return mistral(has_args or "[ARGS]" in source)
-    if "<function=" in source or "<arg_key>" in source:  # as <tool_call> in Qwen 3 Coder and GLM, but not JSON
-        return None
-    if "<tool_call>" in source:
-        return HERMES
-    if "<|python_tag|>" in source or ("<|eot_id|>" in source and '"parameters"' in source):
-        return LLAMA
-    if "```json" in source and '"name"' in source and '"arguments"' in source and "｜" not in source:
-        return CODER  # not Qwen 2.5 Coder itself: its template is that of Qwen 2.5, and says what it does not write
-    return None
+    return _first(FORMATS, source + "[ARGS]" * has_args) if has_tools else HERMES
 
 
 def named(name: str, source: str, has_args: bool) -> Format:
     """The format of this name, one of NAMES."""
-    if name == "mistral":
-        return mistral(has_args or "[ARGS]" in source)
-    return {form.name: form for form in (HERMES, LLAMA, CODER)}[name]
+    forms = [form for form in FORMATS if form.name == name]
+    return _first(forms, source + "[TOOL_CALLS][ARGS]" * has_args) or forms[-1]
+
+
+def _first(forms: Iterable[Format], source: str) -> Format | None:
+    return next((form for form in forms if any(all(map(source.__contains__, texts)) for texts in form.found_by)), None)

@@ -15,8 +15,8 @@ from collections.abc import Collection
 import msgspec
 
 from penstock.engine.text.tools.formats import Calls, Format, Written
-from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning, num_held
-from penstock.engine.text.tools.scan import MAX_FRAME_CHARS
+from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
+from penstock.engine.text.tools.scan import MAX_FRAME_CHARS, num_held
 from penstock.engine.text.tools.thinking import HARMONY as MARKS
 from penstock.engine.text.tools.thinking import Thinking
 
@@ -26,9 +26,10 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 TOKENS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 FORM = Format(
     NAME,
+    (),
     Written("", f"{CHANNEL}commentary to=functions.", f" {CONSTRAIN}json{MESSAGE}", "", "", ""),
     {},
-    punctuation=TOKENS,
+    extra=TOKENS,
     has_many=False,  # a call ends the turn
 )
 

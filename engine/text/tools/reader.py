@@ -7,20 +7,21 @@ since a stream cannot take back what it has said. Blanks around calls are droppe
 """
 
 import re
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import msgspec
 
+from penstock.engine.text.tools.arguments import ArgumentsReader, arguments_reader
 from penstock.engine.text.tools.formats import Format
 from penstock.engine.text.tools.scan import (
     MAX_FRAME_CHARS,
     Head,
     Incoming,
-    Kind,
     Malformed,
     ObjectScan,
     Wait,
+    num_held,
     skip_blank,
 )
 
@@ -42,6 +43,7 @@ class Content(NamedTuple):
 class CallStart(NamedTuple):
     call: int
     name: str
+    id: str = ""  # what the model calls it, where its format has that
 
 
 class Arguments(NamedTuple):
@@ -55,24 +57,29 @@ Piece = Reasoning | Content | CallStart | Arguments
 
 
 class CallReader:
-    """The state of one answer: `feed` it piece by piece, then `finish`."""
+    """The state of one answer: `feed` it piece by piece, then `finish`. `functions`: names with their schemas."""
 
     def __init__(
-        self, form: Format, names: Collection[str], *, is_certain: bool = False, max_calls: int = MAX_CALLS
+        self, form: Format, functions: Mapping[str, Any], *, is_certain: bool = False, max_calls: int = MAX_CALLS
     ) -> None:
         self.num_calls = 0
         self.is_within_call = False  # the text so far ends within a call that has been announced
         self._num_false = 0
-        self._form = form
-        self._names = names
+        self._form, self._marks = form, form.marks
+        self._functions = functions
         self._is_certain = is_certain
         self._max_calls = max_calls
-        openings = [*map(re.escape, form.marks), *([r"(?<=\n\n)(?=[{\[])"] if form.is_bare else [])]
+        self._bare = (
+            "" if not form.is_bare else "[" if form.is_framed else "{["
+        )  # what a call without a mark begins with
+        openings = [*map(re.escape, form.marks), *([rf"(?<=\n\n)(?=[{re.escape(self._bare)}])"] if self._bare else [])]
         self._opening = re.compile("|".join(openings))
         self._source = Incoming()
         self._at = 0  # all before it is decided
         self._blanks: list[str] = []  # of the content: dropped if a call follows
         self._raw: list[str] = []  # of a call that may still turn out to be content
+        self._found: list[str] = []  # its arguments
+        self._ids: set[str] = set()
         self._is_closing = False  # what is not decided can only belong to a call that has been read
         self._out: list[Piece] = []
         self._reading = self._answer()
@@ -104,14 +111,14 @@ class CallReader:
     def _answer(self) -> Wait[None]:
         """Text and calls in turn, for as long as there is more."""
         is_call = False
-        if self._form.is_bare:
+        if self._bare:
             yield from self._skip_blanks()
-            is_call = self._source.text[self._at] in "{["
+            is_call = self._source.text[self._at] in self._bare
         while True:
             mark = "" if is_call else (yield from self._read_text())
             is_call = False
             try:
-                yield from self._read_calls(mark)
+                yield from self._read_frames(mark) if self._form.is_framed else self._read_calls(mark)
             except Malformed as error:
                 self._give_up(error.place)
             self._is_closing = self.is_within_call = False
@@ -126,7 +133,7 @@ class CallReader:
                 self._content(text[at : found.start()])
                 self._raw, self._at = [found[0]], found.end()
                 return found[0]
-            self._at = len(text) - (num_held(text, at, self._form.marks) if may_call else 0)
+            self._at = len(text) - (num_held(text, at, self._marks) if may_call else 0)
             self._content(text[at : self._at])
             yield from self._wait()
 
@@ -136,7 +143,7 @@ class CallReader:
         while True:
             head = yield from self._read_head(mark, is_first)
             in_list = head.is_list or (in_list and not is_first)
-            yield from self._read_call(head)
+            yield from self._read_call(head, ObjectScan(in_string=head.kind == "string"))
             is_call = False
             while not is_call:
                 self._is_closing = True
@@ -176,7 +183,7 @@ class CallReader:
             head = yield from self._read_bare_head(place)
         else:
             raise Malformed(place if mark else brace)  # a mark may begin here; without one, some of it must be passed
-        if (head.name is not None or head.kind == "none") and head.name not in self._names:
+        if (head.name is not None or head.kind == "none") and head.name not in self._functions:
             raise Malformed(head.end)
         return head
 
@@ -193,49 +200,100 @@ class CallReader:
             raise Malformed(end)
         return Head(source.text[at:end], brace, has_tail=False)
 
-    def _read_call(self, head: Head) -> Wait[None]:
+    def _read_frames(self, mark: str) -> Wait[None]:
+        """Calls that are a name and its arguments, up to what closes them."""
+        form, words = self._form, self._form.opening(mark)
+        while True:
+            head = yield from self._read_frame_head(words)
+            yield from self._read_call(head, arguments_reader(form, self._functions[head.name or ""], mark))
+            self._is_closing = True
+            for word in [] if form.parameters and form.parameters.quote else form.written.after_arguments.split():
+                yield from self._pass(word)
+            closing = form.closing(mark)
+            if (yield from self._pass(closing[0])):
+                for word in closing[1:]:
+                    yield from self._pass(word)
+                return
+            at, words = self._at, form.written.before_name.split()
+            place = at + (self._source.text[at] in ",;")
+            place = yield from self._source.sign(at, place)
+            if words:
+                is_call = (yield from self._source.passed(place, words[0])) > place
+            else:
+                is_call = self._source.text[place].isalpha()
+            if not is_call or self.num_calls == self._max_calls:
+                return
+            self._raw, self._at, self._is_closing = [self._source.text[at:place]], place, False
+
+    def _read_frame_head(self, words: list[str]) -> Wait[Head]:
+        source, form, at = self._source, self._form, self._at
+        place = yield from source.words(at, at, words)
+        place = yield from source.sign(at, place)
+        end = behind = yield from source.run(place)
+        name, call_id = source.text[place:end], ""
+        if form.is_numbered:
+            place = yield from source.words(at, end, ":")
+            behind = yield from source.run(place)
+            call_id = f"functions.{name}:{source.text[place:behind]}"
+        if name not in self._functions:
+            raise Malformed(end)
+        behind = yield from source.words(at, behind, form.written.before_arguments.split())
+        if form.parameters is None:
+            behind = yield from source.sign(at, behind)
+            if source.text[behind] != "{":
+                raise Malformed(behind)
+        return Head(name, behind, has_tail=False, id=call_id)
+
+    def _pass(self, word: str) -> Wait[bool]:
+        """Whether this stands here, behind blanks; then it is passed."""
+        yield from self._skip_blanks()
+        end = yield from self._source.passed(self._at, word)
+        is_here = end > self._at
+        if is_here:
+            self._at, self._blanks = end, []
+        return is_here
+
+    def _read_call(self, head: Head, arguments: ArgumentsReader) -> Wait[None]:
         """The arguments and the end. Where the call is not announced before them, it is at its end, if it is valid."""
-        source, name, arguments = self._source, head.name, "{}"
+        source, name = self._source, head.name
         is_announced = self._is_certain and name is not None and head.kind == "object"
         self.is_within_call = is_announced
         if is_announced:
-            self._announce(name)
+            self._announce(name, head.id)
         else:
             self._raw.append(source.text[self._at : head.end])
-        self._at, num_raw = head.end, len(self._raw)
+        self._at, self._found = head.end, []
         if head.kind != "none":
-            yield from self._read_arguments(head.kind)
-            arguments = ('"' if head.kind == "string" else "") + "".join(self._raw[num_raw:])
+            yield from self._read_arguments(arguments)
         if head.kind != "none" and head.has_tail:
             self._is_closing = is_announced
             tail = yield from source.call_tail(self._at, name)
-            if tail.name not in self._names:
+            if tail.name not in self._functions:
                 raise Malformed(tail.end)
             if not is_announced:
                 self._raw.append(source.text[self._at : tail.end])
             name, self._at = tail.name, tail.end
         if not is_announced:
-            whole = _object_in(arguments, head.kind == "string")
+            found = "".join(self._found) if head.kind != "none" else "{}"
+            whole = _object_in('"' + found if head.kind == "string" else found, head.kind == "string")
             if whole is None:
                 raise Malformed(self._at)
-            self._announce(name)
+            self._announce(name, head.id)
             self._out.append(Arguments(self.num_calls - 1, whole))
         self.is_within_call = False
 
-    def _read_arguments(self, kind: Kind) -> Wait[None]:
-        scan = ObjectScan(in_string=kind == "string")
+    def _read_arguments(self, arguments: ArgumentsReader) -> Wait[None]:
         while True:
             text, at = self._source.text, self._at
             try:
-                end = scan.feed(text, at)
+                self._at, found, is_done = arguments.feed(text, at)
             except Malformed as error:
                 if self.is_within_call:  # they were announced: what they are so far is theirs
-                    self._take_arguments(text[at : error.place])
                     self._at = error.place
+                    self._take_arguments(at, error.found)
                 raise
-            self._at = len(text) if end is None else end
-            self._take_arguments(text[at : self._at])
-            if end is not None:
+            self._take_arguments(at, found)
+            if is_done:
                 return
             yield from self._wait()
 
@@ -287,15 +345,20 @@ class CallReader:
         """Behind a call may stand what closes it, or another one."""
         return self._form.is_bare or bool(self._form.closers.get(mark))
 
-    def _take_arguments(self, text: str) -> None:
+    def _take_arguments(self, start: int, found: str) -> None:
+        """JSON of arguments that was written from `start` on."""
         if not self.is_within_call:
-            self._raw.append(text)
-        elif text:
-            self._out.append(Arguments(self.num_calls - 1, text))
+            self._raw.append(self._source.text[start : self._at])
+            self._found.append(found)
+        elif found:
+            self._out.append(Arguments(self.num_calls - 1, found))
 
-    def _announce(self, name: str | None) -> None:
+    def _announce(self, name: str | None, call_id: str) -> None:
         assert name is not None
-        self._out.append(CallStart(self.num_calls, name))
+        if call_id and call_id in self._ids:
+            call_id = f"{call_id}_{self.num_calls}"  # no two calls of an answer may have the same
+        self._ids.add(call_id)
+        self._out.append(CallStart(self.num_calls, name, call_id))
         self.num_calls += 1
         self._raw, self._blanks = [], []
 
@@ -317,15 +380,6 @@ class CallReader:
     def _taken(self) -> list[Piece]:
         out, self._out = self._out, []
         return out
-
-
-def num_held(text: str, at: int, marks: Collection[str]) -> int:
-    """How many characters at the end of the text may be the beginning of a mark."""
-    longest = min(max(map(len, marks)) - 1, len(text) - at)
-    for length in range(longest, 0, -1):
-        if any(mark.startswith(text[-length:]) for mark in marks):
-            return length
-    return 0
 
 
 def _object_in(text: str, is_quoted: bool) -> str | None:

@@ -7,7 +7,7 @@ prompt) writes cannot make them slow.
 
 import re
 import string
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Iterable
 from itertools import accumulate
 from typing import Literal, NamedTuple, TypeVar
 
@@ -32,14 +32,17 @@ _END = re.compile(r"\s*+([,}])")
 T = TypeVar("T")
 Wait = Generator[None, None, T]  # yields where only more text can tell
 Kind = Literal["object", "string", "none"]  # how arguments are written
+# Of a reader of arguments: the place up to which it has read, the JSON that this makes, and whether it is the end.
+Fed = tuple[int, str, bool]
 
 
 class Malformed(Exception):
-    """The text is no call. Another one may begin at `place`."""
+    """The text is no call. Another one may begin at `place`. `found` are the arguments up to there."""
 
     def __init__(self, place: int) -> None:
         super().__init__(place)
         self.place = place
+        self.found = ""
 
 
 class Head(NamedTuple):
@@ -52,6 +55,7 @@ class Head(NamedTuple):
     has_tail: bool = True  # the call is an object that goes on behind its arguments
     is_plain: bool = True  # begins with its name, or with its type and its name
     is_list: bool = False  # the first one in brackets
+    id: str = ""  # what the model itself calls the call
 
 
 class ObjectScan:
@@ -63,8 +67,17 @@ class ObjectScan:
         self._in_string = in_string
         self._is_escaped = False  # the last piece ended with a backslash
 
-    def feed(self, text: str, at: int) -> int | None:
-        """The place behind the last brace or quote, or None: all of `text` belongs to it. Raises Malformed.
+    def feed(self, text: str, at: int) -> Fed:
+        """Raises Malformed."""
+        try:
+            end = self._end(text, at)
+        except Malformed as error:
+            error.found = text[at : error.place]
+            raise
+        return (len(text), text[at:], False) if end is None else (end, text[at:end], True)
+
+    def _end(self, text: str, at: int) -> int | None:
+        """The place behind the last brace or quote, or None: all of `text` belongs to it.
 
         A block is first looked at as a whole (no Python per character: 20 ns for the worst of them); only one in
         which the object ends, or breaks, is walked through.
@@ -118,6 +131,15 @@ class ObjectScan:
         return end + 1
 
 
+def num_held(text: str, at: int, marks: Collection[str]) -> int:
+    """How many characters at the end of the text may be the beginning of a mark."""
+    longest = min(max(map(len, marks)) - 1, len(text) - at)
+    for length in range(longest, 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return length
+    return 0
+
+
 def skip_blank(text: str, at: int) -> int:
     found = _BLANK.match(text, at)
     assert found is not None
@@ -137,6 +159,15 @@ class Incoming:
                 return at
             yield
         return at + len(mark)
+
+    def words(self, start: int, at: int, words: Iterable[str]) -> Wait[int]:
+        """The place behind these words, which may have blanks before each of them."""
+        for word in words:
+            sign = yield from self.sign(start, at)
+            at = yield from self.passed(sign, word)
+            if at == sign:
+                raise Malformed(sign)
+        return at
 
     def sign(self, start: int, at: int) -> Wait[int]:
         """The place of what follows the blanks, within the length that a frame has from `start` on."""

@@ -5,20 +5,34 @@ from typing import NamedTuple
 
 
 class Marks(NamedTuple):
+    """`is_implied`: the answer begins with reasoning, with or without the opening mark, unless the prompt closes it."""
+
     open: str
     close: str
+    is_implied: bool = False
 
 
 THINK = Marks("<think>", "</think>")
 MISTRAL = Marks("[THINK]", "[/THINK]")
+SEED = Marks("<seed:think>", "</seed:think>")
+GEMMA = Marks("<|channel>thought", "<channel|>")
 HARMONY = Marks("<|channel|>analysis", "<|channel|>final")  # read by a reader of its own (harmony.py)
+IMPLIED = THINK._replace(is_implied=True)
 # The names that other servers give to the same thing are accepted.
-NAMES = {"think": THINK, "deepseek_r1": THINK, "qwen3": THINK, "mistral": MISTRAL, "harmony": HARMONY}
+NAMES = {
+    **dict.fromkeys(("think", "qwen3", "deepseek_v3", "glm45", "glm47", "kimi_k2", "hunyuan_a13b", "olmo3"), THINK),
+    **dict.fromkeys(("deepseek_r1", "minimax_m2", "step3p5", "nemotron_v3"), IMPLIED),
+    "mistral": MISTRAL,
+    "seed_oss": SEED,
+    "gemma4": GEMMA,
+    **dict.fromkeys(("harmony", "openai_gptoss"), HARMONY),
+}
 
 
 def detect(source: str) -> Marks | None:
     """The marks that a chat template knows; None: its model does not reason aloud."""
-    return next((marks for marks in (THINK, MISTRAL, HARMONY) if marks.open in source or marks.close in source), None)
+    known = (THINK, MISTRAL, SEED, GEMMA, HARMONY)
+    return next((marks for marks in known if marks.open in source or marks.close in source), None)
 
 
 class Thinking(NamedTuple):

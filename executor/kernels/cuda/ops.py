@@ -13,13 +13,16 @@ from penstock.executor.kernels.cuda import (
     logit_edits,
     packed_products,
     paged_attention,
+    recurrent,
     rope_and_store,
     routing,
     rows,
 )
+from penstock.executor.kernels.recurrent import RecurrentOps
 
 
 class CudaOps:
+    recurrent: RecurrentOps = recurrent
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     gate = staticmethod(rows.gate)

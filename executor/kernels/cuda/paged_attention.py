@@ -192,6 +192,8 @@ def _prefill(
         for start in range(whole if is_edge else low, last + 1 if is_edge else whole, COLUMNS):
             seen = start + tl.arange(0, COLUMNS)
             inside = seen <= last if is_edge else seen >= 0
+            if HAS_WINDOW:  # what lies before it may be another request's by now
+                inside &= seen > first - window
             cells = page_rows(table_ptr, seen, inside, PAGES)
             is_k = inside[None, :] & is_dim[:, None] if is_edge else is_dim[:, None]
             is_v = inside[:, None] & is_dim[None, :] if is_edge else is_dim[None, :]

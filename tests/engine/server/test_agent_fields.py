@@ -119,8 +119,7 @@ def test_each_field_of_the_package_is_served_or_refused_by_name(server: Running,
             top = (error["param"] or "").partition(".")[0].partition("[")[0]
             assert top == field, (field, place, value, error)
             assert error["message"].startswith(error["param"]), error
-    assert num_served > 5 and num_refused >= len(served) // 8, (num_served, num_refused)
-    print(name, num_served, num_refused, sorted(served))
+    assert num_served > 1 and num_refused > 1, (num_served, num_refused)
 
 
 @pytest.mark.parametrize("name", ["responses", "messages"])

@@ -282,7 +282,7 @@ def test_a_response_in_the_background_outlives_its_client_and_can_be_cancelled(s
     try:
         done, cancelled = (client.responses.create(model=MODEL, input="Hi", background=True) for _ in range(2))
         assert {done.status, client.responses.retrieve(done.id).status} == {"in_progress"}
-        assert server.app.service.num_open_requests == 2  # a drain waits for them
+        until(lambda: server.app.service.num_open_requests == 2)  # a drain waits for them
         assert client.responses.cancel(cancelled.id).status == "cancelled"
     finally:
         server.engine.hold = False
@@ -341,6 +341,11 @@ def test_a_store_in_a_file_outlives_the_server_and_one_that_breaks_fails_alone(t
         with pytest.raises(openai.InternalServerError, match="store of responses has failed"):
             client.responses.retrieve(first.id)
         assert server.chat().status_code == 200
+
+
+def test_a_conversation_takes_items_and_no_references(server: Running) -> None:
+    answer = server.post("/v1/conversations", {"items": [{"type": "item_reference", "id": "msg_1"}]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "items[0].type")
 
 
 def test_requests_are_counted_by_route_and_not_by_id(server: Running, client: Any) -> None:

@@ -282,3 +282,20 @@ def test_threads_may_render_at_once() -> None:
     for thread in threads:
         thread.join()
     assert results == {number: str(number) * 2000 for number in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("{{ '<' + call['function']['arguments'] + '>' }}", '<{"a": "ü", "b": true}>'),
+        ("{{ call.function.arguments }}", '{"a": "ü", "b": true}'),
+        ("{{ call.function.arguments | tojson }}", '{"a": "ü", "b": true}'),
+        ("{% if call.function.arguments is string %}!{{ call.function.arguments }}{% endif %}", ""),
+        ("{% for k in call.function.arguments %}{{ k }}{% endfor %}", "ab"),
+    ],
+)
+def test_arguments_are_text_where_a_template_prints_them_as_they_are(source: str, wanted: str) -> None:
+    template = ChatTemplate("{% for call in messages[0].tool_calls %}" + source + "{% endfor %}{{ tools }}")
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "ü", "b": true}'}}
+    chat = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert template.render(chat).removesuffix("None") == wanted

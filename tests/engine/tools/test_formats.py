@@ -5,6 +5,7 @@ import pytest
 from penstock.engine.grammar.tool_calls import grammar
 from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.formats import detect, named
+from tests.support.call_writers import FORMS
 from tests.support.chat_samples import CHATML, LLAMA3, QWEN3
 from tests.support.tool_samples import CALL, FORMATS
 
@@ -18,9 +19,29 @@ from tests.support.tool_samples import CALL, FORMATS
         ("{% for t in tools %}<|python_tag|>", True, "llama3_json"),
         ("[AVAILABLE_TOOLS]{{ tools }}[TOOL_CALLS]", True, "mistral"),
         ('{{ tools }} like ```json\n{"name": "f", "arguments": {}}\n```', True, "qwen2_5_coder"),
-        ("{{ tools }}<｜tool▁sep｜>f\n```json\n", True, None),
-        ("{{ tools }}<tool_call>\n<function=f>", True, None),
-        ("{{ tools }}<tool_call>f\n<arg_key>", True, None),
+        ("{{ tools }}<｜tool▁sep｜>f\n```json\n", True, "deepseek_v3"),
+        ("{{ tools }}<｜tool▁sep｜>", True, "deepseek_v31"),
+        ("{% set dsml = '｜DSML｜' %}{{ tools }}<{{ dsml }}function_calls>{{ m.tool_calls }}", True, "deepseek_v32"),
+        ("{{ tools }}<｜DSML｜tool_calls>", True, "deepseek_v4"),
+        ("{{ tools }}<tool_call>\n<function=f>\n</tool_call>", True, "qwen3_coder"),
+        ("{{ tools }}<seed:tool_call>\n<function=f>", True, "seed_oss"),
+        ("{{ tools }}<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>", True, "glm45"),
+        ("{{ tools }}<tool_call>f<arg_key>k</arg_key><arg_value>", True, "glm47"),
+        ("{{ tools }}<|tool_calls_section_begin|>", True, "kimi_k2"),
+        ("{{ tools }}<minimax:tool_call><invoke name=", True, "minimax_m2"),
+        ('{{ tools }}<|tool_call>call:f{a:<|"|>', True, "gemma4"),
+        ("{{ tools }}<start_function_call>call:f{a:<escape>", True, "functiongemma"),
+        ("{{ tools }}<|tool_call_start|>[", True, "lfm2"),
+        ("{{ tools }}List of tools: <|tool_list_start|>[", True, "lfm2"),
+        ("{{ tools }}<function_calls>", True, "olmo3"),
+        ("{{ tools }}[func_name1(params_name1=1)]<|python_tag|>", True, "llama4_pythonic"),
+        ('{{ tools }}{"name": f, "parameters": {}}<|eot|>', True, "llama3_json"),
+        ("{{ tools }}respond with <|tool_call|> and a list", True, "granite"),
+        ("{{ tools }}<function_call> {", True, "granite-20b-fc"),
+        ("{{ tools }}functools[{", True, "phi4_mini_json"),
+        ("{{ tools }}<|tool_call|>[]<|/tool_call|>", True, "phi4_mini_json"),
+        ("{{ tools }}<tool_calls>[{", True, "hunyuan_a13b"),
+        ('{{ tools }}[{"name": "tool_call_name", "arguments": {}}]', True, "xlam"),
         ("{{ tools }}<｜tool▁calls▁begin｜>", True, None),
         ("Respond in the format [f(x=1)] {{ tools }}<|eot_id|>", True, None),
     ],
@@ -43,7 +64,8 @@ def test_mistral_s_newer_form_is_written_where_its_mark_is_known() -> None:
 
 def test_every_name_is_a_format_and_every_format_has_a_name() -> None:
     assert {named(name, "", False).name for name in formats.NAMES} == set(formats.NAMES)
-    assert {form.name for form in FORMATS.values()} == set(formats.NAMES)
+    assert set(FORMS) >= set(formats.NAMES)
+    assert set(formats.ALIASES.values()) <= {*formats.NAMES, "harmony"}
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -7,7 +7,7 @@ import random
 import pytest
 from llguidance import LLMatcher
 
-from penstock.engine.grammar.harmony import grammar
+from penstock.engine.grammar.message_grammar import grammar
 from penstock.engine.grammar.source import grammar_source
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.sampling_params import StructuredOutputs

@@ -138,7 +138,7 @@ def test_every_cut_gives_the_same_answer_behind_reasoning(marks: Marks, is_open:
 def test_random_texts_lose_nothing_and_do_not_depend_on_the_cut() -> None:
     choose = random.Random(5)
     for name, form in FORMATS.items():
-        parts = [*form.marks, *form.punctuation, CALL[name], CALLS[name], "{", "}", "[", "]", '"', "\\", ",", ":", " ",
+        parts = [*form.marks, *form.tokens, CALL[name], CALLS[name], "{", "}", "[", "]", '"', "\\", ",", ":", " ",
                  "\n", "weather", '"name"', '"arguments"', '"parameters"', "a", ";", "<", "<think>", "</think>", "ü"]  # fmt: skip
         for _ in range(60):
             text = "".join(choose.choices(parts, k=choose.randint(1, 25)))
@@ -154,7 +154,7 @@ def test_random_texts_lose_nothing_and_do_not_depend_on_the_cut() -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_arguments_stream_as_they_come_where_a_grammar_holds_the_model(name: str) -> None:
-    reader = CallReader(FORMATS[name], {"weather"}, is_certain=True)
+    reader = CallReader(FORMATS[name], {"weather": {}}, is_certain=True)
     seen = [reader.feed(character) for character in CALL[name]]
     starts = [place for place, pieces in enumerate(seen) if any(isinstance(piece, CallStart) for piece in pieces)]
     fragments = [piece.text for pieces in seen for piece in pieces if not isinstance(piece, CallStart)]
@@ -164,14 +164,14 @@ def test_arguments_stream_as_they_come_where_a_grammar_holds_the_model(name: str
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_a_grammar_a_call_is_read_when_it_is_complete_and_valid(name: str) -> None:
-    reader = CallReader(FORMATS[name], {"weather"})
+    reader = CallReader(FORMATS[name], {"weather": {}})
     seen = [reader.feed(character) for character in CALL[name]]
     last = CALL[name].rindex("}")
     assert [len(pieces) for pieces in seen[: last + 1]] == [0] * last + [2]
 
 
 def test_text_is_held_back_only_while_it_may_become_a_mark() -> None:
-    reader = CallReader(FORMATS["hermes"], {"weather"})
+    reader = CallReader(FORMATS["hermes"], {"weather": {}})
     read = [
         "".join(getattr(piece, "text", "") for piece in reader.feed(part))
         for part in ("a <", "tool", "_x", "<", "b", " ", "c")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import torch_inputs
 from penstock.executor.kernels.cuda import step_inputs
 from penstock.executor.kernels.cuda import step_inputs as inputs
@@ -54,10 +55,11 @@ def test_runs_go_where_their_twin_puts_them(device: torch.device) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the host's tensors are a CPU's, where kernels are interpreted")
+@pytest.mark.parametrize("layout", [test_inputs.ONE, test_inputs.MANY], ids=["one", "many"])
 @pytest.mark.parametrize("payload", [7, 1 << 10])
-def test_any_step_is_what_the_host_makes(payload: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_step_is_what_the_host_makes(payload: int, layout: CacheLayout, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.executor.test_inputs.torch_inputs", step_inputs)
-    test_inputs.test_a_device_makes_of_any_step_what_the_host_makes(5, payload, monkeypatch)
+    test_inputs.test_a_device_makes_of_any_step_what_the_host_makes(5, payload, layout, monkeypatch)
 
 
 def test_what_a_kernel_takes_for_granted_is_checked(device: torch.device) -> None:

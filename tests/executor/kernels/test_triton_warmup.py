@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from penstock.engine.front.submit import Pooling
+from penstock.executor.cache_layout import CacheLayout
 from penstock.executor.kernels import BlockOps, InputOps, Ops, SamplingOps, torch_inputs, torch_ops
 from penstock.executor.kernels.cuda import step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
@@ -85,9 +86,9 @@ def open_on_kernels(
 ) -> Driver:
     ops, sampling, inputs = given
 
-    def open_inputs(config: ExecutorConfig, longest: int, device: torch.device) -> DeviceInputs:
+    def open_inputs(config: ExecutorConfig, longest: int, device: torch.device, layout: CacheLayout) -> DeviceInputs:
         sizes = config.max_num_seqs, longest, config.block_size, config.max_num_batched_tokens
-        return DeviceInputs(*sizes, inputs, device)
+        return DeviceInputs(*sizes, inputs, device, cache_layout=layout)
 
     pretend_a_gpu(monkeypatch, lambda: recorder)
     monkeypatch.setattr(rank, "open_inputs", open_inputs)

@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from penstock.engine.grammar.tool_calls import Rules
 from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tools.formats import Calls
-from penstock.engine.text.tools.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START, TOKENS
+from penstock.engine.text.tools.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, START
 
 
 def grammar(special_ids: Mapping[str, int], calls: Calls | None, answer: StructuredOutputs | None) -> str:
     """Lark for an answer behind a prompt that ends with `<|start|>assistant`. A call that must be is the only end."""
     rules = Rules(special_ids)
-
-    def text(given: str) -> str:
-        return rules.text(given, TOKENS)
-
+    text = rules.text
     rules.until("body", END)
     again = f"body {text(f'{START}assistant')}"
     lead = [f"{text(f'{CHANNEL}analysis{MESSAGE}')} {again}"]

@@ -1,0 +1,269 @@
+"""What a request holds where layers keep different things: a block table for each attention group, and a recurrent state.
+
+Blocks that have left a window are given back when the next row is planned. A state is written in its place, until it is to
+be kept: then its pages are a *checkpoint*, known to the pool by key, and the next row writes to others. So a hit on a
+checkpoint copies nothing, and neither does making one. docs/caches.md.
+
+A prefix counts as cached up to a position at which every group has what it needs: full groups all blocks, windows those
+that the next token still sees, and the state a checkpoint at exactly that position.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import chain, zip_longest
+
+from penstock.cache.keys import page_key
+from penstock.cache.pool import BlockPool
+from penstock.engine.core.request import Prefix, Request
+from penstock.executor.protocol import ModelInfo
+
+NEVER = 1 << 62  # a position
+
+
+class Groups:
+    def __init__(self, pool: BlockPool, info: ModelInfo, chunk: int) -> None:
+        """`chunk`: the most positions that a row has."""
+        self._pool, self._size, self._chunk, self._groups = pool, info.block_size, chunk, info.groups
+        self.registered: list[bytes] | None = None  # blocks, by their keys, while it is listened to
+        self.offer: Callable[[bytes], None] = lambda _key: None  # to the tiers, where there are any
+        self._full = [index for index, group in enumerate(info.groups) if group.kind == "full"]
+        self._windows = [(index, group.window) for index, group in enumerate(info.groups) if group.kind == "window"]
+        self.num_attention = len(self._full) + len(self._windows)
+        self._state, self._num_pages = self.num_attention, info.groups[-1].pages
+        # Checkpoints this many blocks apart cost about as much as the blocks between them.
+        self._interval = -(-self._num_pages // self.num_attention)
+
+    @property
+    def has_state(self) -> bool:
+        return self._num_pages > 0
+
+    # -- what is cached ------------------------------------------------------------------------------------
+
+    def find(self, request: Request, find: Callable[[bytes], int], most: int = NEVER) -> Prefix:
+        """`find` says for a key whether, or where, it is. No more than `most` blocks."""
+        keys = request.keys[:most]
+        # A state is that behind all tokens: the last one's logits need the state before it.
+        num = min(len(keys), (len(request.tokens) - 1) // self._size) if self._num_pages else len(keys)
+        for group in self._full:
+            num = next((block for block in range(num) if not find(self._key(request, block, group))), num)
+        seen = num
+        while num:
+            if self._num_pages and not self._has_state(request, num, find):
+                num -= 1
+            elif (lacking := self._lacking(request, num, find)) >= 0:
+                num = lacking
+            else:
+                break
+        return Prefix(num, seen)
+
+    def _has_state(self, request: Request, num: int, find: Callable[[bytes], int]) -> bool:
+        # Most are not there, which the first page's key shows.
+        return bool(find(self._key(request, num - 1, self._state))) and all(map(find, self.state_keys(request, num)))
+
+    def _lacking(self, request: Request, num: int, find: Callable[[bytes], int]) -> int:
+        """The last of the first `num` blocks that a window needs and does not have; -1: there is none."""
+        for group, window in self._windows:
+            for block in range(num - 1, self._first_seen(request, num, window) - 1, -1):
+                if not find(self._key(request, block, group)):
+                    return block
+        return -1
+
+    def _first_seen(self, request: Request, num: int, window: int) -> int:
+        """The first block that a window needs of a cached prefix of `num`. The last token is computed in any case."""
+        return max(0, min(num * self._size, len(request.tokens) - 1) + 1 - window) // self._size
+
+    def _key(self, request: Request, block: int, group: int) -> bytes:
+        if group == 0:
+            return request.keys[block]
+        place = block, group
+        if place not in request.page_keys:
+            request.page_keys[place] = page_key(request.keys[block], group)
+        return request.page_keys[place]
+
+    def state_keys(self, request: Request, num: int) -> list[bytes]:
+        """Of the checkpoint behind the first `num` blocks."""
+        return self._pages_of(request.keys[num - 1])
+
+    def _pages_of(self, key: bytes) -> list[bytes]:
+        return [page_key(key, self._state, page) for page in range(self._num_pages)]
+
+    def keys_at(self, key: bytes) -> list[bytes]:
+        """Of what groups after the first keep at the block of this key."""
+        return [*(page_key(key, group) for group in range(1, self.num_attention)), *self._pages_of(key)]
+
+    def keys(self, request: Request, num: int) -> list[list[bytes]]:
+        """Of each attention group what a cached prefix of `num` blocks needs, up to its end; then of the state."""
+        tables = []
+        for group, info in enumerate(self._groups[: self.num_attention]):
+            first = self._first_seen(request, num, info.window) if info.window else 0
+            tables.append([self._key(request, block, group) for block in range(first, num)])
+        return [*tables, self.state_keys(request, num) if num and self._num_pages else []]
+
+    # -- what a request holds ------------------------------------------------------------------------------
+
+    def claim(
+        self, request: Request, prefix: Prefix, reserve: int, place: Callable[[bytes], int]
+    ) -> list[list[tuple[int, int]]] | None:
+        """Give a waiting request what is cached of its prefix and the blocks that it needs for good, or nothing: then None.
+
+        `place` says where a page is: on the device, or in the host as a negative. Returns the (host block, block) pairs to
+        be copied, by group. Blocks of windows, and a state to write to, come with the first row: they must be free now,
+        but nothing is taken.
+        """
+        pool, num, num_tokens = self._pool, prefix.num_blocks, len(request.tokens)
+        found = [[place(key) for key in keys] for keys in self.keys(request, num)]
+        cached = [page for pages in found for page in pages if page > 0]
+        num_new = sum(map(len, found)) - len(cached)
+        needed = sum(group.most_pages(num_tokens, self._chunk, self._size) for group in self._groups) - self._num_pages
+        if max(num_new, needed - len(cached)) + pool.num_idle(cached) + reserve > pool.num_free:
+            return None
+        pool.hold(cached)
+        new = iter(pool.allocate(num_new))
+        copies: list[list[tuple[int, int]]] = []
+        first = num  # block that is not on the device
+        for pages in found:
+            copies.append([])
+            for index, page in enumerate(pages):
+                if page < 0:
+                    pages[index] = next(new)
+                    copies[-1].append((-page, pages[index]))
+                    first = min(first, num - len(pages) + index) if len(copies) <= self.num_attention else first
+        *tables, state = found
+        request.num_left = [num - len(table) for table in tables]
+        tables = [[0] * (num - len(table)) + table for table in tables]
+        for group in self._full:
+            tables[group] += pool.allocate(-(-num_tokens // self._size) - num)
+        request.blocks, *request.others = tables
+        request.num_sent_blocks, *request.num_sent_others = request.num_left
+        # The pool hears of what is copied when the first row is planned: until then no other request may read it.
+        request.num_registered = first
+        request.state, request.is_state_shared = state, True
+        if copies[-1]:
+            pool.hold(state)
+            request.checkpoints[num] = state
+        request.branch = prefix.num_seen if prefix.num_seen > num else 0
+        return copies
+
+    def cut(self, request: Request, count: int) -> int:
+        """So many positions of the next `count` are computed in one row: it ends where a checkpoint is due."""
+        return min(count, self._next_checkpoint(request) - request.num_scheduled) if self._num_pages else count
+
+    def _next_checkpoint(self, request: Request) -> int:
+        """The first position behind those that were scheduled: one every few blocks, at the last full block of the prompt,
+        and where the ways of requests with the same beginning part."""
+        if request.skips_cache:
+            return NEVER
+        start, every = request.num_scheduled, self._interval * self._size
+        due = (request.branch * self._size, (request.num_prompt - 1) // self._size * self._size)
+        return min([position for position in due if position > start] + [(start // every + 1) * every])
+
+    def num_missing(self, request: Request, end: int) -> int:
+        """How many pages the next row takes if it goes up to `end`, when what no later row needs is given back."""
+        start = request.num_scheduled
+        for group, window in self._windows:
+            table = request.others[group - 1] if group else request.blocks
+            first = max(0, start + 1 - window) // self._size
+            left = request.num_left[group]
+            if first > left:
+                self._pool.release([block for block in table[left:first] if block])
+                table[left:first] = [0] * len(table[left:first])
+                request.num_left[group] = first
+        blocks = -(-end // self._size)
+        missing = sum(max(0, blocks - len(table)) for table in (request.blocks, *request.others))
+        return missing + (self._num_pages if request.is_state_shared else 0)
+
+    def extend(self, request: Request, end: int) -> list[int]:
+        """Take what the next row needs, up to `end`. Returns pages that only this row still reads."""
+        pool, blocks = self._pool, -(-end // self._size)
+        for table in (request.blocks, *request.others):
+            if blocks > len(table):
+                table += pool.allocate(blocks - len(table))
+        if not self._num_pages:
+            return []
+        due, read = self._next_checkpoint(request), request.state
+        left: list[int] = []
+        if request.is_state_shared:
+            left, request.state = read, pool.allocate(self._num_pages)
+        wanted = read or request.state, request.state
+        reads, writes = (
+            tuple(new) if new != sent else () for new, sent in zip(wanted, request.sent_state, strict=True)
+        )
+        request.new_state, request.sent_state = (reads, writes), wanted
+        request.is_state_shared = end == due
+        if end == due:
+            pool.hold(request.state)
+            request.checkpoints[end // self._size] = request.state
+        return left
+
+    def register(self, request: Request, end: int) -> list[int]:
+        """Give the pool the keys of the blocks up to block `end`. Where it has the same content already, the request moves
+        over; returns what it leaves, which the step being planned may still write to."""
+        replaced = []
+        for block in range(request.num_registered, end):
+            if self.registered is not None:
+                self.registered.append(request.keys[block])
+            for group, table in enumerate((request.blocks, *request.others)):
+                page = table[block]
+                if not page:  # it has left the window before its key was known
+                    continue
+                key = self._key(request, block, group)
+                known = self._pool.register(page, key)
+                self.offer(key)
+                if known != page:
+                    replaced.append(page)
+                    table[block] = known
+                    if group:
+                        request.num_sent_others[group - 1] = min(request.num_sent_others[group - 1], block)
+                    else:
+                        request.num_sent_blocks = min(request.num_sent_blocks, block)
+        return replaced
+
+    def keep_checkpoints(self, request: Request) -> None:
+        """Give the pool the keys of checkpoints, as far as they are known. Not before the step that writes them is planned as
+        a whole: no row of it may read what another one writes."""
+        for num in [num for num in request.checkpoints if num <= len(request.keys)]:
+            pages = request.checkpoints.pop(num)
+            keys = self.state_keys(request, num)
+            if self.registered is not None:
+                self.registered.append(request.keys[num - 1])
+            known = [self._pool.register(*pair) for pair in zip(pages, keys, strict=True)]
+            for key in keys:
+                self.offer(key)
+            self._pool.release([page for page, same in zip(pages, known, strict=True) if page != same])
+            self._pool.release(known)
+            request.kept.append(num)
+
+    def release(self, request: Request) -> None:
+        """Take everything back. What was computed last goes first when room is needed, in all groups alike."""
+        for num in reversed(request.kept):  # used as lately as the blocks
+            pages = [page for key in self.state_keys(request, num) if (page := self._pool.find(key))]
+            self._pool.hold(pages)
+            self._pool.release(pages)
+        tables = request.blocks, *request.others
+        self._pool.release([page for pages in zip_longest(*tables, fillvalue=0) for page in pages if page])
+        self._pool.release([*request.state, *chain.from_iterable(request.checkpoints.values())])
+        request.others, request.num_left, request.num_sent_others, request.state = [], [], [], []
+        request.sent_state, request.new_state = ([], []), ((), ())
+        request.checkpoints.clear()
+        request.kept.clear()
+        request.page_keys.clear()
+
+    def used_keys(self, request: Request) -> list[bytes]:
+        """Of what a request holds, starts of chains first."""
+        kept, keys = set(request.kept), []
+        for block in range(request.num_registered):
+            keys += [self._key(request, block, group) for group, left in enumerate(request.num_left) if block >= left]
+            keys += self.state_keys(request, block + 1) if block + 1 in kept else []
+        return keys
+
+    def held(self, request: Request) -> Iterator[int]:
+        """Every page as often as it is held."""
+        return filter(None, chain(request.blocks, *request.others, request.state, *request.checkpoints.values()))
+
+    def check(self, request: Request) -> None:
+        """Assert that a running request has what its next row reads."""
+        for group, window in self._windows:
+            table = request.others[group - 1] if group else request.blocks
+            seen = table[max(0, request.num_scheduled + 1 - window) // self._size :]
+            assert all(seen), "a block that is still seen was given back"
+        assert len(request.state) in (0, self._num_pages)
+        assert request.state or request.is_state_shared or not self._num_pages

@@ -1,0 +1,330 @@
+"""Arguments that are written in other ways than as JSON (formats.py), made JSON as they come.
+
+A reader is fed text from some place on, and says how far it has read, what JSON that makes, and whether it has come to
+the end. Each character is looked at a bounded number of times, and what comes of it does not depend on how it is cut.
+"""
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.engine.text.tools.formats import Format, Parameters
+from penstock.engine.text.tools.scan import (
+    MAX_DEPTH,
+    MAX_FRAME_CHARS,
+    Fed,
+    Malformed,
+    ObjectScan,
+    num_held,
+    skip_blank,
+)
+
+ALL = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+MAX_KEY_CHARS = 256
+_KEY = re.compile(rf'[^<>"\n]{{0,{MAX_KEY_CHARS}}}+')
+_WORD = re.compile(r"""[^\s,:=(){}\[\]<>'"\\]++""")
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?")
+_NAME = re.compile(r"[^\W\d]\w*+")
+_STRING = frozenset(("string",))
+_NESTED = {"[": "array", "{": "object"}
+_CONSTANTS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_TYPES = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
+_PLAIN = {"'": re.compile(r"[^'\\]*+"), '"': re.compile(r'[^"\\]*+')}
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([^xuU0-9]))", re.DOTALL)
+_ESCAPE_CHARS = {"x": 4, "u": 6, "U": 10}
+_MEANT = dict(zip("ntrbfva/'\"\\", "\n\t\r\b\f\v\a/'\"\\", strict=True)) | {"\n": ""}
+
+
+class ArgumentsReader(Protocol):
+    def feed(self, text: str, at: int) -> Fed:
+        """Read on from `at`. Raises Malformed with what was found up to there."""
+
+
+def kinds(schema: Any, root: Any) -> frozenset[str]:
+    """The types of the values that a schema has room for."""
+    return _kinds(schema, root, set()) & ALL or ALL
+
+
+def _kinds(schema: Any, root: Any, seen: set[str]) -> frozenset[str]:
+    """`seen`: references that have been followed, which may lead back."""
+    if not isinstance(schema, Mapping):
+        return ALL
+    if isinstance(given := schema.get("type"), (str, list)):
+        names = frozenset((given,) if isinstance(given, str) else map(str, given))
+        return names | {"integer"} if "number" in names else names
+    if isinstance(values := schema.get("enum", [schema["const"]] if "const" in schema else None), list):
+        return frozenset(_TYPES[type(value)] for value in values)
+    for several in ("anyOf", "oneOf", "allOf"):
+        if isinstance(members := schema.get(several), list) and members:
+            members = members[:1] if several == "allOf" else members
+            return frozenset().union(*(_kinds(member, root, seen) for member in members))
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return ALL
+    if reference in seen:
+        return frozenset()
+    seen.add(reference)
+    found = root
+    for part in reference.split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return _kinds(found, root, seen)
+
+
+def typed(text: str, wanted: Collection[str]) -> str:
+    """The JSON of a value that was written as text, where these types are wanted: what no other type can be is a
+    string, and what should be none but reads as none of them as well."""
+    body = text.strip()
+    if wanted != _STRING:
+        body = _CONSTANTS.get(body, body) if "string" not in wanted else body
+        is_number = "number" in wanted or ("integer" in wanted and "string" not in wanted)
+        if is_number and _NUMBER.fullmatch(body):
+            return body  # however large
+        try:
+            kind = _TYPES[type(msgspec.json.decode(body))]
+            if kind in wanted and kind != "string":
+                return body
+        except (msgspec.DecodeError, RecursionError):
+            pass
+        if body[:1] in ("{", "[") and "string" not in wanted:  # templates print lists and objects as Python does
+            try:
+                place, found, is_done = Literals('"', is_value=True).feed(body, 0)
+                if is_done and place == len(body) and msgspec.json.decode(found) is not None:
+                    return found
+            except (Malformed, msgspec.DecodeError, RecursionError):
+                pass
+    return json.dumps(text, ensure_ascii=False)
+
+
+def expect(text: str, at: int, words: Collection[str]) -> int | None:
+    """The place behind these words with any blanks before each of them; None where only more text can tell."""
+    start = at
+    for word in words:
+        at = skip_blank(text, at)
+        if at - start > MAX_FRAME_CHARS:
+            raise Malformed(start)
+        if not text.startswith(word, at):
+            if not word.startswith(text[at:]):
+                raise Malformed(start)
+            return None
+        at += len(word)
+    return at
+
+
+def _inside(text: str) -> str:
+    """As part of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+class PieceReader:
+    """Reads piece by piece, for as long as the next one is there."""
+
+    def __init__(self, found: str) -> None:
+        self._found = [found]
+        self._is_done = False
+
+    def feed(self, text: str, at: int) -> Fed:
+        try:
+            goes_on = True
+            while goes_on and not self._is_done:
+                at, goes_on = self._piece(text, at)
+        except Malformed as error:
+            error.found = "".join(self._found)
+            raise
+        found, self._found = "".join(self._found), []
+        return at, found, self._is_done
+
+    def _piece(self, text: str, at: int) -> tuple[int, bool]:
+        """The place behind what has been read, and whether there may be more."""
+        raise NotImplementedError
+
+
+class Tagged(PieceReader):
+    """Arguments that are text between marks. The schema of a function says what is meant."""
+
+    def __init__(self, parameters: Parameters, schema: Mapping[str, Any], end: str) -> None:
+        super().__init__("{")
+        self._parameters, self._schema, self._end = parameters, schema, end
+        self._closer = parameters.after_value.strip()
+        self._held = (self._closer, *(("\n" + self._closer,) if parameters.trims else ()))
+        self._wanted: frozenset[str] = frozenset()  # of the value that is being read
+        self._is_begun = self._is_json = self._is_quoted = False  # it; and within its strings
+        self._parts: list[str] = []  # of it, unless it is a string, whose parts go out at once
+        self._join = ""
+
+    def _piece(self, text: str, at: int) -> tuple[int, bool]:
+        return self._value(text, at) if self._wanted else self._key(text, skip_blank(text, at))
+
+    def _key(self, text: str, at: int) -> tuple[int, bool]:
+        if text.startswith(self._end, at):
+            self._found.append("}")
+            self._is_done = True
+            return at, False
+        if self._end.startswith(text[at:]):
+            return at, False
+        place = expect(text, at, self._parameters.before_key.split())
+        key = None if place is None else _KEY.match(text, place)
+        if key is None or key.end() == len(text):
+            if key is not None and len(key[0]) == MAX_KEY_CHARS:
+                raise Malformed(at)
+            return at, False
+        properties, others = self._schema.get("properties"), self._schema.get("additionalProperties")
+        schema = properties.get(key[0], others) if isinstance(properties, Mapping) else others
+        wanted, before = kinds(schema, self._schema), self._parameters.before_value
+        if self._parameters.before_text:
+            try:
+                expect(text, key.end(), self._parameters.before_text.split())
+                wanted, before = _STRING, self._parameters.before_text
+            except Malformed:
+                wanted = ALL - _STRING
+        place = expect(text, key.end(), before.split())
+        if place is None:
+            return at, False
+        self._found.append(f"{self._join}{json.dumps(key[0], ensure_ascii=False)}: ")
+        self._join, self._wanted, self._is_begun, self._is_quoted = ", ", wanted, False, False
+        if wanted == _STRING:
+            self._found.append('"')
+        return place, True
+
+    def _value(self, text: str, at: int) -> tuple[int, bool]:
+        if not self._is_begun:
+            start = at + text.startswith("\n", at)
+            first = skip_blank(text, start)
+            if first == len(text) and first - start <= MAX_FRAME_CHARS:
+                return at, False
+            at, self._is_begun = start if self._parameters.trims else at, True
+            self._is_json = _NESTED.get(text[first : first + 1]) in self._wanted
+        stop, end = self._ended(text, at)
+        stop -= end > at and self._parameters.trims and text[end - 1] == "\n"
+        is_string = self._wanted == _STRING
+        (self._found if is_string else self._parts).append(_inside(text[at:stop]) if is_string else text[at:stop])
+        if end < 0:
+            return stop, False
+        self._found.append('"' if is_string else typed("".join(self._parts), self._wanted))
+        self._wanted, self._parts = frozenset(), []
+        return end + len(self._closer), True
+
+    def _ended(self, text: str, at: int) -> tuple[int, int]:
+        """How far the value goes in what is there, and where its end is, or -1. In a string within JSON there is none."""
+        while True:
+            if self._is_quoted:
+                rest = _PLAIN['"'].match(text, at)
+                assert rest is not None  # it matches nothing at all, too
+                at = rest.end()
+                if text[at : at + 1] in ("", "\\") and len(text) - at < 2:
+                    return at, -1
+                self._is_quoted = text[at] == "\\"
+                at += 1 + self._is_quoted
+                if self._is_quoted:
+                    continue
+            end = text.find(self._closer, at)
+            quote = text.find('"', at, len(text) if end < 0 else end) if self._is_json else -1
+            if quote < 0:
+                return (end, end) if end >= 0 else (len(text) - num_held(text, at, self._held), -1)
+            at, self._is_quoted = quote + 1, True
+
+
+class Literals(PieceReader):
+    """Arguments that are literals, up to the sign that closes them: those of Python, or with a `quote` of its own
+    around strings. `is_value`: not arguments, but one list or object."""
+
+    def __init__(self, quote: str, is_value: bool = False) -> None:
+        super().__init__("" if is_value else "{")
+        self._quote, self._is_python = quote, quote == '"'
+        self._open = [] if is_value else [")" if self._is_python else "}"]  # what closes all that is open
+        self._string = ""  # what ends the one that is being read
+
+    def _piece(self, text: str, at: int) -> tuple[int, bool]:
+        if at == len(text):
+            return at, False
+        if self._string:
+            return self._python_string(text, at) if self._is_python else self._quoted_string(text, at)
+        sign = text[at]
+        if sign.isspace():
+            return skip_blank(text, at), True
+        if self._is_python and sign in "'\"":
+            return self._sign(at + 1, '"', string=sign)
+        if not self._is_python and self._quote.startswith(text[at : at + len(self._quote)]):
+            is_whole = text.startswith(self._quote, at)
+            return self._sign(at + len(self._quote), '"', string=self._quote) if is_whole else (at, False)
+        if sign in "{[":
+            self._open.append("}" if sign == "{" else "]")
+            if len(self._open) > MAX_DEPTH:
+                raise Malformed(at)
+            return self._sign(at + 1, sign)
+        if sign in ")}]":
+            if not self._open or self._open.pop() != sign:
+                raise Malformed(at)
+            self._is_done = not self._open
+            return self._sign(at + 1, "}" if sign == ")" else sign)
+        return self._sign(at + 1, f"{sign} ") if sign in ",:" else self._word(text, at)
+
+    def _sign(self, place: int, found: str, string: str = "") -> tuple[int, bool]:
+        self._found.append(found)
+        self._string = string
+        return place, True
+
+    def _word(self, text: str, at: int) -> tuple[int, bool]:
+        """A name, a number or a constant: what stands behind it says which."""
+        found = _WORD.match(text, at)
+        place = at if found is None else skip_blank(text, found.end())
+        if found is None or place - at > MAX_FRAME_CHARS:
+            raise Malformed(at)
+        if place == len(text):
+            return at, False
+        word, is_top = found[0], len(self._open) == 1
+        if text[place] == "=" and self._is_python and is_top and _NAME.fullmatch(word):
+            return self._sign(place + 1, f"{json.dumps(word, ensure_ascii=False)}: ")
+        if text[place] == ":" and not self._is_python and self._open[-1:] == ["}"]:
+            return self._sign(place + 1, f"{json.dumps(word, ensure_ascii=False)}: ")
+        if word not in _CONSTANTS and not _NUMBER.fullmatch(word):
+            raise Malformed(at)
+        return self._sign(found.end(), _CONSTANTS.get(word, word))
+
+    def _python_string(self, text: str, at: int) -> tuple[int, bool]:
+        plain = _PLAIN[self._string].match(text, at)
+        assert plain is not None  # it matches nothing at all, too
+        self._found.append(_inside(plain[0]))
+        at = plain.end()
+        if at == len(text):
+            return at, False
+        if text[at] == self._string:
+            return self._sign(at + 1, '"')
+        escape = _ESCAPE.match(text, at)
+        if escape is None:
+            if len(text) - at >= _ESCAPE_CHARS.get(text[at + 1 : at + 2], 2):
+                raise Malformed(at)
+            return at, False
+        code = int(escape[1] or escape[3] or "0", 16)
+        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+            raise Malformed(at)
+        letter = escape[4]
+        meant = chr(code) if letter is None else _MEANT.get(letter, "\\" + letter)
+        # Two halves of a character may be written one after the other: JSON has them so, too.
+        self._found.append(f"\\u{escape[2]}" if escape[2] else _inside(meant))
+        return escape.end(), True
+
+    def _quoted_string(self, text: str, at: int) -> tuple[int, bool]:
+        end = text.find(self._string, at)
+        stop = end if end >= 0 else len(text) - num_held(text, at, (self._string,))
+        self._found.append(_inside(text[at:stop]))
+        return self._sign(end + len(self._string), '"') if end >= 0 else (stop, False)
+
+
+def arguments_reader(form: Format, schema: Mapping[str, Any], mark: str) -> ArgumentsReader:
+    """For one call that is a name and its arguments."""
+    if form.parameters is None:
+        return ObjectScan()
+    if form.parameters.quote:
+        return Literals(form.parameters.quote)
+    return Tagged(form.parameters, schema, (form.written.after_arguments.split() or form.closing(mark))[0])

@@ -1,0 +1,74 @@
+"""`RecurrentOps` in C (csrc/cpu_recurrent.h). A token's numbers are the same bits in chunks of any size."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock import _csrc
+from penstock.executor.batch import ForwardBatch, StatePages
+from penstock.executor.kernels.recurrent import MAX_HEAD, MAX_TAPS, DeltaHeads, DeltaInputs
+
+
+class CpuRecurrent:
+    def __init__(self, dtype: torch.dtype, cpu: Any) -> None:
+        self._dtype, self._cpu = dtype, cpu
+        self._lib: Any = _csrc.lib
+
+    def convolve(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
+    ) -> Tensor:
+        assert x.dtype is self._dtype and weight.dtype is torch.float32 and weight.is_contiguous()
+        taps, channels = weight.shape
+        assert x.stride(1) == 1 and taps <= MAX_TAPS
+        assert (taps - 1) * channels * x.element_size() <= states.unit_bytes
+        y = torch.empty((len(x), channels), dtype=self._dtype)
+        self._lib.penstock_convolve(
+            self._cpu,
+            _describe(states, batch),
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            y.data_ptr(),
+            channels,
+            taps,
+            has_silu,
+        )
+        return y
+
+    def delta_rule(self, inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
+        qkv, z, gates = inputs
+        assert all(part.dtype is self._dtype and part.stride(1) == 1 for part in inputs)
+        assert max(heads.key_dim, heads.value_dim) <= MAX_HEAD
+        assert heads.key_dim * heads.value_dim * 4 <= states.unit_bytes
+        out = torch.empty((len(z), heads.values), dtype=self._dtype)
+        names = "qkv", "z", "gates", "rate", "shift", "norm_weight", "out"
+        tensors = qkv, z, gates, heads.rate, heads.shift, heads.norm, out
+        strides = {f"{name}_stride": part.stride(0) for name, part in zip(names, inputs, strict=False)}
+        sizes = {name: getattr(heads, name) for name in ("key_heads", "value_heads", "key_dim", "value_dim", "eps")}
+        delta = dict(zip(names, map(Tensor.data_ptr, tensors), strict=True)) | strides | sizes
+        self._lib.penstock_delta_rule(
+            self._cpu, _describe(states, batch), _csrc.ffi.new("struct penstock_delta *", delta)
+        )
+        return out
+
+
+def _describe(states: StatePages, batch: ForwardBatch) -> Any:
+    assert batch.states is not None
+    read, write, is_new = batch.states
+    assert read.dtype is write.dtype is torch.int32 and read.is_contiguous() and write.is_contiguous()
+    assert is_new.dtype is torch.bool and states.base.stride(1) == 1
+    given = {
+        "page_bytes": states.base.stride(0),
+        "unit_bytes": states.unit_bytes,
+        "first_unit": states.first_unit,
+        "units_per_page": states.units_per_page,
+        "pages": read.shape[1],
+        "rows": len(read),
+    }
+    names = "base", "query_starts", "read", "write", "is_new"
+    tensors = states.base, batch.query_starts, read, write, is_new
+    return _csrc.ffi.new(
+        "struct penstock_states *", given | dict(zip(names, map(Tensor.data_ptr, tensors), strict=True))
+    )

@@ -1,0 +1,445 @@
+"""`RecurrentOps` in Triton. Rows of one token go past their heads' states in one kernel (`_step`), as all do in float32;
+rows of several go in chunks of 64.
+
+Within a chunk, what each token changes depends on those before it through a triangular system, I + L. Its inverse does
+not need the state, so all chunks of all heads are prepared at once (`_prepare`): u, the changes if the state were zero;
+w, what a state takes from them; and queries, keys and their products with decay in them. Then a program per row, head
+and 64 columns of the state goes from chunk to chunk (`_advance`) with nothing but four products each, and the last kernel
+norms and gates. Decay is kept as the logarithm of what is left since the chunk began.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from penstock.executor.batch import ForwardBatch, StatePages
+from penstock.executor.kernels.card import current_card
+from penstock.executor.kernels.cuda.launch import kernel
+from penstock.executor.kernels.cuda.pages import block_of
+from penstock.executor.kernels.cuda.rows import activate, normalize
+from penstock.executor.kernels.cuda.tiles import power_of_2
+from penstock.executor.kernels.cuda.work import find_row
+from penstock.executor.kernels.recurrent import DeltaHeads, DeltaInputs
+
+CHUNK = tl.constexpr(64)  # tokens: 64 rows make a warpgroup's product
+SUB = tl.constexpr(16)  # tokens of the pieces of a chunk that are solved one token after the other
+COLUMNS = 64  # of a state that one program takes through a row; half of them where products read registers
+FINISHED = 16  # tokens that a program norms and gates
+CONV_TILES = {True: (1, 512, 2), False: (32, 128, 4)}  # by whether rows have one token: tokens, channels, warps
+
+
+class Units(NamedTuple):
+    """Where units lie in the pages, in elements."""
+
+    page: int
+    unit: int
+    per_page: int
+
+
+class Sizes(NamedTuple):
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    qkv_stride: int  # from token to token, as the next two
+    z_stride: int
+    gate_stride: int
+
+    @staticmethod
+    def of(heads: DeltaHeads, inputs: DeltaInputs) -> "Sizes":
+        assert all(part.stride(1) == 1 for part in inputs)
+        return Sizes(*heads[:4], *(part.stride(0) for part in inputs))
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: StatePages, batch: ForwardBatch, has_silu: bool
+) -> Tensor:
+    taps, channels = weight.shape
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    y = torch.empty((len(x), channels), dtype=x.dtype, device=x.device)
+    pages, table, numbers, units = _kept(states, batch, x.dtype)
+    singles, several = batch.num_single_rows, len(batch.query_lens)
+    pointers = x, weight, weight if bias is None else bias, y, pages, *table, batch.query_starts
+    for first, rows in ((0, singles), (singles, several)):
+        if rows:
+            tokens, wide, warps = CONV_TILES[first == 0 and singles > 0]
+            tiles = rows if tokens == 1 else sum(batch.query_lens) // tokens + rows
+            _convolve[(tiles, triton.cdiv(channels, wide))](
+                *pointers,
+                *numbers,
+                first,
+                rows,
+                X_STRIDE=x.stride(0),
+                WIDTH=channels,
+                TAPS=taps,
+                UNITS=units,
+                HAS_BIAS=bias is not None,
+                HAS_SILU=has_silu,
+                TOKENS=tokens,
+                CHANNELS=wide,
+                num_warps=warps,
+            )
+    return y
+
+
+def delta_rule(inputs: DeltaInputs, heads: DeltaHeads, states: StatePages, batch: ForwardBatch) -> Tensor:
+    qkv, z, gates = inputs
+    sizes, tokens, num_heads = Sizes.of(heads, inputs), len(z), heads.value_heads
+    out = torch.empty((tokens, heads.values), dtype=z.dtype, device=z.device)
+    pages, table, numbers, units = _kept(states, batch, torch.float32)
+    singles, several = batch.num_single_rows, len(batch.query_lens)
+    constants: dict[str, Any] = {"SIZES": sizes, "UNITS": units}
+    is_exact = z.dtype is torch.float32  # there are no products of float32 that are as quick as they would have to be
+    if rows := singles + several if is_exact else singles:
+        wide = power_of_2(heads.key_dim) * power_of_2(heads.value_dim) >= 1 << 14
+        _step[(num_heads, rows)](
+            *(qkv, z, gates, heads.rate, heads.shift, heads.norm, out, pages, *table, batch.query_starts),
+            *numbers,
+            heads.eps,
+            **constants,
+            num_warps=8 if wide else 4,
+        )
+    if several and not is_exact:
+        is_wide, count = current_card().has_wide_products, sum(batch.query_lens)
+        columns = min(COLUMNS if is_wide else COLUMNS // 2, block_of(heads.value_dim))
+
+        def room(width: int, dtype: torch.dtype = z.dtype) -> Tensor:
+            return torch.empty((tokens, num_heads * width), dtype=dtype, device=z.device)
+
+        u, made = room(heads.value_dim), room(heads.value_dim, torch.float32)
+        prepared = *(room(heads.key_dim) for _ in range(3)), room(CHUNK.value), room(1, torch.float32)
+        for kind in (True, False):  # one after the other: registers would not suffice for both at once
+            _prepare[(count // CHUNK.value + several, num_heads)](
+                *(qkv, gates, heads.rate, heads.shift, u, *prepared, batch.query_starts),
+                *(singles, several),
+                SIZES=sizes,
+                IS_SOLVED=kind,
+                num_warps=8,
+            )
+        _advance[(num_heads, several, triton.cdiv(heads.value_dim, columns))](
+            *(u, *prepared, made, pages, *table, batch.query_starts),
+            *(*numbers, singles),
+            **constants,
+            COLUMNS=columns,
+            num_warps=4 if is_wide else 8,
+            num_stages=2 if is_wide else 1,
+        )
+        _finish[(triton.cdiv(count, FINISHED), num_heads)](
+            *(made, z, heads.norm, out), *(tokens - count, tokens, heads.eps), SIZES=sizes, TOKENS=FINISHED, num_warps=4
+        )
+    return out
+
+
+def _kept(
+    states: StatePages, batch: ForwardBatch, dtype: torch.dtype
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor], tuple[int, int], Units]:
+    """The pages in numbers of `dtype`; read and write table and what is new; a table's width and the layer's first unit."""
+    assert batch.states is not None
+    read, write, is_new = batch.states
+    assert read.is_contiguous() and write.is_contiguous()
+    pages = states.base.view(dtype)
+    units = Units(pages.stride(0), states.unit_bytes // dtype.itemsize, states.units_per_page)
+    return pages, (read, write, is_new), (read.shape[1], states.first_unit), units
+
+
+@triton.jit
+def unit_of(table_ptr, row, unit, width, first_unit, UNITS: tl.constexpr):
+    """Where a unit of a row begins."""
+    at = first_unit + unit
+    page = tl.load(table_ptr + row.to(tl.int64) * width + at // UNITS.per_page).to(tl.int64)
+    return page * UNITS.page + at % UNITS.per_page * UNITS.unit
+
+
+@kernel
+def _convolve(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    pages_ptr,
+    read_ptr,
+    write_ptr,
+    is_new_ptr,
+    starts_ptr,
+    width,
+    first_unit,
+    first_row,
+    num_rows,
+    X_STRIDE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    UNITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+    TOKENS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """A program per tile of tokens and channels. The first tile of a row, alone in reading the tail, leaves the new one."""
+    if TOKENS == 1:
+        row = first_row + tl.program_id(0)
+        tile = 0
+    else:
+        row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, 1, TOKENS)
+    begin = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - begin
+    if tile * TOKENS >= count:
+        return
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    is_channel = channel < WIDTH
+    token = tile * TOKENS + tl.arange(0, TOKENS)[:, None]
+    x_ptr += begin.to(tl.int64) * X_STRIDE
+    tail_ptr = pages_ptr + unit_of(read_ptr, row, 0, width, first_unit, UNITS)
+    has_tail = tl.load(is_new_ptr + row) == 0
+    acc = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = token - (TAPS - 1) + tap
+        is_mine = is_channel & (token < count)
+        x = tl.load(x_ptr + at * X_STRIDE + channel, mask=is_mine & (at >= 0), other=0.0).to(tl.float32)
+        if TAPS > 1:
+            tail = tail_ptr + (at + TAPS - 1) * WIDTH + channel
+            x += tl.load(tail, mask=is_mine & (at < 0) & has_tail, other=0.0).to(tl.float32)
+        acc += x * tl.load(weight_ptr + tap * WIDTH + channel, mask=is_channel, other=0.0)
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + channel, mask=is_channel, other=0.0)
+    if HAS_SILU:
+        acc = activate(acc, "silu")
+    place = (begin + token).to(tl.int64) * WIDTH + channel
+    tl.store(y_ptr + place, acc.to(y_ptr.dtype.element_ty), mask=is_channel & (token < count))
+    if TAPS > 1:
+        if tile == 0:
+            kept = tl.arange(0, triton.next_power_of_2(TAPS - 1))[:, None]
+            is_kept = is_channel & (kept < TAPS - 1)
+            source = count - (TAPS - 1) + kept
+            ours = tl.load(x_ptr + source * X_STRIDE + channel, mask=is_kept & (source >= 0), other=0.0)
+            older = tail_ptr + (source + TAPS - 1) * WIDTH + channel
+            ours += tl.load(older, mask=is_kept & (source < 0) & has_tail, other=0.0)  # one of the two is zero
+            tl.debug_barrier()  # in place: all has been read
+            kept_ptr = pages_ptr + unit_of(write_ptr, row, 0, width, first_unit, UNITS)
+            tl.store(kept_ptr + kept * WIDTH + channel, ours, mask=is_kept)
+
+
+@triton.jit
+def direction(x, scale):
+    """Each row of x at length `scale`, or all of x if it is one row."""
+    return x * (scale / tl.sqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) + 1e-6))
+
+
+@triton.jit
+def log_decay(a, rate, shift):
+    x = a.to(tl.float32) + shift
+    return rate * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@kernel
+def _step(
+    qkv_ptr,
+    z_ptr,
+    gates_ptr,
+    rate_ptr,
+    shift_ptr,
+    norm_ptr,
+    out_ptr,
+    pages_ptr,
+    read_ptr,
+    write_ptr,
+    is_new_ptr,
+    starts_ptr,
+    width,
+    first_unit,
+    eps,
+    SIZES: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """One head of one row, token after token."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    SCALE: tl.constexpr = SIZES.key_dim**-0.5
+    i = tl.arange(0, triton.next_power_of_2(SIZES.key_dim))
+    j = tl.arange(0, triton.next_power_of_2(SIZES.value_dim))
+    is_i, is_j = i < SIZES.key_dim, j < SIZES.value_dim
+    inside = is_i[:, None] & is_j[None, :]
+    place = i[:, None] * SIZES.value_dim + j[None, :]
+    has_state = tl.load(is_new_ptr + row) == 0
+    state_ptr = pages_ptr + unit_of(read_ptr, row, 1 + head, width, first_unit, UNITS)
+    state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
+    rate, shift = tl.load(rate_ptr + head), tl.load(shift_ptr + head)
+    norm = tl.load(norm_ptr + j, mask=is_j, other=0.0)
+    keys: tl.constexpr = SIZES.key_heads * SIZES.key_dim
+    key_ptr = qkv_ptr + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim + i
+    for number in range(tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)):
+        token = tl.cast(number, tl.int64)
+        at = token * SIZES.qkv_stride
+        q = direction(tl.load(key_ptr + at, mask=is_i, other=0.0).to(tl.float32), SCALE)
+        k = direction(tl.load(key_ptr + at + keys, mask=is_i, other=0.0).to(tl.float32), 1.0)
+        v = tl.load(qkv_ptr + at + 2 * keys + head * SIZES.value_dim + j, mask=is_j, other=0.0).to(tl.float32)
+        gate_ptr = gates_ptr + token * SIZES.gate_stride + head
+        state *= tl.exp(log_decay(tl.load(gate_ptr + SIZES.value_heads), rate, shift))
+        change = tl.sigmoid(tl.load(gate_ptr).to(tl.float32)) * (v - tl.sum(k[:, None] * state, 0))
+        state += k[:, None] * change[None, :]
+        y = normalize(tl.sum(q[:, None] * state, 0), norm, eps, SIZES.value_dim)
+        z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value_dim + j, mask=is_j, other=0.0).to(tl.float32)
+        out = out_ptr + token * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j
+        tl.store(out, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=is_j)
+    kept_ptr = pages_ptr + unit_of(write_ptr, row, 1 + head, width, first_unit, UNITS)
+    tl.store(kept_ptr + place, state, mask=inside)
+
+
+@triton.jit
+def inverse(lower):
+    """Of I + lower, [CHUNK, CHUNK] strictly lower triangular.
+
+    The pieces on the diagonal, D, are inverted one token after the other, all side by side. With M = D (the rest), whose
+    fourth power is zero, the whole is (I + M)⁻¹ D = (I - M) (I + M²) D: no powers of `lower`, which may be huge.
+    """
+    PIECES: tl.constexpr = CHUNK // SUB
+    piece, one = tl.arange(0, PIECES), tl.arange(0, SUB)
+    is_diagonal = (piece[:, None] == piece[None, :])[:, None, :, None]
+    apart = tl.reshape(lower, (PIECES, SUB, PIECES, SUB))
+    own = tl.sum(tl.where(is_diagonal, apart, 0.0), 2)  # [PIECES, SUB, SUB]
+    solved = tl.where((one[:, None] == one[None, :])[None, :, :], 1.0, own * 0.0)
+    for token in range(1, SUB):
+        is_token = (one == token)[None, :, None]
+        row = tl.sum(tl.where(is_token, own, 0.0), 1)  # [PIECES, SUB]
+        solved -= tl.where(is_token, tl.sum(row[:, :, None] * solved, 1)[:, None, :], 0.0)
+    diagonal = tl.reshape(tl.where(is_diagonal, solved[:, :, None, :], 0.0), (CHUNK, CHUNK))
+    number = tl.arange(0, CHUNK)
+    rest = tl.where((number[:, None] // SUB) == (number[None, :] // SUB), 0.0, lower)
+    identity = tl.where(number[:, None] == number[None, :], 1.0, 0.0)
+    m = tl.dot(diagonal, rest, input_precision="tf32")
+    both = tl.dot(identity - m, identity + tl.dot(m, m, input_precision="tf32"), input_precision="tf32")
+    return tl.dot(both, diagonal, input_precision="tf32")
+
+
+@kernel
+def _prepare(
+    qkv_ptr,
+    gates_ptr,
+    rate_ptr,
+    shift_ptr,
+    u_ptr,
+    w_ptr,
+    queries_ptr,
+    keys_ptr,
+    scores_ptr,
+    left_ptr,
+    starts_ptr,
+    first_row,
+    num_rows,
+    SIZES: tl.constexpr,
+    IS_SOLVED: tl.constexpr,
+):
+    """What `_advance` needs of one head's chunk: u and w, or all the rest."""
+    head = tl.program_id(1)
+    row, tile = find_row(tl.program_id(0), starts_ptr, first_row, num_rows, 1, CHUNK)
+    begin = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - begin
+    if tile * CHUNK >= count:
+        return
+    number = tl.arange(0, CHUNK)
+    i, j = tl.arange(0, block_of(SIZES.key_dim)), tl.arange(0, block_of(SIZES.value_dim))
+    is_token = tile * CHUNK + number < count
+    token = (begin + tile * CHUNK + number).to(tl.int64)
+    keys: tl.constexpr = SIZES.key_heads * SIZES.key_dim
+    qkv_ptr += token[:, None] * SIZES.qkv_stride
+    q_ptrs = qkv_ptr + head // (SIZES.value_heads // SIZES.key_heads) * SIZES.key_dim + i[None, :]
+    is_k, is_v = is_token[:, None] & (i < SIZES.key_dim)[None, :], is_token[:, None] & (j < SIZES.value_dim)[None, :]
+    gate = token * SIZES.gate_stride + head
+    a = tl.load(gates_ptr + gate + SIZES.value_heads, mask=is_token, other=0.0)
+    decay = tl.where(is_token, log_decay(a, tl.load(rate_ptr + head), tl.load(shift_ptr + head)), 0.0)
+    beta = tl.sigmoid(tl.load(gates_ptr + gate, mask=is_token, other=0.0).to(tl.float32))
+    left = tl.cumsum(decay, 0)
+    vector = token * SIZES.value_heads + head
+    narrow = u_ptr.dtype.element_ty
+    place = vector[:, None] * SIZES.key_dim + i[None, :]
+    k = direction(tl.load(q_ptrs + keys, mask=is_k, other=0.0).to(tl.float32), 1.0)
+    is_past = number[:, None] >= number[None, :]
+    since = tl.where(is_past, tl.exp(tl.where(is_past, left[:, None] - left[None, :], 0.0)), 0.0)
+    if IS_SOLVED:
+        lower = tl.dot(k.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since * beta[:, None]
+        solved = inverse(tl.where(number[:, None] > number[None, :], lower, 0.0)).to(narrow)
+        w = tl.dot(solved, (k * (beta * tl.exp(left))[:, None]).to(narrow), input_precision="ieee")
+        tl.store(w_ptr + place, w.to(narrow), mask=is_k)
+        v = tl.load(qkv_ptr + 2 * keys + head * SIZES.value_dim + j[None, :], mask=is_v, other=0.0).to(tl.float32)
+        u = tl.dot(solved, (v * beta[:, None]).to(narrow), input_precision="ieee")
+        tl.store(u_ptr + vector[:, None] * SIZES.value_dim + j[None, :], u.to(narrow), mask=is_v)
+    else:
+        SCALE: tl.constexpr = SIZES.key_dim**-0.5
+        q = direction(tl.load(q_ptrs, mask=is_k, other=0.0).to(tl.float32), SCALE)
+        tl.store(queries_ptr + place, (q * tl.exp(left)[:, None]).to(narrow), mask=is_k)
+        remains = tl.exp(tl.sum(decay, 0) - left)
+        tl.store(keys_ptr + place, (k * remains[:, None]).to(narrow), mask=is_k)
+        scores = tl.dot(q.to(narrow), tl.trans(k.to(narrow)), input_precision="ieee") * since
+        tl.store(scores_ptr + vector[:, None] * CHUNK + number[None, :], scores.to(narrow), mask=is_token[:, None])
+        tl.store(left_ptr + vector, left, mask=is_token)
+
+
+@kernel
+def _advance(
+    u_ptr,
+    w_ptr,
+    queries_ptr,
+    keys_ptr,
+    scores_ptr,
+    left_ptr,
+    made_ptr,
+    pages_ptr,
+    read_ptr,
+    write_ptr,
+    is_new_ptr,
+    starts_ptr,
+    width,
+    first_unit,
+    first_row,
+    SIZES: tl.constexpr,
+    UNITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Some columns of one head's state, chunk after chunk of its row."""
+    head, row = tl.program_id(0), first_row + tl.program_id(1)
+    begin = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - begin
+    number = tl.arange(0, CHUNK)
+    i = tl.arange(0, block_of(SIZES.key_dim))
+    j = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    is_i, is_j = i < SIZES.key_dim, j < SIZES.value_dim
+    inside = is_i[:, None] & is_j[None, :]
+    place = i[:, None] * SIZES.value_dim + j[None, :]
+    has_state = tl.load(is_new_ptr + row) == 0
+    state_ptr = pages_ptr + unit_of(read_ptr, row, 1 + head, width, first_unit, UNITS)
+    state = tl.load(state_ptr + place, mask=inside & has_state, other=0.0)
+    narrow = u_ptr.dtype.element_ty
+    for start in range(0, count, CHUNK):
+        is_token = start + number < count
+        vector = (begin + start + number).to(tl.int64) * SIZES.value_heads + head
+        is_k, is_v = is_token[:, None] & is_i[None, :], is_token[:, None] & is_j[None, :]
+        at = vector[:, None] * SIZES.key_dim + i[None, :]
+        values = vector[:, None] * SIZES.value_dim + j[None, :]
+        change = tl.load(u_ptr + values, mask=is_v, other=0.0).to(tl.float32)
+        before = state.to(narrow)
+        w = tl.load(w_ptr + at, mask=is_k, other=0.0)
+        change = (change - tl.dot(w, before, input_precision="ieee")).to(narrow)
+        out = tl.dot(tl.load(queries_ptr + at, mask=is_k, other=0.0), before, input_precision="ieee")
+        scores = tl.load(scores_ptr + vector[:, None] * CHUNK + number[None, :], mask=is_token[:, None], other=0.0)
+        out = tl.dot(scores, change, out, input_precision="ieee")
+        tl.store(made_ptr + values, out, mask=is_v)
+        last = (begin + tl.minimum(start + CHUNK, count) - 1).to(tl.int64) * SIZES.value_heads + head
+        k = tl.load(keys_ptr + at, mask=is_k, other=0.0)
+        state = tl.dot(tl.trans(k), change, state * tl.exp(tl.load(left_ptr + last)), input_precision="ieee")
+    kept_ptr = pages_ptr + unit_of(write_ptr, row, 1 + head, width, first_unit, UNITS)
+    tl.store(kept_ptr + place, state, mask=inside)
+
+
+@kernel
+def _finish(made_ptr, z_ptr, norm_ptr, out_ptr, first, end, eps, SIZES: tl.constexpr, TOKENS: tl.constexpr):
+    """The norm and the gate of one head of some tokens, from the first one on."""
+    head = tl.program_id(1)
+    token = (first + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    j = tl.arange(0, triton.next_power_of_2(SIZES.value_dim))[None, :]
+    inside = (token < end) & (j < SIZES.value_dim)
+    place = token * (SIZES.value_heads * SIZES.value_dim) + head * SIZES.value_dim + j
+    made = tl.load(made_ptr + place, mask=inside, other=0.0)
+    y = normalize(made, tl.load(norm_ptr + j, mask=j < SIZES.value_dim, other=0.0), eps, SIZES.value_dim)
+    z = tl.load(z_ptr + token * SIZES.z_stride + head * SIZES.value_dim + j, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + place, (y * activate(z, "silu")).to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,265 @@
+"""Layers that keep different things: block tables by group, windows that give back, states with checkpoints."""
+
+import random
+from typing import Any
+
+import pytest
+
+from penstock.cache.keys import block_keys, namespace_root, page_key
+from penstock.engine.messages import Submit
+from penstock.executor.protocol import ExecutorError, GroupInfo
+from tests.engine.test_tiers import tier_storm
+from tests.support.flaky_store import FlakyStore
+from tests.support.simulation import BLOCK_SIZE, World, random_drafts, random_request, submit
+
+FULL = GroupInfo()
+WINDOW = GroupInfo("window", 2 * BLOCK_SIZE + 1)
+STATE = GroupInfo("state", pages=3)
+
+
+def cached(world: World, name: str, tokens: list[int], max_tokens: int = 1) -> int:
+    """How many tokens of the prompt are found in the cache."""
+    world.submit(submit(name, tokens, max_tokens=max_tokens))
+    world.run()
+    found = world.outputs[name][0].num_cached_tokens
+    assert found is not None
+    return found
+
+
+def test_blocks_that_no_window_sees_any_more_are_given_back() -> None:
+    """A window of 9 positions touches three blocks of four, and a row of 8 positions two more."""
+    world = World(groups=(FULL, WINDOW, WINDOW), max_num_batched_tokens=8, max_in_flight=1)
+    world.submit(submit("a", list(range(40)), max_tokens=20))
+    most = 0
+    while world.scheduler.has_work():
+        world.step()
+        for request in world.scheduler.running:
+            held = [sum(map(bool, table)) for table in (request.blocks, *request.others)]
+            most = max(most, *held[1:])
+            assert held[0] == len(request.blocks) and held[1] == held[2]
+    assert most == 4 < WINDOW.most_pages(60, 8, BLOCK_SIZE), "one fewer, as rows begin where blocks do"
+
+
+def test_as_many_requests_run_at_once_as_their_windows_allow() -> None:
+    """62 positions are 16 blocks, of which a window of 9 positions touches 3; a prompt of 30 positions touches 8, all at
+    once. An eighth of the pool is kept for those that run: of 450 pages, 56. So 14 requests run to their end with
+    16 + 3 * 3 pages each, with 4 * 16 pages no more than 7 do."""
+    running, preemptions = [], []
+    for groups in ((FULL, WINDOW, WINDOW, WINDOW), (FULL,) * 4):
+        world = World(num_blocks=451, groups=groups, max_num_batched_tokens=64, max_num_seqs=14, max_in_flight=1)
+        for number in range(14):
+            world.submit(submit(f"r{number}", [number] * 30, max_tokens=33))
+        most = 0
+        while world.scheduler.has_work():
+            world.step(check=False)
+            most = max(most, len(world.scheduler.running))
+        running.append(most)
+        preemptions.append(world.scheduler.stats().num_preemptions)
+    assert running[0] == 14 and preemptions[0] == 0
+    assert preemptions[1] > 0
+
+
+def test_a_hit_needs_the_blocks_within_the_window_alone() -> None:
+    prompt = list(range(33))
+    world = World(groups=(FULL, WINDOW), num_blocks=60)
+    assert cached(world, "a", prompt) == 0
+    for block in range(8):  # of the window's, all that a prefix of 8 blocks does not need, and then one that it does
+        request = submit("probe", prompt)
+        found = world.scheduler.pool.find(key_of(world, request.tokens, block, group=1))
+        assert (found > 0) == (block >= 0)
+    assert cached(world, "b", prompt) == 32
+    forget(world, prompt, [0, 1, 2, 3, 4], group=1)
+    assert cached(world, "c", prompt) == 32
+    forget(world, prompt, [6], group=1)
+    assert cached(world, "d", prompt) == 0, "no shorter prefix has its window either"
+    assert cached(world, "e", prompt) == 32, "it was computed again"
+
+
+def test_a_prefix_is_found_up_to_the_last_checkpoint_and_computed_from_there() -> None:
+    """Three pages a state, one group of attention: a checkpoint at every third block, and at the prompt's last one."""
+    world = World(groups=(FULL, STATE), max_num_batched_tokens=64)
+    assert cached(world, "a", list(range(30))) == 0
+    assert cached(world, "b", list(range(30))) == 28
+    assert cached(world, "c", [*range(14), 49, 49, 49]) == 12
+    assert cached(world, "d", [*range(22), 49, 49, 49]) == 12, "the fifth block had no checkpoint"
+    assert cached(world, "e", [*range(22), 48, 48, 48]) == 20, "where two ways part, there is one now"
+    assert cached(world, "f", list(range(28))) == 24, "the last token needs the state before it"
+
+
+def test_an_answer_leaves_checkpoints_too() -> None:
+    world = World(groups=(FULL, STATE), max_in_flight=3)
+    prompt = list(range(10))
+    assert cached(world, "a", prompt, max_tokens=40) == 0
+    assert cached(world, "b", [*prompt, *world.tokens("a"), 1]) == 48
+
+
+def test_a_state_is_never_written_where_others_read_it() -> None:
+    """Requests that begin with one checkpoint, side by side."""
+    world = World(groups=(FULL, STATE), max_num_batched_tokens=64, max_in_flight=1)
+    prompt = list(range(13))
+    cached(world, "a", prompt)
+    for name in "bcd":
+        world.submit(submit(name, [*prompt, ord(name) % 50], max_tokens=9))
+    step = world.plan()
+    assert len({row.states_in for row in step.rows}) == 1 and len({row.states_out for row in step.rows}) == 3
+    assert not set(step.rows[0].states_in) & {page for row in step.rows for page in row.states_out}
+
+
+def test_a_state_stays_in_place_and_is_sent_once() -> None:
+    world = World(groups=(FULL, STATE), max_in_flight=1)
+    world.submit(submit("a", [1, 2, 3], max_tokens=30))
+    changes = 0
+    while world.scheduler.has_work():
+        (request,) = world.scheduler.requests.values()
+        before = request.sent_state
+        world.step()
+        changes += bool(request.state) and request.sent_state != before
+    # Beginning; then at each checkpoint (12 and 24) the next row writes elsewhere, and the one after reads there.
+    assert changes <= 5
+
+
+def test_drafts_are_refused_where_layers_keep_states() -> None:
+    with pytest.raises(ExecutorError, match="speculative_config: given; .*recurrent"):
+        World(groups=(FULL, STATE), drafts=random_drafts(random.Random(1)))
+
+
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, STATE), (FULL, WINDOW, STATE)])
+def test_all_groups_come_back_from_the_host_and_from_the_disk_of_an_earlier_engine(
+    groups: tuple[GroupInfo, ...],
+) -> None:
+    prompt, store = list(range(21)), FlakyStore()
+    world = World(num_blocks=40, host_slots=400, store=store, groups=groups)
+    assert cached(world, "cold", prompt) == 0
+    expected = world.tokens("cold")
+    assert cached(world, "warm", prompt) == 20
+    for number in range(12):
+        cached(world, f"churn{number}", [30 + number] * 21)
+    assert not world.scheduler.pool.find(key_of(world, submit("", prompt).tokens, 0, group=0))
+    assert cached(world, "from the host", prompt) == 20
+    assert world.scheduler.stats().tiers["host"]["hit_tokens"] == 20
+    world.settle()
+    world.executor.close()
+    world = World(num_blocks=40, host_slots=400, store=FlakyStore(data=store.data), groups=groups)
+    world.settle()
+    assert cached(world, "from the disk", prompt) == 20
+    assert world.scheduler.stats().tiers["disk"]["hit_tokens"] == 20
+    assert world.tokens("from the disk") == world.tokens("from the disk")[:1] == expected
+    world.executor.close()
+
+
+def test_a_checkpoint_that_is_lost_between_match_and_use_is_computed_again() -> None:
+    """The store has said that it has the prefix, and then lacks one of the state's pages."""
+    prompt, store = list(range(21)), FlakyStore()
+    world = World(num_blocks=40, host_slots=400, store=store, groups=(FULL, STATE))
+    cached(world, "cold", prompt)
+    expected = world.tokens("cold")
+    world.settle()
+    world.executor.close()
+    key = key_of(world, submit("", prompt).tokens, 4, group=0)
+    world = World(num_blocks=40, host_slots=400, store=FlakyStore(data=store.data), groups=(FULL, STATE))
+    world.settle()
+    del store.data[page_key(key, 1, 2)]
+    assert cached(world, "warm", prompt) == 0, "the blocks have come, and are of no use without a state"
+    assert world.tokens("warm") == expected
+    world.executor.close()
+
+
+def key_of(world: World, tokens: bytes, block: int, group: int) -> bytes:
+    keys = block_keys(tokens, BLOCK_SIZE, root=namespace_root(model=world.executor.info.fingerprint))
+    return page_key(keys[block], group) if group else keys[block]
+
+
+def forget(world: World, prompt: list[int], blocks: list[int], group: int) -> None:
+    """Hand these blocks out, and take them back without their content."""
+    pool, tokens = world.scheduler.pool, submit("", prompt).tokens
+    for block in blocks:
+        place = pool.find(key_of(world, tokens, block, group))
+        pool.hold((place,))
+        pool._index.pop(pool._keys[place] or b"")
+        pool._keys[place] = None
+        pool.release((place,))
+
+
+SHAPES: list[tuple[GroupInfo, ...]] = [
+    (WINDOW,),
+    (GroupInfo("window", 2),),
+    (FULL, WINDOW),
+    (FULL, FULL, WINDOW, WINDOW, GroupInfo("window", 5)),
+    (FULL, STATE),
+    (FULL, GroupInfo("state", pages=1)),
+    (FULL, WINDOW, GroupInfo("state", pages=5)),
+    (WINDOW, STATE),
+]
+
+
+def storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]:
+    """A random world under pressure; every finished request must have the tokens that it gets alone."""
+    rng = random.Random(seed)
+    shape: dict[str, Any] = {"vocab_size": 50, "max_model_len": 64}
+    groups = SHAPES[seed % len(SHAPES)]
+    if has_drafts:
+        groups = tuple(group for group in groups if group.kind != "state")
+    chunk = rng.choice([8, 16, 64])
+    least = sum(group.most_pages(64, chunk, BLOCK_SIZE) for group in groups) + 1
+    world = World(
+        num_blocks=least + rng.choice([0, 0, 3, 10, 100]),
+        max_in_flight=rng.choice([1, 2, 3]),
+        max_num_seqs=rng.choice([1, 3, 8]),
+        max_num_batched_tokens=chunk,
+        drafts=random_drafts(rng) if has_drafts else None,
+        groups=groups,
+        **shape,
+    )
+    messages: dict[str, Submit] = {}
+    counts = {"steps": 0, "finished": 0, "aborted": 0, "preempted": 0, "hits": 0}
+    while counts["steps"] < num_steps or world.scheduler.has_work():
+        if counts["steps"] < num_steps and rng.random() < 0.3 and len(world.scheduler.waiting) < 20:
+            message = random_request(rng, len(messages), repeats=has_drafts, **shape)
+            messages[message.request_id] = message
+            world.submit(message)
+        if messages and rng.random() < 0.03:
+            world.abort(rng.choice(list(messages)[-20:]))
+        world.step()
+        counts["steps"] += 1
+    world.compare(messages, counts, f"seed {seed}")
+    stats = world.scheduler.stats()
+    assert stats.num_used_blocks == 0
+    counts["preempted"], counts["hits"] = stats.num_preemptions, stats.prefix_hits
+    counts["accepted"] = stats.accepted_tokens
+    return counts
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_random_worlds_of_several_groups_keep_every_invariant_and_every_token(has_drafts: bool) -> None:
+    total: dict[str, int] = {}
+    for seed in range(24):
+        for name, count in storm(seed, 300, has_drafts).items():
+            total[name] = total.get(name, 0) + count
+    assert total["preempted"] > 50 and total["aborted"] > 50 and total["hits"] > 250 and total["finished"] > 500
+    assert total["accepted"] > 100 or not has_drafts
+
+
+@pytest.mark.timeout(900)
+def test_random_worlds_of_several_groups_with_failing_tiers() -> None:
+    total: dict[str, int] = {}
+    for seed in range(48):
+        groups = SHAPES[seed % len(SHAPES)]
+        has_drafts = seed % 3 == 0 and all(group.kind != "state" for group in groups)
+        for name, count in tier_storm(seed, 250, has_drafts, groups).items():
+            total[name] = total.get(name, 0) + count
+    wanted = ("preempted", "aborted", "finished", "hits_host", "hits_disk", "restores", "saves", "failed_reads_disk")
+    assert {name: total.get(name, 0) for name in wanted if total.get(name, 0) < 30} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_thousands_of_random_worlds_of_several_groups_with_failing_tiers() -> None:
+    for seed in range(10_000, 12_000):
+        tier_storm(seed, 250, groups=SHAPES[seed % len(SHAPES)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_million_random_steps_of_several_groups() -> None:
+    assert sum(storm(seed, 2_000, seed % 4 == 3)["steps"] for seed in range(1000, 1500)) >= 1_000_000

@@ -1,0 +1,427 @@
+"""Calls in every format, as the templates of models write them: read at once and in pieces, forced and free."""
+
+import json
+import random
+import re
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jsonschema
+import pytest
+from llguidance import LLMatcher
+
+from penstock.engine.grammar.source import grammar_source
+from penstock.engine.grammar.tool_calls import grammar
+from penstock.engine.grammar.vocabulary import GrammarVocabulary
+from penstock.engine.sampling_params import InvalidRequest, StructuredOutputs
+from penstock.engine.text.tokenizer import Tokenizer
+from penstock.engine.text.tools.answer_reader import AnswerReader
+from penstock.engine.text.tools.arguments import kinds, typed
+from penstock.engine.text.tools.formats import Calls, Format, ToolSpec
+from penstock.engine.text.tools.reader import Arguments, CallStart
+from penstock.engine.text.tools.thinking import GEMMA, IMPLIED, SEED, THINK, Marks, Thinking
+from tests.support.call_writers import FORMS, WRITERS, Call
+from tests.support.fake_engine import byte_tokenizer
+from tests.support.tool_samples import read
+
+TRIP = ToolSpec(
+    "trip",
+    {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "short": {"type": "string", "minLength": 2, "maxLength": 4},
+            "days": {"type": "integer", "minimum": 1, "maximum": 40},
+            "far": {"type": "boolean"},
+            "price": {"type": ["number", "null"]},
+            "unit": {"enum": ["c", "f d", None, 5]},
+            "code": {"type": "string", "pattern": "^[a-c]{2,3}-[0-9]$"},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 3},
+            "opts": {
+                "type": "object",
+                "properties": {"on": {"type": "boolean"}, "at": {"type": "array", "items": {"type": "integer"}}},
+                "required": ["on"],
+                "additionalProperties": False,
+            },
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "mixed": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
+            "when": {"type": "string", "format": "date"},
+            "flag": {"anyOf": [{"const": "auto"}, {"type": "boolean"}]},
+            "both": {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3, "minLength": 2},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+)
+TREE = ToolSpec(
+    "tree",
+    {
+        "type": "object",
+        "properties": {"node": {"$ref": "#/$defs/node"}},
+        "required": ["node"],
+        "additionalProperties": False,
+        "$defs": {
+            "node": {
+                "type": "object",
+                "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}},
+                "required": ["v"],
+                "additionalProperties": False,
+            }
+        },
+    },
+)  # fmt: skip
+FREE = ToolSpec("free", {"type": "object"})
+CLOCK = ToolSpec("clock", {"type": "object", "properties": {}, "additionalProperties": False})
+ROUND = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, {"type": "null"}]}
+ROUNDABOUT = ToolSpec("round", {"type": "object", "properties": {"a": ROUND}, "$defs": {"a": ROUND}})
+TOOLS = [TRIP, TREE, FREE, CLOCK]
+SCHEMAS = {tool.name: tool.parameters for tool in TOOLS}
+SAMPLE: list[Call] = [
+    ("trip", {"city": "Zürich \"x\" \n {[(<\\n>", "short": "abc", "days": 3, "far": True, "price": None, "unit": "f d",
+              "code": "ab-1", "tags": ["a", "b, c"], "opts": {"on": False, "at": [1, -2]}, "note": "it is",
+              "mixed": "5", "when": "2024-02-29", "flag": True, "both": "xyz"}),
+    ("clock", {}),
+    ("tree", {"node": {"v": 1, "next": {"v": 2, "next": None}}}),
+    ("free", {"a": 1.5, "b": ["x", {"y": None}], "c": "z"}),
+]  # fmt: skip
+SHORT: list[Call] = [
+    ("clock", {}),
+    ("trip", {"city": '\n</"', "price": None, "opts": {"on": True}}),
+    ("free", {"a": [0]}),
+]
+BY_FORMAT = pytest.mark.parametrize("name", WRITERS)
+NEW = pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.is_framed])
+CERTAIN = pytest.mark.parametrize("certain", [False, True], ids=["free", "held"])
+
+
+def calls_for(name: str, *, must: bool = False, tools: list[ToolSpec] = TOOLS) -> Calls:
+    return Calls(FORMS[name], tools, must, FORMS[name].has_many or not must)
+
+
+def called(found: list[tuple[str, str]]) -> list[Call]:
+    return [(name, json.loads(arguments)) for name, arguments in found]
+
+
+@BY_FORMAT
+@CERTAIN
+def test_calls_are_read_as_templates_write_them(name: str, certain: bool) -> None:
+    text = WRITERS[name](SAMPLE)
+    for before, after, content in (
+        ("", "", ""),
+        ("One moment.\n\n", "\n", "One moment."),
+        ("", "\n\nDone.", "\n\nDone."),
+    ):
+        _, rest, found = read([before + text + after], calls_for(name), certain=certain)
+        assert (called(found), rest.strip()) == (SAMPLE, content.strip())
+
+
+@BY_FORMAT
+@CERTAIN
+def test_every_cut_gives_the_same(name: str, certain: bool) -> None:
+    broken = WRITERS[name]([("trip", {"city": "é <\n{x", "far": True, "tags": ["a, b"]})])
+    middle = len(broken) * 2 // 3
+    for text in (
+        "Well.\n\n" + WRITERS[name](SHORT) + " Done.",
+        broken[:middle],
+        broken[:middle] + "<" + broken[middle + 3 :],
+        "\n".join(FORMS[name].marks) + broken,
+    ):
+        whole = read([text], calls_for(name), certain=certain)
+        assert read(list(text), calls_for(name), certain=certain) == whole
+        for at in range(1, len(text)):
+            assert read([text[:at], text[at:]], calls_for(name), certain=certain) == whole, at
+
+
+@BY_FORMAT
+@pytest.mark.parametrize("marks", [THINK, SEED, GEMMA, IMPLIED], ids=["think", "seed", "gemma", "implied"])
+def test_calls_are_found_behind_reasoning_however_it_begins(name: str, marks: Marks) -> None:
+    text = f"Hm, {FORMS[name].marks[0]}?\n{marks.close}\n\n{WRITERS[name](SHORT[:2])}"
+    ways = [(Thinking(marks, is_open=True), text), (Thinking(marks), marks.open + "\n" + text)]
+    for thinking, written in ways + [(Thinking(marks), text)] * marks.is_implied:
+        for pieces in ([written], list(written)):
+            reasoning, content, found = read(pieces, calls_for(name), thinking)
+            assert (reasoning, content, called(found)) == (f"Hm, {FORMS[name].marks[0]}?", "", SHORT[:2])
+
+
+def test_an_answer_without_reasoning_is_an_answer_where_the_prompt_has_closed_it() -> None:
+    assert read(["Hello"], None, Thinking(IMPLIED, is_over=True)) == ("", "Hello", [])
+    assert read(["Hello"], None, Thinking(IMPLIED)) == ("Hello", "", [])
+
+
+def value(choose: random.Random, schema: dict[str, Any]) -> Any:
+    kind = choose.choice(schema["type"]) if isinstance(schema["type"], list) else schema["type"]
+    if kind == "array":
+        return [value(choose, schema["items"]) for _ in range(choose.randint(0, 3))]
+    if kind == "object":
+        return {key: value(choose, inner) for key, inner in schema["properties"].items() if choose.random() < 0.8}
+    text = "".join(choose.choices("ab \n\"'\\{}[]()<>,:=/&é🏔\t", k=choose.randint(0, 12)))
+    numbers = {"integer": choose.randint(-(10**12), 10**12), "number": choose.choice([0.5, -1e-7, 3, 1.25e20])}
+    return {"string": text, "boolean": choose.random() < 0.5, "null": None, **numbers}[kind]
+
+
+def schema_at_random(choose: random.Random, depth: int) -> dict[str, Any]:
+    kind = choose.choice(
+        ["string", "integer", "number", "boolean", ["integer", "null"], "string", *(["array", "object"] * depth)]
+    )
+    if kind == "array":
+        return {"type": "array", "items": schema_at_random(choose, depth - 1)}
+    if kind == "object":
+        return {
+            "type": "object",
+            "properties": {f"k{n}": schema_at_random(choose, depth - 1) for n in range(choose.randint(0, 3))},
+        }
+    return {"type": kind}
+
+
+@BY_FORMAT
+def test_random_calls_come_back_as_they_were_written(name: str) -> None:
+    choose = random.Random(name)
+    for _ in range(15):
+        tools, calls = [], []
+        for number in range(choose.randint(1, 3)):
+            parameters = {
+                "type": "object",
+                "properties": {f"p-{n}".replace("-", "_"): schema_at_random(choose, 2) for n in range(4)},
+            }
+            tools.append(ToolSpec(f"f{number}", parameters))
+            calls.append((f"f{number}", value(choose, parameters)))
+        calls = calls[: None if FORMS[name].has_many else 1]
+        text = WRITERS[name](calls)
+        places = [0, *accumulate(choose.choices(range(1, 9), k=len(text))), len(text)]
+        for certain in (False, True):
+            for pieces in ([text], [text[a:b] for a, b in pairwise(places)]):
+                _, content, found = read(pieces, calls_for(name, tools=tools), certain=certain)
+                assert (called(found), content.strip()) == (calls, ""), text
+
+
+@cache
+def tokenizer(name: str, special: bool) -> Tokenizer:
+    return byte_tokenizer(*FORMS[name].tokens) if special else byte_tokenizer()
+
+
+@cache
+def vocabulary(name: str, special: bool) -> GrammarVocabulary:
+    return GrammarVocabulary.of(tokenizer(name, special), tokenizer(name, special).vocab_size)
+
+
+def matcher(name: str, special: bool, *wanted: Any) -> LLMatcher:
+    backend = tokenizer(name, special).backend
+    ids = {text: backend.token_to_id(text) or 0 for text in FORMS[name].tokens} if special else {}
+    found = LLMatcher(vocabulary(name if special else "hermes", special).backend,
+                      grammar_source(StructuredOutputs(grammar=grammar(ids, *wanted))))  # fmt: skip
+    assert not found.is_error(), found.get_error()
+    return found
+
+
+def accepts(name: str, first: LLMatcher, special: bool, text: str) -> bool:
+    ids, followed = tokenizer(name, special).encode(text, False), first.deep_copy()
+    return followed.try_consume_tokens(ids) == len(ids) and followed.is_accepting()
+
+
+WRONG: list[Call] = [
+    ("trip", {"days": 3}),
+    ("trip", {"city": "a", "days": "x"}),
+    ("trip", {"city": "a", "days": 41}),
+    ("trip", {"city": "a", "short": "abcde", "days": 1}),
+    ("trip", {"city": "a", "days": 1, "unit": "k"}),
+    ("trip", {"city": "a", "days": 1, "code": "ad-1"}),
+    ("trip", {"city": "a", "days": 1, "tags": ["a", "b", "c", "d"]}),
+    ("trip", {"city": "a", "days": 1, "opts": {"at": []}}),
+    ("trip", {"city": "a", "days": 1, "opts": {"on": "x"}}),
+    ("trip", {"city": "a", "days": 1, "when": "2023-02-29"}),
+    ("trip", {"city": "a", "days": 1, "flag": "on"}),
+    ("trip", {"city": "a", "days": 1, "both": "wxyz"}),
+    ("trip", {"city": "a", "days": 1, "more": 1}),
+    ("tree", {"node": {"v": 1, "next": {"next": None}}}),
+]
+
+
+@BY_FORMAT
+@pytest.mark.parametrize("special", [False, True], ids=["marks as text", "marks as tokens"])
+def test_the_grammar_has_the_calls_of_the_template_and_no_wrong_ones(name: str, special: bool) -> None:
+    write, form = WRITERS[name], FORMS[name]
+    must = matcher(name, special, calls_for(name, must=True))
+    may = matcher(name, special, calls_for(name))
+    for calls in [[call] for call in SAMPLE] + [SAMPLE] * form.has_many:
+        assert accepts(name, must, special, write(calls)), calls
+        assert accepts(name, may, special, write(calls))
+        assert accepts(name, may, special, "So.\n\n" + write(calls))
+    for call in WRONG:
+        assert not accepts(name, must, special, write([call])), call
+        assert not accepts(name, may, special, write([call])), call
+    assert not accepts(name, must, special, "hello")
+    assert accepts(name, may, special, "hello [1] {} <x>")
+
+
+@NEW
+@pytest.mark.parametrize("must", [False, True], ids=["may", "must"])
+def test_whatever_a_grammar_lets_through_is_read_and_keeps_to_its_schema(name: str, must: bool) -> None:
+    words = re.findall(r"<[^<>]+>|[a-z_]+|[^a-z<>\s]+|\s+|.", WRITERS[name](SAMPLE))
+    first, num_called = matcher(name, False, calls_for(name, must=must)), 0
+    for seed in range(8):
+        followed, choose, at, text = first.deep_copy(), random.Random(seed), 0, b""
+        while len(text) < 500 and not (text and followed.is_accepting() and (must or choose.random() < 0.05)):
+            is_next = choose.random() < 0.85 and at < len(words)
+            piece = (words[at] if is_next else choose.choice(words)).encode()
+            at += is_next
+            if followed.validate_tokens([*piece]) < len(piece):
+                bias = followed.compute_logit_bias()
+                piece = bytes(
+                    [choose.choice([byte for byte in range(256) if bias[byte] and (byte < 127 or not bias[32])])]
+                )
+            assert followed.consume_tokens([*piece])
+            text += piece
+        if not followed.is_accepting():
+            continue
+        answer = text.decode(errors="replace")
+        _, content, found = read([answer], calls_for(name, must=must), certain=True)
+        num_called += len(found)
+        assert not must or (found and not content.strip()), answer
+        if not re.search(
+            r"\d[eE]\+?\d\d", answer
+        ):  # beyond what a double holds, which is no call where nothing is held
+            assert read([answer], calls_for(name, must=must), certain=False)[1:] == (content, found), answer
+        for function, arguments in called(found):
+            jsonschema.validate(arguments, SCHEMAS[function])
+    assert num_called
+
+
+@NEW
+def test_arguments_stream_while_a_long_text_is_still_written(name: str) -> None:
+    reader = AnswerReader(calls_for(name), None, is_certain=True)
+    text = WRITERS[name]([("trip", {"city": "x" * 1000, "days": 1})])
+    pieces = [reader.feed(text[at : at + 4]) for at in range(0, len(text), 4)]
+    assert sum(isinstance(piece, CallStart) for found in pieces for piece in found) == 1
+    assert sum(any(isinstance(piece, Arguments) for piece in found) for found in pieces) > 240
+
+
+@NEW
+def test_a_call_that_is_cut_off_is_kept_where_it_was_announced_and_text_elsewhere(name: str) -> None:
+    text = WRITERS[name]([("trip", {"city": "Ulm", "days": 1})])
+    cut = text[: text.index("Ulm") + 2]
+    assert read([cut], calls_for(name)) == ("", cut, [])
+    assert read([cut], calls_for(name), certain=True) == ("", "", [("trip", '{"city": "Ul')])
+
+
+@NEW
+@pytest.mark.parametrize("unit", ["<", "{", "[", "'", '"', "\\", " ", "\n", "a", "a ", ",", ":", "="])
+def test_a_hostile_text_of_any_length_comes_back_whole(name: str, unit: str) -> None:
+    text = WRITERS[name]([("trip", {"city": "Ulm", "days": 1})])
+    head = text[: text.index("Ulm")]
+    for begun in (head, head.partition("trip")[0], head + "Ulm" + text.partition("Ulm")[2].partition("days")[0]):
+        whole = begun + unit * (6_000 // len(unit))
+        content = read([whole[at : at + 50] for at in range(0, len(whole), 50)], calls_for(name))[1]
+        assert content == read([whole], calls_for(name))[1]
+
+
+def test_ids_are_the_model_s_own_where_its_template_prints_them() -> None:
+    def ids(text: str) -> list[str]:
+        pieces = AnswerReader(calls_for("kimi_k2"), None, is_certain=False).feed(text)
+        return [piece.id for piece in pieces if isinstance(piece, CallStart)]
+
+    text = WRITERS["kimi_k2"]([("clock", {}), ("clock", {})])
+    assert ids(text) == ["functions.clock:0", "functions.clock:1"]
+    assert ids(text.replace(":1", ":0")) == ["functions.clock:0", "functions.clock:0_1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "meant"),
+    [
+        ("5", {"type": "string"}, "5"),
+        (" 5 ", {"type": "string"}, " 5 "),
+        ("5", {"type": "integer"}, 5),
+        ("5", {}, 5),
+        ("5", {"type": ["string", "null"]}, "5"),
+        ("null", {"type": ["string", "null"]}, None),
+        ('"a"', {"type": ["string", "null"]}, '"a"'),
+        ("True", {"type": "boolean"}, True),
+        ("True", {"type": ["string", "boolean"]}, "True"),
+        ("None", {"anyOf": [{"type": "integer"}, {"type": "null"}]}, None),
+        ("{'a': [True, None, 'it\\'s']}", {"type": "object"}, {"a": [True, None, "it's"]}),
+        ('{"a": 1', {"type": "object"}, '{"a": 1'),
+        ("x", {"type": "integer"}, "x"),
+        ("1", {"enum": ["1", "2"]}, "1"),
+        ("[1]", {"$ref": "#/$defs/list"}, [1]),
+        ("5", {"$ref": "#/$defs/round"}, 5),
+        ("5.0", {"type": "integer"}, 5.0),
+        ("5.5", {"type": ["integer", "string"]}, "5.5"),
+        ("1e999", {"type": "number"}, float("inf")),
+        ("5", {"type": "dict"}, 5),
+        ("5", {"type": []}, 5),
+    ],
+)
+def test_the_schema_says_what_a_text_means(text: str, schema: dict[str, Any], meant: Any) -> None:
+    back = {"$ref": "#/$defs/round"}  # 64 levels of two ways each, if it were followed every time
+    root = {"$defs": {"list": {"type": "array"}, "round": {"anyOf": [back, back, {"type": "integer"}]}}}
+    assert json.loads(typed(text, kinds(schema, root))) == meant
+
+
+@NEW
+def test_what_a_format_cannot_be_held_to_is_refused_if_strict_and_left_out_if_not(name: str) -> None:
+    if FORMS[name].parameters is None:
+        pytest.skip("arguments are JSON")
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "anyOf": [{"required": ["a"]}, {"minProperties": 0}],
+    }
+    tool = ToolSpec("f", parameters)
+    with pytest.raises(InvalidRequest, match=f"tools: f: anyOf: calls of {FORMS[name].name} are not held to that"):
+        matcher(name, False, calls_for(name, must=True, tools=[tool]))
+    loose = matcher(name, False, calls_for(name, must=True, tools=[tool._replace(is_strict=False)]))
+    assert accepts(name, loose, False, WRITERS[name]([("f", {"a": 1})]))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("qwen3_coder", "<function=clock>\n</function>\n</tool_call>", [("clock", {})]),
+        ("qwen3_coder", "<tool_call><function=clock></function><function=clock></function></tool_call>", [("clock", {})] * 2),
+        ("qwen3_coder", "<tool_call>\n<function=tree>\n<parameter=node>\n{'v': 1}\n</parameter>\n</function>\n</tool_call>",
+         [("tree", {"node": {"v": 1}})]),
+        ("qwen3_coder", "<tool_call>\n<function=trip>\n<parameter=city>\n\n\nx\n\n</parameter>\n</function>\n</tool_call>",
+         [("trip", {"city": "\n\nx\n"})]),
+        ("glm45", "<tool_call>clock</tool_call>", [("clock", {})]),
+        ("glm47", "<tool_call>clock\n</tool_call>", [("clock", {})]),
+        ("functiongemma", "<start_function_call>\ncall:trip{city:<escape>a<escape>,  days: 2}\n<end_function_call>",
+         [("trip", {"city": "a", "days": 2})]),
+        ("gemma4", '<|tool_call>call:free{a:{<|"|>b c<|"|>:null}}<tool_call|>', [("free", {"a": {"b c": None}})]),
+        ("lfm2", "<|tool_call_start|>[clock(), trip(city=\"a'\\x41\\u00e9\", days=2)]<|tool_call_end|>",
+         [("clock", {}), ("trip", {"city": "a'Aé", "days": 2})]),
+        ("olmo3", "<function_calls>\ntrip(city='a', far=true, price=null)\nclock()\n</function_calls>",
+         [("trip", {"city": "a", "far": True, "price": None}), ("clock", {})]),
+        ("llama4_pythonic", "<|python_start|>[clock()]<|python_end|>", [("clock", {})]),
+        ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>functions.clock:7<|tool_call_argument_begin|>{}<|tool_call_end|>', [("clock", {})]),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>{}", [("clock", {})]),
+        ("granite", '<tool_call>[{"name": "clock", "arguments": {}}]', [("clock", {})]),
+        ("xlam", '```json\n[{"name": "clock", "arguments": {}}]\n```', [("clock", {})]),
+        # What calls nothing is text.
+        ("llama4_pythonic", "[link](http://x) and [clock]", []),
+        ("llama4_pythonic", "The call is [clock()]", []),
+        ("llama4_pythonic", "[trip(1)]", []),
+        ("llama4_pythonic", "[free(a=clock())]", []),
+        ("llama4_pythonic", "[free(a=__import__('os'))]", []),
+        ("qwen3_coder", "<tool_call>\n<function=trip>\n<parameter=city>\nx\n</function>\n</tool_call>", []),
+        ("gemma4", "<|tool_call>call:free{a:b}<tool_call|>", []),
+        ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>clock<｜tool▁sep｜>[]", []),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>", []),
+    ],
+)  # fmt: skip
+def test_habits_of_models_are_read_and_what_is_no_call_is_text(name: str, text: str, calls: list[Call]) -> None:
+    for pieces in ([text], list(text)):
+        _, content, found = read(pieces, calls_for(name))
+        assert called(found) == calls
+        assert content == ("" if calls else text)
+
+
+def test_every_writer_has_its_format() -> None:
+    forms: list[Format] = list(FORMS.values())
+    assert len({id(form) for form in forms}) == len(forms)
+
+
+@BY_FORMAT
+def test_a_schema_that_leads_back_to_itself_on_two_ways_is_followed_once(name: str) -> None:
+    first = matcher(name, False, calls_for(name, must=True, tools=[ROUNDABOUT]))
+    assert accepts(name, first, False, WRITERS[name]([("round", {"a": None})]))
+    assert not accepts(name, first, False, WRITERS[name]([("round", {"a": 1})]))

@@ -1,0 +1,46 @@
+"""The short convolution and the gated delta rule: the Triton kernels against their twins."""
+
+import pytest
+import torch
+
+from penstock.executor.kernels import torch_ops
+from penstock.executor.kernels.cuda.ops import OPS
+from tests.support.kernel_cases import every_dtype
+from tests.support.recurrent import Layer, States, batch_of
+
+TOLERANCE = {torch.float32: 2e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+@every_dtype
+@pytest.mark.parametrize("sizes", [(1, 2, 16, 16), (1, 2, 24, 40)])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [1, 3, 64, 65], [150]])
+def test_rows_of_one_token_and_of_several_equal_the_twin(
+    device: torch.device, dtype: torch.dtype, sizes: tuple[int, int, int, int], counts: list[int]
+) -> None:
+    """Some rows are new, and one goes from its pages to others."""
+    layer = Layer.random(sum(counts), sizes, dtype, device=device)
+    states = States(layer, len(counts) + 1, device)
+    expected_states = states.copy()
+    write = states.tables[:-1].clone()
+    write[0] = states.tables[-1]
+    batch = batch_of(counts, states.tables[:-1].contiguous(), write, new=(len(counts) - 1,))
+    actual, expected = layer.run(OPS, states.pages, batch), layer.run(torch_ops, expected_states.pages, batch)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    if dtype is torch.float32:
+        found, wanted = (each.pages.base.view(torch.float32) for each in (states, expected_states))
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def test_keys_that_are_all_alike_lose_no_precision(device: torch.device) -> None:
+    """The triangular system is at its worst where every token overwrites what the one before it wrote."""
+    layer = Layer.random(130, (1, 1, 16, 16), torch.float16, device=device)
+    layer.weight[:] = 0
+    layer.weight[-1] = 1
+    layer.inputs.qkv[:, 16:32] = layer.inputs.qkv[:1, 16:32]
+    layer.inputs.gates[:] = torch.tensor([6.0, -20.0])
+    states = States(layer, 1, device)
+    expected_states = states.copy()
+    batch = batch_of([130], states.tables, new=(0,))
+    actual, expected = layer.run(OPS, states.pages, batch), layer.run(torch_ops, expected_states.pages, batch)
+    torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)

@@ -1,0 +1,65 @@
+"""How layers are put into groups, and how much of a pool a request needs."""
+
+import pytest
+import torch
+
+from penstock.executor.batch import StatePages
+from penstock.executor.cache_layout import LayerCache, plan_layout
+from penstock.executor.parallel import RankGroup
+from penstock.executor.protocol import ExecutorConfig, ExecutorError, GroupInfo
+from penstock.executor.step.memory import allocate_kv, layer_pages, plan_kv
+
+FULL, SLIDING, WIDER, STATE = LayerCache(), LayerCache(64), LayerCache(128), LayerCache(units=5)
+
+
+def every(period: int, num: int) -> list[LayerCache]:
+    return [FULL if index % period == period - 1 else SLIDING for index in range(num)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "longest", "depth", "groups"),
+    [
+        ([FULL] * 12, 1000, 12, [0]),
+        ([SLIDING] * 12, 1000, 12, [64]),
+        ([SLIDING, FULL] * 6, 64, 12, [0]),  # no request is longer than the window
+        ([SLIDING, FULL] * 6, 1000, 6, [0, 64]),
+        (every(6, 26), 1000, 4, [0, *[64] * 6]),  # Gemma 3 1B: 4 and 22 layers, two of them padded
+        (every(6, 62), 1000, 10, [0, *[64] * 6]),  # Gemma 3 27B
+        ([FULL] * 21 + [SLIDING] * 7, 1000, 7, [0, 0, 0, 64]),
+        ([FULL] * 31 + [SLIDING], 1000, 8, [0, 0, 0, 0, 64]),  # not 32 groups
+        ([FULL, SLIDING, WIDER] * 3, 1000, 3, [0, 64, 128]),
+    ],
+)
+def test_layers_that_keep_the_same_share_pages(
+    layers: list[LayerCache], longest: int, depth: int, groups: list[int]
+) -> None:
+    layout = plan_layout(layers, longest, layer_bytes=64)
+    assert layout.depth == depth and [group.window for group in layout.groups] == groups
+    assert len(set(layout.places)) == len(layers), "no two layers lie at the same place"
+    for layer, (group, place) in zip(layers, layout.places, strict=True):
+        assert place < depth
+        assert layout.groups[group].window in (0, layer.window)
+
+
+def test_states_lie_in_units_of_one_size_over_pages_that_hold_at_least_one() -> None:
+    layout = plan_layout([STATE, FULL, STATE, STATE], 1000, layer_bytes=256, unit_bytes=1000)
+    assert layout.unit_bytes == 1024 and layout.depth == 4 and layout.units_per_page == 1
+    assert layout.groups == (GroupInfo(), GroupInfo("state", pages=15))
+    assert layout.places == ((1, 0), (0, 0), (1, 5), (1, 10))
+    kv = allocate_kv(3, layout.depth, 2, 4, 8, torch.float32, torch.device("cpu"))
+    pages = layer_pages(kv, layout)
+    assert isinstance(pages[2], StatePages) and pages[2][1:] == (5, 1, 1024)
+    assert pages[2].base.shape == (3, 1024) and pages[2].base.data_ptr() == kv.data_ptr()
+    small = plan_layout([STATE, FULL, STATE], 1000, layer_bytes=256, unit_bytes=60)
+    assert small.depth == 1 and small.units_per_page == 4 and small.groups[1].pages == 3
+
+
+def test_what_a_request_needs_follows_from_its_groups() -> None:
+    groups = [GroupInfo(), GroupInfo("window", 33), GroupInfo("state", pages=7)]
+    assert [group.most_pages(1000, 64, 16) for group in groups] == [63, 7, 21]
+    assert [group.most_pages(20, 64, 16) for group in groups] == [2, 2, 21]
+    config = ExecutorConfig(block_size=16, kv_cache_bytes=92 * 100, max_num_batched_tokens=64)
+    plan = plan_kv(config, 100, 4000, RankGroup(), groups=groups)
+    assert plan.num_blocks == 92 and plan.max_model_len == 63 * 16
+    with pytest.raises(ExecutorError, match="holds 20 blocks of 100 bytes; a request takes 23"):
+        plan_kv(ExecutorConfig(kv_cache_bytes=2000), 100, 4000, RankGroup(), groups=groups)

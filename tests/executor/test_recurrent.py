@@ -1,0 +1,85 @@
+"""Recurrent layers on the CPU: the C kernels against their twin at every instruction level, and bit against bit against
+themselves: whole and in chunks, alone and in a batch, on one thread and on two, in place and from page to page."""
+
+import pytest
+import torch
+
+from penstock.executor.kernels import cpu_ops, torch_ops
+from tests.support.paged import random
+from tests.support.recurrent import Layer, States, batch_of
+
+every_level = pytest.mark.parametrize("level", cpu_ops.levels())
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+SIZES = [(2, 4, 16, 16), (1, 1, 8, 40), (2, 2, 128, 128), (1, 2, 20, 12)]
+
+
+@every_level
+@both_dtypes
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_mixed_batch_equals_the_twin(level: str, dtype: torch.dtype, sizes: tuple[int, int, int, int]) -> None:
+    """Rows of one token and of many, some new, one that goes from its pages to others; a row without tokens does nothing."""
+    counts = [1, 1, 3, 17, 40]
+    layer = Layer.random(sum(counts), sizes, dtype)
+    states = States(layer, 6)
+    expected_states = states.copy()
+    write = states.tables[[0, 1, 5, 3, 4]]
+    batch = batch_of(counts, states.tables[:5], write, new=(1, 4))
+    actual = layer.run(cpu_ops.make_ops(dtype, 64, 2, level), states.pages, batch)
+    expected = layer.run(torch_ops, expected_states.pages, batch)
+    tolerance = 1e-4 if dtype is torch.float32 else 3e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    found, wanted = (each.pages.base.view(torch.float32) for each in (states, expected_states))
+    if dtype is torch.float32:
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert torch.equal(states.pages.base[states.tables[2].long()], States(layer, 6).pages.base[states.tables[2].long()])
+
+
+@every_level
+@both_dtypes
+def test_chunks_and_batches_of_any_size_give_the_same_bits(level: str, dtype: torch.dtype) -> None:
+    layer = Layer.random(75, (2, 4, 32, 48), dtype)
+    one, two = (cpu_ops.make_ops(dtype, 64, threads, level) for threads in (1, 2))
+    whole = States(layer, 2)
+    expected = layer.run(one, whole.pages, batch_of([75], whole.tables[:1]))
+    for chunks in ([1] * 75, [2, 1, 16, 17, 39], [33, 42]):
+        states, got, first = States(layer, 2), [], 0
+        for count in chunks:
+            part = layer.part(torch.arange(first, first + count))
+            got.append(part.run(two, states.pages, batch_of([count], states.tables[:1])))
+            first += count
+        assert torch.equal(torch.cat(got), expected)
+        assert torch.equal(states.pages.base, whole.pages.base)
+    beside = States(layer, 2)
+    tokens = torch.cat((torch.arange(5, 6), torch.arange(75)))
+    got = [layer.part(tokens).run(two, beside.pages, batch_of([1, 75], beside.tables.flip(0)))[1:]]
+    assert torch.equal(got[0], expected)
+
+
+@every_level
+def test_strong_and_weak_gates_reach_their_limits(level: str) -> None:
+    """A decay of nothing and of everything, and a key of zeros: no NaN where there is a limit."""
+    layer = Layer.random(4, (1, 1, 16, 16))
+    layer.inputs.gates[:] = torch.tensor([[300.0, -300.0], [-300.0, 300.0], [100.0, 25.0], [0.0, 19.0]])
+    layer.inputs.qkv[2] = 0
+    states, twins = States(layer, 1), States(layer, 1)
+    actual = layer.run(cpu_ops.make_ops(torch.float32, 64, 1, level), states.pages, batch_of([4], states.tables))
+    torch.testing.assert_close(
+        actual, layer.run(torch_ops, twins.pages, batch_of([4], twins.tables)), rtol=1e-4, atol=1e-4
+    )
+
+
+@every_level
+@both_dtypes
+@pytest.mark.parametrize(("taps", "channels", "silu"), [(3, 300, False), (1, 8, True), (8, 513, True)])
+def test_convolutions_equal_the_twin(level: str, dtype: torch.dtype, taps: int, channels: int, silu: bool) -> None:
+    layer = Layer.random(30, (1, 1, (channels - 8) // 2 or 1, 8), dtype, taps)
+    weight, bias = random(taps, channels, seed=1), None
+    x = random(30, channels, dtype=dtype)
+    layer = Layer(layer.heads, taps, layer.inputs._replace(qkv=x), weight, bias)
+    states, twins = States(layer, 4), States(layer, 4)
+    batch = batch_of([1, 1, 8, 20], states.tables, new=(1,))
+    actual = cpu_ops.make_ops(dtype, 64, 2, level).recurrent.convolve(x, weight, bias, states.pages, batch, silu)
+    expected = torch_ops.recurrent.convolve(x, weight, bias, twins.pages, batch, silu)
+    tolerance = 2e-5 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(states.pages.base, twins.pages.base)

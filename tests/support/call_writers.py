@@ -1,0 +1,141 @@
+"""Calls as the chat templates of models write them into a conversation: independent of the table of formats.
+
+The forms are those of the templates that come with the models (or, for those without, of their documentation).
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.engine.text.tools.formats import Format, named
+
+Call = tuple[str, dict[str, Any]]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)
+
+
+def _objects(before: str, after: str, join: str, key: str = "arguments") -> Callable[[Sequence[Call]], str]:
+    def write(calls: Sequence[Call]) -> str:
+        return before + join.join(f'{{"name": "{name}", "{key}": {_json(given)}}}' for name, given in calls) + after
+
+    return write
+
+
+def _each(
+    write: Callable[[str, dict[str, Any]], str], before: str, after: str, join: str
+) -> Callable[[Sequence[Call]], str]:
+    return lambda calls: before + join.join(write(name, given) for name, given in calls) + after
+
+
+def _function(break_: str) -> Callable[[str, dict[str, Any]], str]:
+    def write(name: str, given: dict[str, Any]) -> str:
+        values = "".join(
+            f"<parameter={key}>{break_}{_text(value)}{break_}</parameter>\n" for key, value in given.items()
+        )
+        return f"<function={name}>\n{values}</function>"
+
+    return write
+
+
+def _glm(break_: str) -> Callable[[str, dict[str, Any]], str]:
+    def write(name: str, given: dict[str, Any]) -> str:
+        pairs = (
+            f"<arg_key>{key}</arg_key>{break_}<arg_value>{_text(value)}</arg_value>{break_}"
+            for key, value in given.items()
+        )
+        return f"{name}{break_}{''.join(pairs)}"
+
+    return write
+
+
+def _minimax(name: str, given: dict[str, Any]) -> str:
+    values = "".join(f'<parameter name="{key}">{_text(value)}</parameter>\n' for key, value in given.items())
+    return f'<invoke name="{name}">\n{values}</invoke>'
+
+
+def _dsml(name: str, given: dict[str, Any]) -> str:
+    values = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{_json(isinstance(value, str))}">{_text(value)}</｜DSML｜parameter>\n'
+        for key, value in given.items()
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{values}</｜DSML｜invoke>'
+
+
+def _kimi(calls: Sequence[Call]) -> str:
+    each = (
+        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{_json(given)}<|tool_call_end|>"
+        for index, (name, given) in enumerate(calls)
+    )
+    return "<|tool_calls_section_begin|>" + "".join(each) + "<|tool_calls_section_end|>"
+
+
+def _python(name: str, given: dict[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})"
+
+
+def _gemma_value(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return quote + value + quote
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_gemma_value(inner, quote)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_gemma_value(inner, quote) for inner in value) + "]"
+    return _json(value)
+
+
+def _gemma(start: str, end: str, quote: str) -> Callable[[Sequence[Call]], str]:
+    return lambda calls: "".join(f"{start}call:{name}{_gemma_value(given, quote)}{end}" for name, given in calls)
+
+
+def _deepseek(before: str, after: str, join: str) -> Callable[[Sequence[Call]], str]:
+    def write(name: str, given: dict[str, Any]) -> str:
+        return f"<｜tool▁call▁begin｜>{before.format(name)}{_json(given)}{after}<｜tool▁call▁end｜>"
+
+    return _each(write, "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", join)
+
+
+def _tag(write: Callable[[str, dict[str, Any]], str], tag: str, break_: str) -> Callable[[Sequence[Call]], str]:
+    return _each(lambda name, given: f"<{tag}>{break_}{write(name, given)}{break_}</{tag}>", "", "", break_)
+
+
+WRITERS: dict[str, Callable[[Sequence[Call]], str]] = {
+    "hermes": _each(lambda *call: _objects("<tool_call>\n", "\n</tool_call>", "")([call]), "", "", "\n"),
+    "llama3_json": _objects("", "", "; ", "parameters"),
+    "mistral": _objects("[TOOL_CALLS][", "]", ", "),
+    "mistral with args": _each(lambda name, given: f"[TOOL_CALLS]{name}[ARGS]{_json(given)}", "", "", ""),
+    "qwen2_5_coder": _objects("```json\n", "\n```", "\n"),
+    "qwen3_coder": _tag(_function("\n"), "tool_call", "\n"),
+    "seed_oss": _tag(_function(""), "seed:tool_call", "\n"),
+    "glm45": _each(lambda *call: f"<tool_call>{_glm(chr(10))(*call)}</tool_call>", "", "", "\n"),
+    "glm47": _each(lambda *call: f"<tool_call>{_glm('')(*call)}</tool_call>", "", "", ""),
+    "deepseek_v3": _deepseek("function<｜tool▁sep｜>{}\n```json\n", "\n```", "\n"),
+    "deepseek_v31": _deepseek("{}<｜tool▁sep｜>", "", ""),
+    "deepseek_v32": _each(_dsml, "<｜DSML｜function_calls>\n", "\n</｜DSML｜function_calls>", "\n"),
+    "deepseek_v4": _each(_dsml, "<｜DSML｜tool_calls>\n", "\n</｜DSML｜tool_calls>", "\n"),
+    "kimi_k2": _kimi,
+    "minimax_m2": _each(_minimax, "<minimax:tool_call>\n", "\n</minimax:tool_call>", "\n"),
+    "gemma4": _gemma("<|tool_call>", "<tool_call|>", '<|"|>'),
+    "functiongemma": _gemma("<start_function_call>", "<end_function_call>", "<escape>"),
+    "lfm2": _each(_python, "<|tool_call_start|>[", "]<|tool_call_end|>", ", "),
+    "olmo3": _each(_python, "<function_calls>\n", "\n</function_calls>", "\n"),
+    "llama4_pythonic": _each(_python, "[", "]", ", "),
+    "granite": _objects("<|tool_call|>[", "]", ", "),
+    "granite-20b-fc": _each(lambda *call: _objects("<function_call> ", "", "")([call]), "", "", "\n"),
+    "phi4_mini_json": _objects("functools[", "]", ", "),
+    "hunyuan_a13b": _objects("<tool_calls>[", "]</tool_calls>", ", "),
+    "xlam": _objects("[", "]", ", "),
+}
+FORMS: dict[str, Format] = {
+    name: named(
+        name.split()[0],
+        {"mistral with args": "[TOOL_CALLS][ARGS]", "phi4_mini_json": "functools["}.get(name, ""),
+        False,
+    )
+    for name in WRITERS
+}
