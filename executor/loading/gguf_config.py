@@ -43,8 +43,10 @@ _UNSUPPORTED = (
     "residual_scale",
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
+    "attn_logit_softcapping",
     "nextn_predict_layers",
 )
+_GEMMA2_KEYS = ("attn_logit_softcapping",)
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -65,11 +67,9 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     head_dim = keys.integer("rope.dimension_count" if is_latent else "attention.key_length", hidden_size // num_heads)
     context = keys.integer("context_length", high=MAX_CONTEXT)
     family = FAMILIES.get(architecture)
-    own_keys = () if family is None else family.own_keys
+    own_keys = _GEMMA2_KEYS if architecture == "gemma2" else () if family is None else family.own_keys
     context_of_all = None if architecture in _WINDOWED else context
     _refuse_unsupported(keys, None if is_latent else head_dim, context_of_all, own_keys)
-    if architecture != "gemma2":
-        keys.only("attn_logit_softcapping", None, 0)
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ExecutorError(f"{file.path}: tensor 'token_embd.weight': a matrix of that name is expected")
