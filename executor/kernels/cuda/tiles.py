@@ -120,7 +120,9 @@ def packed_expert_tile(entries: int, num_slots: int, columns: int, itemsize: int
         if not current_card().has_wide_products:
             return Tile(64, 32, 8, 3)
         return Tile(64, 64, 4, 3) if entries <= 64 * num_slots else Tile(128, 64, 8, 3)
-    return expert_tile(entries, num_slots, columns, itemsize, 2)
+    tile = expert_tile(entries, num_slots, columns, itemsize, 2)
+    # From 10.0 on the compiler spills with four warps.
+    return tile._replace(num_warps=8) if current_card().capability >= (10, 0) else tile
 
 
 def depth_splits(programs: int, depth: int) -> int:
