@@ -18,7 +18,8 @@ class Family(NamedTuple):
     name: str
     architectures: tuple[str, ...]  # in config.json, without what all end in, ForCausalLM
     # window: layers that see only the last positions; experts; MLA: latent attention; unrotated: layers without
-    # positions; caps: scores and logits are bounded; sinks: a part of attention goes nowhere; longrope: one rotation for short contexts and another for long ones; text of: what is left of them.
+    # positions; caps: scores and logits are bounded; sinks: a part of attention goes nowhere; longrope: one rotation for short
+    # contexts and another for long ones; recurrent: layers that keep a state; text of: what is left of them.
     features: tuple[str, ...] = ()
     gguf: tuple[str, ...] = ()  # architectures of GGUF files
     tools: tuple[str, ...] = ()  # formats in which its models' templates write calls
@@ -43,6 +44,7 @@ FAMILIES = (
     Family("Granite 3 and 4 MoE", ("GraniteMoe", "GraniteMoeShared"), ("experts",), (), ("granite",)),
     Family("Granite 4 without Mamba", ("GraniteMoeHybrid",), ("experts", "unrotated"), (), ("hermes",)),
     Family("Hunyuan dense", ("HunYuanDenseV1",), (), ("hunyuan-dense",), ("hunyuan_a13b",), "think"),
+    Family("LFM2", ("Lfm2",), ("recurrent",), (), ("lfm2",)),
     Family("Llama 1 to 3, SmolLM2", ("Llama",), (), ("llama",), ("llama3_json",)),
     Family("MiniMax-M2", ("MiniMaxM2",), ("experts",), (), ("minimax_m2",), "think"),
     Family("Mistral", ("Mistral", "Ministral"), ("window", "text of images"), ("llama",), ("mistral",)),
@@ -56,6 +58,9 @@ FAMILIES = (
     Family("Qwen 2 MoE", ("Qwen2Moe",), ("experts",), ("qwen2moe",)),
     Family("Qwen 3", ("Qwen3",), (), ("qwen3",), ("hermes",), "think"),
     Family("Qwen 3 MoE", ("Qwen3Moe",), ("experts",), ("qwen3moe",), ("hermes", "qwen3_coder"), "think"),
+    Family("Qwen 3 Next", ("Qwen3Next",), ("experts", "recurrent"), (), ("hermes",), "think"),
+    Family("Qwen 3.5, 3.6", ("Qwen3_5",), ("recurrent", "text of images"), (), ("qwen3_coder",), "think"),
+    Family("Qwen 3.5 MoE", ("Qwen3_5Moe",), ("experts", "recurrent", "text of images"), (), ("qwen3_coder",), "think"),
     Family("Seed-OSS", ("SeedOss",), (), ("seed_oss",), ("seed_oss",), "think"),
     Family("SmolLM3", ("SmolLM3",), ("window", "unrotated"), ("smollm3",), ("hermes",), "think"),
 )

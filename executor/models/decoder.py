@@ -89,7 +89,7 @@ def _caches_of(spec: DecoderSpec, dtype: torch.dtype) -> tuple[tuple[LayerCache,
     """What each layer keeps of a request, and the bytes of the largest unit of a state."""
     if not any(layer.recurrent for layer in spec.layers):
         return tuple(LayerCache(layer.window) for layer in spec.layers), 0
-    from penstock.executor.models.recurrent import state_of
+    from penstock.executor.models.recurrent_layers import state_of
 
     states = [None if layer.recurrent is None else state_of(spec, layer.recurrent, dtype) for layer in spec.layers]
     caches = [
@@ -115,7 +115,7 @@ def _mixer_of(spec: DecoderSpec, index: int, weights: Weights, ops: Ops, tables:
     if recurrent is None:
         kind: type[GroupedAttention | LatentAttention] = GroupedAttention if spec.latent is None else LatentAttention
         return kind(spec, index, weights, ops, tables)
-    from penstock.executor.models.recurrent import DeltaNet, ShortConv
+    from penstock.executor.models.recurrent_layers import DeltaNet, ShortConv
 
     if isinstance(recurrent, DeltaSpec):
         return DeltaNet(spec, recurrent, index, weights, ops)

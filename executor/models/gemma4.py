@@ -178,7 +178,8 @@ class Gemma4:
         projected = (self._project(hidden) * spec.hidden_size**-0.5).view(-1, width)
         projected = self._ops.rms_norm(projected, self._input_norm, spec.norm_eps)
         looked_up = self._inputs.index_select(0, tokens).view(-1, width) * width**0.5
-        return ((projected + looked_up) * 0.5**0.5).view(len(tokens), -1, width)
+        inputs: Tensor = (projected + looked_up) * 0.5**0.5
+        return inputs.view(len(tokens), -1, width)
 
     def logits(self, hidden: Tensor) -> Tensor | None:
         logits, cap = self._vocabulary.logits(hidden), self._spec.logit_cap

@@ -36,6 +36,7 @@ def features(spec: object) -> set[str]:
         "sinks": spec.has_sinks,
         "MLA": spec.latent is not None,
         "unrotated": any(layer.rope.dim == 0 for layer in layers),
+        "recurrent": any(layer.recurrent for layer in layers),
         "longrope": any(layer.rope.long_divisors for layer in layers),
     }
     return {name for name, has in found.items() if has}

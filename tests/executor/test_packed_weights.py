@@ -148,12 +148,13 @@ def test_experts_of_different_kinds_are_computed_each_by_its_own() -> None:
     """Columns in order, out of order, numbers; also when another's tensors have taken the place of a layer's own."""
     made = [quantize(torch.randn(24, 128), CASES["gptq-ordered"], seed) for seed in (0, 1)]
     layers: list[Linear] = [make_linear(made[0].numbers)]
-    numbers = [made[0].numbers]
+    numbers, parts = [made[0].numbers], []
     for one, order in ((made[0], None), (made[1], made[1].g_idx.argsort(stable=True))):
         codes = one.codes if order is None else one.codes[:, order]
         part = Grouped("", codes, one.scales, None, 4, order)
         coded = part.coded()
         assert coded is not None
+        parts.append(coded)
         layer = CodedLinear([coded], torch.float32)
         layers.append(layer if order is None else Reordered(layer, order))
         numbers.append(part.numbers(CPU, torch.float32))
@@ -163,10 +164,7 @@ def test_experts_of_different_kinds_are_computed_each_by_its_own() -> None:
             part @ weight.t() for part, weight in zip(x.split(3), [*numbers[first:], *numbers[:first]], strict=True)
         ]
         torch.testing.assert_close(multiply_each(picked, [3, 3, 3], x), torch.cat(expected), rtol=1e-3, atol=1e-3)
-    ordered, other = (
-        layers[2],
-        CodedLinear([Grouped("", made[0].codes, made[0].scales).coded() or coded], torch.float32),
-    )
+    ordered, other = layers[2], CodedLinear(parts[:1], torch.float32)
     for tensor, new in zip(ordered.tensors(), [*other.tensors(), torch.arange(128)], strict=True):
         tensor.set_(new.clone())  # type: ignore[call-overload]
     x = torch.randn(3, 128)

@@ -3,6 +3,7 @@
 from penstock.executor.kernels import BlockOps, GroupOps, Ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import (
+    delta_rule,
     draw_tokens,
     expanded,
     expert_products,
@@ -13,7 +14,6 @@ from penstock.executor.kernels.cuda import (
     logit_edits,
     packed_products,
     paged_attention,
-    recurrent,
     rope_and_store,
     routing,
     rows,
@@ -22,7 +22,7 @@ from penstock.executor.kernels.recurrent import RecurrentOps
 
 
 class CudaOps:
-    recurrent: RecurrentOps = recurrent
+    recurrent: RecurrentOps = delta_rule
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     gate = staticmethod(rows.gate)
