@@ -136,7 +136,10 @@ def test_no_command_shows_the_help() -> None:
 
 def test_an_unknown_command_lists_the_known_ones() -> None:
     result = run("frob")
-    assert result.returncode == 2 and "'serve', 'route', 'deploy', 'top', 'bench', 'cache', 'export'" in result.stderr
+    assert (
+        result.returncode == 2
+        and "'serve', 'route', 'deploy', 'top', 'bench', 'cache', 'models', 'export'" in result.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,7 @@ READERS = {
     "top": ["engine/commands/top/command.py"],
     "cache": ["cache/tiers/disk/operate.py"],
     "export": ["src/penstock/cli.py"],
+    "models": ["src/penstock/cli.py"],
     "deploy": ["router/deploy/*.py"],
 }
 

@@ -142,7 +142,8 @@ def _routes(service: Service) -> list[Route]:
             return HTMLResponse(found.body, headers=found.headers)
         from penstock.engine.server import pages
 
-        described = pages.openapi([*POSTS, *agent_routes.described()], gets, ErrorReply)
+        others = [("GET", path) for path in gets] + [(method, path) for method, path, _ in agent_routes.ROUTES]
+        described = pages.openapi([*POSTS, *agent_routes.described()], others, ErrorReply)
         if path == "/docs":
             return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
         return Response(msgspec.json.encode(described), media_type="application/json")

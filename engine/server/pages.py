@@ -3,6 +3,7 @@
 No scripts and nothing from elsewhere, so it works without a network and can be locked down by its policy.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -26,30 +27,33 @@ td, th { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px soli
 h2 { margin-top: 2.5rem; font-size: 1.1rem }
 """
 
+_TEXT = {"type": "string"}
 
-def openapi(posts: Sequence["PostRoute"], gets: Iterable[str], error: type[msgspec.Struct]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of all routes."""
+
+def openapi(
+    posts: Sequence["PostRoute"], others: Iterable[tuple[str, str]], error: type[msgspec.Struct]
+) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of all routes; `others`: method and path of those without a schema."""
     types = [kind for post in posts for kind in (post.takes, post.gives, post.streams) if kind] + [Message, error]
     _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     refused = {"description": "An error", "content": _content(error)}
-    paths: dict[str, Any] = {
-        path.replace(":path", ""): {"get": {"responses": {"200": {"description": "OK"}, "4XX": refused}}}
-        for path in gets
-    }
+    paths: dict[str, Any] = {}
+    for method, path in others:
+        shown = path.replace(":path", "")
+        names = re.findall(r"{(\w+)}", shown)
+        paths.setdefault(shown, {})[method.lower()] = {
+            "parameters": [{"name": each, "in": "path", "required": True, "schema": _TEXT} for each in names],
+            "responses": {"200": {"description": "OK"}, "4XX": refused},
+        }
     for post in posts:
         replies = _content(post.gives)
         if post.streams is not None:
             replies |= _content(post.streams, "text/event-stream")
-        paths[post.path] = {
-            "post": {
-                "summary": (post.handler.__doc__ or "").strip(),
-                "requestBody": {"required": True, "content": _content(post.takes)},
-                "responses": {"200": {"description": "OK", "content": replies}, "4XX": refused, "5XX": refused},
-            }
+        paths.setdefault(post.path, {})["post"] = {
+            "summary": (post.handler.__doc__ or "").strip(),
+            "requestBody": {"required": True, "content": _content(post.takes)},
+            "responses": {"200": {"description": "OK", "content": replies}, "4XX": refused, "5XX": refused},
         }
-    paths["/v1/models/{model}"]["get"]["parameters"] = [
-        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    ]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": penstock.__version__},

@@ -195,9 +195,9 @@ class DeviceInputs:
     def _prepare(self, rows: int, tokens: int, longest: int, table_width: int) -> tuple[RowTensors, GroupTensors]:
         """One call for each attention group; of those after the first only what concerns their blocks is kept."""
         sizes = rows, tokens, longest, table_width
-        made, *others = (
-            self._ops.prepare(self._packed, self._state.flat, places, *sizes) for places in self._state.groups
-        )
+        first, *rest = self._state.groups
+        made = self._ops.prepare(self._packed, self._state.flat, first, *sizes)
+        others = [self._ops.prepare(self._packed, self._state.flat, places, *sizes) for places in rest]
         return made, tuple((other.kv_slots, other.block_tables) for other in others)
 
     def _state_batch(self, rows: int) -> StateBatch | None:

@@ -11,7 +11,7 @@ from penstock.executor.loading.fields import Fields
 from penstock.executor.loading.gguf_config import ARCHITECTURES as GGUF
 from penstock.executor.models import catalogue, registry
 from penstock.executor.models.spec import DecoderSpec
-from tests.support.small_models import CASES, folder
+from tests.support.small_models import CASES, RECURRENT, folder
 
 
 def config(case: str) -> dict[str, object]:
@@ -44,7 +44,7 @@ def features(spec: object) -> set[str]:
 
 def test_features_are_those_of_the_specs_that_the_families_make() -> None:
     found: dict[str, set[str]] = {}
-    for case in CASES:
+    for case in CASES | RECURRENT:
         fields = Fields(config(case))
         name, architecture = registry.find_architecture(fields)
         found.setdefault(name.removesuffix("ForCausalLM"), set()).update(features(architecture.read_spec(fields)))

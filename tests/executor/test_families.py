@@ -44,10 +44,12 @@ def edited(tmp_path: Path, case: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("case", NEW)
 def test_preempted_and_cached_requests_get_the_same_tokens(case: str) -> None:
-    """A pool that is too small for all of them; the second round finds the prompts in the cache, or what is left."""
+    """A pool that is too small for all of them; the second round finds the prompts in the cache, or what is left.
+
+    A request with windows is admitted when all that it can ever need is free: such a pool makes it wait."""
     given = [prompts(1, seed=9, low=30, high=30)[0] + prompts(1, seed=seed, low=5, high=20)[0] for seed in range(6)]
     expected = [greedy(case, prompt, 20)[0] for prompt in given]
-    per_block = executor_of(case).info.block_bytes
+    info = executor_of(case).info
     with LLM(
         str(folder(case)),
         skip_tokenizer=True,
@@ -57,14 +59,14 @@ def test_preempted_and_cached_requests_get_the_same_tokens(case: str) -> None:
         max_model_len=128,
         max_num_seqs=8,
         max_num_batched_tokens=32,
-        kv_cache_bytes=25 * per_block,
+        kv_cache_bytes=(25 if len(info.groups) == 1 else 48) * info.block_bytes,
     ) as llm:
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         rounds = [llm.generate(given, params, use_tqdm=False) for _ in range(2)]
         num_preemptions = llm.get_metrics()["num_preemptions"]
     assert [[output.outputs[0].token_ids for output in each] for each in rounds] == [expected, expected]
     assert any(output.num_cached_tokens for output in rounds[1])
-    assert num_preemptions > 0
+    assert num_preemptions > 0 or any(group.kind == "window" for group in info.groups)
 
 
 def test_longrope_goes_by_the_longest_sequence_there_may_be(tmp_path: Path) -> None:

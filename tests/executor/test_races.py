@@ -105,7 +105,9 @@ def test_one_pool_for_forward_passes_and_draws_would_be_a_race(monkeypatch: pyte
         monkeypatch.setattr(rank, "CudaGraphs", lambda: pool)
         executor = open_executor(monkeypatch)
         world = World(executor, 1, SAMPLINGS[:2], False, lambda: gpu.thread("the finisher"))
-        with pytest.raises(Race, match=r"(?s)outbox.py reads.*\n.*graphs.py:\d+ _compute.*\n.*outbox.py:\d+ send"):
+        with pytest.raises(
+            Race, match=r"(?s)outbox.py reads.*\n.*inputs.py:\d+ compute_singles.*\n.*outbox.py:\d+ send"
+        ):
             world.run(50)
 
 
