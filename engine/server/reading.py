@@ -14,7 +14,7 @@ from penstock.engine.server.responses import (
     ToolCallDelta,
 )
 from penstock.engine.text.tools.answer_reader import AnswerReader
-from penstock.engine.text.tools.harmony import HarmonyReader
+from penstock.engine.text.tools.harmony_reader import HarmonyReader
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 
 SHORT_ID = 9  # an id of this length has no prefix: Mistral's templates allow nothing but letters and digits

@@ -60,8 +60,9 @@ class ReadingPlan:
         # Most answers need none of this.
         from penstock.engine.server.reading import Reading
         from penstock.engine.text.tools.answer_reader import AnswerReader
+        from penstock.engine.text.tools.harmony_reader import HarmonyReader
 
-        kind = harmony.HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
+        kind = HarmonyReader if is_harmony(self.calls, self.thinking) else AnswerReader
         reader = kind(self.calls, self.thinking, is_certain=self.is_certain)
         return Reading(reader, self.calls.form.id_length if self.calls is not None else 0, self.shows_reasoning)
 

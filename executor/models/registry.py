@@ -15,7 +15,6 @@ from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops
 from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.fields import Fields
-from penstock.executor.models.catalogue import missing
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.weights import Weights
 
@@ -127,9 +126,11 @@ def text_of(config: dict[str, Any], where: str) -> dict[str, Any]:
 def find_architecture(fields: Fields) -> tuple[str, Architecture]:
     """The first entry of `architectures` and how to build it."""
     names = fields.texts("architectures") or []
-    if names and names[0] not in ARCHITECTURES and (needed := missing(names[0])):
-        raise fields.error("architectures", names, f"a family of `penstock models`; {names[0]} needs {needed}")
     if not names or names[0] not in ARCHITECTURES:
+        from penstock.executor.models.catalogue import missing
+
+        if names and (needed := missing(names[0])):
+            raise fields.error("architectures", names, f"a family of `penstock models`; {names[0]} needs {needed}")
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
     home, reader = ARCHITECTURES[names[0]]
     module = import_module(f"penstock.executor.models.{home}")

@@ -9,14 +9,7 @@ commentary channel that is to no function introduces calls: it is part of the an
 there is not. Knows the marks as text; that they are special tokens is tool_choice.py's.
 """
 
-import re
-from collections.abc import Collection
-
-import msgspec
-
-from penstock.engine.text.tools.formats import Calls, Format, Written
-from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
-from penstock.engine.text.tools.scan import MAX_FRAME_CHARS, num_held
+from penstock.engine.text.tools.formats import Format, Written
 from penstock.engine.text.tools.thinking import HARMONY as MARKS
 from penstock.engine.text.tools.thinking import Thinking
 
@@ -33,13 +26,6 @@ FORM = Format(
     has_many=False,  # a call ends the turn
 )
 
-_ENDS = (END, CALL, RETURN, START)  # the last of them where a model forgot the others
-_END = re.compile("|".join(map(re.escape, _ENDS)))
-_TO = re.compile(r"\bto=(\S+?)(?=\s|<\||$)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_TOKEN = re.compile("|".join(map(re.escape, TOKENS)))
-_HEADER_BEGINS = ("<|", "to=")  # behind `<|start|>assistant`
-
 
 def is_written(source: str) -> bool:
     """Whether a chat template is of this format."""
@@ -50,111 +36,3 @@ def after_prompt(prompt: str) -> Thinking:
     """`prompt`: its end. What it has begun belongs to the answer's first message."""
     begun = prompt[prompt.rindex(START) :].strip() if START in prompt else ""
     return Thinking(MARKS, begun="" if begun == f"{START}assistant" else begun)
-
-
-class HarmonyReader:
-    """As AnswerReader (answer_reader.py), for answers in this format."""
-
-    def __init__(self, calls: Calls | None, thinking: Thinking | None, *, is_certain: bool) -> None:
-        self._names: Collection[str] = () if calls is None else {function.name for function in calls.functions}
-        self._is_certain = is_certain
-        self._text = "" if thinking is None else thinking.begun  # what is not decided
-        self._is_header = True
-        self._channel, self._function = "final", ""  # of the message: the function is one that may be called
-        self._body: list[str] = []  # of a call that may still turn out to be none
-        self._num_calls, self._is_within_call = 0, False
-        self._out: list[Piece] = []
-        self.feed("")
-        self._out = []  # what the prompt has said
-
-    @property
-    def has_called(self) -> bool:
-        return self._num_calls > 0 and not self._is_within_call
-
-    def feed(self, text: str) -> list[Piece]:
-        self._text += text
-        while self._read_header() if self._is_header else self._read_body():
-            pass
-        out, self._out = self._out, []
-        return out
-
-    def finish(self) -> list[Piece]:
-        """What was held back. A header that never ended is no text of the answer, unless it is none."""
-        if self._is_header and _TOKEN.search(self._text) is None:
-            self._is_header, self._channel = False, "final"
-        if not self._is_header:
-            self._take(self._text)
-            self._end_message()
-        self._text = ""
-        out, self._out = self._out, []
-        return out
-
-    def check(self) -> None:
-        """What holds between two pieces."""
-        assert not self._out and not (self._is_within_call and self._body)
-
-    def _read_header(self) -> bool:
-        """Up to the body, if it is there. What cannot be a header is the text of an answer without any."""
-        at = self._text.find(MESSAGE)
-        head = self._text.lstrip()
-        may_be = any(head.startswith(mark[: len(head)]) for mark in _HEADER_BEGINS)
-        if not may_be or (at < 0 and len(self._text) > MAX_FRAME_CHARS):
-            self._is_header, self._channel = False, "final"
-            self._text = self._text if not may_be else _TOKEN.sub("", self._text)
-            return True
-        if at < 0:
-            return False
-        header, self._text = self._text[:at], self._text[at + len(MESSAGE) :]
-        channel, to = _CHANNEL.search(header), _TO.search(header)
-        self._channel = "final" if channel is None else channel[1]
-        name = "" if to is None else to[1].removeprefix("functions.")
-        self._function = name if name in self._names else ""
-        self._is_header = False
-        if self._function and self._is_certain:
-            self._announce()
-        return True
-
-    def _read_body(self) -> bool:
-        found = _END.search(self._text)
-        if found is None:
-            kept = len(self._text) - num_held(self._text, 0, _ENDS)
-            self._take(self._text[:kept])
-            self._text = self._text[kept:]
-            return False
-        self._take(self._text[: found.start()])
-        self._text = self._text[found.start() if found[0] == START else found.end() :]
-        self._end_message()
-        return bool(self._text)
-
-    def _take(self, text: str) -> None:
-        if not text:
-            return
-        if self._is_within_call:
-            self._out.append(Arguments(self._num_calls - 1, text))
-        elif self._function:
-            self._body.append(text)
-        else:
-            self._out.append(Reasoning(text) if self._channel == "analysis" else Content(text))
-
-    def _end_message(self) -> None:
-        """A call that no grammar held the model to is one if its arguments are an object."""
-        if self._function and not self._is_within_call:
-            body, self._body = "".join(self._body), []
-            if _is_object(body or "{}"):
-                self._announce()
-                self._out.append(Arguments(self._num_calls - 1, body.strip() or "{}"))
-            elif body:
-                self._out.append(Content(body))
-        self._is_header, self._is_within_call, self._function = True, False, ""
-
-    def _announce(self) -> None:
-        self._out.append(CallStart(self._num_calls, self._function))
-        self._num_calls += 1
-        self._is_within_call = True
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(text), dict)
-    except (msgspec.DecodeError, RecursionError):
-        return False

@@ -14,7 +14,8 @@ from penstock.engine.sampling_params import StructuredOutputs
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.engine.text.tools import formats, thinking
 from penstock.engine.text.tools.formats import Calls
-from penstock.engine.text.tools.harmony import FORM, TOKENS, HarmonyReader, after_prompt, is_written
+from penstock.engine.text.tools.harmony import FORM, TOKENS, after_prompt, is_written
+from penstock.engine.text.tools.harmony_reader import HarmonyReader
 from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
 from tests.support.chat_samples import HARMONY
 from tests.support.fake_engine import byte_tokenizer
