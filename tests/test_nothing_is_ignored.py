@@ -36,6 +36,7 @@ SAID = {
     "override_generation_config": '{"temperature": 0.5}',
     "eplb_config": '{"window": 7}',
     "allowed_origins": "https://app.example",
+    "response_store": ":memory:",  # any other would be a file, which is opened
     "kv_peers": "127.0.0.1:9100",
     "kv_peer_listen": "127.0.0.1:9101",
     "backends": "http://127.0.0.1:2",
