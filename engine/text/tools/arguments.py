@@ -6,6 +6,7 @@ the end. Each character is looked at a bounded number of times, and what comes o
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
@@ -126,7 +127,7 @@ def _inside(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-class PieceReader:
+class PieceReader(ABC):
     """Reads piece by piece, for as long as the next one is there."""
 
     def __init__(self, found: str) -> None:
@@ -144,9 +145,9 @@ class PieceReader:
         found, self._found = "".join(self._found), []
         return at, found, self._is_done
 
+    @abstractmethod
     def _piece(self, text: str, at: int) -> tuple[int, bool]:
         """The place behind what has been read, and whether there may be more."""
-        raise NotImplementedError
 
 
 class Tagged(PieceReader):
