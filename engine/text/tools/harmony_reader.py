@@ -3,11 +3,9 @@
 import re
 from collections.abc import Collection
 
-import msgspec
-
 from penstock.engine.text.tools.formats import Calls
 from penstock.engine.text.tools.harmony import CALL, END, MESSAGE, RETURN, START, TOKENS
-from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning
+from penstock.engine.text.tools.reader import Arguments, CallStart, Content, Piece, Reasoning, object_in
 from penstock.engine.text.tools.scan import MAX_FRAME_CHARS, num_held
 from penstock.engine.text.tools.thinking import Thinking
 
@@ -107,7 +105,7 @@ class HarmonyReader:
         """A call that no grammar held the model to is one if its arguments are an object."""
         if self._function and not self._is_within_call:
             body, self._body = "".join(self._body), []
-            if _is_object(body or "{}"):
+            if object_in(body or "{}") is not None:
                 self._announce()
                 self._out.append(Arguments(self._num_calls - 1, body.strip() or "{}"))
             elif body:
@@ -118,10 +116,3 @@ class HarmonyReader:
         self._out.append(CallStart(self._num_calls, self._function))
         self._num_calls += 1
         self._is_within_call = True
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(text), dict)
-    except (msgspec.DecodeError, RecursionError):
-        return False

@@ -275,7 +275,7 @@ class CallReader:
             name, self._at = tail.name, tail.end
         if not is_announced:
             found = "".join(self._found) if head.kind != "none" else "{}"
-            whole = _object_in('"' + found if head.kind == "string" else found, head.kind == "string")
+            whole = object_in('"' + found if head.kind == "string" else found, head.kind == "string")
             if whole is None:
                 raise Malformed(self._at)
             self._announce(name, head.id)
@@ -382,7 +382,7 @@ class CallReader:
         return out
 
 
-def _object_in(text: str, is_quoted: bool) -> str | None:
+def object_in(text: str, is_quoted: bool = False) -> str | None:
     """The text of a JSON object, or the one that a JSON string holds; None where it is none."""
     try:
         text = msgspec.json.decode(text, type=str) if is_quoted else text
