@@ -73,6 +73,8 @@ class Rules:
     def __init__(self, special_ids: Mapping[str, int]) -> None:
         self.lines: list[str] = []
         self._special_ids = special_ids
+        longest = sorted(special_ids, key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(map(re.escape, longest))})") if longest else None
 
     def lark(self) -> str:
         return "\n".join(["%llguidance {}", *self.lines, f"TEXT: /{ANY}/"])
@@ -282,12 +284,7 @@ class Rules:
         )
 
     def _parts(self, text: str) -> list[str]:
-        longest = sorted(self._special_ids, key=len, reverse=True)
-        return (
-            [part for part in re.split("(" + "|".join(map(re.escape, longest)) + ")", text) if part]
-            if longest
-            else [text] * bool(text)
-        )
+        return [part for part in (self._special.split(text) if self._special else [text]) if part]
 
 
 def _openings(calls: Calls) -> list[tuple[str, str]]:
