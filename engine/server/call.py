@@ -41,6 +41,11 @@ class Call:
         return sum(answer.num_prompt_tokens for answer in self.answers)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompts, as far as it is known."""
+        return sum(answer.num_cached_tokens or 0 for answer in self.answers)
+
+    @property
     def num_tokens(self) -> int:
         """What was written so far."""
         return sum(answer.num_tokens for answer in self.answers)

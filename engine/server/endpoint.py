@@ -84,7 +84,7 @@ def _report(call: Call) -> dict[str, str]:
     """How much of the prompt was cached, for a router that asked."""
     if not call.reports or not call.answers:
         return {}
-    return {token_form.CACHED_HEADER: str(sum(each.num_cached_tokens or 0 for each in call.answers))}
+    return {token_form.CACHED_HEADER: str(call.num_cached_tokens)}
 
 
 async def _send_events(send: Send, events: AsyncGenerator[bytes, None], call: Call) -> None:

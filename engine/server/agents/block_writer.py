@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.http.errors import HttpError, error_body
-from penstock.engine.server.agents.events import EventQueue, Kind, num_cached_tokens
+from penstock.engine.server.agents.events import EventQueue, Kind
 from penstock.engine.server.call import Call
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
 
@@ -98,7 +98,7 @@ class BlockWriter:
         self.events.add("content_block_delta", index=len(self.reply.content) - 1, delta={"type": kind, **fields})
 
     def _usage(self) -> dict[str, int]:
-        cached = num_cached_tokens(self._call)
+        cached = self._call.num_cached_tokens
         return {
             "input_tokens": self._call.num_prompt_tokens - cached,
             "cache_read_input_tokens": cached,

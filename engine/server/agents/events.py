@@ -11,7 +11,6 @@ import msgspec
 from msgspec import UNSET
 
 from penstock.engine.http.errors import HttpError
-from penstock.engine.server.answers import usage
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ChatReply
 from penstock.engine.server.prompts import in_thread_if, render
@@ -110,11 +109,6 @@ async def num_prompt_tokens(service: Service, request: ChatRequest, size_bytes: 
     text = await render(request, service, size_bytes)
     adds = bool(request.add_special_tokens)
     return len(await in_thread_if(len(text) > INLINE_CHARS, lambda: service.tokenizer.encode(text, adds)))
-
-
-def num_cached_tokens(call: Call) -> int:
-    details = usage(call.answers).prompt_tokens_details
-    return details.cached_tokens if details else 0
 
 
 def thinking_switch(is_on: bool) -> dict[str, bool]:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.http.errors import HttpError
-from penstock.engine.server.agents.events import EventQueue, Kind, num_cached_tokens
+from penstock.engine.server.agents.events import EventQueue, Kind
 from penstock.engine.server.agents.items import PREFIXES
 from penstock.engine.server.call import Call
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
@@ -171,7 +171,7 @@ class ItemWriter:
         num_thought = sum(len(self._tokenizer.encode(text, False)) for text in thought)
         return {
             "input_tokens": call.num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": num_cached_tokens(call), "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": call.num_cached_tokens, "cache_write_tokens": 0},
             "output_tokens": call.num_tokens,
             "output_tokens_details": {"reasoning_tokens": min(num_thought, call.num_tokens)},
             "total_tokens": call.num_prompt_tokens + call.num_tokens,
