@@ -29,9 +29,14 @@ BYTES_PER_TOKEN = 4
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
-# What of the bodies of agents' APIs makes the prompt, in its order. Their ids are not made here: requests that begin alike
-# meet by their bytes, as without a tokenizer.
-AGENTS = {"/v1/responses": ("instructions", "input"), "/v1/messages": ("system", "messages")}
+# What of a body makes the prompt, in its order. Of agents' APIs no ids are made here: requests that begin alike meet by
+# their bytes, as without a tokenizer.
+PROMPTS = {
+    CHAT: ("messages",),
+    COMPLETIONS: ("prompt",),
+    "/v1/responses": ("instructions", "input"),
+    "/v1/messages": ("system", "messages"),
+}
 
 # Fields that do not touch the prompt. One that is not listed keeps the ids at home.
 BESIDE_THE_PROMPT = frozenset(
@@ -121,7 +126,7 @@ class Texts:
 
     def is_long(self, path: str, body: bytes) -> bool:
         """Whether preparing it would hold up the event loop: then it is done aside, in a thread."""
-        return len(body) > INLINE_CHARS and path in (CHAT, COMPLETIONS, *AGENTS)
+        return len(body) > INLINE_CHARS and path in PROMPTS
 
     async def prepare_aside(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Routable:
         return await asyncio.get_running_loop().run_in_executor(
@@ -130,19 +135,18 @@ class Texts:
 
     def prepare(self, path: str, body: bytes, asked: Asked, placement: Placement) -> Routable:
         """Raises HttpError for a body that no replica would take. Safe in any thread."""
-        if path not in (CHAT, COMPLETIONS, *AGENTS):
+        if path not in PROMPTS:
             return Routable(None, len(body) // BYTES_PER_TOKEN)
-        ids = self._ids(path, body, asked) if path not in AGENTS else None
+        ids = self._ids(path, body, asked) if path in (CHAT, COMPLETIONS) else None
         if ids is None:
-            names = AGENTS.get(path) or ("messages" if path == CHAT else "prompt",)
-            text = b"".join(bytes(getattr(asked, name)) for name in names)
+            text = b"".join(bytes(getattr(asked, name)) for name in PROMPTS[path])
             whole = text[: len(text) // BYTES_PER_TOKEN * BYTES_PER_TOKEN]
             return Routable(placement.prepare(whole, asked.cache_salt, None), len(text) // BYTES_PER_TOKEN)
         prompt = placement.prepare(ids.packed, asked.cache_salt, None)
         num_tokens = len(ids.packed) // 4
         if not ids.is_exact:
             return Routable(prompt, num_tokens)
-        form = token_form.pack(ids.fields, "messages" if path == CHAT else "prompt", ids.packed)
+        form = token_form.pack(ids.fields, PROMPTS[path][0], ids.packed)
         return Routable(prompt, num_tokens, form)
 
     def _ids(self, path: str, body: bytes, asked: Asked) -> Ids | None:
