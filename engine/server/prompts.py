@@ -115,15 +115,19 @@ async def render(request: ChatRequest | TokenizeRequest, service: Service, size_
 
 
 def _decode_messages(raw: Raw, info: ModelInfo) -> list[Message]:
-    # Building half a million objects holds up all other requests. A brace is the start of a message or of one of its parts,
-    # or it is text, of which hardly any tokenizer takes more than four braces for a token.
-    limit = 4 * (MAX_MESSAGES + info.max_model_len)
-    if bytes(raw).count(b"{") > limit:
-        raise InvalidRequest("messages", f"more than {limit} objects or braces cannot fit the context")
+    check_braces("messages", raw, info)
     messages = decode(_MESSAGES, raw, "messages")
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise InvalidRequest("messages", f"{len(messages)} given; 1 to {MAX_MESSAGES} are allowed")
     return messages
+
+
+def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:
+    """Building half a million objects holds up all other requests. A brace is the start of a message or of one of its
+    parts, or it is text, of which hardly any tokenizer takes more than four braces for a token."""
+    limit = 4 * (MAX_MESSAGES + info.max_model_len)
+    if bytes(raw).count(b"{") > limit:
+        raise InvalidRequest(field, f"more than {limit} objects or braces cannot fit the context")
 
 
 def _plain(place: str, message: Message) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.options import objection
 from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server.agents.items_schema import ITEM, CallItem, MessageItem, ReasoningItem, ResultItem, TextPart
-from penstock.engine.server.prompts import MAX_MESSAGES
+from penstock.engine.server.prompts import MAX_MESSAGES, check_braces
 from penstock.engine.server.service import as_http_error
 from penstock.executor.protocol import ModelInfo
 
@@ -65,13 +65,6 @@ def given_items(raw: Raw, info: ModelInfo) -> list[Item]:
     check_braces("input", raw, info)
     given = decode(_INPUT, raw, "input")
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
-
-
-def check_braces(field: str, raw: Raw, info: ModelInfo) -> None:
-    """As of messages (server/prompts.py): to build very many objects holds up all other requests."""
-    limit = 4 * (MAX_MESSAGES + info.max_model_len)
-    if bytes(raw).count(b"{") > limit:
-        raise InvalidRequest(field, f"more than {limit} objects or braces cannot fit the context")
 
 
 def named_items(given: list[Item], field: str, owner: str) -> list[Item]:

@@ -12,7 +12,7 @@ from penstock.engine.sampling_params import InvalidRequest
 from penstock.engine.server import requests as schema
 from penstock.engine.server.agents.block_writer import BlockWriter, MessageReply
 from penstock.engine.server.agents.events import num_prompt_tokens, thinking_switch, write
-from penstock.engine.server.agents.items import Messages, check_braces, in_words_of
+from penstock.engine.server.agents.items import Messages, in_words_of
 from penstock.engine.server.agents.messages_schema import (
     NOT_SERVED,
     BlockMessage,
@@ -24,6 +24,7 @@ from penstock.engine.server.agents.messages_schema import (
 )
 from penstock.engine.server.call import Call
 from penstock.engine.server.chat import ChatReply, ask
+from penstock.engine.server.prompts import check_braces
 from penstock.engine.server.service import Service
 
 VERSIONS = ("2023-06-01", "2026-10-21")  # what is taken and given is the same under both
