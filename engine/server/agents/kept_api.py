@@ -95,11 +95,14 @@ async def get_item(service: Service, call: Call, _body: bytes) -> dict[str, Any]
     return _listed(found[0])
 
 
-async def delete_item(service: Service, call: Call, body: bytes) -> dict[str, Any]:
-    item = await get_item(service, call, body)
+async def delete_item(service: Service, call: Call, _body: bytes) -> dict[str, Any]:
+    item_id = call.scope["path_params"]["item_id"]
 
     def without(kept: Kept) -> None:
-        kept["items"] = [each for each in kept["items"] if each["id"] != item["id"]]
+        left = [item for item in kept["items"] if item["id"] != item_id]
+        if len(left) == len(kept["items"]):
+            raise not_kept("item_id", item_id)
+        kept["items"] = left
 
     return _shown(await _changed(service, call, without))
 
@@ -134,9 +137,9 @@ async def _kept(service: Service, call: Call) -> Kept:
 
 
 async def _changed(service: Service, call: Call, change: Any) -> Kept:
-    await _kept(service, call)
     kept = await service.store.change(tenant_of(call), _id(call)[1], change)
     if kept is None:
+        await _kept(service, call)  # raises if it is not there
         raise HttpError(503, NO_ROOM)
     return kept
 
