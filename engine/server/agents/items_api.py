@@ -134,9 +134,10 @@ async def _chat(
     """What was given, and the chat that the request stands for."""
     past = [("input (before it)", item) for item in await _past(service, call, request)]
     given = named_items(given_items(request.input, service.info), "input", owner)
+    owners: dict[str, list[Item]] = {}
     for place, item in enumerate(given):
         if item["type"] == "item_reference":
-            given[place] = await _referred(service, call, f"input[{place}].id", item["id"])
+            given[place] = await _referred(service, call, f"input[{place}].id", item["id"], owners)
     placed = [*past, *((f"input[{place}]", item) for place, item in enumerate(given))]
     if not placed:
         raise InvalidRequest("input", "at least one item is needed")
@@ -161,12 +162,14 @@ async def _chat(
     return chat_of(starts[low])
 
 
-async def _referred(service: Service, call: Call, field: str, item_id: str) -> Item:
-    """An item by its id, in which its owner is named."""
+async def _referred(service: Service, call: Call, field: str, item_id: str, owners: dict[str, list[Item]]) -> Item:
+    """An item by its id, in which its owner is named. `owners`: what was read for the references before it."""
     token = item_id.partition("_")[2][:32]
     for owner in (f"resp_{token}", f"conv_{token}"):
-        kept = await service.store.get(tenant_of(call), owner)
-        for item in kept["items"] if kept else ():
+        if owner not in owners:
+            kept = await service.store.get(tenant_of(call), owner)
+            owners[owner] = kept["items"] if kept else []
+        for item in owners[owner]:
             if item["id"] == item_id:
                 return dict(item)
     raise not_kept(field, item_id, 400)
