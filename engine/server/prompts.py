@@ -99,7 +99,8 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
 
 
 async def render(request: ChatRequest | TokenizeRequest, service: Service, size_bytes: int) -> str:
-    """The prompt that the model's chat template makes of the messages; `size_bytes`: of the whole request."""
+    """The prompt that the model's chat template makes of the messages; `size_bytes`: of the whole request, to which kept
+    messages may have been added."""
     template = service.template
     if template is None:
         raise InvalidRequest("messages", "this model has no chat template; use /v1/completions")
@@ -111,7 +112,7 @@ async def render(request: ChatRequest | TokenizeRequest, service: Service, size_
         plain = [_plain(f"messages[{index}]", message) for index, message in enumerate(messages)]
         return chat_prompt(template, plain, tools=tools, **rendering(request))
 
-    return await in_thread_if(size_bytes > INLINE_CHARS, prompt)
+    return await in_thread_if(max(size_bytes, len(bytes(request.messages))) > INLINE_CHARS, prompt)
 
 
 def _decode_messages(raw: Raw, info: ModelInfo) -> list[Message]:

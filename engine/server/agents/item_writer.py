@@ -10,7 +10,9 @@ from penstock.engine.http.errors import HttpError
 from penstock.engine.server.agents.events import EventQueue, Kind
 from penstock.engine.server.agents.items import PREFIXES
 from penstock.engine.server.call import Call
+from penstock.engine.server.prompts import in_thread_if
 from penstock.engine.server.responses import ChatFinish, ChatLogprobs, ToolCallDelta
+from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.tokenizer import Tokenizer
 
 # Of each kind of part the type of its item, and that of its text and of the text's events.
@@ -120,7 +122,7 @@ class ItemWriter:
 
     async def _finish(self, status: str) -> None:
         self._close("completed" if status == "completed" else "incomplete")
-        self.reply.status, self.reply.usage = status, self._usage()
+        self.reply.status, self.reply.usage = status, await self._usage()
         self.reply.store = await self._keep(self.reply)
         self._event(f"response.{status}", response=self.reply)
 
@@ -163,12 +165,14 @@ class ItemWriter:
         self.events.add(kind, sequence_number=self._num_events, **fields)
         self._num_events += 1
 
-    def _usage(self) -> dict[str, Any]:
+    async def _usage(self) -> dict[str, Any]:
         call = self._call
         thought = [
             part["text"] for item in self.reply.output if item["type"] == "reasoning" for part in item["content"]
         ]
-        num_thought = sum(len(self._tokenizer.encode(text, False)) for text in thought)
+        is_long = sum(map(len, thought)) > INLINE_CHARS
+        ids = await in_thread_if(is_long, lambda: [self._tokenizer.encode(text, False) for text in thought])
+        num_thought = sum(map(len, ids))
         return {
             "input_tokens": call.num_prompt_tokens,
             "input_tokens_details": {"cached_tokens": call.num_cached_tokens, "cache_write_tokens": 0},

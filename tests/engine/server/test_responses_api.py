@@ -1,6 +1,7 @@
 """/v1/responses and /v1/conversations, as OpenAI's own package sends and reads them."""
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,8 +9,11 @@ import httpx
 import openai
 import pytest
 
+from penstock.engine.server import prompts
 from penstock.engine.server.server_config import Keeping
+from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.engine.text.template import ChatTemplate
+from penstock.engine.text.tokenizer import Tokenizer
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import FakeEngine, byte_tokenizer
 from tests.support.running_server import MODEL, Running, running, until
@@ -355,3 +359,44 @@ def test_requests_are_counted_by_route_and_not_by_id(server: Running, client: An
     until(lambda: "/items/{item_id}" in server.http.get("/metrics").text)
     counted = server.http.get("/metrics").text
     assert '/v1/responses/{response_id}"' in counted and "conv_x" not in counted
+
+
+# Work that would hold up the event loop is done aside.
+
+
+def test_a_long_conversation_is_rendered_aside_however_short_what_comes_is(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    render = prompts.chat_prompt
+
+    def watched(*args: Any, **options: Any) -> str:
+        threads.append(threading.get_ident())
+        return render(*args, **options)
+
+    monkeypatch.setattr(prompts, "chat_prompt", watched)
+    loop_thread = server.call(threading.get_ident)
+    for length in (10, INLINE_CHARS):
+        item = {"type": "message", "role": "user", "content": "x" * length}
+        conversation = server.post("/v1/conversations", {"items": [item]}).json()["id"]
+        server.post("/v1/responses", {"model": MODEL, "input": "Hi", "conversation": conversation})
+    assert [thread == loop_thread for thread in threads] == [True, False]
+
+
+def test_the_tokens_of_long_reasoning_are_counted_aside(qwen: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    encode = Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, *options: Any) -> Any:
+        if text.startswith("Hm"):
+            threads.append(threading.get_ident())
+        return encode(self, text, *options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    monkeypatch.setattr("penstock.engine.server.agents.item_writer.INLINE_CHARS", 100, raising=False)
+    for length in (10, 200):
+        qwen.engine.reply = f"<think>\nHm{'m' * length}\n</think>\n\nYes."
+        response = client_of(qwen).responses.create(model=MODEL, input="Hi")
+        assert response.usage.output_tokens_details.reasoning_tokens == length + 2
+    loop_thread = qwen.call(threading.get_ident)
+    assert [thread == loop_thread for thread in threads] == [True, False]
