@@ -87,7 +87,8 @@ async def write(
                     raise HttpError(503, "the answer was ended before it was complete")
                 if choice.finish_reason is not None:
                     await writer.end(choice.finish_reason, choice.stop_reason or None)
-            yield writer.events.taken()
+            if piece := writer.events.taken():
+                yield piece
     except REFUSALS as error:
         if raises or (call.reports and not has_begun):  # of a router: it asks another engine
             raise

@@ -1,12 +1,15 @@
 """/v1/messages, as Anthropic's own package sends and reads them; what it sends is written out where it may be missing."""
 
+import asyncio
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from penstock.engine.server.agents.events import EventQueue, write
 from penstock.engine.text.template import ChatTemplate
 from tests.support.chat_samples import QWEN3
 from tests.support.fake_engine import byte_tokenizer
@@ -231,3 +234,22 @@ def test_what_cannot_be_served_is_refused_under_its_own_name(
 ) -> None:
     answer = post(server, **fields)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+
+
+def test_what_is_held_back_sends_no_piece() -> None:
+    """A router is answered with the first piece; one without anything in it would come before there is an answer."""
+    calls = SimpleNamespace(reports=False, answers=[arriving()])
+    service = SimpleNamespace(seen=lambda _answer, updates: updates)
+    reply = SimpleNamespace(chunks=lambda _place, _update: [])
+    writer = SimpleNamespace(events=EventQueue(is_stream=True))
+
+    async def pieces() -> list[bytes]:
+        return [
+            piece async for piece in write(cast(Any, service), cast(Any, calls), cast(Any, reply), cast(Any, writer))
+        ]
+
+    assert asyncio.run(pieces()) == []
+
+
+async def arriving() -> AsyncIterator[list[str]]:
+    yield ["half a character"]
