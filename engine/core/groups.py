@@ -143,9 +143,18 @@ class Groups:
         request.branch = prefix.num_seen if prefix.num_seen > num else 0
         return copies
 
-    def cut(self, request: Request, count: int) -> int:
-        """So many positions of the next `count` are computed in one row: it ends where a checkpoint is due."""
-        return min(count, self._next_checkpoint(request) - request.num_scheduled) if self._num_pages else count
+    def begin_row(self, request: Request, count: int) -> int:
+        """Give back what no later row needs. So many positions of the next `count` are computed in one row: it ends where a
+        checkpoint is due."""
+        start = request.num_scheduled
+        for group, window in self._windows:
+            table, left = request.tables[group], request.num_left[group]
+            first = max(0, start + 1 - window) // self._size
+            if first > left:
+                self._pool.release([block for block in table[left:first] if block])
+                table[left:first] = [0] * len(table[left:first])
+                request.num_left[group] = first
+        return min(count, self._next_checkpoint(request) - start) if self._num_pages else count
 
     def _next_checkpoint(self, request: Request) -> int:
         """The first position behind those that were scheduled: one every few blocks, at the last full block of the prompt,
@@ -157,24 +166,15 @@ class Groups:
         return min([position for position in due if position > start] + [(start // every + 1) * every])
 
     def num_missing(self, request: Request, end: int) -> int:
-        """How many pages the next row takes if it goes up to `end`, when what no later row needs is given back."""
-        start = request.num_scheduled
-        for group, window in self._windows:
-            table = request.others[group - 1] if group else request.blocks
-            first = max(0, start + 1 - window) // self._size
-            left = request.num_left[group]
-            if first > left:
-                self._pool.release([block for block in table[left:first] if block])
-                table[left:first] = [0] * len(table[left:first])
-                request.num_left[group] = first
+        """How many pages the next row takes if it goes up to `end`."""
         blocks = -(-end // self._size)
-        missing = sum(max(0, blocks - len(table)) for table in (request.blocks, *request.others))
+        missing = sum(max(0, blocks - len(table)) for table in request.tables)
         return missing + (self._num_pages if request.is_state_shared else 0)
 
     def extend(self, request: Request, end: int) -> list[int]:
         """Take what the next row needs, up to `end`. Returns pages that only this row still reads."""
         pool, blocks = self._pool, -(-end // self._size)
-        for table in (request.blocks, *request.others):
+        for table in request.tables:
             if blocks > len(table):
                 table += pool.allocate(blocks - len(table))
         if not self._num_pages:
@@ -201,7 +201,7 @@ class Groups:
         for block in range(request.num_registered, end):
             if self.registered is not None:
                 self.registered.append(request.keys[block])
-            for group, table in enumerate((request.blocks, *request.others)):
+            for group, table in enumerate(request.tables):
                 page = table[block]
                 if not page:  # it has left the window before its key was known
                     continue
@@ -238,8 +238,7 @@ class Groups:
             pages = [page for key in self.state_keys(request, num) if (page := self._pool.find(key))]
             self._pool.hold(pages)
             self._pool.release(pages)
-        tables = request.blocks, *request.others
-        self._pool.release([page for pages in zip_longest(*tables, fillvalue=0) for page in pages if page])
+        self._pool.release([page for pages in zip_longest(*request.tables, fillvalue=0) for page in pages if page])
         self._pool.release([*request.state, *chain.from_iterable(request.checkpoints.values())])
         request.others, request.num_left, request.num_sent_others, request.state = [], [], [], []
         request.sent_state, request.new_state = ([], []), ((), ())
@@ -257,13 +256,12 @@ class Groups:
 
     def held(self, request: Request) -> Iterator[int]:
         """Every page as often as it is held."""
-        return filter(None, chain(request.blocks, *request.others, request.state, *request.checkpoints.values()))
+        return filter(None, chain(*request.tables, request.state, *request.checkpoints.values()))
 
     def check(self, request: Request) -> None:
         """Assert that a running request has what its next row reads."""
         for group, window in self._windows:
-            table = request.others[group - 1] if group else request.blocks
-            seen = table[max(0, request.num_scheduled + 1 - window) // self._size :]
+            seen = request.tables[group][max(0, request.num_scheduled + 1 - window) // self._size :]
             assert all(seen), "a block that is still seen was given back"
         assert len(request.state) in (0, self._num_pages)
         assert request.state or request.is_state_shared or not self._num_pages

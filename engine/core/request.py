@@ -146,6 +146,11 @@ class Request:
             self.num_pending += 1
         return row
 
+    @property
+    def tables(self) -> list[list[int]]:
+        """Of all attention groups."""
+        return [self.blocks, *self.others]
+
     def _other_blocks(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Of each table the entries that the executor has yet to get, and where they begin."""
         tables, sent = self.others, self.num_sent_others

@@ -166,7 +166,7 @@ class Scheduler:
             if request.drafts and request.num_pending:
                 continue
             if self.groups is not None:
-                count = self.groups.cut(request, count)
+                count = self.groups.begin_row(request, count)
             end = request.num_scheduled + count
             missing = -(-end // self.block_size) - len(request.blocks)
             if self.groups is not None:
@@ -247,8 +247,7 @@ class Scheduler:
                 continue
             count = min(len(request.tokens) - request.num_scheduled, budget)
             if self.groups is not None:
-                count = self.groups.cut(request, count)
-                self.groups.num_missing(request, request.num_scheduled + count)
+                count = self.groups.begin_row(request, count)
                 self._holdings.extend(request, request.num_scheduled + count)
             planned[request] = request.row(count, samples=request.num_scheduled + count == len(request.tokens))
             budget -= count

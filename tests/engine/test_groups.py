@@ -34,7 +34,7 @@ def test_blocks_that_no_window_sees_any_more_are_given_back() -> None:
     while world.scheduler.has_work():
         world.step()
         for request in world.scheduler.running:
-            held = [sum(map(bool, table)) for table in (request.blocks, *request.others)]
+            held = [sum(map(bool, table)) for table in request.tables]
             most = max(most, *held[1:])
             assert held[0] == len(request.blocks) and held[1] == held[2]
     assert most == 4 < WINDOW.most_pages(60, 8, BLOCK_SIZE), "one fewer, as rows begin where blocks do"
