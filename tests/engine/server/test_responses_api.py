@@ -11,7 +11,7 @@ import pytest
 
 from penstock.engine.server import prompts
 from penstock.engine.server.server_config import Keeping
-from penstock.engine.text.prompt import INLINE_CHARS
+from penstock.engine.text.prompt import INLINE_CHARS, chat_prompt
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from tests.support.chat_samples import QWEN3
@@ -368,11 +368,10 @@ def test_a_long_conversation_is_rendered_aside_however_short_what_comes_is(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
-    render = prompts.chat_prompt
 
     def watched(*args: Any, **options: Any) -> str:
         threads.append(threading.get_ident())
-        return render(*args, **options)
+        return chat_prompt(*args, **options)
 
     monkeypatch.setattr(prompts, "chat_prompt", watched)
     loop_thread = server.call(threading.get_ident)
