@@ -153,3 +153,8 @@ def test_what_is_not_computed_is_refused_by_name(field: str, value: object) -> N
 def test_other_kinds_of_mxfp4_are_refused_by_name(coded: Path, cut: dict[str, Any]) -> None:
     with pytest.raises(ExecutorError, match="dequantize|group"):
         executor_of(coded, hf_overrides={"quantization_config": cut})
+
+
+def test_random_weights_need_no_tensors_of_the_folder(coded: Path, tmp_path: Path) -> None:
+    shutil.copy(coded / "config.json", tmp_path)
+    assert "weights as codes" not in executor_of(tmp_path, load_format="dummy").info.memory
