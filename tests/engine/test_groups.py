@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from penstock.cache.keys import block_keys, namespace_root, page_key
-from penstock.engine.messages import Submit
 from penstock.executor.protocol import ExecutorError, GroupInfo
 from tests.engine.test_tiers import tier_storm
 from tests.support.flaky_store import FlakyStore
-from tests.support.simulation import BLOCK_SIZE, World, random_drafts, random_request, submit
+from tests.support.simulation import BLOCK_SIZE, World, random_drafts, submit
 
 FULL = GroupInfo()
 WINDOW = GroupInfo("window", 2 * BLOCK_SIZE + 1)
@@ -210,23 +209,7 @@ def storm(seed: int, num_steps: int, has_drafts: bool = False) -> dict[str, int]
         groups=groups,
         **shape,
     )
-    messages: dict[str, Submit] = {}
-    counts = {"steps": 0, "finished": 0, "aborted": 0, "preempted": 0, "hits": 0}
-    while counts["steps"] < num_steps or world.scheduler.has_work():
-        if counts["steps"] < num_steps and rng.random() < 0.3 and len(world.scheduler.waiting) < 20:
-            message = random_request(rng, len(messages), repeats=has_drafts, **shape)
-            messages[message.request_id] = message
-            world.submit(message)
-        if messages and rng.random() < 0.03:
-            world.abort(rng.choice(list(messages)[-20:]))
-        world.step()
-        counts["steps"] += 1
-    world.compare(messages, counts, f"seed {seed}")
-    stats = world.scheduler.stats()
-    assert stats.num_used_blocks == 0
-    counts["preempted"], counts["hits"] = stats.num_preemptions, stats.prefix_hits
-    counts["accepted"] = stats.accepted_tokens
-    return counts
+    return world.storm(rng, num_steps, f"seed {seed}", repeats=has_drafts, **shape)
 
 
 @pytest.mark.timeout(900)

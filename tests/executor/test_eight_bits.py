@@ -44,20 +44,11 @@ def in_eight_bits(monkeypatch: pytest.MonkeyPatch, fused: FusedExperts | None = 
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
 
 
-def generate(executor: Any, given: list[list[int]]) -> list[list[int]]:
-    driver = Driver(executor)
-    sequences = []
-    for prompt in given:
-        sequences.append(driver.admit(prompt))
-        driver.advance(*sequences, chunk=7)
-    return driver.generate(*sequences, count=COUNT, chunk=7)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_on_a_cpu_the_tokens_are_transformers_on_the_numbers(case: str) -> None:
     given = prompts(3, seed=3)
     executor = UniprocExecutor(config_of(folders(case)[0]))
-    assert generate(executor, given) == [greedy(case, prompt, COUNT) for prompt in given]
+    assert Driver(executor).one_by_one(COUNT, given) == [greedy(case, prompt, COUNT) for prompt in given]
     full = UniprocExecutor(config_of(folders(case)[1])).info.memory
     narrow = executor.info.memory
     assert narrow["FP8 weights as float32"] > narrow["weights"] > 0
@@ -70,7 +61,7 @@ def test_ranks_cut_within_blocks_and_give_the_same_tokens(case: str, by_experts:
     given = prompts(3, seed=3)
     executor = open_multiproc(config_of(folders(case)[0], tensor_parallel_size=2, enable_expert_parallel=by_experts))
     try:
-        got = generate(executor, given)
+        got = Driver(executor).one_by_one(COUNT, given)
     finally:
         executor.close()
     assert got == [greedy(case, prompt, COUNT) for prompt in given]

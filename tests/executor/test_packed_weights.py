@@ -44,15 +44,6 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
 
 
-def generate(executor: Any, given: list[list[int]]) -> list[list[int]]:
-    driver = Driver(executor)
-    sequences = []
-    for prompt in given:
-        sequences.append(driver.admit(prompt))
-        driver.advance(*sequences, chunk=7)
-    return driver.generate(*sequences, count=COUNT, chunk=7)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_every_weight_is_the_numbers_that_were_packed(name: str) -> None:
     narrow, full = folders(name)
@@ -85,7 +76,7 @@ def test_on_a_cpu_tokens_are_those_of_the_numbers(name: str) -> None:
         assert "weights as codes" not in memory and memory["coded weights as float32"] > 0
     else:
         assert memory["weights as codes"] > 0 and "coded weights as float32" not in memory
-    assert generate(executor, given) == [greedy(name, prompt, COUNT) for prompt in given]
+    assert Driver(executor).one_by_one(COUNT, given) == [greedy(name, prompt, COUNT) for prompt in given]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -96,7 +87,7 @@ def test_where_a_gpu_computes_tokens_are_those_of_the_numbers(name: str, monkeyp
     memory = executor.info.memory
     assert all(experts.is_fused for experts in executor._rank._loaded.model.experts)
     assert memory["weights as codes"] > 0 and not {"coded weights as float32", "FP8 weights as float32"} & memory.keys()
-    assert generate(executor, given) == [greedy(name, prompt, COUNT) for prompt in given]
+    assert Driver(executor).one_by_one(COUNT, given) == [greedy(name, prompt, COUNT) for prompt in given]
 
 
 @pytest.mark.usefixtures("forked_ranks")
@@ -111,7 +102,7 @@ def test_ranks_cut_and_give_the_same_tokens(name: str, by_experts: bool) -> None
     try:
         # Inputs that are out of order are cut as numbers.
         assert not is_computed() or ("coded weights as float32" in executor.info.memory) is CASES[name].is_ordered
-        got = generate(executor, given)
+        got = Driver(executor).one_by_one(COUNT, given)
     finally:
         executor.close()
     assert got == [greedy(name, prompt, COUNT) for prompt in given]

@@ -180,6 +180,14 @@ class Driver:
             gains.append(num_right + 1)
         return gains
 
+    def one_by_one(self, count: int, prompts: list[list[int]]) -> list[list[int]]:
+        """`count` tokens for each prompt; each joins a step after the one before."""
+        sequences = []
+        for prompt in prompts:
+            sequences.append(self.admit(prompt))
+            self.advance(*sequences, chunk=7)
+        return self.generate(*sequences, count=count, chunk=7)
+
     def generate(self, *sequences: Sequence, count: int, chunk: int | None = None) -> list[list[int]]:
         """Step until every sequence has `count` tokens of output."""
         while waiting := [s for s in sequences if len(s.output) < count]:

@@ -147,6 +147,27 @@ class World:
                 counts["finished"] += 1
                 assert tokens == expected and last.embedding == embedding, f"{where}, request {name}"
 
+    def storm(
+        self, rng: random.Random, num_steps: int, name: str, vocab_size: int, max_model_len: int, repeats: bool = False
+    ) -> dict[str, int]:
+        """Random requests and aborts for that many steps, and what is left; all answers are compared."""
+        messages: dict[str, Submit] = {}
+        counts = {"steps": 0, "finished": 0, "aborted": 0}
+        while counts["steps"] < num_steps or self.scheduler.has_work():
+            if counts["steps"] < num_steps and rng.random() < 0.3 and len(self.scheduler.waiting) < 20:
+                message = random_request(rng, len(messages), vocab_size, max_model_len, repeats)
+                messages[message.request_id] = message
+                self.submit(message)
+            if messages and rng.random() < 0.03:
+                self.abort(rng.choice(list(messages)[-20:]))
+            self.step()
+            counts["steps"] += 1
+        self.compare(messages, counts, name)
+        stats = self.scheduler.stats()
+        assert stats.num_used_blocks == 0
+        counts |= {"preempted": stats.num_preemptions, "hits": stats.prefix_hits}
+        return counts | {"drafted": stats.draft_tokens, "accepted": stats.accepted_tokens}
+
     def tokens(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.tokens]
 

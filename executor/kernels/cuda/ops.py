@@ -3,6 +3,7 @@
 from penstock.executor.kernels import BlockOps, GroupOps, Ops
 from penstock.executor.kernels.card import Card
 from penstock.executor.kernels.cuda import (
+    convolution,
     delta_rule,
     draw_tokens,
     expanded,
@@ -21,8 +22,13 @@ from penstock.executor.kernels.cuda import (
 from penstock.executor.kernels.recurrent import RecurrentOps
 
 
+class _Recurrent:
+    convolve = staticmethod(convolution.convolve)
+    delta_rule = staticmethod(delta_rule.delta_rule)
+
+
 class CudaOps:
-    recurrent: RecurrentOps = delta_rule
+    recurrent: RecurrentOps = _Recurrent()
     rms_norm = staticmethod(rows.rms_norm)
     add_rms_norm = staticmethod(rows.add_rms_norm)
     gate = staticmethod(rows.gate)

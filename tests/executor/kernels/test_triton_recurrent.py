@@ -33,14 +33,16 @@ def test_rows_of_one_token_and_of_several_equal_the_twin(
 
 
 def test_keys_that_are_all_alike_lose_no_precision(device: torch.device) -> None:
-    """The triangular system is at its worst where every token overwrites what the one before it wrote."""
+    """The triangular system is at its worst where every token overwrites what the one before it wrote. Queries lean to
+    the one key: of those across it the norm would make float16's own rounding ten times as large."""
     layer = Layer.random(130, (1, 1, 16, 16), torch.float16, device=device)
     layer.weight[:] = 0
     layer.weight[-1] = 1
     layer.inputs.qkv[:, 16:32] = layer.inputs.qkv[:1, 16:32]
+    layer.inputs.qkv[:, :16] += 3 * layer.inputs.qkv[:, 16:32]
     layer.inputs.gates[:] = torch.tensor([6.0, -20.0])
     states = States(layer, 1, device)
     expected_states = states.copy()
     batch = batch_of([130], states.tables, new=(0,))
     actual, expected = layer.run(OPS, states.pages, batch), layer.run(torch_ops, expected_states.pages, batch)
-    torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1.5e-2)
