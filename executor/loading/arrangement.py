@@ -2,6 +2,10 @@
 
 The decoder knows one arrangement, that of Llama: one tensor for each projection of each expert, rotated pairs (i, i +
 half). `arranged` shows a checkpoint so, and reads nothing before it is asked for.
+
+Joined tensors of MXFP4 are two, as gpt-oss has them: `x_blocks` [experts, rows, depth / 32, 16] of two codes a byte and
+`x_scales` [experts, rows, depth / 32], powers of two. Such rows become those of GGUF, where a byte has the codes i and
+i + 16 of 32 neighbours and not 2 i and 2 i + 1.
 """
 
 import math
@@ -12,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.codes import Coded
+from penstock.executor.kernels.codes import CODE_TYPES, Coded
 from penstock.executor.kernels.eight_bits import BLOCK
 from penstock.executor.kernels.grouped import Grouped
 from penstock.executor.loading.block_scales import EIGHT_BITS
@@ -22,15 +26,18 @@ from penstock.executor.protocol import ExecutorError
 # The text part of multimodal checkpoints, since transformers 5 and before, and their other parts.
 _PREFIXES = (("model.language_model.", "model."), ("language_model.model.", "model."), ("language_model.lm_", "lm_"))
 _ROTATED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
+_BLOCKS = "_blocks"
 _OTHER_SENSES = ("vision_tower.", "multi_modal_projector.")
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     renames: tuple[tuple[str, str], ...] = ()  # parts of names and what we say, one after the other
-    # Part of a name, and what lies in such a tensor on top of each other: part of our name, and rows in any unit. A
-    # tensor of three dimensions has one such matrix for each expert, whose number takes the place of #.
+    # Part of a name, and what lies in such a tensor on top of each other: part of our name, and rows in any unit. With
+    # a # in our names the tensor has as much for each expert, whose number takes the place of it.
     joined: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+    alternating: tuple[str, ...] = ()  # parts of names of joined tensors whose parts' rows take turns, one each
+    turned: tuple[str, ...] = ()  # ends of names of joined tensors whose experts' matrices are transposed
     # Head size, and how much of it rotates: in queries and keys rotated pairs are neighbours, (2i, 2i + 1).
     neighbours: tuple[int, int] | None = None
     single: tuple[str, ...] = ()  # parts of names of tensors [1, n] that are to be [n]
@@ -41,12 +48,15 @@ AS_LLAMA = Arrangement()
 
 
 class _Place(NamedTuple):
-    """Where a tensor is: in which of the file's, for which expert, from which row on; no shape: that one, whole."""
+    """Where a tensor is: in which of the file's, for which expert, which rows of its matrix, transposed where that is
+    turned; no shape: that one, whole."""
 
     name: str
     shape: tuple[int, ...] | None = None
     expert: int | None = None
     start: int = 0
+    step: int = 1
+    is_turned: bool = False
 
 
 def arranged(checkpoint: Checkpoint, arrangement: Arrangement) -> Checkpoint:
@@ -60,10 +70,13 @@ class _Arranged:
         self._inner, self._given = checkpoint, arrangement
         self.config: dict[str, Any] = checkpoint.config
         self.has_codes = checkpoint.has_codes
+        names = checkpoint.names()
+        scales = {_scales_of(name) for name in names if name.endswith(_BLOCKS)}
         self._places = {
             ours: place
-            for name in checkpoint.names()
+            for name in names
             if not name.startswith(arrangement.ignored) and not name.removeprefix("model.").startswith(_OTHER_SENSES)
+            if name not in scales
             for ours, place in self._parts(name)
         }
 
@@ -76,14 +89,11 @@ class _Arranged:
 
     def read(self, name: str) -> Tensor | Coded | Grouped:
         place = self._places[name]
-        stored = self._inner.read(place.name)
-        if place.expert is not None:
-            assert isinstance(stored, Tensor)
-            stored = stored[place.expert]
-        if place.shape is not None:
-            part = stored.narrow(0, place.start, place.shape[0])
-            assert part is not None  # between rows anything can be cut
-            stored = part
+        stored = _cut(self._inner.read(place.name), place)
+        if place.shape is not None and place.name.endswith(_BLOCKS):
+            scales = _cut(self._inner.read(_scales_of(place.name)), place)
+            assert isinstance(stored, Tensor) and isinstance(scales, Tensor)
+            stored = Coded(name, CODE_TYPES["MXFP4"], _as_gguf(stored, scales))
         return self._apart(name, stored)
 
     def _parts(self, name: str) -> Iterator[tuple[str, _Place]]:
@@ -103,16 +113,32 @@ class _Arranged:
         if math.prod(shape) == 1:  # a scale of all
             yield from ((part, _Place(name)) for part, _ in parts)
             return
-        experts, (rows, *columns) = (range(shape[0]), shape[1:]) if len(shape) == 3 else ((None,), shape)
+        if name.endswith(_BLOCKS):
+            shape = self._coded_shape(name)
+        if is_turned := name.endswith(self._given.turned):
+            shape = (shape[0], *shape[:0:-1])
+        is_stacked = "#" in parts[0][0] and len(shape) > 1
+        experts, (rows, *columns) = (range(shape[0]), shape[1:]) if is_stacked else ((None,), shape)
         unit, rest = divmod(rows, sum(size for _, size in parts))
         if rest:
             names, sizes = ", ".join(part for part, _ in parts), ":".join(str(size) for _, size in parts)
             raise ExecutorError(f"tensor {name!r} of shape {list(shape)}: its rows are not {names} as {sizes}")
-        start = 0
+        start, step = 0, len(parts) if any(part in name for part in self._given.alternating) else 1
         for part, size in parts:
+            place = _Place(name, (size * unit, *columns), None, start, step, is_turned)
             for expert in experts:
-                yield part.replace("#", str(expert)), _Place(name, (size * unit, *columns), expert, start)
-            start += size * unit
+                yield part.replace("#", str(expert)), place._replace(expert=expert)
+            start += size * unit if step == 1 else 1
+
+    def _coded_shape(self, name: str) -> tuple[int, ...]:
+        """Of the numbers."""
+        shape, scales = self._inner.shape(name), _scales_of(name)
+        if len(shape) != 4 or shape[-1] != 16:
+            raise ExecutorError(f"tensor {name!r} of shape {list(shape)}: [experts, rows, depth / 32, 16] is expected")
+        found, expected = list(self._inner.shape(scales)) if scales in self._inner.names() else None, list(shape[:-1])
+        if found != expected:
+            raise ExecutorError(f"tensor {scales!r} of shape {expected} is expected, {found or 'none'} found")
+        return (*shape[:-2], 32 * shape[-2])
 
     def _apart(self, name: str, stored: Tensor | Coded | Grouped) -> Tensor | Coded | Grouped:
         """Rotated neighbours moved apart, in queries and keys alike, so that their products stay."""
@@ -129,3 +155,26 @@ class _Arranged:
         if isinstance(stored, Grouped):
             return stored.take(order)
         return stored._replace(rows=stored.rows[order]) if isinstance(stored, Coded) else stored[order]
+
+
+def _cut(stored: Tensor | Coded | Grouped, place: _Place) -> Tensor | Coded | Grouped:
+    if place.expert is not None:
+        assert isinstance(stored, Tensor)
+        stored = stored[place.expert].T if place.is_turned else stored[place.expert]
+    if place.step > 1:
+        assert isinstance(stored, Tensor)
+        return stored[place.start :: place.step]
+    part = stored if place.shape is None else stored.narrow(0, place.start, place.shape[0])
+    assert part is not None  # between rows anything can be cut
+    return part
+
+
+def _scales_of(name: str) -> str:
+    return f"{name.removesuffix(_BLOCKS)}_scales"
+
+
+def _as_gguf(blocks: Tensor, scales: Tensor) -> Tensor:
+    """[rows, depth / 32, 16] and [rows, depth / 32] -> [rows, depth / 32 * 17]"""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    packed = codes[..., :16] | codes[..., 16:] << 4
+    return torch.cat((scales[..., None], packed), dim=-1).flatten(1)

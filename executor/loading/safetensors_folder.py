@@ -22,10 +22,10 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
 class SafetensorsFolder:
-    has_codes = False
-
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self.config = config
+        self._method = (config.get("quantization_config") or {}).get("quant_method")
+        self.has_codes = self._method == "mxfp4"
         self._folder = folder
 
     def names(self) -> list[str]:
@@ -60,8 +60,7 @@ class SafetensorsFolder:
     @cached_property
     def _quantized(self) -> set[str]:
         """What config.json allows besides floats."""
-        method = (self.config.get("quantization_config") or {}).get("quant_method")
-        return set() if method is None else {_BYTES} if method == "mxfp4" else {_EIGHT_BITS}
+        return set() if self._method is None else {_BYTES} if self.has_codes else {_EIGHT_BITS}
 
     def _slice(self, name: str) -> Any:
         path, file = self._files[name]

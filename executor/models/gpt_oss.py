@@ -2,12 +2,23 @@
 
 from dataclasses import replace
 
-from penstock.executor.loading.checkpoint import Checkpoint
+from penstock.executor.loading.arrangement import Arrangement
 from penstock.executor.loading.fields import Fields
-from penstock.executor.loading.stacked_experts import StackedExperts
 from penstock.executor.models.families import pick_layers, spec_of, uniform_layers
 from penstock.executor.models.spec import DecoderSpec
 from penstock.executor.moe_spec import MoeSpec
+
+_PRODUCTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_KINDS = {"": "weight", "_blocks": "weight", "_bias": "bias"}
+ARRANGEMENT = Arrangement(
+    joined=tuple(
+        (f"experts.{product}{end}", tuple((f"experts.#.{part}.{kind}", 1) for part in parts))
+        for product, parts in _PRODUCTS.items()
+        for end, kind in _KINDS.items()
+    ),
+    alternating=("experts.gate_up_proj",),
+    turned=("experts.gate_up_proj", "experts.down_proj"),
+)
 
 
 def gpt_oss(fields: Fields) -> DecoderSpec:
@@ -36,9 +47,6 @@ def gpt_oss(fields: Fields) -> DecoderSpec:
         output_bias=has_biases,
         mlp_bias=True,
         has_sinks=True,
+        arrangement=ARRANGEMENT,
     )
     return replace(spec, activation="clamped_swish")
-
-
-def view(checkpoint: Checkpoint) -> Checkpoint:
-    return StackedExperts(checkpoint)

@@ -51,9 +51,6 @@ def load_model(
         text["tie_word_embeddings"] = not any(name.endswith("lm_head.weight") for name in checkpoint.names())
     fields = Fields(text, where)
     name, architecture = find_architecture(fields)
-    if architecture.view is not None:
-        checkpoint = architecture.view(checkpoint)
-        fields = Fields(checkpoint.config, fields.where)
     spec = architecture.read_spec(fields)
     is_gguf = path.suffix == ".gguf"
     kept_codes = _kept_codes(checkpoint, config, device)

@@ -13,7 +13,6 @@ from torch import Tensor
 from penstock.executor.batch import ForwardBatch, KvPages
 from penstock.executor.cache_layout import LayerCache
 from penstock.executor.kernels import Ops
-from penstock.executor.loading.checkpoint import Checkpoint
 from penstock.executor.loading.fields import Fields
 from penstock.executor.models.decoder import Decoder
 from penstock.executor.models.weights import Weights
@@ -54,7 +53,6 @@ class CausalModel(Protocol):
 class Architecture(NamedTuple):
     read_spec: Callable[[Fields], Any]
     build: Callable[[Any, Weights, Ops, int, torch.device], CausalModel]  # spec, weights, ops, positions, device
-    view: Callable[[Checkpoint], Checkpoint] | None  # what the two above take for the checkpoint, if not itself
 
 
 # The module beside this one, and the function in it that reads the settings. A module that has no `build` of its own
@@ -134,6 +132,4 @@ def find_architecture(fields: Fields) -> tuple[str, Architecture]:
         raise fields.error("architectures", names, f"one of {', '.join(ARCHITECTURES)}")
     home, reader = ARCHITECTURES[names[0]]
     module = import_module(f"penstock.executor.models.{home}")
-    return names[0], Architecture(
-        getattr(module, reader), getattr(module, "build", Decoder), getattr(module, "view", None)
-    )
+    return names[0], Architecture(getattr(module, reader), getattr(module, "build", Decoder))

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.executor.kernels import torch_ops
+from penstock.executor.loading.arrangement import arranged
 from penstock.executor.loading.checkpoint import open_checkpoint
-from penstock.executor.loading.stacked_experts import StackedExperts
+from penstock.executor.models.gpt_oss import ARRANGEMENT
 from penstock.executor.protocol import ExecutorConfig, ExecutorError
 from penstock.executor.uniproc import UniprocExecutor
 from tests.support.driver import Driver
@@ -100,13 +101,39 @@ def test_a_scale_that_is_no_number_is_refused_by_name(coded: Path, tmp_path: Pat
             executor_of(path, dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("end", "cut", "message"),
+    [
+        (
+            "blocks",
+            (..., slice(15)),
+            r"down_proj_blocks' of shape .*15\]: \[experts, rows, depth / 32, 16\] is expected",
+        ),
+        ("scales", (..., slice(1)), r"down_proj_scales' of shape \[6, 64, 3\] is expected, \[6, 64, 1\] found"),
+        ("scales", None, r"down_proj_scales' of shape \[6, 64, 3\] is expected, none found"),
+    ],
+)
+def test_blocks_and_scales_that_do_not_fit_are_refused_by_name(
+    coded: Path, tmp_path: Path, end: str, cut: Any, message: str
+) -> None:
+    path = tmp_path / "broken"
+    shutil.copytree(coded, path)
+    tensors = load_file(path / "model.safetensors")
+    stored = tensors.pop(name := f"model.layers.1.mlp.experts.down_proj_{end}")
+    if cut is not None:
+        tensors[name] = stored[cut].contiguous()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ExecutorError, match=message):
+        executor_of(path)
+
+
 def test_experts_lie_in_tensors_of_their_own_for_whoever_reads(coded: Path) -> None:
-    view = StackedExperts(open_checkpoint(coded))
+    view = arranged(open_checkpoint(coded), ARRANGEMENT)
     assert view.has_codes
     assert view.shape("model.layers.0.mlp.experts.5.up_proj.weight") == (96, 64)
     assert view.shape("model.layers.0.mlp.experts.5.up_proj.bias") == (96,)
     assert not any(name.endswith(("_blocks", "_scales")) for name in view.names())
-    plain = StackedExperts(open_checkpoint(folder("gpt-oss")))
+    plain = arranged(open_checkpoint(folder("gpt-oss")), ARRANGEMENT)
     experts = reference("gpt-oss").state_dict()["model.layers.2.mlp.experts.gate_up_proj"]
     gate, up = (plain.read(f"model.layers.2.mlp.experts.3.{part}_proj.weight") for part in ("gate", "up"))
     assert isinstance(gate, torch.Tensor) and isinstance(up, torch.Tensor)
@@ -126,3 +153,8 @@ def test_what_is_not_computed_is_refused_by_name(field: str, value: object) -> N
 def test_other_kinds_of_mxfp4_are_refused_by_name(coded: Path, cut: dict[str, Any]) -> None:
     with pytest.raises(ExecutorError, match="dequantize|group"):
         executor_of(coded, hf_overrides={"quantization_config": cut})
+
+
+def test_random_weights_need_no_tensors_of_the_folder(coded: Path, tmp_path: Path) -> None:
+    shutil.copy(coded / "config.json", tmp_path)
+    assert "weights as codes" not in executor_of(tmp_path, load_format="dummy").info.memory
