@@ -1,5 +1,6 @@
 """Small random models of every supported architecture, made by transformers: the oracle for ours."""
 
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -331,7 +332,8 @@ def random_model(name: str, fields: dict[str, Any]) -> Any:
     import transformers
 
     torch.manual_seed(7)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields), dtype=torch.float32)
+    config = getattr(transformers, name)(**deepcopy(fields))  # which writes into the dictionaries it is given
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     randomize(model)
     return model.eval()
 
