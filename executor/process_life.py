@@ -266,7 +266,8 @@ async def wait_for(is_done: Callable[[], bool], end: asyncio.Event, timeout_s: f
     deadline_s = time.monotonic() + timeout_s
     while not is_done() and not end.is_set() and (left_s := deadline_s - time.monotonic()) > 0:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(end.wait(), min(LOOK_S, left_s))
+            async with asyncio.timeout(min(LOOK_S, left_s)):
+                await end.wait()
 
 
 if __name__ == "__main__":

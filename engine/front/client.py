@@ -147,7 +147,8 @@ class AsyncEngine:
             if self._is_ready:  # while it loads it does not listen, and has nothing to lose
                 with contextlib.suppress(EngineDead, TimeoutError):
                     self._send(Shutdown())
-                    await asyncio.wait_for(self._gone.wait(), STOP_GRACE_S)
+                    async with asyncio.timeout(STOP_GRACE_S):
+                        await self._gone.wait()
             await asyncio.to_thread(process.kill)
             asyncio.get_running_loop().remove_reader(process.channel)
             if self._ending is not None:  # it reads what the core sent last

@@ -74,7 +74,8 @@ async def _done(job: Job, work: Work) -> str | None:
     job.result.add_done_callback(lambda _: loop.call_soon_threadsafe(done.set))
     while not done.is_set():
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done.wait(), _next_look_s(work))
+            async with asyncio.timeout(_next_look_s(work)):
+                await done.wait()
         if not job.result.done() and (limit := _limit_passed(work)):
             return limit
     return None

@@ -66,7 +66,8 @@ class KvLinks:
             while not stream.over.is_set() and stream.num_pieces != heard:
                 heard = stream.num_pieces
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stream.over.wait(), SILENT_S)
+                    async with asyncio.timeout(SILENT_S):
+                        await stream.over.wait()
         finally:
             upstream.drop(stream)
 

@@ -67,7 +67,8 @@ class Prober:
                 watched.wake.clear()
                 await self._probe(replica, watched)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(watched.wake.wait(), self._config.patience.probe_interval_s)
+                    async with asyncio.timeout(self._config.patience.probe_interval_s):
+                        await watched.wake.wait()
             while replica.num_in_flight:
                 await asyncio.sleep(0.05)
             self._fleet.forget(replica)

@@ -134,7 +134,8 @@ def test_on_a_loop_the_first_signal_drains_and_the_second_does_not_wait() -> Non
         stopping = Stopping()
         with stop_signals(stopping.take, (signal.SIGTERM,)):
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.wait_for(stopping.drain.wait(), 60)
+            async with asyncio.timeout(60):
+                await stopping.drain.wait()
             await wait_for(lambda: False, stopping.stop, 0.01)
             assert not stopping.stop.is_set()
             os.kill(os.getpid(), signal.SIGTERM)

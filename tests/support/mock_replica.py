@@ -89,7 +89,8 @@ class MockEngine(AsyncEngine):
                 self._work.clear()
                 core.scheduler.check()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._work.wait(), 1.0)
+                    async with asyncio.timeout(1.0):
+                        await self._work.wait()
                 continue
             outputs = core.step()
             num_tokens = core.last_step_tokens

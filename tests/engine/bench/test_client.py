@@ -17,7 +17,8 @@ def run(answer: Answer, use: Callable[..., Any]) -> Endpoint:
 
     async def inside() -> Endpoint:
         async with Endpoint(answer) as endpoint:
-            await asyncio.wait_for(use(endpoint), 10)
+            async with asyncio.timeout(10):
+                await use(endpoint)
             return endpoint
 
     return asyncio.run(inside())
