@@ -32,7 +32,8 @@ FLAGS = frozenset(TAKEN) - {"uvicorn_log_level", "tokenizer_mode", "max_seq_len_
 
 REFUSED = {
     "quantization": "leave it out: the checkpoint says how its weights are stored",
-    "enable_lora": "adapters are not served yet",
+    "lora_dtype": "adapters are computed as they are stored, on a GPU in the model's dtype",
+    "fully_sharded_loras": "leave it out: ranks always share adapters out like the weights that they change",
     "tokenizer": "the model's own is used; put it beside the weights in one folder",
     "swap_space": "use kv_host_bytes, memory of the host for blocks that the cache has no room for",
     "cpu_offload_gb": "weights stay on the device; use kv_host_bytes for KV blocks",

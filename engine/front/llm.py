@@ -21,6 +21,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.answer import Answer, OpenAnswers
 from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.front.hf_interface import FamiliarTokenizer
+from penstock.engine.front.lora import Loaded, LoRARequest
 from penstock.engine.front.results import EmbeddingRequestOutput, RequestOutput, completed, embedded
 from penstock.engine.front.submit import Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler
@@ -35,6 +36,7 @@ from penstock.executor.protocol import ModelInfo, open_executor
 
 Prompt = str | list[int] | dict[str, Any]  # a dictionary has "prompt" or "prompt_token_ids", and maybe "cache_salt"
 Messages = list[dict[str, Any]]
+LoraRequests = LoRARequest | Sequence[LoRARequest | None] | None
 PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -63,6 +65,7 @@ class LLM:
             warnings.warn(remark, stacklevel=2)
         self._num_requests = 0
         self._open = OpenAnswers()  # of the batch that runs
+        self._adapters = Loaded(config.executor.max_cpu_loras)
 
     @property
     def info(self) -> ModelInfo:
@@ -73,10 +76,12 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        lora_request: LoraRequests = None,
     ) -> list[RequestOutput]:
         """Complete the prompts, in their order. `sampling_params` is one for all, or one for each; without any, as the
-        model's authors recommend."""
-        return self._generate(_as_list(prompts), sampling_params, use_tqdm, is_continuation=True)
+        model's authors recommend. `lora_request`: an adapter for all, or one or None for each."""
+        return self._generate(_as_list(prompts), sampling_params, use_tqdm, True, lora_request)
 
     def chat(
         self,
@@ -90,6 +95,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         documents: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        lora_request: LoraRequests = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's own chat template or another one, given as its text or
         its file. `chat_template_kwargs` are variables of the template, like `enable_thinking`."""
@@ -115,7 +121,7 @@ class LLM:
         ]
         # The template has written the special tokens itself.
         ids: list[Prompt] = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._generate(ids, sampling_params, use_tqdm, is_continuation=False)
+        return self._generate(ids, sampling_params, use_tqdm, False, lora_request)
 
     def embed(
         self,
@@ -193,15 +199,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         is_continuation: bool,
+        lora_request: LoraRequests,
     ) -> list[RequestOutput]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        spread = zip(prompts, _spread(sampling_params, len(prompts)), strict=True)
+        adapters = self._adapters.keys(_spread_adapters(lora_request, len(prompts)), self._running())
+        spread = zip(prompts, _spread(sampling_params, len(prompts)), adapters, strict=True)
         begun: list[_Begun] = []
         previous = None
-        for prompt, params in spread:
+        for prompt, params, adapter in spread:
             like = begun[-1].answer if params is previous else None
-            begun.append(self._begin(prompt, params, is_continuation=is_continuation, like=like))
+            begun.append(self._begin(prompt, params, is_continuation=is_continuation, like=like, adapter=adapter))
             previous = params
         self._run([each.answer for each in begun], use_tqdm)
         text = None if self.tokenizer is None else self.tokenizer.token_text
@@ -215,6 +223,7 @@ class LLM:
         is_continuation: bool = True,
         pooling: Pooling | None = None,
         like: Answer | None = None,
+        adapter: str | None = None,
     ) -> "_Begun":
         info = self._running().info
         given, cache_salt = _plain(prompt)
@@ -240,6 +249,7 @@ class LLM:
             cache_salt=cache_salt,
             pooling=pooling,
             grammar=self._grammar(params),
+            adapter=adapter,
         )
         return _Begun(text, answer)
 
@@ -364,6 +374,14 @@ def _plain(prompt: Prompt) -> tuple[str | list[int], str | None]:
     if len(given) != 1:
         raise InvalidRequest("prompt", f"{len(given)} of prompt and prompt_token_ids given; exactly one is expected")
     return given[0], prompt.get("cache_salt")
+
+
+def _spread_adapters(given: LoraRequests, num_prompts: int) -> Sequence[LoRARequest | None]:
+    if given is None or isinstance(given, LoRARequest):
+        return [given] * num_prompts
+    if len(given) != num_prompts:
+        raise InvalidRequest("lora_request", f"{len(given)} given for {num_prompts} prompts; one for each is expected")
+    return given
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -12,10 +12,14 @@ from penstock.executor.protocol import Row
 class Layout:
     """R rows of T tokens. Arrays go by the layout's order; `order[r]` is the row's index in the step."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[Row], adapters: np.ndarray | None = None) -> None:
+        """`adapters` [slots]: of rows with as many tokens, those of one adapter stand together."""
         columns = np.array([(r.slot, r.start, r.count, r.write_from, r.sample) for r in rows], dtype=np.int64)
         columns = columns.reshape(-1, 5)
-        self.order = np.argsort(columns[:, 2], kind="stable")
+        if adapters is None:
+            self.order = np.argsort(columns[:, 2], kind="stable")
+        else:
+            self.order = np.lexsort((adapters[columns[:, 0]], columns[:, 2]))
         self.slots, self.starts, self.counts, self.write_from, samples = columns[self.order].T
         self.samples = samples.astype(bool)
         self.num_single_rows = int(np.count_nonzero(self.counts == 1))

@@ -28,6 +28,7 @@ class Sequence:
     computed: int = 0  # positions whose keys and values are in the blocks
     sampling: Sampling = GREEDY
     pooling: Literal["last", "mean"] | None = None
+    adapter: str | None = None
     unsent_blocks: int = 0  # the executor knows the first so many blocks
 
     @property
@@ -45,9 +46,14 @@ class Driver:
         self._admissions: list[Admission] = []
 
     def admit(
-        self, prompt: list[int], sampling: Sampling = GREEDY, pooling: Literal["last", "mean"] | None = None
+        self,
+        prompt: list[int],
+        sampling: Sampling = GREEDY,
+        pooling: Literal["last", "mean"] | None = None,
+        adapter: str | None = None,
     ) -> Sequence:
-        sequence = Sequence(self._next_slot, list(prompt), len(prompt), sampling=sampling, pooling=pooling)
+        given = {"sampling": sampling, "pooling": pooling, "adapter": adapter}
+        sequence = Sequence(self._next_slot, list(prompt), len(prompt), **given)
         self._next_slot += 1
         self._announce(sequence)
         return sequence
@@ -70,6 +76,7 @@ class Driver:
                 num_prompt=sequence.num_prompt,
                 sampling=sequence.sampling,
                 pooling=sequence.pooling,
+                adapter=sequence.adapter,
             )
         )
 
