@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.executor.loading.checkpoint import read_json
 from penstock.executor.loading.fields import Fields
+from penstock.executor.loading.safetensors_folder import open_safetensors
 from penstock.executor.protocol import ExecutorError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -50,11 +50,8 @@ class PeftFolder:
             raise ExecutorError(f"{folder}: adapter_model.bin is a pickle, which is never read; save as {WEIGHTS}")
         fields = Fields(read_json(folder / CONFIG), str(folder / CONFIG))
         self._said = _read_config(fields)
-        try:
-            self._file: Any = safe_open(self._path, framework="pt")
-            self._names: list[str] = sorted(self._file.keys())
-        except (SafetensorError, OSError) as error:
-            raise ExecutorError(f"{self._path}: not a whole safetensors file ({error})") from None
+        self._file = open_safetensors(self._path)
+        self._names: list[str] = sorted(self._file.keys())
         for name in self._names:
             self._check_name(name)
         if not self.modules:

@@ -158,7 +158,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Pa
         path = folder / "adapter_model.safetensors"
         held = {name: tensor.clone() for name, tensor in load_file(path).items()}
         change(held)
-        save_file(held, path)
+        save_file({name: tensor.clone() for name, tensor in held.items()}, path)
 
     return rewrite
 
@@ -200,8 +200,14 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "an embedding": (rename(DOWN, f"{PREFIX}model.embed_tokens.lora_embedding_A"), "only lora_A.weight and lora_B"),
     "a magnitude": (rename(DOWN, f"{Q}.lora_magnitude_vector"), "lora_magnitude_vector': only lora_A"),
     "A alone": (tensors(lambda held: held.pop(UP)), "'model.layers.1.self_attn.q_proj' has no lora_B.weight"),
-    "other inputs": (set_to(DOWN, torch.zeros(4, 60)), "the adapter is for 60 inputs and 64 outputs; the model's q_proj"),
-    "other outputs": (set_to(UP, torch.zeros(68, 4)), "the adapter is for 64 inputs and 68 outputs; the model's q_proj"),
+    "other inputs": (
+        set_to(DOWN, torch.zeros(4, 60)),
+        "the adapter is for 60 inputs and 64 outputs; the model's q_proj",
+    ),
+    "other outputs": (
+        set_to(UP, torch.zeros(68, 4)),
+        "the adapter is for 64 inputs and 68 outputs; the model's q_proj",
+    ),
     "integers": (set_to(UP, torch.zeros(64, 4, dtype=torch.int32)), "lora_B.weight' is I32 .*; a matrix of F32"),
     "a vector": (set_to(UP, torch.zeros(64)), "a matrix of F32, BF16, F16 is expected"),
     "NaN": (set_to(UP, torch.full((64, 4), float("nan"))), "lora_B.weight' has numbers that are not finite"),
