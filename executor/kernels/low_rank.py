@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock import _csrc
 from penstock.executor.kernels.cpu_ops import addresses, describe_cpu
 
+MOST_RANKS = 800  # of all parts of a product, as csrc/cpu_level.h has room for: three of 256, aligned
 ALIGNED = 16  # numbers of which a row of a weight has a multiple
 
 
@@ -59,6 +60,7 @@ class CpuAdapter:
             struct.num_weights += up.numel()
             self.num_bytes += up.nbytes
         self._kept += [down, described]
+        assert down.stride(0) <= MOST_RANKS
         struct.down, struct.down_stride = down.data_ptr(), down.stride(0)
         struct.parts, struct.num_parts, struct.is_bfloat16 = described, len(parts), dtype is torch.bfloat16
         struct.num_weights += down.numel()

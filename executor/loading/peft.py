@@ -80,7 +80,10 @@ class PeftFolder:
 
     def read(self, name: str) -> Tensor:
         module = name.removesuffix(".weight")
-        return self._tensor(module, "B") * self.scale(module)
+        scaled = self._tensor(module, "B") * self.scale(module)
+        if not scaled.isfinite().all():
+            raise ExecutorError(f"{self._path}: {module!r}: B scaled by {self.scale(module)} is not finite")
+        return scaled
 
     def down(self, module: str) -> Tensor:
         """A [rank, in], float32"""
