@@ -91,8 +91,8 @@ class RankedExecutor:
 
     def load_adapter(self, path: str) -> AdapterInfo:
         """Each rank reads its part; if one of them cannot, none keeps it."""
-        self._send((LOAD, path.encode()), ADAPTER_S)
         self._answers = []
+        self._send((LOAD, path.encode()), ADAPTER_S)
         until_s, world = time.monotonic() + ADAPTER_S, len(self.worker_watch.workers)
         while len(self._answers) < world:
             if time.monotonic() > until_s:

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from penstock.cache.keys import namespace_root
+from penstock.cache.keys import block_keys, namespace_root
 from penstock.router.config import Patience, RouterConfig
 from penstock.router.fleet.fleet import Fleet
 from penstock.router.fleet.probe import Prober
@@ -40,16 +40,13 @@ def test_a_replica_is_asked_again_for_its_adapters_and_their_keys_tell_them_apar
                 texts = Texts(byte_tokenizer())
                 body = b'{"model": "sql", "prompt": "' + b"a" * 64 + b'"}'
                 asked = Asked(model="sql", prompt=b'"' + b"a" * 64 + b'"')  # type: ignore[arg-type]
-                prompts = [
-                    texts.prepare(COMPLETIONS, body, asked, placement, group.adapters.get(name))
-                    for name in (MODEL, "sql")
-                ]
-                roots = [
-                    namespace_root(model=bytes.fromhex(listed["fingerprint"]), adapter=adapter)
-                    for adapter in (None, listed["adapter"])
-                ]
-                assert roots[0] != roots[1]
-                assert prompts[0].prompt != prompts[1].prompt
+                for name, adapter in ((MODEL, None), ("sql", listed["adapter"])):
+                    found = texts.prepare(COMPLETIONS, body, asked, placement, group.adapters.get(name)).prompt
+                    assert found is not None
+                    ((_, match),) = found.matches
+                    root = namespace_root(model=bytes.fromhex(listed["fingerprint"]), adapter=adapter)
+                    keys = block_keys([97] * 64, listed["block_size"], root=root)
+                    assert match.keys.tolist() == [int.from_bytes(key[:8], "little") for key in keys]
                 texts.close()
                 await asyncio.to_thread(server.post, UNLOAD, {"lora_name": "sql"})
                 while "sql" in replica.models:

@@ -68,7 +68,7 @@ def test_what_cannot_be_loaded_is_named_and_nothing_changes(server: Running, tmp
         (load(server, "sql", other), 400, "lora_name: 'sql' is in use; unload it first, or set load_inplace"),
         (load(server, MODEL, path), 400, "lora_name: 'tiny' is what the model itself is called"),
         (server.post(UNLOAD, {"lora_name": "law"}), 404, "lora_name: 'law' is no adapter that is loaded"),
-        (server.post(LOAD, {"lora_name": "law"}), 400, "lora_path: a value is required"),
+        (server.post(LOAD, {"lora_name": "law"}), 400, "lora_path: the field is required"),
         (server.post(LOAD, {"lora_name": "", "lora_path": path}), 400, "lora_name"),
         (load(server, "law", path, base_model="x"), 400, "base_model: there is no such field here"),
     ):
