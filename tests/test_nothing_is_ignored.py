@@ -44,9 +44,13 @@ SAID = {
     "prefill": "http://127.0.0.1:4=127.0.0.1:9102",
     "host": "127.0.0.2",
     "max_num_batched_tokens": "777",
+    "lora_modules": "sql=/somewhere",
 }
 COMPANY = {
     "eplb_config": ["--enable-eplb"],
+    "max_loras": ["--enable-lora", "--max-cpu-loras", "99"],
+    "max_lora_rank": ["--enable-lora"],
+    "max_cpu_loras": ["--enable-lora"],
     "kv_disk_path": ["--kv-disk-bytes", "1GiB"],
     "kv_disk_bytes": ["--kv-disk-path", "/somewhere"],
     "kv_peer_secret_file": ["--kv-peer", "127.0.0.1:9100"],

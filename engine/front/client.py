@@ -251,7 +251,7 @@ class AsyncEngine:
         self._send(LoadAdapter(number, path))
         try:
             return await asyncio.shield(loading)
-        except asyncio.CancelledError:  # who asked has left: the core is not to hold it for nobody
+        except asyncio.CancelledError:  # the caller has left, and no request will name it
             loading.add_done_callback(self._unload_again)
             raise
 

@@ -1,7 +1,7 @@
 """Adapters over the rows of products: y += (x down) up for each run of rows that have one, all of a product in one call.
 
 On the CPU in C (csrc/cpu_low_rank.h), straight from each adapter's own weights; on a GPU over places of one size that
-hold as many adapters as a step may have (cuda/low_rank.py, and `torch_ops.add_low_rank` for its twin).
+hold as many adapters as a step may have (places.py and cuda/adapter_products.py).
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class LowRankPart(NamedTuple):
 LowRank = Sequence[LowRankPart]  # of one adapter for one product; none: it changes nothing
 
 
-class Run(NamedTuple):
+class AdapterRun(NamedTuple):
     """Rows next to each other with the same adapter."""
 
     first: int
@@ -70,7 +70,7 @@ class CpuAdapter:
 class CpuRuns:
     """Those of a step, as the C kernels take them."""
 
-    def __init__(self, runs: Sequence[Run], adapters: Sequence[CpuAdapter], dtype: torch.dtype) -> None:
+    def __init__(self, runs: Sequence[AdapterRun], adapters: Sequence[CpuAdapter], dtype: torch.dtype) -> None:
         self._adapters, self._cpu = adapters, describe_cpu(dtype, None, None)
         self.structs = _csrc.ffi.new("struct penstock_run[]", len(runs))
         for struct, run, adapter in zip(self.structs, runs, adapters, strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.executor.kernels.low_rank import LowRank, Run
+from penstock.executor.kernels.low_rank import AdapterRun, LowRank
 from penstock.executor.staging import send
 
 ROWS = 16  # of a tile: what a product of tensor cores takes at least
@@ -18,7 +18,7 @@ Shape = tuple[int, list[int]]  # of a product: inputs, and outputs of each part
 
 
 def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, widths: Sequence[int]) -> None:
-    """The twin of cuda/low_rank.py. To y [T, width] is added what x [T, depth] gives for the rows of each tile.
+    """The twin of cuda/adapter_products.py. To y [T, width] is added what x [T, depth] gives for the rows of each tile.
 
     tiles [n, 3] int32: the first row, how many, and the place; down [places, parts, R, depth]; up [places, width, R], whose
     columns fall into parts of these widths.
@@ -30,7 +30,7 @@ def add_low_rank(x: Tensor, y: Tensor, tiles: Tensor, down: Tensor, up: Tensor, 
         y[rows] = (y[rows].float() + torch.cat(sums, 1)).to(y.dtype)
 
 
-class Places:
+class AdapterPlaces:
     def __init__(
         self, shapes: Sequence[Shape], most: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -54,7 +54,7 @@ class Places:
         if number in self._at:
             self._free.append(self._at.pop(number))
 
-    def runs(self, runs: Sequence[Run], held: Mapping[int, Sequence[LowRank]]) -> "PlacedRuns":
+    def runs(self, runs: Sequence[AdapterRun], held: Mapping[int, Sequence[LowRank]]) -> "PlacedRuns":
         for number in held:  # first those that have one, so that none of the step's is taken
             if number in self._at:
                 self._at[number] = self._at.pop(number)
@@ -90,7 +90,7 @@ class Places:
 
 
 class PlacedRuns:
-    def __init__(self, places: Places, tiles: Tensor) -> None:
+    def __init__(self, places: AdapterPlaces, tiles: Tensor) -> None:
         self._places, self._tiles = places, send(tiles.numpy(), places._device)
 
     def add(self, product: int, x: Tensor, y: Tensor) -> None:
@@ -103,6 +103,6 @@ def _choose(device: torch.device) -> Callable[..., Any]:
 
     if not has_expert_products(device):
         return add_low_rank
-    from penstock.executor.kernels.cuda import low_rank
+    from penstock.executor.kernels.cuda import adapter_products
 
-    return low_rank.add_low_rank
+    return adapter_products.add_low_rank

@@ -112,7 +112,7 @@ class PeftFolder:
 
     @cached_property
     def _stored(self) -> dict[str, Tensor]:
-        """Read once: the digest is that of the numbers that are used, whoever writes to the file meanwhile."""
+        """Read once: the digest is that of the numbers that are used, and the file may change meanwhile."""
         stored = {
             name: self._file.get_tensor(name).clone() for names in self.modules.values() for name in names.values()
         }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.executor.kernels.linear import Linear
-from penstock.executor.kernels.low_rank import CpuAdapter, CpuRuns, LowRank, LowRankPart, Run
+from penstock.executor.kernels.low_rank import AdapterRun, CpuAdapter, CpuRuns, LowRank, LowRankPart
 from penstock.executor.loading.arrangement import Arranged, Arrangement, arranged
 from penstock.executor.loading.peft import PeftFolder
 from penstock.executor.models.product import Product
@@ -21,7 +21,7 @@ from penstock.executor.parallel import RankGroup
 from penstock.executor.protocol import AdapterError, AdapterInfo, ExecutorConfig, ExecutorError
 
 if TYPE_CHECKING:
-    from penstock.executor.kernels.places import Places
+    from penstock.executor.kernels.places import AdapterPlaces
 
 
 class Runs(Protocol):
@@ -78,7 +78,7 @@ class AdapterStore:
         self._products = [*products.values()]
         self._held: dict[str, Held] = {}
         self._by_number: dict[int, Held] = {}
-        self._places: Places | None = None
+        self._places: AdapterPlaces | None = None
         if device.type != "cpu":
             self._places = _open_places(config, [product.shape(group) for product in self._products], dtype, device)
 
@@ -127,14 +127,14 @@ class AdapterStore:
             for first, end in pairwise(bounds.tolist())
             if numbers[first]
         ]
-        runs = self._runs([Run(first, end - first, number) for first, end, number in found])
+        runs = self._runs([AdapterRun(first, end - first, number) for first, end, number in found])
         if len(wanted) == starts[-1]:
             return Adapted(self._numbers, runs, None)
         cut = [(*np.searchsorted(wanted, (first, end)).tolist(), number) for first, end, number in found]
-        late = self._runs([Run(first, end - first, number) for first, end, number in cut if end > first])
+        late = self._runs([AdapterRun(first, end - first, number) for first, end, number in cut if end > first])
         return Adapted(self._numbers, runs, late)
 
-    def _runs(self, runs: list[Run]) -> Runs:
+    def _runs(self, runs: list[AdapterRun]) -> Runs:
         if self._places is not None:
             return self._places.runs(runs, {run.adapter: self._by_number[run.adapter].products for run in runs})
         return CpuRuns(runs, [self._by_number[run.adapter].on_cpu for run in runs], self._dtype)
@@ -176,7 +176,7 @@ class AdapterStore:
 
 def _open_places(
     config: ExecutorConfig, shapes: list[tuple[int, list[int]]], dtype: torch.dtype, device: torch.device
-) -> "Places":
-    from penstock.executor.kernels.places import Places
+) -> "AdapterPlaces":
+    from penstock.executor.kernels.places import AdapterPlaces
 
-    return Places(shapes, config.max_loras, config.max_lora_rank, dtype, device)
+    return AdapterPlaces(shapes, config.max_loras, config.max_lora_rank, dtype, device)

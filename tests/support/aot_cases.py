@@ -13,9 +13,9 @@ import torch
 from penstock.executor.batch import ForwardBatch
 from penstock.executor.kernels import NO_NORMS, Packed, Rotation, ScoreExtras
 from penstock.executor.kernels.card import Card
+from penstock.executor.kernels.cuda import adapter_products, fp8, packed_products, step_inputs
 from penstock.executor.kernels.cuda import dependent as launch
 from penstock.executor.kernels.cuda import expert_products as moe
-from penstock.executor.kernels.cuda import fp8, low_rank, packed_products, step_inputs
 from penstock.executor.kernels.cuda.ops import OPS, SAMPLING_OPS
 from penstock.executor.kernels.state import Places
 from penstock.executor.moe_spec import MoeSpec
@@ -115,7 +115,7 @@ def adapters(
     def call() -> None:
         x, y = torch.zeros(tokens, depth, dtype=dtype), torch.zeros(tokens, sum(widths), dtype=dtype)
         down, up = torch.zeros(2, len(widths), rank, depth, dtype=dtype), torch.zeros(2, sum(widths), rank, dtype=dtype)
-        low_rank.add_low_rank(x, y, torch.zeros(4, 3, dtype=torch.int32), down, up, widths)
+        adapter_products.add_low_rank(x, y, torch.zeros(4, 3, dtype=torch.int32), down, up, widths)
 
     return call
 

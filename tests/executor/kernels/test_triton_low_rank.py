@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from penstock.executor.kernels.cuda.low_rank import add_low_rank
-from penstock.executor.kernels.low_rank import LowRankPart, Run
-from penstock.executor.kernels.places import Places
+from penstock.executor.kernels.cuda.adapter_products import add_low_rank
+from penstock.executor.kernels.low_rank import AdapterRun, LowRankPart
+from penstock.executor.kernels.places import AdapterPlaces
 from penstock.executor.kernels.places import add_low_rank as twin
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
@@ -37,7 +37,7 @@ def test_sums_equal_the_twin(
 def test_adapters_share_few_places_and_a_step_gets_all_of_its_own() -> None:
     """As on a device: what a step needs is brought to a place before it runs, whatever was there."""
     shapes, most = [(8, [4, 6]), (10, [5])], 2
-    places = Places(shapes, most, 3, torch.float32, torch.device("cpu"))
+    places = AdapterPlaces(shapes, most, 3, torch.float32, torch.device("cpu"))
     adapters = {
         number: [
             [
@@ -51,7 +51,7 @@ def test_adapters_share_few_places_and_a_step_gets_all_of_its_own() -> None:
     }
     x = [random(5, 8, seed=7), random(5, 10, seed=8)]
     for step in ([1, 2], [2, 3], [1, 3], [3], [4, 1], [4, 2]):
-        runs = [Run(2 * index, 2, number) for index, number in enumerate(step)]
+        runs = [AdapterRun(2 * index, 2, number) for index, number in enumerate(step)]
         placed = places.runs(runs, {number: adapters[number] for number in step})
         for product, (_, widths) in enumerate(shapes):
             y = torch.zeros(5, sum(widths))
