@@ -41,7 +41,6 @@ class CpuAdapter:
     def __init__(self, products: Sequence[LowRank]) -> None:
         self._kept: list[Any] = []  # what the structs point to
         self.structs = _csrc.ffi.new("struct penstock_adapter[]", len(products))
-        self.num_bytes = 0
         for struct, parts in zip(self.structs, products, strict=True):
             if parts:
                 self._describe(struct, parts)
@@ -58,13 +57,11 @@ class CpuAdapter:
             first += rank
             self._kept.append(up)
             struct.num_weights += up.numel()
-            self.num_bytes += up.nbytes
         self._kept += [down, described]
         assert down.stride(0) <= MOST_RANKS
         struct.down, struct.down_stride = down.data_ptr(), down.stride(0)
         struct.parts, struct.num_parts, struct.is_bfloat16 = described, len(parts), dtype is torch.bfloat16
         struct.num_weights += down.numel()
-        self.num_bytes += down.nbytes
 
 
 class CpuRuns:

@@ -1,14 +1,23 @@
 """What adapters add to products: the Triton kernels against their twin, and places that adapters come to and go from."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from penstock.executor.kernels.cuda.adapter_products import add_low_rank
+from penstock.executor.kernels.cuda.ops import OPS
 from penstock.executor.kernels.low_rank import AdapterRun, LowRankPart
 from penstock.executor.kernels.places import AdapterPlaces
 from penstock.executor.kernels.places import add_low_rank as twin
+from penstock.executor.models.adapters import _open_places
+from penstock.executor.protocol import ExecutorConfig
+from penstock.executor.uniproc import UniprocExecutor
+from tests.support.adapters import Adapter
+from tests.support.driver import Driver
 from tests.support.kernel_cases import close, every_dtype
 from tests.support.paged import random
+from tests.support.small_models import folder, greedy
 
 SHAPES = [(64, [32]), (200, [48, 20, 20]), (128, [130, 64])]
 
@@ -32,6 +41,32 @@ def test_sums_equal_the_twin(
     for none in (slice(19, 21), slice(22, 30)):
         assert torch.equal(actual[none], y[none])
     assert not torch.equal(actual, y)
+
+
+def test_a_model_with_adapters_gives_the_tokens_of_merged_ones(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a GPU: through places, of which there are fewer than adapters, and products of the Triton kernels."""
+    monkeypatch.setattr("penstock.executor.models.load.select_ops", lambda *_: OPS)
+    monkeypatch.setattr("penstock.executor.kernels.linear.is_repacked", lambda _: False)
+    monkeypatch.setattr("penstock.executor.kernels.places._choose", lambda _: add_low_rank)
+    config = ExecutorConfig(
+        model=str(folder("qwen3")), device="cuda" if device.type == "cuda" else "cpu", dtype="float32",
+        kv_cache_bytes=2**18, block_size=4, max_num_seqs=4, enable_lora=True, max_loras=2, max_lora_rank=8,
+    )  # fmt: skip
+    executor = UniprocExecutor(config)
+    store = executor._rank.adapters
+    shapes = [product.shape(store._group) for product in store._products]
+    store._places = _open_places(config, shapes, torch.float32, device)
+    driver, prompts = Driver(executor), [[5, 17, 3, 99, 42, 8, 71, 150], [7, 7, 21], [9, 4]]
+    adapters = [Adapter("qwen3", tmp_path / str(seed), seed, rank=5) for seed in range(3)]
+    keys = [executor.load_adapter(str(adapter.path)).key for adapter in adapters]
+    for first, second in ((0, 1), (2, 0)):
+        asked = [driver.admit(prompts[0], adapter=keys[first]), driver.admit(prompts[1], adapter=keys[second])]
+        got = driver.generate(*asked, driver.admit(prompts[2]), count=2, chunk=8)
+        expected = [adapters[first].tokens(prompts[0], 2), adapters[second].tokens(prompts[1], 2)]
+        assert got == [*expected, greedy("qwen3", prompts[2], 2)[0]]
+        driver._next_slot = 0
 
 
 def test_adapters_share_few_places_and_a_step_gets_all_of_its_own() -> None:
