@@ -1,6 +1,7 @@
 """Adapters in the core and in the offline API, over the oracle: whose blocks are whose, how many run, and how they go."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -191,7 +192,7 @@ def test_options_that_cannot_be_meant_are_refused(options: dict[str, object], me
 def test_the_offline_api_takes_an_adapter_for_all_or_for_each(folder: Path, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=5, detokenize=False)
     a, b = (LoRARequest(name, 1, folder_of(tmp_path, name)) for name in "ab")
-    options = {"executor": "oracle", "load_format": "dummy", "skip_tokenizer": True}
+    options: dict[str, Any] = {"executor": "oracle", "load_format": "dummy", "skip_tokenizer": True}
     with LLM(str(folder), **options, enable_lora=True, max_cpu_loras=2, max_loras=2) as llm:
 
         def tokens(*asked: LoRARequest | None) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """Adapters beside each other and beside the base, token for token against transformers with the adapter merged by hand."""
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_ranks_up_to_256(rank: int, tmp_path: Path) -> None:
 def test_scales_of_rslora_and_of_patterns(tmp_path: Path) -> None:
     prompt = prompts(1)[0]
     by_root = Adapter("llama", tmp_path / "root", 3, use_rslora=True)
-    patterns = {"rank_pattern": {"model.layers.0.self_attn.q_proj": 4}, "alpha_pattern": {"o_proj": 6.0}}
+    patterns: dict[str, Any] = {"rank_pattern": {"model.layers.0.self_attn.q_proj": 4}, "alpha_pattern": {"o_proj": 6.0}}
     other = Adapter("llama", tmp_path / "patterns", 4, **patterns)
     executor = with_adapters("llama")
     driver = Driver(executor)
@@ -218,7 +219,7 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
         "not a whole safetensors file",
     ),
     "a pickle": (
-        lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin") and None,
+        lambda folder: os.rename(folder / "adapter_model.safetensors", folder / "adapter_model.bin"),
         "adapter_model.bin is a pickle, which is never read",
     ),
     "no configuration": (lambda folder: (folder / "adapter_config.json").unlink(), "No such file"),

@@ -52,8 +52,8 @@ class Driver:
         pooling: Literal["last", "mean"] | None = None,
         adapter: str | None = None,
     ) -> Sequence:
-        given = {"sampling": sampling, "pooling": pooling, "adapter": adapter}
-        sequence = Sequence(self._next_slot, list(prompt), len(prompt), **given)
+        sequence = Sequence(self._next_slot, list(prompt), len(prompt), sampling=sampling, pooling=pooling)
+        sequence.adapter = adapter
         self._next_slot += 1
         self._announce(sequence)
         return sequence
