@@ -1,4 +1,4 @@
-// What all views share: making elements, asking the server, the key, and which view is shown.
+// What all views share: making elements, asking the server, the key, shortcuts, and which view is shown.
 //
 // Text that a model or a user wrote only ever becomes a text node. The key stays in this tab's session storage and
 // leaves it only in the header of requests to this origin.
@@ -11,6 +11,54 @@ function make(tag, className = "", ...children) {
   element.className = className;
   element.append(...children);
   return element;
+}
+
+/** The browser's storage of this name; where it allows none, one that ends with the page. */
+function storage(name) {
+  try {
+    return window[name];
+  } catch {
+    return Object.create({
+      getItem(key) { return this[key] ?? null; },
+      setItem(key, text) { this[key] = text; },
+      removeItem(key) { delete this[key]; },
+    });
+  }
+}
+
+const local = storage("localStorage");
+const session = storage("sessionStorage");
+
+function button(text, act, className = "quiet") {
+  const element = make("button", className, text);
+  element.type = "button";
+  element.addEventListener("click", () => act(element));
+  return element;
+}
+
+function copyButton(read) {
+  return button("Copy", async (element) => {
+    element.textContent = (await copyText(read())) ? "Copied" : "Not allowed";
+    setTimeout(() => (element.textContent = "Copy"), 2000);
+  });
+}
+
+/** Into the clipboard, and whether it went; over plain HTTP a browser takes only what is selected. */
+async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const focused = document.activeElement;
+    const box = make("textarea", "unseen");
+    box.value = text;
+    document.body.append(box);
+    box.select();
+    const isCopied = document.execCommand("copy");
+    box.remove();
+    focused.focus();
+    return isCopied;
+  }
 }
 
 function setState(kind, text) {
@@ -42,25 +90,25 @@ function startKey() {
   const dialog = byId("key");
   dialog.querySelector("form").addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem("key", byId("key-value").value);
+    session.setItem("key", byId("key-value").value);
     dialog.close("use");
     learnModels();
   });
   byId("key-cancel").addEventListener("click", () => dialog.close(""));
   byId("key-forget").addEventListener("click", () => {
-    sessionStorage.removeItem("key");
+    session.removeItem("key");
     location.reload();
   });
   byId("key-open").addEventListener("click", () => {
     wantKey("The key stays in this tab and is forgotten when the tab is closed.").catch(() => {});
   });
-  byId("key-open").hidden = sessionStorage.getItem("key") === null;
+  byId("key-open").hidden = session.getItem("key") === null;
 }
 
 /** fetch with the key. A 401 asks for one, unless `mayAsk` says not to. */
 async function ask(path, options = {}, mayAsk = true) {
   for (;;) {
-    const key = sessionStorage.getItem("key");
+    const key = session.getItem("key");
     const headers = { ...options.headers };
     if (key !== null) headers.authorization = `Bearer ${key}`;
     const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
@@ -130,6 +178,27 @@ function showView() {
   }
   if (name === "chat") learnModels(); // a router's may have changed
   if (name === "chat" && matchMedia("(min-width: 781px)").matches) byId("say").focus();
+}
+
+/** Opened with a key or a click, a drawer takes the focus; the browser gives it back when it is closed. */
+function startDrawers() {
+  for (const drawer of document.querySelectorAll("[popover]")) {
+    drawer.addEventListener("toggle", ({ newState }) => newState === "open" && drawer.querySelector("button")?.focus());
+  }
+}
+
+/** Alt and a letter press, or go to, what names them in `aria-keyshortcuts` and can be seen; the last of several. */
+function startShortcuts() {
+  addEventListener("keydown", (event) => {
+    if (!event.altKey || event.ctrlKey || event.metaKey) return;
+    const name = `Alt+${event.code.replace(/^Key/, "")}`;
+    const named = [...document.querySelectorAll(`[aria-keyshortcuts="${CSS.escape(name)}"]`)];
+    const target = named.filter((element) => element.checkVisibility() && !element.disabled).at(-1);
+    if (!target || document.querySelector("dialog[open]")) return;
+    event.preventDefault();
+    target.focus();
+    target.click();
+  });
 }
 
 function startViews() {

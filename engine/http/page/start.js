@@ -2,5 +2,8 @@
 
 startKey();
 startViews();
+startDrawers();
+startShortcuts();
+startSettings();
 startChat();
 startWatch();
