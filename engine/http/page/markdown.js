@@ -268,8 +268,8 @@ class Markdown {
     const lines = text.slice(this.start).split("\n");
     const blocks = readBlocks(lines);
     showBlocks(this.box, blocks, this.count);
-    // The last line may still turn out to be something else, so it does not close the block before it.
-    const last = blocks.findLastIndex((block) => block.line < lines.length - 1);
+    // What a block is, its first two lines say, and the last line may still turn out to be another.
+    const last = blocks.findLastIndex((block) => block.line < lines.length - 2);
     if (last <= 0) return;
     this.count += last;
     for (const line of lines.slice(0, blocks[last].line)) this.start += line.length + 1;
