@@ -247,15 +247,16 @@ def test_an_edited_turn_replaces_itself_and_what_follows_and_can_be_left(browser
         for text in ("abc", "def"):
             say(page, text)
             answer(page)
+        page.fill("#say", "a draft")
         page.click("#talk > li:first-child [data-does=edit]")
         assert page.input_value("#say") == "abc" and page.is_visible("#editing")
         assert page.locator("#talk > li.replaced").count() == 4
         page.keyboard.press("Escape")
-        assert page.input_value("#say") == "" and page.is_hidden("#editing") and len(turns(page)) == 4
+        assert page.input_value("#say") == "a draft" and page.is_hidden("#editing") and len(turns(page)) == 4
         page.click("#talk > li:nth-child(3) [data-does=edit]")
         say(page, "ghi")
         wait_for(page, "document.querySelector('#talk > li:last-child .text').textContent === 'three'")
-        assert turns(page) == ["abc", "one", "ghi", "three"]
+        assert turns(page) == ["abc", "one", "ghi", "three"] and page.input_value("#say") == "a draft"
         assert [message["content"] for message in asked[2]["messages"]] == ["abc", "one", "ghi"]
         page.reload()
         assert turns(page) == ["abc", "one", "ghi", "three"]

@@ -1,6 +1,7 @@
 // One answer: read from its stream into a turn, and drawn, as it comes or as it was kept.
 
 const PAUSE = 4; // after drawing, this many times what it took belong to the user's own presses
+const ENDS = { length: "cut at its length", stopped: "stopped", abort: "ended by the server", left: "left unfinished" };
 
 /** The payloads of a stream of server-sent events, wherever its chunks begin and end. */
 async function* events(body) {
@@ -101,8 +102,7 @@ class Answer {
       if (number > 1 && seconds > 0) words.push(`${figure((number - 1) / seconds, 1)} tok/s`);
     }
     if (this.firstAt !== null) words.push(`first token ${brief((this.firstAt - this.askedAt) / 1000)}`);
-    const ends = { length: "cut at its length", stopped: "stopped", abort: "ended by the server", left: "left unfinished" };
-    if (this.finish in ends) words.push(ends[this.finish]);
+    if (this.finish in ENDS) words.push(ENDS[this.finish]);
     return words;
   }
 

@@ -28,6 +28,7 @@ class Chat {
     this.inFlight = null; // the AbortController of the answer that is being written
     this.answer = null; // that answer
     this.editing = null; // the index of the turn that the message box will replace
+    this.draft = ""; // what stood in the box before
   }
 
   /** Show a conversation from its beginning. */
@@ -48,7 +49,7 @@ class Chat {
   }
 
   list() {
-    showTalks(this.talk.id, (id) => this.pick(id), (id) => this.drop([id]));
+    showTalks(this.talk.id, (id) => this.open(readTalk(id) ?? newTalk()), (id) => this.drop([id]));
     const [call] = openCalls(this.talk.turns);
     byId("say").placeholder = byId("say").ariaLabel = call ? `Result of ${call.function.name}` : "Message";
   }
@@ -69,21 +70,19 @@ class Chat {
     edit.dataset.does = "edit";
     edit.setAttribute("aria-keyshortcuts", "Alt+E");
     item.append(make("div", "prose", turn.content), make("div", "foot", edit));
-    return null;
   }
 
   setBusy(isBusy) {
     byId("send").hidden = isBusy;
     byId("stop").hidden = !isBusy;
     byId("new").disabled = byId("past").inert = isBusy;
-    byId("talk").classList.toggle("waits", isBusy);
   }
 
   /** Take a turn into the message box: sending replaces it and all behind it. Null takes it back. */
   edit(index) {
     if (this.inFlight) return;
-    if (index !== null) byId("say").value = this.talk.turns[index].content;
-    else if (this.editing !== null) byId("say").value = "";
+    if (this.editing === null) this.draft = byId("say").value;
+    byId("say").value = index === null ? this.draft : this.talk.turns[index].content;
     this.editing = index;
     byId("editing").hidden = index === null;
     byId("talk").childNodes.forEach((item, i) => item.classList.toggle("replaced", index !== null && i >= index));
@@ -98,8 +97,8 @@ class Chat {
     const edited = this.editing === null ? null : turns[this.editing];
     if (edited) turns.length = this.editing;
     const [call] = openCalls(turns);
-    this.edit(null);
     byId("say").value = "";
+    this.edit(null);
     const result = call && { role: "tool", name: call.function.name, callId: call.id, content: text };
     turns.push(result ?? { role: "user", content: text });
     if (edited) this.show();
@@ -166,11 +165,8 @@ class Chat {
     answer.close(() => this.regenerate());
     this.setBusy(false);
     this.keep();
-    byId("said").textContent = turn.error || `${turn.content.slice(0, 1000)} Answer complete: ${turn.figures.join(", ")}`;
-  }
-
-  pick(id) {
-    this.open(readTalk(id) ?? newTalk());
+    const said = `${turn.content.slice(0, 1000)} Answer complete: ${turn.figures.join(", ")}`;
+    byId("said").textContent = turn.error || said;
   }
 
   drop(ids) {

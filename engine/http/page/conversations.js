@@ -1,8 +1,7 @@
 // The conversations that this browser keeps, in its local storage and nowhere else.
 //
-// Each has a key of its own, so that two tabs write beside each other. A conversation is {id, version, at, turns}; a turn
-// is {role, content} and, of an answer, what is shown with it. What is read back is checked: other versions of this
-// page wrote there too.
+// Each has a key of its own, so that two tabs write beside each other. A conversation is {id, version, at, turns}; a
+// turn is {role, content} and what is shown with it. What is read back may be from another version of this page.
 
 const KEPT = "penstock-chat:"; // begins the keys
 const MOST_KEPT = 50; // conversations
@@ -12,23 +11,25 @@ const newId = () => `${Date.now().toString(36)}${Math.random().toString(36).slic
 const newTalk = () => ({ id: newId(), version: 0, at: 0, turns: [] });
 const titleOf = (talk) => talk.turns.find((turn) => turn.role === "user")?.content.trim().slice(0, 80) || "Untitled";
 
-/** A kept conversation; null where there is none that can be read. */
-function readTalk(id) {
+/** What local storage has under a key; null where there is nothing that can be read. */
+function readKept(key) {
   try {
-    const talk = JSON.parse(local.getItem(KEPT + id));
-    const isTurn = (turn) => typeof turn.role === "string" && typeof turn.content === "string";
-    return talk.id === id && talk.turns.every(isTurn) ? talk : null;
+    return JSON.parse(local.getItem(key));
   } catch {
     return null;
   }
 }
 
-const keptKeys = () => Object.keys(local).filter((key) => key.startsWith(KEPT));
+function readTalk(id) {
+  const talk = readKept(KEPT + id);
+  const isTurn = (turn) => typeof turn?.role === "string" && typeof turn.content === "string";
+  return talk?.id === id && Array.isArray(talk.turns) && talk.turns.every(isTurn) ? talk : null;
+}
 
 /** The kept conversations, the newest first. */
 function readTalks() {
-  const talks = keptKeys().map((key) => readTalk(key.slice(KEPT.length)));
-  return talks.filter((talk) => talk !== null).sort((a, b) => b.at - a.at);
+  const ids = Object.keys(local).filter((key) => key.startsWith(KEPT)).map((key) => key.slice(KEPT.length));
+  return ids.map(readTalk).filter((talk) => talk !== null).sort((a, b) => b.at - a.at);
 }
 
 /** Keep it as it now stands; the oldest others make room. Where another tab went on with it, it becomes one more. */

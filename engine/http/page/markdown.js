@@ -7,11 +7,12 @@
 const MOST_RICH = 20_000; // characters of a paragraph; a longer one is shown as it was written
 const DEEPEST = 12; // lists, quotes or emphasis within each other; what is deeper is text
 
-const FENCE = /^([ \t]*)(`{3,}|~{3,})(.*)$/; // behind it the language; with another backtick it is code in a line
+const FENCE = /^([ \t]*)(`{3,}|~{3,}(?!~))([^`]*)$/; // with another backtick it is code in a line
 const HEADING = /^ {0,3}(#{1,6})[ \t]+(.*)$/;
 const RULE = /^ {0,3}([-*_])[ \t]*(?:\1[ \t]*){2,}$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^[ \t]*(?:[-*+]|(\d{1,9})[.)])(?:[ \t]+|$)/;
+const ITEM_IN_TEXT = /^[ \t]*(?:[-*+]|1[.)])[ \t]/; // no other number: years stand at the beginnings of lines too
 const UNDER_HEAD = /^\|?(?: *:?-+:? *\|)+(?: *:?-+:?)?$/; // the second line of a table
 
 const isBlank = (line) => line.trim() === "";
@@ -23,15 +24,15 @@ function dedent(line, columns) {
   return line.slice(at);
 }
 
-/** What begins with this line; undefined for text that may go on a paragraph. */
-function blockAt(lines, at, depth) {
+/** What begins with this line, or, `inText`, ends a paragraph; undefined for plain text. */
+function blockAt(lines, at, depth, inText = false) {
   const line = lines[at];
-  if (FENCE.test(line) && !FENCE.exec(line)[3].includes("`")) return readFence;
+  if (FENCE.test(line)) return readFence;
   if (HEADING.test(line)) return readHeading;
   if (RULE.test(line)) return readRule;
   if (line.includes("|") && UNDER_HEAD.test((lines[at + 1] ?? "").trim())) return readTable;
   if (depth < DEEPEST && QUOTE.test(line)) return readQuote;
-  if (depth < DEEPEST && ITEM.test(line)) return readList;
+  if (depth < DEEPEST && (inText ? ITEM_IN_TEXT : ITEM).test(line)) return readList;
   return undefined;
 }
 
@@ -56,15 +57,8 @@ function endOf(lines, at, holds) {
 }
 
 function readParagraph(lines, at, depth) {
-  // A number ends a paragraph only as the first of a list: years stand at the beginnings of lines too.
-  const isStart = (i) => ![undefined, readList].includes(blockAt(lines, i, depth)) || isFirstItem(lines[i], depth);
-  const end = endOf(lines, at + 1, (line, i) => !isBlank(line) && !isStart(i));
+  const end = endOf(lines, at + 1, (line, i) => !isBlank(line) && !blockAt(lines, i, depth, true));
   return [{ kind: "p", text: lines.slice(at, end).join("\n") }, end];
-}
-
-function isFirstItem(line, depth) {
-  const number = ITEM.exec(line)?.[1] ?? "1";
-  return depth < DEEPEST && ITEM.test(line) && number === "1";
 }
 
 function readFence(lines, at) {
@@ -124,7 +118,8 @@ const MARK = new RegExp(
     /\\([!-/:-@[-`{-~])/, // an escape
     /(`+)/,
     /!?\[([^[\]]*)\]\(<?([^\s()<>]*(?:\([^\s()<>]*\)[^\s()<>]*)*)>?(?: +"[^"]*")?\)/, // [label](address "title")
-    /(https?:\/\/[^\s<>]+)/,
+    // An address as it stands in a sentence: its parentheses are closed, and its last character is no punctuation.
+    /(https?:\/\/(?:[^\s<>()]|\([^\s<>()]*\))*(?:[^\s<>().,;:!?'"*_~`\]]|\([^\s<>()]*\)))/,
     /(\*\*|__|~~|\*|_)/,
   ].map((part) => part.source).join("|"),
   "g",
@@ -145,11 +140,7 @@ function inline(text, isLabel = false) {
     else if (ticks) marks.lastIndex = putCode(put, text, marks.lastIndex, ticks);
     else if (address) put(isLabel ? whole : link(inline(label || address, true), address, whole));
     else if (mark) marks.lastIndex = emphasize(open, put, text, found.index, mark);
-    else if (bare) {
-      const plain = trimmed(bare);
-      marks.lastIndex = found.index + plain.length;
-      put(isLabel ? plain : link(plain, plain, plain));
-    } else put(whole);
+    else put(bare && !isLabel ? link(bare, bare, bare) : whole);
   }
   put(text.slice(done));
   for (const { mark, node } of open.reverse()) node.replaceWith(mark, ...node.childNodes);
@@ -186,14 +177,6 @@ function emphasize(open, put, text, at, mark) {
     open.push({ mark, node });
   } else put(mark);
   return end;
-}
-
-/** An address without the punctuation of the sentence around it. */
-function trimmed(address) {
-  let end = address.length;
-  const isTail = (char) => ".,;:!?'\"*_~`]".includes(char) || (char === ")" && !address.includes("("));
-  while (end > 0 && isTail(address[end - 1])) end--;
-  return address.slice(0, end);
 }
 
 /** A link to the web or a mail address; what leads elsewhere is shown as it was written. */

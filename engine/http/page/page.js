@@ -36,29 +36,19 @@ function button(text, act, className = "quiet") {
   return element;
 }
 
+/** A button that copies; over plain HTTP, where the clipboard is closed to scripts, by selecting. */
 function copyButton(read) {
   return button("Copy", async (element) => {
-    element.textContent = (await copyText(read())) ? "Copied" : "Not allowed";
-    setTimeout(() => (element.textContent = "Copy"), 2000);
-  });
-}
-
-/** Into the clipboard, and whether it went; over plain HTTP a browser takes only what is selected. */
-async function copyText(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    const focused = document.activeElement;
     const box = make("textarea", "unseen");
-    box.value = text;
-    document.body.append(box);
+    box.value = read();
+    element.after(box);
     box.select();
-    const isCopied = document.execCommand("copy");
+    const write = navigator.clipboard?.writeText(box.value).then(() => true, () => false);
+    const isCopied = (await write) || document.execCommand("copy");
     box.remove();
-    focused.focus();
-    return isCopied;
-  }
+    element.textContent = isCopied ? "Copied" : "Not allowed";
+    element.focus();
+  });
 }
 
 function setState(kind, text) {
@@ -180,25 +170,24 @@ function showView() {
   if (name === "chat" && matchMedia("(min-width: 781px)").matches) byId("say").focus();
 }
 
-/** Opened with a key or a click, a drawer takes the focus; the browser gives it back when it is closed. */
-function startDrawers() {
-  for (const drawer of document.querySelectorAll("[popover]")) {
-    drawer.addEventListener("toggle", ({ newState }) => newState === "open" && drawer.querySelector("button")?.focus());
-  }
-}
-
-/** Alt and a letter press, or go to, what names them in `aria-keyshortcuts` and can be seen; the last of several. */
-function startShortcuts() {
+/**
+ * Alt and a letter press, or go to, what names them in `aria-keyshortcuts` and can be seen; the last of several. A
+ * drawer that opens takes the focus, and the browser gives it back when it is closed.
+ */
+function startKeyboard() {
   addEventListener("keydown", (event) => {
-    if (!event.altKey || event.ctrlKey || event.metaKey) return;
+    if (!event.altKey || event.ctrlKey || event.metaKey || document.querySelector("dialog[open]")) return;
     const name = `Alt+${event.code.replace(/^Key/, "")}`;
-    const named = [...document.querySelectorAll(`[aria-keyshortcuts="${CSS.escape(name)}"]`)];
-    const target = named.filter((element) => element.checkVisibility() && !element.disabled).at(-1);
-    if (!target || document.querySelector("dialog[open]")) return;
+    const named = [...document.querySelectorAll("[aria-keyshortcuts]")].filter((each) => each.ariaKeyShortcuts === name);
+    const target = named.findLast((each) => each.checkVisibility() && !each.disabled);
+    if (!target) return;
     event.preventDefault();
     target.focus();
     target.click();
   });
+  for (const drawer of document.querySelectorAll("[popover]")) {
+    drawer.addEventListener("toggle", ({ newState }) => newState === "open" && drawer.querySelector("button")?.focus());
+  }
 }
 
 function startViews() {

@@ -46,14 +46,6 @@ function valid(input) {
   return false;
 }
 
-function keptSettings() {
-  try {
-    return JSON.parse(local.getItem(SETTINGS)) ?? {};
-  } catch {
-    return {};
-  }
-}
-
 /** What depends on a setting, shown. */
 function applySettings() {
   byId("schema-field").hidden = byId("form").value !== "json_schema";
@@ -61,11 +53,8 @@ function applySettings() {
 }
 
 function startSettings() {
-  const properties = { name: { type: "string" }, year: { type: "integer" } };
-  const schema = { type: "object", properties, required: ["name", "year"], additionalProperties: false };
-  byId("schema").value = JSON.stringify(schema, null, 2);
-  const kept = keptSettings();
-  for (const input of settings()) input.value = kept[nameOf(input)] ?? input.value;
+  const kept = readKept(SETTINGS);
+  for (const input of settings()) input.value = kept?.[nameOf(input)] ?? input.value;
   applySettings();
   byId("settings").addEventListener("change", () => {
     applySettings();
@@ -77,7 +66,7 @@ function startSettings() {
 async function learnModels() {
   try {
     const { data } = await bodyOf(await ask("/v1/models"), "json");
-    const chosen = byId("model").value || keptSettings().model;
+    const chosen = byId("model").value || readKept(SETTINGS)?.model;
     byId("model").replaceChildren(...data.map(({ id }) => new Option(id, id, false, id === chosen)));
   } catch {
     byId("model").replaceChildren(); // a request without a model still has an answer

@@ -2,8 +2,7 @@
 
 startKey();
 startViews();
-startDrawers();
-startShortcuts();
+startKeyboard();
 startSettings();
 startChat();
 startWatch();
