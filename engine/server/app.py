@@ -129,6 +129,11 @@ def _routes(service: Service) -> list[Route]:
             return _json(reply.Status("the server is shutting down"), 503)
         return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
 
+    async def tokenizer_info(_request: Request) -> Response:
+        """For clients that tokenize here and render themselves, under the names of tokenizer_config.json."""
+        sources = {} if service.template is None else service.template.sources
+        return _json({**service.tokenizer.special_tokens, "chat_template": sources.get("default")})
+
     async def metrics(_request: Request) -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -157,6 +162,7 @@ def _routes(service: Service) -> list[Route]:
         "/ping": health,
         "/ready": ready,
         "/metrics": metrics,
+        "/tokenizer_info": tokenizer_info,
         "/version": _json(reply.Version(penstock.__version__)),
         "/v1/models": models,
         "/v1/models/{model:path}": models,
@@ -192,7 +198,7 @@ def _model(service: Service, name: str, started: int) -> reply.Model:
     )
 
 
-def _json(body: msgspec.Struct, status: int = 200) -> Response:
+def _json(body: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
