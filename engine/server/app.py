@@ -33,6 +33,7 @@ from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, PostRoute
 from penstock.engine.server.kv_events import KvEvents
+from penstock.engine.server.scoring import classify, rerank, score
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 from penstock.engine.server.tokens import detokenize, reset_prefix_cache, tokenize
@@ -49,6 +50,12 @@ POSTS = (
     PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
     PostRoute("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
     PostRoute("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
+    PostRoute("/classify", classify, schema.ClassifyRequest, reply.Labelled[reply.Classified]),
+    *(PostRoute(path, score, schema.ScoreRequest, reply.Labelled[reply.Score]) for path in ("/score", "/v1/score")),
+    *(
+        PostRoute(path, rerank, schema.RerankRequest, reply.Reranked)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
+    ),
     PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
     PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
     PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
