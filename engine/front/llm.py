@@ -6,6 +6,7 @@ No server, no sockets: `generate` drives the engine core itself, in the calling 
 import contextlib
 import random
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -200,7 +201,8 @@ class LLM:
         raise AttributeError(f"LLM has no attribute {name!r}{nearest(name, dir(type(self)))}")
 
     def __del__(self) -> None:
-        self.shutdown()
+        if not sys.is_finalizing():  # else the operating system does it
+            self.shutdown()
 
     def get_tokenizer(self) -> FamiliarTokenizer:
         """The model's tokenizer, with the names that transformers gives to what it does."""

@@ -20,7 +20,6 @@ from penstock.executor.protocol import LabelInfo
 _CLASSIFY = msgspec.json.Decoder(ClassifyRequest)
 _SCORE = msgspec.json.Decoder(ScoreRequest)
 _RERANK = msgspec.json.Decoder(RerankRequest)
-_PAIRS = (("text_1", "text_2"), ("queries", "documents"))
 
 
 async def classify(service: Service, call: Call, body: bytes) -> Labelled[Classified]:
@@ -39,11 +38,15 @@ async def classify(service: Service, call: Call, body: bytes) -> Labelled[Classi
 async def score(service: Service, call: Call, body: bytes) -> Labelled[Score]:
     """How well the two texts of every pair go together: one text with each of many, or each with its own."""
     request = service.accept(call, body, _SCORE)
-    given = tuple(name for pair in _PAIRS for name in pair if getattr(request, name) is not None)
-    if given not in _PAIRS:
+    named = {"text_1": request.text_1, "text_2": request.text_2}
+    if request.queries is not None or request.documents is not None:
+        named = {name: each for name, each in named.items() if each is not None}
+        named |= {"queries": request.queries, "documents": request.documents}
+    given = {name: _texts(each) for name, each in named.items() if each is not None}
+    if len(given) != 2 or len(named) != 2:
         raise InvalidRequest("text_1", f"{', '.join(given) or 'nothing'} given; text_1 and text_2 are expected")
-    first, second = (_texts(getattr(request, name)) for name in given)
-    found = await _of_pairs(service, call, request, first, second, given)
+    (one, first), (other, second) = given.items()
+    found = await _of_pairs(service, call, request, first, second, (one, other))
     data = [Score(index, value) for index, value in enumerate(found)]
     return Labelled(f"score-{call.id}", call.created, call.model, data, usage(call.answers, 0))
 
