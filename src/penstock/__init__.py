@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     TextPrompt = TokensPrompt = dict[str, Any]
 
 __version__ = "0.1.0"
-__all__ = [
-    *("LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "StructuredOutputsParams", "TextPrompt"),
-    *("TokensPrompt", "__version__"),
-]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ += ["StructuredOutputs", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
 
 _HOMES = {
     "LLM": ("penstock.engine.front.llm", "LLM"),
