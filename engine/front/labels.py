@@ -10,25 +10,17 @@ from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.protocol import LabelInfo, ModelInfo
 
 
-def labels_of(info: ModelInfo) -> LabelInfo:
-    """Those of the model; one that has none is refused."""
+def labels_of(info: ModelInfo, is_scored: bool = False) -> LabelInfo:
+    """Those of the model. One that has none is refused; so is, where texts are to be scored, one that has several."""
     if info.labels is None:
         raise InvalidRequest(
             "model",
             f"{info.architecture} has no labels: classifying and scoring take a model with a classification head, or "
             "classifier_from_token in its config or in hf_overrides; of others there are embeddings to compare",
         )
+    if is_scored and len(info.labels.names) != 1:
+        raise InvalidRequest("model", f"it has {len(info.labels.names)} labels, and a score needs one alone; classify")
     return info.labels
-
-
-def scored_labels_of(info: ModelInfo) -> LabelInfo:
-    """The same of a model that gives a text one number, by which texts can be compared."""
-    labels = labels_of(info)
-    if len(labels.names) != 1:
-        raise InvalidRequest(
-            "model", f"it has {len(labels.names)} labels, and a score needs one alone; classify instead"
-        )
-    return labels
 
 
 def asking_for(labels: LabelInfo, tokenizer: Tokenizer | None) -> SamplingParams:

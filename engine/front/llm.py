@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 import warnings
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from types import FrameType, TracebackType
@@ -31,8 +30,8 @@ from penstock.engine.front.results import (
     ScoringOutput,
     Shown,
     completed,
+    embedded,
     pooled,
-    unit_length,
 )
 from penstock.engine.front.submit import Pooling, begin_answer
 from penstock.engine.grammar.compiler import Compiler
@@ -158,12 +157,8 @@ class LLM:
         if pooling not in ("last", "mean"):
             raise InvalidRequest("pooling", f"{pooling!r} given; 'last' or 'mean' is expected")
         params = SamplingParams(max_tokens=1, detokenize=False)
-
-        def show(numbers: bytes) -> EmbeddingOutput:
-            vector = array("f", numbers)
-            return EmbeddingOutput((unit_length(vector) if normalize else vector).tolist())
-
-        return self._pool(_as_list(prompts), params, pooling, use_tqdm, show)
+        begun = self._pool(_as_list(prompts), params, pooling, use_tqdm)
+        return [pooled(each.answer, each.prompt, lambda numbers: embedded(numbers, normalize)) for each in begun]
 
     def classify(
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: Bar = True, **others: Any
@@ -177,10 +172,10 @@ class LLM:
     ) -> list[PooledRequestOutput[ScoringOutput]]:
         """How well two texts go together: one with each of several, or each with its own. The model has a head of one
         label, or tokens for no and yes."""
-        from penstock.engine.front.labels import pair_prompts, scored_labels_of
+        from penstock.engine.front.labels import labels_of, pair_prompts
 
         refuse_keywords(others)
-        scored_labels_of(self.info)
+        labels_of(self.info, is_scored=True)
         first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         texts, adds_special = pair_prompts(self.template, first, second, ("data_1", "data_2"))
         prompts: list[Prompt] = [*self.get_tokenizer()(texts, adds_special)["input_ids"]]
@@ -192,8 +187,8 @@ class LLM:
         from penstock.engine.front.labels import asking_for, labels_of, shown
 
         labels = labels_of(self.info)
-        params = asking_for(labels, self.tokenizer)
-        return self._pool(prompts, params, "labels", use_tqdm, lambda numbers: show(shown(labels, numbers)))
+        begun = self._pool(prompts, asking_for(labels, self.tokenizer), "labels", use_tqdm)
+        return [pooled(each.answer, each.prompt, lambda numbers: show(shown(labels, numbers))) for each in begun]
 
     def __getattr__(self, name: str) -> Any:
         if name in METHODS:
@@ -277,17 +272,10 @@ class LLM:
         text = None if self.tokenizer is None else self.tokenizer.token_text
         return [completed(each.answer, each.prompt, text) for each in begun]
 
-    def _pool(
-        self,
-        prompts: list[Prompt],
-        params: SamplingParams,
-        pooling: Pooled,
-        use_tqdm: Bar,
-        show: Callable[[bytes], Shown],
-    ) -> list[PooledRequestOutput[Shown]]:
+    def _pool(self, prompts: list[Prompt], params: SamplingParams, pooling: Pooled, use_tqdm: Bar) -> "list[_Begun]":
         begun = [self._begin(prompt, params, pooling=pooling) for prompt in prompts]
         self._run([each.answer for each in begun], use_tqdm)
-        return [pooled(each.answer, each.prompt, show) for each in begun]
+        return begun
 
     def _begin(
         self,

@@ -123,6 +123,11 @@ def pooled(answer: Answer, prompt: str | None, show: Callable[[bytes], Shown]) -
     )
 
 
+def embedded(numbers: bytes, normalize: bool) -> EmbeddingOutput:
+    vector = array("f", numbers)
+    return EmbeddingOutput((unit_length(vector) if normalize else vector).tolist())
+
+
 def _completion(update: Update, text: TokenText | None) -> CompletionOutput:
     entries = update.logprobs
     return CompletionOutput(

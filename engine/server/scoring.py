@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from penstock.engine.front.labels import asking_for, labels_of, pair_prompts, scored_labels_of, shown
+from penstock.engine.front.labels import asking_for, labels_of, pair_prompts, shown
 from penstock.engine.sampling_params import InvalidRequest
-from penstock.engine.server.answers import gather, usage
+from penstock.engine.server.answers import usage
 from penstock.engine.server.call import Call
-from penstock.engine.server.embeddings import MAX_INPUTS
-from penstock.engine.server.prompts import decode_inputs, in_thread_if, to_ids
+from penstock.engine.server.embeddings import MAX_INPUTS, pooled
+from penstock.engine.server.prompts import decode_inputs, in_thread_if
 from penstock.engine.server.requests import ClassifyRequest, LabelRequest, RerankRequest, ScoreRequest, TextObject
 from penstock.engine.server.responses import Classified, Labelled, Ranked, Reranked, Score
 from penstock.engine.server.service import Service
@@ -38,15 +38,11 @@ async def classify(service: Service, call: Call, body: bytes) -> Labelled[Classi
 async def score(service: Service, call: Call, body: bytes) -> Labelled[Score]:
     """How well the two texts of every pair go together: one text with each of many, or each with its own."""
     request = service.accept(call, body, _SCORE)
-    named = {"text_1": request.text_1, "text_2": request.text_2}
-    if request.queries is not None or request.documents is not None:
-        named = {name: each for name, each in named.items() if each is not None}
-        named |= {"queries": request.queries, "documents": request.documents}
-    given = {name: _texts(each) for name, each in named.items() if each is not None}
-    if len(given) != 2 or len(named) != 2:
-        raise InvalidRequest("text_1", f"{', '.join(given) or 'nothing'} given; text_1 and text_2 are expected")
-    (one, first), (other, second) = given.items()
-    found = await _of_pairs(service, call, request, first, second, (one, other))
+    ones, others = (request.text_1, request.queries), (request.text_2, request.documents)
+    given = [_texts(each) for pair in (ones, others) for each in pair if each is not None]
+    if None not in ones or None not in others or len(given) != 2:
+        raise InvalidRequest("text_1", "one of text_1 and queries, and one of text_2 and documents, are expected")
+    found = await _of_pairs(service, call, request, *given, ("text_1", "text_2"))
     data = [Score(index, value) for index, value in enumerate(found)]
     return Labelled(f"score-{call.id}", call.created, call.model, data, usage(call.answers, 0))
 
@@ -65,7 +61,7 @@ async def rerank(service: Service, call: Call, body: bytes) -> Reranked:
 async def _of_pairs(
     service: Service, call: Call, request: LabelRequest, first: list[str], second: list[str], fields: tuple[str, str]
 ) -> list[float]:
-    labels, template = scored_labels_of(service.info), service.template
+    labels, template = labels_of(service.info, is_scored=True), service.template
     if len(second) > MAX_INPUTS:
         raise InvalidRequest(fields[1], f"{len(second)} texts; 1 to {MAX_INPUTS} are allowed")
     is_long = len(second) * sum(map(len, first)) + sum(map(len, second)) > INLINE_CHARS
@@ -83,13 +79,8 @@ async def _numbers(
     inputs: Sequence[str | list[int]],
     labels: LabelInfo,
 ) -> list[list[float]]:
-    params = asking_for(labels, service.tokenizer)
-    with service.admit(len(inputs)):
-        prompts = await to_ids(field, inputs, service, request.add_special_tokens, request.truncate_prompt_tokens)
-        service.generate(call, request, prompts, params, pooling="labels")
-    for answer in call.answers:
-        await gather(service, answer)
-    return [shown(labels, answer.embedding or b"", request.use_activation is not False) for answer in call.answers]
+    found = await pooled(service, call, request, field, inputs, asking_for(labels, service.tokenizer), "labels")
+    return [shown(labels, numbers, request.use_activation is not False) for numbers in found]
 
 
 def _texts(given: str | TextObject | Sequence[str | TextObject]) -> list[str]:
