@@ -54,7 +54,7 @@ def pair_prompts(
     template for pairs has messages of the roles query and document; without it the texts stand behind each other."""
     if len(first) not in (1, len(second)) or not second:
         what = f"{len(first)} texts for {len(second)} of {fields[1]}; one, or as many, and at least one, are expected"
-        raise InvalidRequest(fields[0], what)
+        raise InvalidRequest(fields[0] if second else fields[1], what)
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
     source = "" if template is None else template.source.replace("'", '"')
     if template is None or '"query"' not in source or '"document"' not in source:

@@ -17,6 +17,8 @@ from penstock.engine.server.service import Service
 from penstock.engine.text.prompt import INLINE_CHARS
 from penstock.executor.protocol import LabelInfo
 
+MAX_CHARS = 1 << 24  # of all pairs: a text that stands in each of them grows by their number
+
 _CLASSIFY = msgspec.json.Decoder(ClassifyRequest)
 _SCORE = msgspec.json.Decoder(ScoreRequest)
 _RERANK = msgspec.json.Decoder(RerankRequest)
@@ -62,9 +64,11 @@ async def _of_pairs(
     service: Service, call: Call, request: LabelRequest, first: list[str], second: list[str], fields: tuple[str, str]
 ) -> list[float]:
     labels, template = labels_of(service.info, is_scored=True), service.template
-    if len(second) > MAX_INPUTS:
-        raise InvalidRequest(fields[1], f"{len(second)} texts; 1 to {MAX_INPUTS} are allowed")
-    is_long = len(second) * sum(map(len, first)) + sum(map(len, second)) > INLINE_CHARS
+    size = sum(map(len, first)) * (len(second) if len(first) == 1 else 1) + sum(map(len, second))
+    if len(second) > MAX_INPUTS or size > MAX_CHARS:
+        what = f"{len(second)} pairs of {size} characters in all; at most {MAX_INPUTS} of {MAX_CHARS} are allowed"
+        raise InvalidRequest(fields[1], what)
+    is_long = size > INLINE_CHARS
     texts, adds_special = await in_thread_if(is_long, lambda: pair_prompts(template, first, second, fields))
     if request.add_special_tokens is None:
         request.add_special_tokens = adds_special
