@@ -58,10 +58,13 @@ class RouteIndex:
         self._index = ffi.gc(opened, lib.penstock_route_close)
         self.num_slots = 0
 
-    def add_slot(self, limit: int) -> int:
+    def add_slot(self, limit: int, at_ends: bool = False) -> int:
+        """`at_ends`: a key that it holds stands for all of a prompt before it, which it need not hold."""
         slot: int = lib.penstock_route_add_slot(self._index, limit)
         if slot < 0:
             raise RuntimeError(f"the index has no slot left: {MAX_SLOTS} are in use")
+        if at_ends:
+            lib.penstock_route_match_at_ends(self._index, slot)
         self.num_slots = max(self.num_slots, slot + 1)
         return slot
 

@@ -162,7 +162,8 @@ class Placement:
         for space, match in prompt.matches:
             if space == replica.cache.space and len(match.keys):
                 num_known = num_cached // space.block_size + 1
-                self.knowledge.expect(replica.cache, match.keys, min(num_known, len(match.keys)))
+                num_known = min(num_known, len(match.keys))
+                self.knowledge.expect(replica.cache, match.keys, num_known, prompt.num_tokens)
 
     def _look_up(self, prompt: Prompt | None) -> None:
         """What of the prompt is cached where, into the fleet's column."""
