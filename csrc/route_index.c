@@ -158,10 +158,10 @@ static void match_ends(const struct index *index, const uint64_t *keys, size_t n
     }
 }
 
-static void match_group(const struct index *index, const uint64_t *keys, size_t num_keys, uint32_t group,
-                        int32_t *counts, size_t num_slots) {
+static void match_group(const struct index *index, const uint64_t *keys, size_t num_keys, size_t num_ends,
+                        uint32_t group, int32_t *counts, size_t num_slots) {
     uint64_t at_ends = index->live[group] & index->at_ends[group];
-    match_ends(index, keys, num_keys, group, at_ends, counts, num_slots);
+    match_ends(index, keys, num_ends, group, at_ends, counts, num_slots);
     uint64_t first = holders(index, keys[0], group) & index->live[group] & ~at_ends;
     if (!first) return;
     uint64_t all = holders(index, keys[num_keys - 1], group) & first; /* a repeated prompt is common: ask the end first */
@@ -182,13 +182,13 @@ static void match_group(const struct index *index, const uint64_t *keys, size_t 
     }
 }
 
-static uint64_t match(const struct index *index, const uint64_t *keys, size_t num_keys, int32_t *counts,
-                      size_t num_slots) {
+static uint64_t match(const struct index *index, const uint64_t *keys, size_t num_keys, size_t num_ends,
+                      int32_t *counts, size_t num_slots) {
     memset(counts, 0, num_slots * sizeof *counts);
     for (uint32_t group = 0; num_keys && group < num_groups(index); group++) {
         size_t before = (size_t)group * SLOTS_PER_GROUP;
         if (before >= num_slots) break;
-        match_group(index, keys, num_keys, group, counts + before, num_slots - before);
+        match_group(index, keys, num_keys, num_ends, group, counts + before, num_slots - before);
     }
     return index->version;
 }
@@ -339,10 +339,10 @@ void penstock_route_fade(void *opened) {
     unlock(index);
 }
 
-uint64_t penstock_route_match(void *opened, const uint64_t *keys, size_t num_keys, int32_t *counts,
+uint64_t penstock_route_match(void *opened, const uint64_t *keys, size_t num_keys, size_t num_ends, int32_t *counts,
                               size_t num_slots) {
     struct index *index = locked(opened);
-    uint64_t version = match(index, keys, num_keys, counts, num_slots);
+    uint64_t version = match(index, keys, num_keys, num_ends, counts, num_slots);
     unlock(index);
     return version;
 }
@@ -376,7 +376,8 @@ uint64_t penstock_route_keys_and_match(void *opened, const uint8_t *root, const 
         low_keys(root, tokens, num_keys, block_size, keys);
     else
         penstock_block_keys_v1(tokens, num_tokens, block_size, NULL, NULL, keys);
-    return penstock_route_match(opened, keys, num_keys, counts, num_slots);
+    size_t num_ends = num_tokens ? (num_tokens - 1) / block_size : 0; /* the last token is computed in any case */
+    return penstock_route_match(opened, keys, num_keys, num_ends < num_keys ? num_ends : num_keys, counts, num_slots);
 }
 
 uint64_t penstock_route_num_held(void *opened, uint32_t slot) {

@@ -26,8 +26,9 @@ void penstock_route_fade(void *index);
 
 /* counts[slot] = how many leading blocks it holds, by facts or hopes, for slots below `num_slots`. Returns the index's
  * version, which moves with every change. Takes it that a slot with a block has those before it, unless it matches at
- * ends. */
-uint64_t penstock_route_match(void *index, const uint64_t *keys, size_t num_keys, int32_t *counts, size_t num_slots);
+ * ends: then the last of the first `num_ends` keys counts. */
+uint64_t penstock_route_match(void *index, const uint64_t *keys, size_t num_keys, size_t num_ends, int32_t *counts,
+                              size_t num_slots);
 uint64_t penstock_route_version(void *index);
 
 /* Hash and match in one call. `root`: 32 bytes for the SHA-256 chain, NULL for v1. `keys` receives the low 64 bits. */

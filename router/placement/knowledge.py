@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock._csrc import ffi, lib
 from penstock.engine.http.kv_stream import Alive, Changes, Frame, Hello, Snapshot
-from penstock.router.placement.index import Keys, KeySpace, Match, RouteIndex
+from penstock.router.placement.index import KeySpace, Match, RouteIndex
 from penstock.router.placement.load import Column
 from penstock.router.placement.policy import PolicyConfig
 
@@ -162,13 +162,13 @@ class Knowledge:
 
     # -- what the router thinks itself ---------------------------------------------------------------------
 
-    def expect(self, cache: ReplicaCache, keys: Keys, num_known: int, num_tokens: int) -> None:
+    def expect(self, cache: ReplicaCache, match: Match, num_known: int) -> None:
         """A request with these keys goes there now; the first `num_known` it should have."""
+        keys, last = match.keys, match.num_ends
         slot = int(self._slots[0, cache.row])
         if slot == EMPTY:
             slot = self._slots[0, cache.row] = self._add_slot(cache)
         if cache.hits_at_ends:  # the last checkpoint of a prompt is before its last token
-            last = (num_tokens - 1) // cache.space.block_size
             keys, num_known = keys[max(0, last - 1) : last], int(num_known >= last)
         if not cache.is_guess:
             self.index.hope(slot, keys, num_known)
@@ -201,7 +201,7 @@ class Knowledge:
         part."""
         # A slot may have come between sizing the counts and filling them, in the thread that prepared.
         if match.version != self.index.version() or len(match.counts) < self.index.num_slots:
-            match = self.index.match(match.keys)
+            match = self.index.match(match.keys, match.num_ends)
         lib.penstock_cached_tokens(
             self._c,
             ffi.from_buffer(I32S, match.counts),

@@ -14,7 +14,7 @@ from penstock.router.placement.index import RouteIndex
 from penstock.router.placement.placement import Placement, ReplicaInfo
 from penstock.router.placement.policy import PolicyConfig
 from tests.router.test_placement import Clock, cached, ids, short_keys
-from tests.support.simulation import BLOCK_SIZE, World, random_request, submit
+from tests.support.simulation import BLOCK_SIZE, World, random_request
 
 GROUPS = (GroupInfo(), GroupInfo(), GroupInfo("state", pages=4))
 
@@ -39,12 +39,13 @@ def test_the_last_known_key_of_a_prompt_counts_for_all_before_it_and_a_shorter_p
     dense = Hello("blocks", "sha256", b"model", 16, 1000)
     placement.apply_events("blocks", [dense, Snapshot(0, "device", short_keys(prompt)[: 8 * 6], True, True)])
     assert cached(placement, prompt) == {"states": 8 * 16, "blocks": 6 * 16}
+    assert cached(placement, prompt[: 4 * 8 * 16]) == {"states": 4 * 16, "blocks": 6 * 16}, "its last token is computed"
     assert cached(placement, prompt[: 4 * 7 * 16]) == {"states": 4 * 16, "blocks": 6 * 16}
     assert cached(placement, prompt[: 4 * 3 * 16]) == {"states": 0, "blocks": 3 * 16}
     placement.apply_events(
-        "states", [Changes(1, "host", keys_at(prompt, 9), b""), Changes(2, "device", b"", keys_at(prompt, 7))]
+        "states", [Changes(1, "host", keys_at(prompt, 8), b""), Changes(2, "device", b"", keys_at(prompt, 7))]
     )
-    assert cached(placement, prompt)["states"] == 4 * 16 + 0.8 * 6 * 16 // 1
+    assert cached(placement, prompt)["states"] == 4 * 16 + 0.8 * 5 * 16
     placement.check()
 
 
@@ -119,10 +120,9 @@ def test_the_router_promises_what_the_engine_finds() -> None:
                     seq += 1
                     placement.apply_events("r0", [Changes(seq, update.tier, update.stored, update.removed)])
             for message in prompts[-8:]:
-                longer = submit("probe", [*np.frombuffer(message.tokens, "<i4").tolist(), 0])
-                promised = cached(placement, longer.tokens, message.cache_salt, message.adapter)["r0"] // BLOCK_SIZE
+                promised = cached(placement, message.tokens, message.cache_salt, message.adapter)["r0"] // BLOCK_SIZE
                 root = placement._replicas["r0"].cache.space.root(message.cache_salt, message.adapter)
-                request = Request(longer, 0, 0.0, array("i", longer.tokens), 1, root, False)
+                request = Request(message, 0, 0.0, array("i", message.tokens), 1, root, False)
                 world.scheduler._holdings.extend_keys(request)
                 found = groups.find(request, world.tiers.place).num_blocks
                 assert promised <= found, f"seed {seed}, request {number}"
