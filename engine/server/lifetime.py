@@ -18,7 +18,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import Stopping, stop_signals, wait_for
 
-log = logging.getLogger("penstock.server")
+log = logging.getLogger("penstock.engine")
 
 WATCH_S = 0.1
 QUIET_S = 1.0
@@ -50,6 +50,8 @@ async def serve(
             if not stopping.drain.is_set():
                 return await _leave_dead(engine, app.service)
             await _drain(app.service, config.drain_timeout_s, stopping.stop)
+            if app.service.spans is not None:
+                await asyncio.to_thread(app.service.spans.exporter.close)
             return 0 if engine.health().alive else 1
 
 
