@@ -36,7 +36,7 @@ STALL_S = 8  # a child that stops within a message, or reads none, counts as gon
 LOOK_S = 0.1  # how often `wait_for` looks
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 LOG_VARIABLE = "PENSTOCK_LOG_LEVEL"  # what the processes that we start are given
-ROOMS = ("engine", "executor", "cache", "eplb", "router")
+ROOMS = ("engine", "executor", "cache", "router")  # those that log
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 Message = TypeVar("Message")
@@ -252,7 +252,7 @@ def log_levels(text: str) -> dict[str, str]:
 def log_to_stderr(levels: str | None = None, mark: str = "") -> None:
     """What we log, not what libraries do: those say warnings alone, for they know of prompts what we keep to ourselves.
 
-    `levels` also holds for the processes that are started from now on. `mark` tells apart those of one kind."""
+    `levels` also holds for the processes that are started from now on. `mark` stands before each line."""
     if levels is not None:
         os.environ[LOG_VARIABLE] = levels
     found = log_levels(os.environ.get(LOG_VARIABLE, "info"))

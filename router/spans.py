@@ -8,8 +8,8 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-from penstock.engine.http.spans import CLIENT, SERVER, Trace, Tracer, Value, new_id, open_tracer
 from penstock.engine.http.telemetry import Telemetry
+from penstock.engine.http.tracing import CLIENT, SERVER, Trace, Tracer, Value, new_id, open_tracer
 from penstock.router.fleet.replica import Outcome
 from penstock.router.http.heads import ClientRequest
 from penstock.router.metrics import route_of

@@ -43,6 +43,8 @@ SAID = {
     "decode": "http://127.0.0.1:3",
     "prefill": "http://127.0.0.1:4=127.0.0.1:9102",
     "host": "127.0.0.2",
+    "otlp_traces_endpoint": "http://127.0.0.1:4318",
+    "log_level": "debug",
     "max_num_batched_tokens": "777",
 }
 COMPANY = {
@@ -55,6 +57,7 @@ COMPANY = {
     "decode": ["--prefill", "http://127.0.0.1:4=127.0.0.1:9102"],
     "prefill": ["--decode", "http://127.0.0.1:3"],
     "chat_template": ["--tokenizer", "model"],
+    "trace_share": ["--otlp-traces-endpoint", "http://127.0.0.1:4318"],
 }
 # Of `penstock serve`: what finds the model's files and what of them is used, before there is a configuration.
 OF_FILES = {"model", "model_option", "revision", "chat_template", "generation_config"}

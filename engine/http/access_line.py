@@ -54,7 +54,7 @@ class AccessLog:
         return level if self._log.isEnabledFor(level) else None
 
     def write(self, level: int, line: AccessLine) -> None:
-        self._log.log(level, "%s", as_json(line) if self._is_json else as_text(line))
+        self._log.log(level, as_json(line) if self._is_json else as_text(line))
 
 
 def as_json(line: AccessLine) -> str:
@@ -65,8 +65,9 @@ def as_json(line: AccessLine) -> str:
 
 def as_text(line: AccessLine) -> str:
     """Without the time, which the log says itself."""
-    said = [f"{name}={value}" for name in _LISTED if (value := getattr(line, name)) is not None]
-    return f"{line.route} {line.status} {line.total_ms / 1000:.3f}s {' '.join(said)}"
+    _, route, status, total_ms, *values = msgspec.structs.astuple(line)
+    said = [f"{name}={value}" for name, value in zip(_LISTED, values, strict=True) if value is not None]
+    return f"{route} {status} {total_ms / 1000:.3f}s {' '.join(said)}"
 
 
 _LISTED = AccessLine.__struct_fields__[4:]

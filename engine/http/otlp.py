@@ -1,6 +1,6 @@
 """Sends spans to a collector: OTLP over HTTP, in JSON, in batches, from a thread of its own.
 
-Whoever records a span never waits. What a collector that is slow or gone does not take stands in a bounded queue; what
+To record a span never waits. What a collector that is slow or gone does not take stands in a bounded queue; what
 comes on top is dropped and counted, and one warning says so, until the collector takes spans again.
 """
 

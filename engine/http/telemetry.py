@@ -34,6 +34,7 @@ class Telemetry:
         f"one for all, others for single rooms, like info,router=debug,cache=error (default: {LOG_VARIABLE} in the "
         "environment, else info)",
         "LEVELS",
+        ("--log-level", "--uvicorn-log-level"),
         read=levels,
     )
 

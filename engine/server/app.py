@@ -224,17 +224,22 @@ async def _fail(_request: Request, _error_of_ours: Exception) -> Response:
 
 
 def _line(call: Call, route: str, status: int, key: int | None) -> AccessLine:
-    total_ms = round((time.monotonic() - call.begun_s) * 1000, 3)
-    line = AccessLine(route=route, status=status, total_ms=total_ms, key=key)
-    line.id, line.client_id, line.model = call.id, call.client_id, call.model or None
+    line = AccessLine(
+        route=route,
+        status=status,
+        total_ms=round((time.monotonic() - call.begun_s) * 1000, 3),
+        id=call.id,
+        client_id=call.client_id,
+        model=call.model or None,
+        key=key,
+        trace_id=None if call.trace is None else call.trace.trace_id,
+    )
     if call.answers:
+        times = call.answers[0].metrics
         line.prompt_tokens, line.output_tokens = call.num_prompt_tokens, call.num_tokens
         line.cached_tokens = call.num_cached_tokens
         line.finish_reason = ",".join(dict.fromkeys(call.finish_reasons))
-        times = call.answers[0].metrics
         line.queue_ms, line.first_token_ms = _ms(times.queued_s), _ms(times.first_token_s)
-    if call.trace is not None:
-        line.trace_id = call.trace.trace_id
     return line
 
 

@@ -13,7 +13,7 @@ from penstock.engine.front.answer import Answer
 from penstock.engine.http.errors import clean_id
 
 if TYPE_CHECKING:
-    from penstock.engine.http.spans import Trace
+    from penstock.engine.http.tracing import Trace
 
 
 class Call:

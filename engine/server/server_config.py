@@ -99,7 +99,10 @@ class ServerConfig:
     limits: Limits = Limits()
     keeping: Keeping = KEEPING
     drain_timeout_s: Delay = flag(
-        "how long a stop waits for running requests (default: %(default)g)", "S", default=30.0
+        "how long a stop waits for running requests (default: %(default)g)",
+        "S",
+        ("--drain-timeout", "--shutdown-timeout"),
+        default=30.0,
     )
 
 

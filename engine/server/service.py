@@ -20,10 +20,10 @@ from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
 from penstock.engine.http.errors import HttpError, clean_id, clip
 from penstock.engine.http.telemetry import Telemetry
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams, Unserved
 from penstock.engine.server.call import Call
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved, parse
+from penstock.engine.server.requests import UNSERVED, PromptRequest, parse
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from starlette.types import Scope
 
-from penstock.engine.http.spans import SERVER, Trace, Value, open_tracer
 from penstock.engine.http.telemetry import Telemetry
+from penstock.engine.http.tracing import SERVER, Trace, Value, open_tracer
 
 if TYPE_CHECKING:
     from penstock.engine.front.answer import Answer

@@ -106,7 +106,8 @@ def value(found: dict[str, Any]) -> Any:
         return int(said)
     if kind == "arrayValue":
         return [value(each) for each in said["values"]]
-    assert isinstance(said, {"stringValue": str, "boolValue": bool, "doubleValue": (float, int)}[kind])
+    kinds: dict[str, type | tuple[type, ...]] = {"stringValue": str, "boolValue": bool, "doubleValue": (float, int)}
+    assert isinstance(said, kinds[kind])
     return said
 
 

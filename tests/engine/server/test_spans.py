@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.engine.http import otlp
-from penstock.engine.http.spans import parent_of
 from penstock.engine.http.telemetry import HEADERS_VARIABLE, NAME_VARIABLE, Telemetry, check
+from penstock.engine.http.tracing import parent_of
 from tests.support.collector import Collector, collecting
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import MODEL, Running, running, until

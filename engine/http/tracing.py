@@ -44,7 +44,7 @@ class Trace(msgspec.Struct, frozen=True):
         return f"00-{self.trace_id}-{span_id}-{'01' if self.is_recorded else '00'}"
 
 
-class Span(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
+class OtlpSpan(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True):
     """As OTLP writes it in JSON: ids in hexadecimal, 64-bit numbers as text."""
 
     trace_id: str
@@ -97,7 +97,7 @@ class Tracer:
         """A span that has ended, by the monotonic clock. `span_id` is the request's own, or that of a span within
         it; left out, it is a new one within it. Only for traces that are recorded."""
         is_own = span_id == trace.span_id
-        span = Span(
+        span = OtlpSpan(
             trace.trace_id,
             span_id or new_id(),
             name,
