@@ -182,6 +182,7 @@ OF_A_SERVER = {
     "override_generation_config": "give sampling_params",
     "reasoning_parser": "the text comes as the model writes it",
     "tool_call_parser": "the text comes as the model writes it",
+    "log_level": "set PENSTOCK_LOG_LEVEL in the environment",
     "otlp_traces_endpoint": "only a server has requests to trace; times are in each result's metrics",
 }
 SHORT = {

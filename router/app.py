@@ -103,7 +103,7 @@ class RouterApp:
     def admit(self, request: ClientRequest) -> HttpError | None:
         """Before the body is read: key, route, method, drain and load."""
         error = self._refusal(request)
-        if error is not None and self.lines is not None:
+        if error is not None:
             self.note(request, error.status)
         return error
 
@@ -138,15 +138,13 @@ class RouterApp:
             log.exception("a request failed in the router")
             self._refuse_here(request, connection, HttpError(500, "internal error"))
             return
-        if self.lines is not None:
-            self.note(request, status)
+        self.note(request, status)
         self.metrics.count(request, status)
         connection.answer(status, headers, body)
 
     def _refuse_here(self, request: ClientRequest, connection: ClientConnection, error: HttpError) -> None:
         """What never became an exchange, which would have a line of its own."""
-        if self.lines is not None:
-            self.note(request, error.status)
+        self.note(request, error.status)
         self.refuse(request, connection, error)
 
     def refuse(self, request: ClientRequest, connection: ClientConnection, error: HttpError) -> None:
@@ -155,8 +153,7 @@ class RouterApp:
 
     def note(self, request: ClientRequest, status: int, exchange: Exchange | None = None) -> None:
         """A line of the log, where there are any."""
-        assert self.lines is not None
-        if (level := self.lines.level(request.path in PROBED)) is not None:
+        if self.lines is not None and (level := self.lines.level(request.path in PROBED)) is not None:
             known = request.path in OWN or is_proxied(request.path)
             key = self._keys.number((b"authorization", value) for value in request.authorization)
             self.lines.write(

@@ -135,8 +135,7 @@ class Exchange:
         self.app.exchanges.discard(self)
         if self.trace is not None:
             self.trace.end(self, status)
-        if self.app.lines is not None:
-            self.app.note(self.request, status, self)
+        self.app.note(self.request, status, self)
 
     # One replica after the other.
 

@@ -54,7 +54,9 @@ class AccessLog:
         return level if self._log.isEnabledFor(level) else None
 
     def write(self, level: int, line: AccessLine) -> None:
-        self._log.log(level, as_json(line) if self._is_json else as_text(line))
+        text = as_json(line) if self._is_json else as_text(line)
+        # Without a look at who calls, which takes longer than the line.
+        self._log.handle(self._log.makeRecord(self._log.name, level, "", 0, text, (), None))
 
 
 def as_json(line: AccessLine) -> str:

@@ -5,6 +5,7 @@ an answer and not a refused connection.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable
@@ -41,7 +42,9 @@ async def serve(
     app = build_app(engine, tokenizer, template, config)
     sock = sock or bind_socket(config.host, config.port)
     stopping = Stopping()
-    with stop_signals(stopping.take):
+    with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
+        if app.service.spans is not None:
+            at_the_end.callback(app.service.spans.exporter.close)  # no request is left that would wait for it
         async with Listener(app, sock, config.limits, app.service.metrics.refused) as listener:
             on_listening(listener.url)
             warming = asyncio.create_task(_warm_when_quiet(app.service))
@@ -50,8 +53,6 @@ async def serve(
             if not stopping.drain.is_set():
                 return await _leave_dead(engine, app.service)
             await _drain(app.service, config.drain_timeout_s, stopping.stop)
-            if app.service.spans is not None:
-                await asyncio.to_thread(app.service.spans.exporter.close)
             return 0 if engine.health().alive else 1
 
 
