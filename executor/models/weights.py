@@ -102,11 +102,10 @@ class Weights:
         self._read, self.dtype, self._device, self._progress = read, dtype, device, progress
         self.group = group
         self.placement = placement  # of whole experts in the ranks' slots; None: every rank has a slice of each
-        self.num_bytes = 0  # as stored in memory, by this rank …
+        self.num_bytes = 0  # as stored in memory, by this rank, without codes …
         self.num_widened_bytes = 0  # … of which these were eight bits or codes, and are not here
-        self.num_code_bytes = 0  # … and these are codes
         self._block_ops = block_ops
-        self._codes = CodeLayers(kept_codes, group_ops, block_ops is not None, dtype, device, self._count_codes)
+        self._codes = CodeLayers(kept_codes, group_ops, block_ops is not None, dtype, device)
         self._digests: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -174,10 +173,9 @@ class Weights:
     def _plain(self, parts: Sequence[Part], bias: Tensor | None) -> Linear:
         return make_linear(self._count(torch.cat([self._numbers(part) for part in parts])), bias)
 
-    def _count_codes(self, size: int) -> None:
-        with self._lock:
-            self.num_bytes += size
-            self.num_code_bytes += size
+    @property
+    def num_code_bytes(self) -> int:
+        return self._codes.num_bytes
 
     def _bias(
         self, named: list[tuple[str, int, Split, int | None]], parts: list[Part], given: tuple[bool, ...]
