@@ -60,24 +60,27 @@ class LLM:
         *,
         skip_tokenizer: bool = False,
         max_logprobs: int = MAX_LOGPROBS,
+        revision: str | None = None,
+        chat_template: str | None = None,
         **options: Any,
     ) -> None:
         """Load `model`: a hub name, a folder, a .gguf file, or the default model when left out.
 
         The options are those of `penstock serve`, with underscores: dtype, device, load_format, max_model_len,
         max_num_seqs, max_num_batched_tokens, block_size, kv_cache_bytes, enable_prefix_caching,
-        tensor_parallel_size, executor, enforce_eager, seed, … Unknown ones are errors.
+        tensor_parallel_size, executor, enforce_eager, seed, … Unknown ones are errors. `chat_template` is the text of a
+        template in place of the model's own, or its file.
         """
         self._core: EngineCore | None = None
         self._grammars: GrammarCheck | None = None
         self._max_logprobs = max_logprobs
-        files = resolve_model(model, need_weights=options.get("load_format") != "dummy")
+        files = resolve_model(model, revision=revision, need_weights=options.get("load_format") != "dummy")
         config = engine_config(str(files.path), options)
         self._files = files
         seed = options.get("seed")
         self._seeds = None if seed is None else random.Random(seed)  # for requests without a seed of their own
         self.tokenizer: Tokenizer | None = None if skip_tokenizer else load_tokenizer(files)
-        self.template: ChatTemplate | None = load_template(self.tokenizer) if self.tokenizer else None
+        self.template: ChatTemplate | None = load_template(self.tokenizer, chat_template) if self.tokenizer else None
         self._start(config)
         if self.info.device == "cpu" and options.get("gpu_memory_utilization") is not None:
             remark = "gpu_memory_utilization: without effect: the model runs on the CPU; use kv_cache_bytes"
