@@ -121,15 +121,19 @@ class Transfers(msgspec.Struct, frozen=True, array_like=True):
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass. Within it, every key and value is written before any is read, layer by layer, so a
-    later row may read a block that an earlier row of the same step fills. Not so with states: no row reads or writes
-    pages of a state that another row of the step writes. A step without rows is legal: it carries transfers, or asks for
+    later row may read a block that an earlier row of the same step fills. Not so with states: no slot's rows read or write
+    pages of a state that another slot's rows write. A step without rows is legal: it carries transfers, or asks for
     the completions there are.
 
     A slot has one row, or several with *drafts*: a row of one position that samples and brings n tokens along, and
     somewhere behind it n rows of one position each, in order, that compute those tokens and sample as well. Each
     samples as if all tokens before it were right, and after the step the slot's history holds what was sampled. The
     slot's next row starts behind the last position that was computed with what has been sampled for it. What the
-    history and the blocks hold beyond is forgotten: it is written again before it is read."""
+    history and the blocks hold beyond is forgotten: it is written again before it is read.
+
+    A state goes through a slot's rows in order: the first reads it, the last one writes it. Where a draft was wrong, that
+    is of no use, and the slot's next row starts where the first of these rows did, reads the state from before it and
+    brings the tokens after its first position along."""
 
     step_id: int
     admissions: list[Admission]
@@ -244,6 +248,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     labels: LabelInfo | None = None  # of a model that classifies; without `tokens` it writes no text
     # At least one for attention; full ones come first, then those with windows, and last one for states if there are any.
     groups: tuple[GroupInfo, ...] = (GroupInfo(),)
+
+    @property
+    def hits_at_ends(self) -> bool:
+        """A cached prefix is of use at checkpoints of states alone. (With windows, the last one may lack blocks.)"""
+        return self.groups[-1].kind == "state" and all(group.kind != "window" for group in self.groups)
 
 
 class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -63,6 +63,7 @@ class Request:
     num_left: list[int] = field(default_factory=list)  # of all attention groups: leading entries behind the window
     state: list[int] = field(default_factory=list)  # pages of the state behind the last position that was scheduled
     is_state_shared: bool = False  # others may read it, so the next row writes another one
+    draft_state: list[int] = field(default_factory=list)  # behind the drafts in flight, whose rows read `state`
     sent_state: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))  # what the slot reads, and writes
     new_state: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # for the next row to send
     branch: int = 0  # blocks of a prefix that others share, and no checkpoint at its end

@@ -116,7 +116,7 @@ def _kept_codes(checkpoint: Checkpoint, config: ExecutorConfig, device: torch.de
 def _memory(weights: Weights, dtype: torch.dtype, narrow: str) -> dict[str, int]:
     widened, kept = weights.num_widened_bytes, weights.num_code_bytes
     parts = {f"{narrow} weights as {str(dtype).removeprefix('torch.')}": widened, "weights as codes": kept}
-    return {"weights": weights.num_bytes - widened - kept} | {name: size for name, size in parts.items() if size}
+    return {"weights": weights.num_bytes - widened} | {name: size for name, size in parts.items() if size}
 
 
 def first_placement(config: ExecutorConfig, spec: Spec, world: int) -> "Plan | None":
