@@ -33,7 +33,6 @@ from penstock.engine.server.completions import completions
 from penstock.engine.server.embeddings import embeddings
 from penstock.engine.server.endpoint import Endpoint, PostRoute
 from penstock.engine.server.kv_events import KvEvents
-from penstock.engine.server.scoring import classify, rerank, score
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
 from penstock.engine.server.tokens import detokenize, reset_prefix_cache, tokenize
@@ -41,6 +40,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
 CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when the client had left
+SERVER = "penstock.engine.server"
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
 
 
@@ -48,16 +48,15 @@ POSTS = (
     PostRoute("/v1/chat/completions", chat, schema.ChatRequest, reply.Chat, reply.ChatChunk),
     PostRoute("/v1/completions", completions, schema.CompletionRequest, reply.Completion, reply.Completion),
     PostRoute("/v1/embeddings", embeddings, schema.EmbeddingRequest, reply.Embeddings),
-    PostRoute("/classify", classify, schema.ClassifyRequest, reply.Labelled[reply.Classified]),
-    *(PostRoute(path, score, schema.ScoreRequest, reply.Labelled[reply.Score]) for path in ("/score", "/v1/score")),
-    *(
-        PostRoute(path, rerank, schema.RerankRequest, reply.Reranked)
-        for path in ("/rerank", "/v1/rerank", "/v2/rerank")
-    ),
     PostRoute("/tokenize", tokenize, schema.TokenizeRequest, reply.Tokens),
     PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
     PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
 )
+SCORING = {
+    "/classify": "scoring.classify",
+    **dict.fromkeys(("/score", "/v1/score"), "scoring.score"),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "scoring.rerank"),
+}
 
 
 class ServerApp:
@@ -157,10 +156,10 @@ def _routes(service: Service) -> list[Route]:
 
             found = document("live")
             return HTMLResponse(found.body, headers=found.headers)
-        from penstock.engine.server import pages
+        from penstock.engine.server import pages, scoring
 
         others = [("GET", path) for path in gets] + [(method, path) for method, path, _ in agent_routes.ROUTES]
-        described = pages.openapi([*POSTS, *agent_routes.described()], others, ErrorReply)
+        described = pages.openapi([*POSTS, *scoring.ROUTES, *agent_routes.described()], others, ErrorReply)
         if path == "/docs":
             return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
         return Response(msgspec.json.encode(described), media_type="application/json")
@@ -187,6 +186,10 @@ def _routes(service: Service) -> list[Route]:
         + [
             Route(post.path, Endpoint(service, post.handler, post.streams is not None), methods=["POST"])
             for post in POSTS
+        ]
+        + [
+            Route(path, Endpoint(service, agent_routes.later(name, SERVER), takes_ids=False), methods=["POST"])
+            for path, name in SCORING.items()
         ]
         + [
             Route(path, Endpoint(service, agent_routes.later(name), takes_ids=False), methods=[method])

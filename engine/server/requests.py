@@ -191,41 +191,6 @@ class EmbeddingRequest(PromptRequest, kw_only=True):
     normalize: bool | None = None
 
 
-class TextObject(msgspec.Struct, forbid_unknown_fields=True):
-    text: str
-
-
-Texts = str | TextObject | list[str | TextObject]
-
-
-class LabelRequest(PromptRequest, kw_only=True):
-    use_activation: bool | None = None  # false: the model's numbers as they are, not probabilities
-
-
-class ClassifyRequest(LabelRequest, kw_only=True):
-    """POST /classify"""
-
-    input: Inputs
-
-
-class ScoreRequest(LabelRequest, kw_only=True):
-    """POST /score, /v1/score: `text_1` and `text_2`, or `queries` and `documents`"""
-
-    text_1: Texts | None = None
-    text_2: Texts | None = None
-    queries: Texts | None = None
-    documents: Texts | None = None
-
-
-class RerankRequest(LabelRequest, kw_only=True):
-    """POST /rerank, /v1/rerank, /v2/rerank"""
-
-    query: str
-    documents: list[str | TextObject]
-    top_n: Annotated[int, Meta(ge=0)] = 0  # 0: all
-    return_documents: bool | None = None
-
-
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /tokenize: of `prompt` or of `messages`"""
 
