@@ -23,6 +23,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
 KvDType = Literal["auto", "fp8", "fp8_e4m3"]  # auto: the model's; the other two are one
+# In place of tokens: a vector of the last position or the mean over all, or the numbers of a classifier's labels.
+Pooled = Literal["last", "mean", "labels"]
+Activation = Literal["identity", "sigmoid", "softmax"]  # from a label's number to what is shown
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -62,7 +65,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     tokens: bytes  # int32 little-endian: the prompt, then what was sampled before a preemption
     num_prompt: int
     sampling: Sampling
-    pooling: Literal["last", "mean"] | None = None  # an embedding instead of tokens
+    pooling: Pooled | None = None  # an embedding instead of tokens; "labels" without a head: logits of `allowed_ids`
     adapter: str | None = None
 
 
@@ -215,6 +218,15 @@ class GroupInfo(msgspec.Struct, frozen=True):
         return min(num_blocks, (self.window - 1 + chunk + block_size - 2) // block_size + 1)
 
 
+class LabelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model says of a text that it classifies."""
+
+    names: tuple[str, ...]
+    activation: Activation
+    # The model has no head for labels: it says yes (the second) rather than no (the first) as its answer's first token.
+    tokens: tuple[str, str] | None = None
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine needs to know about the loaded model and the memory it was given."""
 
@@ -233,6 +245,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     host_slots: int = 0  # blocks that the host tier holds; 0: no tiers
     stores: tuple[str, ...] = ()  # what lies beneath the host tier, nearest first
     serves_peers: bool = False
+    labels: LabelInfo | None = None  # of a model that classifies; without `tokens` it writes no text
     # At least one for attention; full ones come first, then those with windows, and last one for states if there are any.
     groups: tuple[GroupInfo, ...] = (GroupInfo(),)
 

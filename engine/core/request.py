@@ -107,7 +107,12 @@ class Request:
 
     @property
     def wants_more(self) -> bool:
-        return self.num_ready - self.num_prompt < self.max_tokens or self.message.pooling is not None
+        return self.num_ready - self.num_prompt < self.max_tokens or self.is_prompt_only
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """It ends where its prompt is computed, and nothing is sampled."""
+        return self.max_tokens == 0 or self.message.pooling is not None
 
     def admission(self) -> Admission:
         """What the executor must know before the first row of this stay in its slot."""
@@ -123,7 +128,7 @@ class Request:
 
     def row(self, count: int, samples: bool) -> Row:
         """The next `count` positions as a step's row; they count as scheduled from now on."""
-        samples = samples and self.message.pooling is None
+        samples = samples and not self.is_prompt_only
         first, tokens = self.num_sent_blocks, self.unknown
         row = Row(
             self.slot,

@@ -297,9 +297,10 @@ class Scheduler:
             if index in result.prompt_logprobs:
                 # By position: a preempted request computes its prompt again, and reports what it had reported.
                 request.prompt_logprobs[row.start :] = result.prompt_logprobs[index]
-            if index in result.embeddings:
+            if request.is_prompt_only and row.start + row.count == request.num_prompt:
                 self._retire(request)
-                outputs.append(request.output([], "stop", embedding=result.embeddings[index]))
+                reason: FinishReason = "length" if request.message.pooling is None else "stop"
+                outputs.append(request.output([], reason, embedding=result.embeddings.get(index)))
             elif row.sample:
                 sent = plan.sent.get(index)
                 indices = [index] if sent is None else sent.taken(result, index)
