@@ -18,7 +18,7 @@ from penstock.engine.options import Flag, Option
 
 class Fate(NamedTuple):
     why: str  # what happens here anyway, or what to use
-    taken: frozenset[str] = frozenset()  # values that ask for what happens anyway, as they are written; "*": all do
+    taken: frozenset[str] = frozenset()  # values that ask for what happens anyway, as they are written; ANY: all do
     sets: tuple[str, str] | None = None  # an option of the server's, and its value
 
     @property
@@ -29,7 +29,7 @@ class Fate(NamedTuple):
     def takes(self, value: object) -> bool:
         """What is refused can still be declined."""
         said = str(value).lower()
-        return "*" in self.taken or said in self.taken or (not self.taken and said == "false")
+        return "ANY" in self.taken or said in self.taken or (not self.taken and said == "false")
 
 
 _SWITCH = "true false"
@@ -60,10 +60,10 @@ _TABLE = (
     (_SWITCH, "stages of the start are printed", "use_tqdm_on_load"),
     ("true", "prompts and answers are never logged here", "disable_log_requests"),
     ("false", "prompts and answers are never logged here", "enable_log_outputs log_error_stack"),
-    ("*", "prompts and answers are never logged here", "max_log_len enable_log_deltas"),
-    ("*", "graphs serve every length here", "max_seq_len_to_capture cuda_graph_sizes"),
-    ("*", "there is one engine, and it reads no variable of vLLM's", "fail_on_environ_validation aggregate_engine_logging"),
-    ("*", _FILES, "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
+    ("ANY", "prompts and answers are never logged here", "max_log_len enable_log_deltas"),
+    ("ANY", "graphs serve every length here", "max_seq_len_to_capture cuda_graph_sizes"),
+    ("ANY", "there is one engine, and it reads no variable of vLLM's", "fail_on_environ_validation aggregate_engine_logging"),
+    ("ANY", _FILES, "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
      "max_parallel_loading_workers pt_load_map_location ignore_patterns"),
     ("fcfs priority", "requests of equal priority run in their order, smaller priorities before", "scheduling_policy"),
     ("auto", "there is one kind here; leave it out", "tokenizer_mode config_format model_impl "
@@ -180,6 +180,7 @@ OF_A_SERVER = {
     "override_generation_config": "give sampling_params",
     "reasoning_parser": "the text comes as the model writes it",
     "tool_call_parser": "the text comes as the model writes it",
+    "shutdown_timeout": "shutdown() waits for nothing, as generate() has returned",
     "log_level": "set PENSTOCK_LOG_LEVEL in the environment",
     "otlp_traces_endpoint": "only a server has requests to trace; times are in each result's metrics",
 }

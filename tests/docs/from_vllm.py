@@ -41,7 +41,7 @@ def said(fate: Fate) -> tuple[str, str]:
         return "taken for `--" + fate.sets[0].replace("_", "-") + " " + fate.sets[1] + "`", fate.why
     if not fate.taken:
         return "refused", fate.why
-    if "*" in fate.taken or fate.taken == {"true", "false"}:
+    if "ANY" in fate.taken or fate.taken == {"true", "false"}:
         return "not needed", fate.why
     return "not needed: " + ", ".join(f"`{value}`" for value in sorted(fate.taken)) + "; else refused", fate.why
 
