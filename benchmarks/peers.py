@@ -25,19 +25,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import transformers
 from gpu.shapes import GPT_OSS, HYBRID, MODELS
 from pairs import HERE, Asked, parse, record, rounds, summary
 
 from penstock.engine.commands.bench import startup
 
 MAX_MODEL_LEN = 2048
-PEER_MODES: dict[str, dict[str, Any]] = {  # float32 where ours computes so between codes
+PEER_MODES: dict[str, dict[str, Any]] = {  # a name that begins with all- has every core; vLLM keeps one for itself
     "compiled": {},
     "eager": {"enforce_eager": True},
-    "float32": {"dtype": "float32"},
+    "all-compiled": {},
+    "all-eager": {"enforce_eager": True},
+    "all-float32": {"dtype": "float32"},  # where ours computes so between codes
 }
 DEFAULT_VOCAB = 49_152  # of the default model
-SHAPES = {  # of the models with dummy weights
+SHAPES = {  # of the models with random weights
     "small": MODELS["qwen3-0.6b"]
     | {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 768}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
@@ -100,7 +104,7 @@ class Setup(NamedTuple):
     pairs: int
     modes: tuple[str, ...]
 
-    def peer_env(self) -> dict[str, str]:
+    def peer_env(self, mode: str) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         # Compiled code is kept from one start to the next, as a user's would be.
         cache = {
@@ -108,7 +112,8 @@ class Setup(NamedTuple):
             "TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"),
         }
         quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-        return {**env, **cache, **quiet, "VLLM_CPU_KVCACHE_SPACE": "2"}
+        threads = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"} if mode.startswith("all-") else {}
+        return {**env, **cache, **quiet, **threads, "VLLM_CPU_KVCACHE_SPACE": "2"}
 
     def folder(self, model: str) -> Path:
         """The model as a folder that both sides read; written once."""
@@ -121,6 +126,10 @@ class Setup(NamedTuple):
                 shutil.copytree(self.folder("default"), path, ignore=shutil.ignore_patterns("*.safetensors*"))
                 (path / "generation_config.json").unlink(missing_ok=True)
                 (path / "config.json").write_text(json.dumps(SHAPES[model]))
+                torch.manual_seed(0)
+                config = transformers.AutoConfig.from_pretrained(path)
+                weights = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+                weights.save_pretrained(path)
         return path
 
     def peer_version(self) -> str:
@@ -131,8 +140,6 @@ class Setup(NamedTuple):
 def compare_batches(names: Sequence[str], setup: Setup) -> None:
     model, is_installed = BATCHES[names[0]].engines
     options: dict[str, Any] = {"dtype": "bfloat16", "max_model_len": MAX_MODEL_LEN}
-    if model in SHAPES:
-        options["load_format"] = "dummy"
     job = {"model": str(setup.folder(model)), "vocab_size": SHAPES.get(model, {}).get("vocab_size", DEFAULT_VOCAB)}
     own = {"model": None, "options": {"max_model_len": MAX_MODEL_LEN}} if is_installed else {"options": options}
     with contextlib.ExitStack() as stack:
@@ -140,8 +147,10 @@ def compare_batches(names: Sequence[str], setup: Setup) -> None:
         def started(python: str, env: dict[str, str] | None = None, **given: Any) -> Asked:
             return stack.enter_context(Asked(python, str(HERE / "offline_job.py"), json.dumps(job | given), env=env))
 
-        env, modes = setup.peer_env(), [mode for mode in setup.modes if is_installed or mode != "float32"]
-        peers = {m: started(setup.peer_python, env, engine="vllm", options=options | PEER_MODES[m]) for m in modes}
+        def peer(mode: str) -> Asked:
+            return started(setup.peer_python, setup.peer_env(mode), engine="vllm", options=options | PEER_MODES[mode])
+
+        peers = {mode: peer(mode) for mode in setup.modes if is_installed or not mode.endswith("float32")}
         ours = started(sys.executable, engine="penstock", **own)
         for name in names:
             batch = BATCHES[name]
@@ -170,18 +179,16 @@ def compare_startup(name: str, setup: Setup) -> None:
     # What `vllm serve` runs; the command itself does not start where the package is called vllm-cpu.
     serve = [setup.peer_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", "{port}"]
     serve += ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN)]
-    own: dict[str, Any] = {}
-    if model:
-        own, serve = {"load_format": "dummy", "max_model_len": MAX_MODEL_LEN}, [*serve, "--load-format", "dummy"]
+    own = {"max_model_len": MAX_MODEL_LEN} if model else {}
 
     def ours() -> float:
         return startup.measure(startup.serve_command(str(folder) if model else None, own)).first_token_s
 
     def peer(mode: str) -> float:
-        eager = ["--enforce-eager"] if mode == "eager" else []
-        return startup.measure([*serve, *eager], env=setup.peer_env()).first_token_s
+        eager = ["--enforce-eager"] if mode.endswith("eager") else []
+        return startup.measure([*serve, *eager], env=setup.peer_env(mode)).first_token_s
 
-    modes = [mode for mode in setup.modes if mode != "float32"]
+    modes = [mode for mode in setup.modes if not mode.endswith("float32")]
     ours()
     for mode in modes:
         peer(mode)  # fills the caches
@@ -216,7 +223,7 @@ def compare(
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(work_dir or temporary)
         work.mkdir(exist_ok=True)
-        modes = tuple(PEER_MODES) if peer_mode == "best" else (peer_mode,)
+        modes = tuple(PEER_MODES) if peer_mode == "best" else tuple(peer_mode.split(","))
         setup = Setup(peer_python, work, pairs, modes)
         for name in names:
             if name in STARTS:
