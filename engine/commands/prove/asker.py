@@ -6,11 +6,12 @@ It judges nothing. What a server says that is not an answer (a status, an event 
 import asyncio
 import socket
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from penstock.engine.commands.bench.http_client import Client, Connection, Take, Target
+from penstock.engine.commands.bench.http_client import Client, Connection, Target
 from penstock.engine.commands.bench.stream import Events
 
 PATH = "/v1/completions"
@@ -96,14 +97,20 @@ class Asker:
                 if payload != b"[DONE]":
                     answered.take(payload)
 
+        own: Connection | None = None
         try:
+            if leaves_s is not None or reads != "at once":
+                own = await self._connection(reads)  # not within the time: what a cancelled connect has made is lost
             async with asyncio.timeout(leaves_s) as leaving, asyncio.timeout(self.timeout_s) as patience:
-                answered.status = await self._exchange(request, take, reads)
+                answered.status = await (own or self.client).exchange(request, take)
         except TimeoutError:
             answered.has_left = leaving.expired()
             answered.is_hung = not answered.has_left
         except OSError as error:  # refused, reset, or broken off
             answered.error = answered.error or str(error)
+        finally:
+            if own is not None:
+                own.close()
         if parts and not (answered.has_left or answered.is_hung or answered.error):
             answered.take(bytes(parts))
         has_ended = all(choice.finish for choice in answered.choices.values()) and bool(answered.choices)
@@ -125,22 +132,17 @@ class Asker:
         except msgspec.DecodeError:
             return status, data.decode(errors="replace")
 
-    async def _exchange(self, request: bytes, take: Take, reads: str) -> int:
-        if reads == "at once":
-            return await self.client.exchange(request, take)
-        target, loop = self.client.target, asyncio.get_running_loop()
-        delay_s = 0.05 if reads == "slowly" else None
-        _, connection = await loop.create_connection(
-            lambda: SlowConnection(delay_s), target.host, target.port, ssl=target.tls
+    async def _connection(self, reads: str) -> Connection:
+        target = self.client.target
+        slow = partial(SlowConnection, 0.05 if reads == "slowly" else None)
+        _, connection = await asyncio.get_running_loop().create_connection(
+            Connection if reads == "at once" else slow, target.host, target.port, ssl=target.tls
         )
-        try:
-            return await connection.exchange(request, take)
-        finally:
-            connection.close()
+        return connection
 
 
 class SlowConnection(Connection):
-    """Reads little, and then nothing for a while, or ever."""
+    """Reads little, and then nothing for a while, or (None) ever."""
 
     def __init__(self, delay_s: float | None) -> None:
         super().__init__()
