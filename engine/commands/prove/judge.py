@@ -19,9 +19,9 @@ class Verdict(NamedTuple):
     what: str = ""
 
 
-# What is no finding; "refused": the server was full and said so.
-FINE = ("same", "tie", "left", "refused", "reset")
-KINDS_OF_FINDINGS = ("wrong", "numbers", "foreign", "error", "hang", "no end", "blocks", "memory", "descriptors")
+# What is no finding. "refused": the server was full and said so; "ended": by a fault of which that is to be expected.
+FINE = ("same", "tie", "left", "refused", "ended", "reset")
+OUTCOMES = (*FINE[:-1], "wrong", "numbers", "foreign", "error", "hang", "no end", "left out")
 
 
 def judge(reference: Spoken, answered: Answered, num_choices: int, error: float, is_fresh: bool) -> Verdict:

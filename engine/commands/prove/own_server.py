@@ -35,7 +35,7 @@ WORLDS: dict[str, World] = {
     "uniproc": World([TINY]),
     "small-steps": World([f"{TINY} --block-size 8 --max-num-batched-tokens 40"]),
     "drafts": World([f"{TINY} {LOOKUP}"]),
-    "ranks": World([f"{TINY} --tensor-parallel-size 2 --executor multiproc"]),
+    "ranks": World([f"{TINY} --kv-cache-bytes 8MiB --tensor-parallel-size 3"]),  # of 9 heads
     "tiers": World([f"{TINY} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB"]),
     "router": World([TINY, TINY], "--backend {url0} --backend {url1}"),
     "split": World(

@@ -6,7 +6,10 @@ asked, how it is read, when its client leaves.
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from penstock.engine.commands.prove.abilities import Abilities
 
 Material = Sequence[int] | Sequence[str]  # token ids of a text, or its words where a server takes no ids
 
@@ -80,12 +83,11 @@ class Ask(NamedTuple):
     reads: str = "at once"
 
 
-def questions(
-    rng: random.Random, material: Material, known: set[str], num: int, block: int, longest: int, adapters: Sequence[str]
-) -> list[Question]:
+def questions(rng: random.Random, abilities: "Abilities", num: int) -> list[Question]:
     """Prompts that share beginnings: each is cut at a border of blocks, or one token beside it, and goes on by itself
     or not at all. A few have one token, and a few are as long as may be."""
-    kinds = {name: kind for name, kind in KINDS.items() if not kind.needs or kind.needs in known}
+    material, block, longest = abilities.material, abilities.block, abilities.longest
+    kinds = {name: kind for name, kind in KINDS.items() if not kind.needs or kind.needs in abilities.known}
     names, weights = list(kinds), [kind.weight for kind in kinds.values()]
     roots = [_piece(rng, material, longest) for _ in range(3)]
     found = []
@@ -97,7 +99,7 @@ def questions(
             prompt = (prompt + _piece(rng, material, rng.randint(1, 2 * block)))[:longest]
         body = {"prompt": as_prompt(prompt), "max_tokens": rng.choice((1, 4, 8, block + 4)), "temperature": 0}
         if kind == "adapter":
-            body["model"] = rng.choice(adapters)
+            body["model"] = rng.choice(abilities.adapters)
         if kind in ("choice", "regex", "schema"):
             body["max_tokens"] = 40
         found.append(Question(kind, body | _drawn(rng, kinds[kind].fields)))

@@ -6,12 +6,12 @@ What cannot be repeated in a few tries is written as it happened, and the script
 import asyncio
 import json
 import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.commands.prove.asker import PATH
-from penstock.engine.commands.prove.judge import KINDS_OF_FINDINGS
 from penstock.engine.commands.prove.proof import Finding, Proof
 from penstock.engine.commands.prove.questions import Ask
 
@@ -29,15 +29,14 @@ ask() {{ curl -sN --max-time "$1" "$URL{path}" -H 'Content-Type: application/jso
 
 async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
     """One for each of the first failures of every kind."""
-    chosen = [
-        finding
-        for kind in KINDS_OF_FINDINGS
-        for finding in [finding for finding in proof.findings if finding.kind == kind][:PER_KIND]
-    ]
-    written = []
-    for number, finding in enumerate(chosen, 1):
+    written: list[Path] = []
+    seen: Counter[str] = Counter()
+    for finding in proof.findings:
+        seen[finding.kind] += 1
+        if seen[finding.kind] > PER_KIND:
+            continue
         asks, note = await _fewest(proof, finding)
-        path = folder / f"{number}-{finding.kind.replace(' ', '-')}.sh"
+        path = folder / f"{len(written) + 1}-{finding.kind.replace(' ', '-')}.sh"
         folder.mkdir(parents=True, exist_ok=True)
         head = HEAD.format(what=" ".join(finding.what.split()), note=note, name=path.name, url=url, path=PATH)
         path.write_text(head + "\n".join(_lines(proof, finding, asks)) + "\n")
@@ -49,7 +48,7 @@ async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
     """The requests to send, the failing one among them, and whether they have been seen to repeat it."""
     ask = finding.ask
     if ask is None or ask.question < 0:
-        return finding.beside, f"the whole run repeats it: penstock prove URL --seed {proof.seed}"
+        return finding.beside, f"the whole run repeats it: penstock prove URL --seed {proof.options.seed}"
     window = finding.beside or [ask]
     tries = [[ask], [ask._replace(at_s=ask.at_s - 1.0), ask], window]
     left = SLOW_TRIES if finding.kind == "hang" else TRIES
@@ -58,7 +57,10 @@ async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
         if await _repeats(proof, finding, asks):
             break
     else:
-        return window, f"not repeated by these requests; the whole run was: penstock prove URL --seed {proof.seed}"
+        return (
+            window,
+            f"not repeated by these requests; the whole run was: penstock prove URL --seed {proof.options.seed}",
+        )
     part = len(asks) // 2
     while part >= 1 and left > 0 and len(asks) > 2:  # leave out halves, quarters … of those beside it
         others = [each for each in asks if each is not ask]

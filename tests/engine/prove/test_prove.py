@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from penstock.engine.commands import prove
-from penstock.engine.commands.prove import ProveOptions, proof
+from penstock.engine.commands.prove import proof
 from penstock.engine.commands.prove.asker import Spoken
 from penstock.engine.commands.prove.faults import FAULTS as OWN_FAULTS
 from penstock.engine.commands.prove.judge import allowed, compare
 from penstock.engine.commands.prove.own_server import WORLDS, OwnServer
+from penstock.engine.commands.prove.proof import ProveOptions
 from penstock.engine.config import ConfigError
 from tests.support.bench_endpoint import Endpoint
 from tests.support.wrong_server import FAULTS, WrongServer
