@@ -26,6 +26,7 @@ from penstock.engine.commands.prove.proof import Finding, Proof, ProveOptions
 from penstock.engine.commands.prove.repeat import write_scripts
 from penstock.engine.config import ConfigError, chosen
 from penstock.engine.options import add_options
+from penstock.executor.process_life import stop_signals
 
 ALL = "all"
 
@@ -40,7 +41,10 @@ def run(args: argparse.Namespace) -> int:
     options = chosen(args, ProveOptions)
     own = _named("world", options.worlds, WORLDS) + _named("fault", options.faults, FAULTS)
     if not args.url:
-        return max([int(bool(asyncio.run(prove_own(name, options))["findings"])) for name in own or ["uniproc"]])
+        try:
+            return max([int(bool(asyncio.run(prove_own(name, options))["findings"])) for name in own or ["uniproc"]])
+        except asyncio.CancelledError:
+            return 130
     if own or options.model or options.serve_options:
         raise ConfigError(f"url: {args.url} given; --world, --fault, --model and --serve-options start a server here")
     return int(bool(asyncio.run(prove(args.url, args.url, options))["findings"]))
@@ -58,7 +62,9 @@ async def prove_own(name: str, options: ProveOptions) -> dict[str, Any]:
     world = FAULTS[name].world if name in FAULTS else name
     with tempfile.TemporaryDirectory(prefix="penstock-prove-") as folder:
         server = OwnServer(world, options.model, shlex.split(options.serve_options), Path(folder))
-        with contextlib.closing(server):
+        task = asyncio.current_task()
+        assert task is not None
+        with contextlib.closing(server), stop_signals(task.cancel):  # nothing of ours outlives us
             await server.start()
             return await prove(server.url, name, options, server if name in FAULTS else None)
 

@@ -61,7 +61,8 @@ async def find_out(asker: Asker, seed: int) -> Abilities:
     """Ask the server; ConfigError where there is none, or none that completes."""
     status, models = await asker.fetch("GET", "/v1/models")
     if status != 200 or not isinstance(models, dict) or not models.get("data"):
-        raise ConfigError(f"url: {asker.client.target.host}:{asker.client.target.port}/v1/models answers {status}")
+        where = f"{asker.client.target.host}:{asker.client.target.port}"
+        raise ConfigError(f"url: {where}/v1/models answers {status or 'nothing'}; a list of models is expected")
     first, *others = models["data"]
     found = Abilities(first["id"], block=first.get("block_size") or 16)
     found.longest = min(12 * found.block, (first.get("max_model_len") or 4096) - 64)
@@ -89,7 +90,7 @@ async def find_out(asker: Asker, seed: int) -> Abilities:
         found.known.add(RESET)
     else:
         found.skipped.append(f"{RESET}: there is no /reset_prefix_cache")
-    found.adapters = [model["id"] for model in others if model.get("parent") or model.get("is_adapter")]
+    found.adapters = [model["id"] for model in others if model.get("parent")]
     if found.adapters:
         found.known.add("adapter")
     else:

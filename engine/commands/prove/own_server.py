@@ -10,15 +10,17 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.engine.commands.bench.http_client import Client, Target
-from penstock.engine.commands.bench.startup import free_port, serve_command, stop
+from penstock.engine.commands.bench.startup import PENSTOCK, free_port, stop
 from penstock.engine.config import ConfigError
 
 START_S, END_S = 300.0, 15.0
+DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # whose process, and then what
 TINY = "--kv-cache-bytes 24MiB --max-model-len 320 --max-num-seqs 8"  # of the default model: 34 blocks
 HOST = "--kv-host-bytes 8MiB"
 LOOKUP = '--speculative-config {"method":"ngram"}'
@@ -52,16 +54,16 @@ class OwnServer:
         self.folder, self._log = folder, folder / "server.log"
         words = {"folder": str(folder), "peer": f"127.0.0.1:{free_port()}"}
         self._commands: list[list[str]] = []
-        program, (servers, router) = serve_command(None, {})[:-3], WORLDS[world]
+        servers, router = WORLDS[world]
         for number, options in enumerate(servers):
             port = free_port()
             self.url = words[f"url{number}"] = f"http://127.0.0.1:{port}"
             named = ["serve", *([model] if model else []), "--port", str(port)]
-            self._commands.append([*program, *named, *_filled(options, words), *more])
+            self._commands.append([*PENSTOCK, *named, *_filled(options, words), *more])
         if router:
             port = free_port()
             self.url = f"http://127.0.0.1:{port}"
-            self._commands.append([*program, "route", "--port", str(port), *_filled(router, words)])
+            self._commands.append([*PENSTOCK, "route", "--port", str(port), *_filled(router, words)])
         self.servers: list[subprocess.Popen[bytes]] = []
 
     async def start(self) -> None:
@@ -69,6 +71,7 @@ class OwnServer:
         self.servers = []
         for command in self._commands:
             with self._log.open("ab") as log:
+                command = [*DIE_WITH, str(os.getpid()), *command]
                 self.servers.append(
                     subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
                 )

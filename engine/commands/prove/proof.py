@@ -142,7 +142,7 @@ class Proof:
             tasks.add(task := asyncio.create_task(one(ask)))
             task.add_done_callback(tasks.discard)
         await asyncio.gather(*tasks)
-        if strike is None:
+        if not self.is_struck:
             self._compare(begun, halfway, await self._settled())
 
     async def ask_again(self, manner: str = "after") -> None:

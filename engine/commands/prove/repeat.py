@@ -46,30 +46,24 @@ async def write_scripts(proof: Proof, url: str, folder: Path) -> list[Path]:
 
 async def _fewest(proof: Proof, finding: Finding) -> tuple[list[Ask], str]:
     """The requests to send, the failing one among them, and whether they have been seen to repeat it."""
-    ask = finding.ask
+    ask, run = finding.ask, f"the whole run was: penstock prove URL --seed {proof.options.seed}"
     if ask is None or ask.question < 0:
-        return finding.beside, f"the whole run repeats it: penstock prove URL --seed {proof.options.seed}"
-    window = finding.beside or [ask]
-    tries = [[ask], [ask._replace(at_s=ask.at_s - 1.0), ask], window]
+        return finding.beside, run
     left = SLOW_TRIES if finding.kind == "hang" else TRIES
-    for asks in tries:
+    asks = window = finding.beside or [ask]
+    for asks in ([ask], [ask._replace(at_s=ask.at_s - 1.0), ask], window):
         left -= 1
         if await _repeats(proof, finding, asks):
             break
     else:
-        return (
-            window,
-            f"not repeated by these requests; the whole run was: penstock prove URL --seed {proof.options.seed}",
-        )
+        return window, f"not repeated by these requests; {run}"
     part = len(asks) // 2
-    while part >= 1 and left > 0 and len(asks) > 2:  # leave out halves, quarters … of those beside it
+    while part and left > 0 and len(asks) > 2:  # leave out halves, quarters … of those beside it
         others = [each for each in asks if each is not ask]
         for first in range(0, len(others), part):
-            fewer = [each for each in asks if each is ask or each not in others[first : first + part]]
             left -= 1
-            if left < 0:
-                break
-            if await _repeats(proof, finding, fewer):
+            fewer = [each for each in asks if each is ask or each not in others[first : first + part]]
+            if left >= 0 and await _repeats(proof, finding, fewer):
                 asks = fewer
                 break
         else:

@@ -142,7 +142,7 @@ def test_options_that_cannot_be_meant_are_refused_by_name() -> None:
         (["--fault", "rain"], "^fault: 'rain' given; "),
         (["ftp://127.0.0.1"], "^url: 'ftp"),
         (["http://127.0.0.1:1", "--requests", "0"], "^requests: 0 given"),
-        (["http://127.0.0.1:1"], "^url: 127.0.0.1:1/v1/models answers 0"),
+        (["http://127.0.0.1:1"], "^url: 127.0.0.1:1/v1/models answers nothing; "),
     ]:
         parser = argparse.ArgumentParser()
         prove.add_arguments(parser)
