@@ -21,7 +21,7 @@ from penstock.engine.config import ConfigError
 
 START_S, END_S = 300.0, 15.0
 DIE_WITH = (sys.executable, "-m", "penstock.executor.process_life")  # whose process, and then what
-TINY = "--kv-cache-bytes 24MiB --max-model-len 320 --max-num-seqs 8"  # of the default model: 34 blocks
+TINY = "--kv-cache-bytes 16MiB --max-model-len 320 --max-num-seqs 8"  # of the default model: 21 blocks
 HOST = "--kv-host-bytes 8MiB"
 LOOKUP = '--speculative-config {"method":"ngram"}'
 
@@ -37,7 +37,7 @@ WORLDS: dict[str, World] = {
     "uniproc": World([TINY]),
     "small-steps": World([f"{TINY} --block-size 8 --max-num-batched-tokens 40"]),
     "drafts": World([f"{TINY} {LOOKUP}"]),
-    "ranks": World([f"{TINY} --kv-cache-bytes 8MiB --tensor-parallel-size 3"]),  # of 9 heads
+    "ranks": World([f"{TINY} --kv-cache-bytes 6MiB --tensor-parallel-size 3"]),  # of 9 heads
     "tiers": World([f"{TINY} {HOST} --kv-disk-path {{folder}}/disk --kv-disk-bytes 256MiB"]),
     "router": World([TINY, TINY], "--backend {url0} --backend {url1}"),
     "split": World(

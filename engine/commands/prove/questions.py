@@ -97,7 +97,11 @@ def questions(rng: random.Random, abilities: "Abilities", num: int) -> list[Ques
         prompt = rng.choice(roots)[: max(1, min(cut, longest))]
         if rng.random() < 0.7:
             prompt = (prompt + _piece(rng, material, rng.randint(1, 2 * block)))[:longest]
-        body = {"prompt": as_prompt(prompt), "max_tokens": rng.choice((1, 4, 8, block + 4)), "temperature": 0}
+        body = {
+            "prompt": as_prompt(prompt),
+            "max_tokens": rng.choice((1, 8, 2 * block + 4, 3 * block)),
+            "temperature": 0,
+        }
         if kind == "adapter":
             body["model"] = rng.choice(abilities.adapters)
         if kind in ("choice", "regex", "schema"):
