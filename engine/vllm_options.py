@@ -69,7 +69,7 @@ _TABLE = (
     ("auto", "there is one kind here; leave it out", "tokenizer_mode config_format model_impl "
      "chat_template_content_format worker_cls offload_backend performance_mode tool_strict_level"),
     ("assistant", "the role is always assistant", "response_role"),
-    ("*", "each call does here what its name says", "runner task convert"),
+    ("ANY", "each call does here what its name says", "runner task convert"),
     ("raw_logprobs", "log-probabilities are those of the model, before any option of sampling", "logprobs_mode"),
     ("sha256", "blocks are named by SHA-256; see docs/block-keys.md", "prefix_caching_hash_algo"),
     ("1", "tokens are sent as they come, and together only while a client is slow", "stream_interval"),
