@@ -59,7 +59,10 @@ def test_ranks_up_to_256(rank: int, tmp_path: Path) -> None:
 def test_scales_of_rslora_and_of_patterns(tmp_path: Path) -> None:
     prompt = prompts(1)[0]
     by_root = Adapter("llama", tmp_path / "root", 3, use_rslora=True)
-    patterns: dict[str, Any] = {"rank_pattern": {"model.layers.0.self_attn.q_proj": 4}, "alpha_pattern": {"o_proj": 6.0}}
+    patterns: dict[str, Any] = {
+        "rank_pattern": {"model.layers.0.self_attn.q_proj": 4},
+        "alpha_pattern": {"o_proj": 6.0},
+    }
     other = Adapter("llama", tmp_path / "patterns", 4, **patterns)
     executor = with_adapters("llama")
     driver = Driver(executor)

@@ -6,9 +6,10 @@ import pytest
 
 from penstock.executor.protocol import AdapterError, AdapterInfo
 from penstock.executor.ranks.multiproc import open_multiproc
+from tests.executor.test_graphs import Recorder
 from tests.executor.test_models import prompts
 from tests.executor.test_multiproc import config_of
-from tests.executor.test_rank_graphs import WORLD, Recorder, Threads
+from tests.executor.test_rank_graphs import WORLD, Threads
 from tests.support.adapters import Adapter
 from tests.support.driver import Driver
 from tests.support.small_models import greedy
