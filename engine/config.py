@@ -142,7 +142,7 @@ class EngineOptions:
         "F",
         ("--gpu-memory-utilization", "--device-memory-utilization"),
     )
-    enable_lora: bool | None = flag("take adapters (LoRA) of the model", opens="adapters")
+    enable_lora: bool | None = flag("take adapters (LoRA) of the model (default: off)", has_off=True, opens="adapters")
     max_loras: Annotated[int, Meta(ge=1, le=256)] | None = flag(
         "adapters that the requests of one step may have between them: they lie on the device (default: 8)", "N"
     )

@@ -207,7 +207,7 @@ METHODS = {
     "start_profile": "there is none; get_metrics() and a result's metrics have times",
 }
 KEYWORDS = {
-    "lora_request": "adapters are not served yet",
+    "lora_request": "generate() and chat() take adapters",
     "prompt_token_ids": "give token ids as prompts",
     "priority": "the prompts of a call run in their order; over HTTP there is a priority",
     "pooling_params": "embed() takes pooling and normalize",

@@ -250,6 +250,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupInfo, ...] = (GroupInfo(),)
     max_loras: int = 0  # adapters that the rows of a step may have between them; 0: none are taken
 
+    @property
+    def hits_at_ends(self) -> bool:
+        """A cached prefix is of use at checkpoints of states alone. (With windows, the last one may lack blocks.)"""
+        return self.groups[-1].kind == "state" and all(group.kind != "window" for group in self.groups)
+
 
 class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     """An adapter that has been loaded."""
@@ -257,11 +262,6 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
     key: str  # a digest of its content, by which admissions and block keys name it
     rank: int  # the largest
     num_bytes: int  # of all ranks together
-
-    @property
-    def hits_at_ends(self) -> bool:
-        """A cached prefix is of use at checkpoints of states alone. (With windows, the last one may lack blocks.)"""
-        return self.groups[-1].kind == "state" and all(group.kind != "window" for group in self.groups)
 
 
 class EplbConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
