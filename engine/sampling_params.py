@@ -42,16 +42,18 @@ class Unserved(NamedTuple):
     neutral: tuple[Any, ...] = ()
 
 
-_BEAM = "beam search is not supported"
+_BEAM = "beam search is not supported; n choices are sampled"
 _GUIDED = ("decoding", "json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")
 # What vLLM's SamplingParams have and ours do not; requests may not have them either.
 UNSERVED: dict[str, Unserved] = {
     **{f"guided_{name}": Unserved("use structured_outputs") for name in _GUIDED},
-    "best_of": Unserved("only n choices are sampled, all of them are returned", (1,)),
+    "best_of": Unserved("n choices are sampled and all returned; compare their cumulative_logprob", (1,)),
     "use_beam_search": Unserved(_BEAM, (False,)),
+    "num_beams": Unserved(_BEAM, (1,)),
     "length_penalty": Unserved(_BEAM, (1, 1.0)),
     "early_stopping": Unserved(_BEAM, (False,)),
     "bad_words": Unserved("words cannot be banned; banned_token_ids bans tokens", ([],)),
+    "logits_processors": Unserved("use logit_bias, allowed_token_ids, banned_token_ids or structured_outputs", ([],)),
     "logprob_token_ids": Unserved("log-probabilities of chosen tokens cannot be asked for", ([],)),
     "spaces_between_special_tokens": Unserved("no spaces are added", (False, True)),
     "thinking_token_budget": Unserved("reasoning has no budget of its own; use max_tokens"),
@@ -159,7 +161,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return [n for n, value in values.items() if value is not None and not (n == "json_object" and value is False)]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_Advising):
+class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, metaclass=_Advising):
     """How to sample a completion. The names and defaults are those of vLLM."""
 
     n: int = 1
@@ -171,7 +173,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16  # None: as many as the context allows
+    max_tokens: int | None = 16  # None: as many as the context allows; 0: the prompt alone is computed
     min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -216,7 +218,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
+            _integer("max_tokens", self.max_tokens, 0, MAX_COUNT)
         _integer("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise InvalidRequest("stop", f"{len(self.stop_strings)} strings; at most {MAX_STOP_STRINGS} are allowed")

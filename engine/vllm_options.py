@@ -69,8 +69,7 @@ _TABLE = (
     ("auto", "there is one kind here; leave it out", "tokenizer_mode config_format model_impl "
      "chat_template_content_format worker_cls offload_backend performance_mode tool_strict_level"),
     ("assistant", "the role is always assistant", "response_role"),
-    ("auto generate", "one server completes and embeds; leave it out", "runner task"),
-    ("auto none embed", "one server completes and embeds; --pooling says how", "convert"),
+    ("ANY", "each call does here what its name says", "runner task convert"),
     ("raw_logprobs", "log-probabilities are those of the model, before any option of sampling", "logprobs_mode"),
     ("sha256", "blocks are named by SHA-256; see docs/block-keys.md", "prefix_caching_hash_algo"),
     ("1", "tokens are sent as they come, and together only while a client is slow", "stream_interval"),
@@ -131,7 +130,7 @@ _TABLE = (
     ("", f"{_METRICS}; running and waiting requests are there", "enable_server_load_tracking"),
     ("", "set CUDA_VISIBLE_DEVICES in the environment", "device_ids"),
     ("", "start it with numactl", "numa_bind numa_bind_nodes numa_bind_cpus"),
-    ("", "--pooling says how, and there is no more to it", "pooler_config override_pooler_config"),
+    ("", "a server has --pooling; embed() takes pooling and normalize", "pooler_config override_pooler_config"),
     ("", "experts move by their load: enable_eplb", "expert_placement_strategy"),
     ("", "use nsys or py-spy on the process", "profiler_config enable_layerwise_nvtx_tracing ray_workers_use_nsight"),
     # What there is not.
@@ -177,7 +176,6 @@ FATES["disable_uvicorn_access_log"] = Fate(
 # Of `penstock serve`, under the same name; in Python there is no server that could have them.
 OF_A_SERVER = {
     "served_model_name": "only a server names its model; leave it out",
-    "max_logprobs": "20 is the limit; leave it out",
     "generation_config": "give sampling_params; without them the model's authors are followed",
     "override_generation_config": "give sampling_params",
     "reasoning_parser": "the text comes as the model writes it",
@@ -194,6 +192,36 @@ SHORT = {
     "data_parallel_address": "-dpa", "data_parallel_rpc_port": "-dpp", "data_parallel_backend": "-dpb",
     "data_parallel_hybrid_lb": "-dph", "data_parallel_external_lb": "-dpe", "data_parallel_multi_port_external_lb": "-dpm",
 }  # fmt: skip
+
+
+# Methods of vLLM's LLM, and keywords of them, and what to use here.
+METHODS = {
+    "beam_search": "beam search is not served; sample n choices and compare their cumulative_logprob",
+    "encode": "use embed() for vectors, classify() for labels, score() for pairs",
+    "reward": "use classify(), with a model that has a classification head",
+    "llm_engine": "the model is described by info, its figures are in get_metrics()",
+    "sleep": "there is none; shutdown() frees the memory",
+    "collective_rpc": "no code is run within the ranks",
+    "start_profile": "there is none; get_metrics() and a result's metrics have times",
+}
+KEYWORDS = {
+    "lora_request": "adapters are not served yet",
+    "prompt_token_ids": "give token ids as prompts",
+    "priority": "the prompts of a call run in their order; over HTTP there is a priority",
+    "pooling_params": "embed() takes pooling and normalize",
+    "tokenization_kwargs": "tokenize with get_tokenizer() and give token ids as prompts",
+    "truncate_prompt_tokens": "tokenize with get_tokenizer() and give the ids to keep as prompts",
+    "mm_processor_kwargs": "images and audio are not served",
+    "guided_options_request": "use structured_outputs of SamplingParams",
+    "chat_template_content_format": "templates get their content as text here",
+}
+
+
+def refuse_keywords(given: Mapping[str, Any]) -> None:
+    """Those of vLLM's that do not say anything are let by."""
+    for name, value in given.items():
+        if name not in KEYWORDS or (value is not None and value != "auto"):
+            raise TypeError(f"{name}: {KEYWORDS.get(name) or 'there is no such keyword'}")
 
 
 def sort_out(options: dict[str, Any], known: Iterable[str]) -> tuple[dict[str, Any], list[str], str | None]:

@@ -138,6 +138,7 @@ READERS = {
     "export": ["src/penstock/cli.py"],
     "models": ["src/penstock/cli.py"],
     "deploy": ["router/deploy/*.py"],
+    "prove": ["engine/commands/prove/*.py"],
 }
 
 
@@ -146,7 +147,7 @@ def test_every_flag_of_the_other_commands_is_read(name: str) -> None:
     text = "".join(path.read_text() for pattern in READERS[name] for path in sorted(ROOT.glob(pattern)))
     read = (
         {*SAMPLING}
-        | set(re.findall(r"\bargs\.(\w+)", text))
+        | set(re.findall(r"\b(?:args|options)\.(\w+)", text))
         | {
             *ExecutorConfig.__struct_fields__,
             *SchedulerConfig.__struct_fields__,

@@ -40,6 +40,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
 CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when the client had left
+SERVER = "penstock.engine.server"
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
 
 
@@ -51,6 +52,11 @@ POSTS = (
     PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
     PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
 )
+SCORING = {
+    "/classify": "scoring.classify",
+    **dict.fromkeys(("/score", "/v1/score"), "scoring.score"),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "scoring.rerank"),
+}
 
 
 class ServerApp:
@@ -134,6 +140,11 @@ def _routes(service: Service) -> list[Route]:
             return _json(reply.Status("the server is shutting down"), 503)
         return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
 
+    async def tokenizer_info(_request: Request) -> Response:
+        """For clients that tokenize here and render themselves, under the names of tokenizer_config.json."""
+        sources = {} if service.template is None else service.template.sources
+        return _json({**service.tokenizer.special_tokens, "chat_template": sources.get("default")})
+
     async def metrics(_request: Request) -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -145,10 +156,10 @@ def _routes(service: Service) -> list[Route]:
 
             found = document("live")
             return HTMLResponse(found.body, headers=found.headers)
-        from penstock.engine.server import pages
+        from penstock.engine.server import pages, scoring
 
         others = [("GET", path) for path in gets] + [(method, path) for method, path, _ in agent_routes.ROUTES]
-        described = pages.openapi([*POSTS, *agent_routes.described()], others, ErrorReply)
+        described = pages.openapi([*POSTS, *scoring.ROUTES, *agent_routes.described()], others, ErrorReply)
         if path == "/docs":
             return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
         return Response(msgspec.json.encode(described), media_type="application/json")
@@ -162,6 +173,7 @@ def _routes(service: Service) -> list[Route]:
         "/ping": health,
         "/ready": ready,
         "/metrics": metrics,
+        "/tokenizer_info": tokenizer_info,
         "/version": _json(reply.Version(penstock.__version__)),
         "/v1/models": models,
         "/v1/models/{model:path}": models,
@@ -174,6 +186,10 @@ def _routes(service: Service) -> list[Route]:
         + [
             Route(post.path, Endpoint(service, post.handler, post.streams is not None), methods=["POST"])
             for post in POSTS
+        ]
+        + [
+            Route(path, Endpoint(service, agent_routes.later(name, SERVER), takes_ids=False), methods=["POST"])
+            for path, name in SCORING.items()
         ]
         + [
             Route(path, Endpoint(service, agent_routes.later(name), takes_ids=False), methods=[method])
@@ -197,7 +213,7 @@ def _model(service: Service, name: str, started: int) -> reply.Model:
     )
 
 
-def _json(body: msgspec.Struct, status: int = 200) -> Response:
+def _json(body: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 

@@ -17,7 +17,7 @@ from penstock.engine.sampling_params import UNSERVED as OF_SAMPLING
 from penstock.engine.sampling_params import InvalidRequest, SamplingParams, StructuredOutputs, Unserved
 
 MAX_FIELD_BYTES = 256 * 1024  # of JSON in any one field, those that carry the text aside
-TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens"})
+TEXT_FIELDS = frozenset({"prompt", "messages", "input", "tokens", "query", "queries", "documents", "text_1", "text_2"})
 # Those of SamplingParams that a request has under the same name, with the same meaning.
 SAMPLING_FIELDS = [name for name in SamplingParams.__struct_fields__ if name not in ("logprobs", "detokenize")]
 

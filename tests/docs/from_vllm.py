@@ -15,7 +15,7 @@ from tests.docs import vllm_names
 
 PAGE = Path(__file__).parents[2] / "docs" / "from-vllm.md"
 MARK = "<!-- what follows is written by python -m tests.docs.from_vllm -->"
-OF_THE_CLASS = ("skip_tokenizer", "revision", "chat_template")  # of LLM itself
+OF_THE_CLASS = ("skip_tokenizer", "max_logprobs", "revision", "chat_template")  # of LLM itself
 
 
 def flags() -> Iterator[str]:
