@@ -41,6 +41,7 @@ DTYPES = {
     "float": "float32",
     "fp32": "float32",
 }  # by nicknames
+EXECUTORS = {"mp": "multiproc", "uni": "uniproc"}  # as vLLM calls them
 MAX_PEERS = 16  # each takes a handful of threads and connections
 
 
@@ -96,7 +97,7 @@ class EngineOptions:
     max_num_seqs: Count | None = flag("sequences computed at a time (default: 256)", "N")
     max_num_batched_tokens: Count | None = flag("tokens computed per step (default: 2048)", "N")
     max_queued_requests: Annotated[int, Meta(ge=0)] | None = flag(
-        "beyond this many, requests get 429 (default: 4096)", "N"
+        "beyond this many, requests get 429 (default: 4096)", "N", ("--max-queued-requests", "--max-num-queued-reqs")
     )
     patience_s: Annotated[float, Meta(ge=0)] | None = None
     block_size: Count | None = flag("tokens per KV block (default: 16)", "N")
@@ -107,8 +108,9 @@ class EngineOptions:
         'compute tokens that followed the same text before ahead of sampling them, like {"method": "ngram", '
         '"num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4} (default: off)',
         "JSON",
+        ("--speculative-config", "-sc"),
     )
-    enforce_eager: bool | None = flag("no CUDA graphs; kernels are warmed up all the same")
+    enforce_eager: bool | None = flag("no CUDA graphs; kernels are warmed up all the same (default: off)", has_off=True)
     seed: int | None = flag(
         "for requests without a seed of their own, and for dummy weights (default: none, and 0)", "N"
     )
@@ -136,12 +138,17 @@ class EngineOptions:
         "FILE",
     )
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = flag(
-        "share of the GPU to use when no size is given (default: 0.9)", "F"
+        "share of the GPU to use when no size is given (default: 0.9)",
+        "F",
+        ("--gpu-memory-utilization", "--device-memory-utilization"),
     )
     enable_expert_parallel: bool | None = flag(
-        "share out whole experts between the ranks, not slices of each", opens="ranks"
+        "share out whole experts between the ranks, not slices of each (default: off)",
+        names=("--enable-expert-parallel", "-ep"),
+        has_off=True,
+        opens="ranks",
     )
-    enable_eplb: bool | None = flag("move experts between ranks as their load changes")
+    enable_eplb: bool | None = flag("move experts between ranks as their load changes (default: off)", has_off=True)
     eplb_config: EplbConfig | None = flag('like {"window": 1000, "interval": 3000, "redundant_experts": 32}', "JSON")
     tensor_parallel_size: Count | None = flag(
         "ranks (GPUs) to split the model over", "N", ("--tensor-parallel-size", "-tp")
@@ -149,6 +156,8 @@ class EngineOptions:
     executor: ExecutorKind | None = flag(
         "in the engine core's process, in one process per rank, or on a running Ray cluster "
         "(default: auto, by the number of ranks)",
+        names=("--executor", "--distributed-executor-backend"),
+        read=lambda text: EXECUTORS.get(text, text),
         choices=("auto", "uniproc", "multiproc", "ray"),
     )
     ray_allow_open_dashboard: bool | None = flag(

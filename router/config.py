@@ -11,6 +11,8 @@ from msgspec import Meta
 
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
+from penstock.engine.http.telemetry import TELEMETRY, AccessForm, Telemetry
+from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, Share, check, flag
 
 API_KEY_VARIABLE = "PENSTOCK_API_KEY"
@@ -80,6 +82,8 @@ class RouterConfig:
     admin_api_keys: tuple[str, ...] = flag("a client with this key may change the fleet", "KEY", default=())
     backend_api_key: str | None = flag("the key that the replicas ask for", "KEY")
     max_requests: Count = flag("in flight at one replica", "N", default=512)
+    access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="off")
+    telemetry: Telemetry = TELEMETRY
     limits: Limits = Limits()
     patience: Patience = Patience()
 
@@ -103,6 +107,7 @@ def resolve(config: RouterConfig, environment: Mapping[str, str]) -> RouterConfi
             raise RouteError(f"{variable} is set but empty; unset it to run without that key")
     try:
         check(config)
+        check_telemetry(config.telemetry, environment)
         Keys((*config.api_keys, *config.admin_api_keys))  # refuses what cannot be one
     except ValueError as error:
         raise RouteError(str(error)) from None

@@ -3,9 +3,7 @@
 import argparse
 import asyncio
 import json
-import logging
 import os
-import sys
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +16,7 @@ from penstock.engine.server.server_config import API_KEY_VARIABLE, ServerConfig,
 from penstock.engine.text.template import load_template
 from penstock.engine.text.tokenizer import load_tokenizer
 from penstock.engine.vllm_options import vllm_options
-from penstock.executor.process_life import stop_signals
+from penstock.executor.process_life import log_to_stderr, stop_signals
 from penstock.executor.protocol import ModelInfo
 
 
@@ -49,7 +47,7 @@ def options() -> list[Option]:
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr)
+    log_as_said(args.log_level)
     options = given_options(args, EngineOptions)
     if args.model and args.model_option:
         raise ConfigError(f"model: {args.model!r} and, as --model, {args.model_option!r} given; one is expected")
@@ -61,6 +59,13 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args))
+
+
+def log_as_said(levels: str | None) -> None:
+    try:
+        log_to_stderr(levels)
+    except ValueError as error:  # of the environment's
+        raise ConfigError(str(error)) from None
 
 
 def check(args: argparse.Namespace) -> None:
@@ -110,7 +115,8 @@ async def _serve(files: ModelFiles, config: EngineConfig, server: ServerConfig, 
 
             def announce(url: str) -> None:
                 _say(f"Ready after {time.monotonic() - started_s:.1f} s: {url}")
-                _say_curl(url, server, has_template=template is not None)
+                labels = engine.info.labels
+                _say_curl(url, server, template is not None, classifies=labels is not None and labels.tokens is None)
 
             return await serve(engine, tokenizer, template, server, sock=sock, on_listening=announce)
         except asyncio.CancelledError:
@@ -136,16 +142,18 @@ def _say_memory(info: ModelInfo) -> None:
     )
 
 
-def _say_curl(url: str, server: ServerConfig, has_template: bool) -> None:
+def _say_curl(url: str, server: ServerConfig, has_template: bool, classifies: bool = False) -> None:
     """Short enough for a small model on a CPU, and streamed, so that it is seen to work."""
     body: dict[str, Any] = {"model": server.served_model_names[0], "max_tokens": 60, "stream": True}
-    if has_template:
-        path = "chat/completions"
+    if classifies:
+        path, body = "classify", {"model": server.served_model_names[0], "input": "It was a lovely day."}
+    elif has_template:
+        path = "v1/chat/completions"
         body["messages"] = [{"role": "user", "content": "Explain gravity in one sentence."}]
     else:
-        path = "completions"
+        path = "v1/completions"
         body["prompt"] = "The capital of France is"
     key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if server.api_keys else ""
-    _say(f"Try:\n  curl -N {url}/v1/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
+    _say(f"Try:\n  curl -N {url}/{path}{key} -H 'Content-Type: application/json' -d '{json.dumps(body)}'")
     if server.api_keys:
         _say(f"  with the key in {API_KEY_VARIABLE}")

@@ -4,6 +4,7 @@ Requests and answers go over two ZMQ sockets in a private directory; its start, 
 every process that we start (executor/process_life.py).
 """
 
+import logging
 import sys
 import time
 import traceback
@@ -38,6 +39,8 @@ from penstock.executor.protocol import ExecutorConfig, ExecutorError, ModelInfo,
 
 if TYPE_CHECKING:
     from penstock.engine.grammar.compiler import Compiler
+
+log = logging.getLogger("penstock.engine")
 
 TRANSFER_POLL_S = 0.005  # an idle core whose blocks are in flight to the tiers goes on with them this often
 TIER_STATS_S = 0.25  # between steps the tiers' figures are sent this often, and with the last step
@@ -142,6 +145,7 @@ def _serve(core: EngineCore, link: CoreLink) -> None:
         outputs: list[Output | None] = []
         for message in messages:
             if isinstance(message, Submit):
+                log.debug("request %s: %d tokens", message.request_id, len(message.tokens) // 4)
                 outputs.append(core.submit(message))
             elif isinstance(message, Abort):
                 outputs += map(core.abort, message.request_ids)

@@ -4,7 +4,6 @@ From the outside in: the log and the request counters, the API key, then the rou
 anywhere below is answered in the one error format.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from functools import cache
@@ -22,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import penstock
 from penstock.engine.front.client import AsyncEngine
+from penstock.engine.http.access_line import AccessLine, AccessLog
 from penstock.engine.http.auth import Authentication, Keys
 from penstock.engine.http.errors import ErrorReply, HttpError, clip
 from penstock.engine.server import requests as schema
@@ -39,9 +39,8 @@ from penstock.engine.server.tokens import detokenize, reset_prefix_cache, tokeni
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
-log = logging.getLogger("penstock.server")
-
 CLIENT_CLOSED = 499  # never sent: the status in the log and the counters when the client had left
+SERVER = "penstock.engine.server"
 QUIET_ROUTES = frozenset({"/health", "/ping", "/ready", "/metrics"})  # probed every few seconds
 
 
@@ -53,6 +52,11 @@ POSTS = (
     PostRoute("/detokenize", detokenize, schema.DetokenizeRequest, reply.Detokenized),
     PostRoute("/reset_prefix_cache", reset_prefix_cache, schema.ResetRequest, reply.Status),
 )
+SCORING = {
+    "/classify": "scoring.classify",
+    **dict.fromkeys(("/score", "/v1/score"), "scoring.score"),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "scoring.rerank"),
+}
 
 
 class ServerApp:
@@ -60,6 +64,8 @@ class ServerApp:
 
     def __init__(self, service: Service, keys: Keys, allowed_origins: Sequence[str] = ()) -> None:
         self.service = service
+        self._keys = keys
+        self._lines = AccessLog(form, "engine") if (form := service.config.access_log) != "off" else None
         routes = _routes(service)
         handlers = dict.fromkeys(REFUSALS, _refuse) | {HTTPException: _refuse_route, Exception: _fail}
         self.templates = frozenset(route.path for route in routes)
@@ -79,6 +85,8 @@ class ServerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = scope["penstock.call"] = Call(client_id(scope["headers"]))
         status = 500  # unless something better is sent
+        if (spans := self.service.spans) is not None:
+            spans.begin(call, scope)
 
         async def send_noting(message: Message) -> None:
             nonlocal status
@@ -93,7 +101,10 @@ class ServerApp:
             route = self._template(scope["path"])
             status = CLIENT_CLOSED if call.is_gone else status
             self.service.metrics.requests[route, status] += 1
-            _log(call, route, status)
+            if spans is not None:
+                spans.end(call, route, status)
+            if self._lines is not None and (level := self._lines.level(route in QUIET_ROUTES)) is not None:
+                self._lines.write(level, _line(call, route, status, self._keys.number(scope["headers"])))
 
     def _template(self, path: str) -> str:
         """The route as it is written in the table: the label may take no value that a client makes up."""
@@ -129,6 +140,11 @@ def _routes(service: Service) -> list[Route]:
             return _json(reply.Status("the server is shutting down"), 503)
         return _json(reply.Status(state.reason), 200 if state.alive and state.ready else 503)
 
+    async def tokenizer_info(_request: Request) -> Response:
+        """For clients that tokenize here and render themselves, under the names of tokenizer_config.json."""
+        sources = {} if service.template is None else service.template.sources
+        return _json({**service.tokenizer.special_tokens, "chat_template": sources.get("default")})
+
     async def metrics(_request: Request) -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
@@ -140,10 +156,10 @@ def _routes(service: Service) -> list[Route]:
 
             found = document("live")
             return HTMLResponse(found.body, headers=found.headers)
-        from penstock.engine.server import pages
+        from penstock.engine.server import pages, scoring
 
         others = [("GET", path) for path in gets] + [(method, path) for method, path, _ in agent_routes.ROUTES]
-        described = pages.openapi([*POSTS, *agent_routes.described()], others, ErrorReply)
+        described = pages.openapi([*POSTS, *scoring.ROUTES, *agent_routes.described()], others, ErrorReply)
         if path == "/docs":
             return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
         return Response(msgspec.json.encode(described), media_type="application/json")
@@ -157,6 +173,7 @@ def _routes(service: Service) -> list[Route]:
         "/ping": health,
         "/ready": ready,
         "/metrics": metrics,
+        "/tokenizer_info": tokenizer_info,
         "/version": _json(reply.Version(penstock.__version__)),
         "/v1/models": models,
         "/v1/models/{model:path}": models,
@@ -169,6 +186,10 @@ def _routes(service: Service) -> list[Route]:
         + [
             Route(post.path, Endpoint(service, post.handler, post.streams is not None), methods=["POST"])
             for post in POSTS
+        ]
+        + [
+            Route(path, Endpoint(service, agent_routes.later(name, SERVER), takes_ids=False), methods=["POST"])
+            for path, name in SCORING.items()
         ]
         + [
             Route(path, Endpoint(service, agent_routes.later(name), takes_ids=False), methods=[method])
@@ -192,7 +213,7 @@ def _model(service: Service, name: str, started: int) -> reply.Model:
     )
 
 
-def _json(body: msgspec.Struct, status: int = 200) -> Response:
+def _json(body: msgspec.Struct | dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(body), status, media_type="application/json")
 
 
@@ -218,8 +239,25 @@ async def _fail(_request: Request, _error_of_ours: Exception) -> Response:
     return _error(HttpError(500, "internal error"))
 
 
-def _log(call: Call, route: str, status: int) -> None:
-    level = logging.DEBUG if route in QUIET_ROUTES else logging.INFO
-    seconds, client = time.monotonic() - call.begun_s, call.client_id or "-"
-    form = "%s %d %.3fs id=%s client_id=%s prompt_tokens=%d tokens=%d"
-    log.log(level, form, route, status, seconds, call.id, client, call.num_prompt_tokens, call.num_tokens)
+def _line(call: Call, route: str, status: int, key: int | None) -> AccessLine:
+    line = AccessLine(
+        route=route,
+        status=status,
+        total_ms=round((time.monotonic() - call.begun_s) * 1000, 3),
+        id=call.id,
+        client_id=call.client_id,
+        model=call.model or None,
+        key=key,
+        trace_id=None if call.trace is None else call.trace.trace_id,
+    )
+    if call.answers:
+        times = call.answers[0].metrics
+        line.prompt_tokens, line.output_tokens = call.num_prompt_tokens, call.num_tokens
+        line.cached_tokens = call.num_cached_tokens
+        line.finish_reason = ",".join(dict.fromkeys(call.finish_reasons))
+        line.queue_ms, line.first_token_ms = _ms(times.queued_s), _ms(times.first_token_s)
+    return line
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

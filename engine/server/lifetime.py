@@ -5,6 +5,7 @@ an answer and not a refused connection.
 """
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 from penstock.executor.process_life import Stopping, stop_signals, wait_for
 
-log = logging.getLogger("penstock.server")
+log = logging.getLogger("penstock.engine")
 
 WATCH_S = 0.1
 QUIET_S = 1.0
@@ -41,7 +42,9 @@ async def serve(
     app = build_app(engine, tokenizer, template, config)
     sock = sock or bind_socket(config.host, config.port)
     stopping = Stopping()
-    with stop_signals(stopping.take):
+    with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:
+        if app.service.spans is not None:
+            at_the_end.callback(app.service.spans.exporter.close)  # no request is left that would wait for it
         async with Listener(app, sock, config.limits, app.service.metrics.refused) as listener:
             on_listening(listener.url)
             warming = asyncio.create_task(_warm_when_quiet(app.service))

@@ -11,6 +11,8 @@ from msgspec import Meta
 from penstock.engine.front.submit import Pooling
 from penstock.engine.http.auth import Keys
 from penstock.engine.http.limits import Limits
+from penstock.engine.http.telemetry import TELEMETRY, AccessForm, Telemetry
+from penstock.engine.http.telemetry import check as check_telemetry
 from penstock.engine.options import Count, Delay, Port, Seconds, check, flag, size_bytes
 from penstock.engine.sampling_params import DEFAULTABLE, MAX_LOGPROBS, SamplingParams
 from penstock.engine.text.tools import formats, harmony, thinking
@@ -92,16 +94,22 @@ class ServerConfig:
         default=False,
     )
     max_logprobs: Annotated[int, Meta(ge=0)] = flag("limit (default: %(default)s)", "N", default=MAX_LOGPROBS)
+    access_log: AccessForm = flag("a line of the log for each request (default: %(default)s)", default="text")
+    telemetry: Telemetry = TELEMETRY
     limits: Limits = Limits()
     keeping: Keeping = KEEPING
     drain_timeout_s: Delay = flag(
-        "how long a stop waits for running requests (default: %(default)g)", "S", default=30.0
+        "how long a stop waits for running requests (default: %(default)g)",
+        "S",
+        ("--drain-timeout", "--shutdown-timeout"),
+        default=30.0,
     )
 
 
 def resolve(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
     """Add the key from the environment and refuse what cannot run; ValueError names the option."""
     check(config)
+    check_telemetry(config.telemetry, environment)
     keys = config.api_keys
     if API_KEY_VARIABLE in environment:
         # Set but empty is a mistake in a deployment, and must not open the server.

@@ -18,11 +18,12 @@ from penstock.engine.front.client import AsyncEngine, EngineDead, QueueFull
 from penstock.engine.front.grammar_check import GrammarCheck
 from penstock.engine.grammar.compiler import Compiler
 from penstock.engine.grammar.vocabulary import GrammarVocabulary
-from penstock.engine.http.errors import HttpError, clip
-from penstock.engine.sampling_params import InvalidRequest, SamplingParams
-from penstock.engine.server.call import Call, clean_id
+from penstock.engine.http.errors import HttpError, clean_id, clip
+from penstock.engine.http.telemetry import Telemetry
+from penstock.engine.sampling_params import InvalidRequest, SamplingParams, Unserved
+from penstock.engine.server.call import Call
 from penstock.engine.server.metrics import ServerMetrics
-from penstock.engine.server.requests import UNSERVED, PromptRequest, Unserved, parse
+from penstock.engine.server.requests import UNSERVED, PromptRequest, parse
 from penstock.engine.server.response_format import Wanted
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.tool_choice import Tools
@@ -33,6 +34,7 @@ from penstock.engine.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from penstock.engine.server.agents.item_store import ItemStore
     from penstock.engine.server.agents.items_api import Background
+    from penstock.engine.server.spans import RequestSpans
 
 MAX_SEQUENCES = 1024  # prompts × n of one request
 Asked = TypeVar("Asked", bound=PromptRequest)
@@ -49,7 +51,8 @@ class Service:
         self.template = template
         self.config = config
         self.tools = Tools(config, template, tokenizer)
-        self.metrics = ServerMetrics(config.served_model_names[0], engine)
+        self.spans = _open_spans(config.telemetry)
+        self.metrics = ServerMetrics(config.served_model_names[0], engine, self.spans)
         self.is_draining = False
         self.text_digest = ""  # see know_text_digest
         self.background: dict[str, Background] = {}  # responses that run without their clients
@@ -163,6 +166,8 @@ class Service:
 
     def release(self, call: Call) -> None:
         """Free what the call's answers still hold; without effect on those that have ended."""
+        if self.spans is not None:
+            self.spans.phases(call)
         for answer in call.answers:
             answer.abort()
             self.metrics.end(answer)
@@ -172,6 +177,14 @@ class Service:
         """End what still runs; the readers still get the last update and finish their answers properly."""
         for answer in self._answers:
             answer.abort()
+
+
+def _open_spans(telemetry: Telemetry) -> "RequestSpans | None":
+    if telemetry.otlp_traces_endpoint is None:  # then nothing of it is even imported
+        return None
+    from penstock.engine.server import spans
+
+    return spans.RequestSpans(telemetry)
 
 
 def as_http_error(error: Exception) -> HttpError:

@@ -3,6 +3,7 @@
 How it lives and ends is executor/process_life.py's; how ranks of other machines are reached, ray_executor.py's.
 """
 
+import logging
 import os
 import queue
 import sys
@@ -25,6 +26,8 @@ from penstock.executor.ranks.rank import Rank, choose_device
 from penstock.executor.ranks.wire import CLOSE, MASKS, STEP, Beat, Done, Failed, ModelLoaded, RankProgress, Start
 from penstock.executor.ring.queue import MessageQueue
 from penstock.executor.step.runner import Launched
+
+log = logging.getLogger("penstock.executor")
 
 Message = Sequence[Any]  # the kind, and its buffers
 
@@ -91,6 +94,7 @@ def compute(start: Start, receive: Callable[[], AbstractContextManager[Message]]
             assert kind == STEP, kind
             step = decoder.decode(parts[0])
         reporter.doing = f"computing step {step.step_id} of {len(step.rows)} rows"
+        log.debug("rank %d: %s", start.rank, reporter.doing)
         launched = ours.runner.launch(step)
         if launched.unsampled is None:
             finisher.take(launched)

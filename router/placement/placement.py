@@ -119,7 +119,10 @@ class Placement:
     def adopt(self, prompt: Prompt) -> Prompt:
         """A prompt that another placement has prepared: its keys are the same here, who holds them is not."""
         index = self.knowledge.index
-        return Prompt(prompt.num_tokens, tuple((space, index.match(match.keys)) for space, match in prompt.matches))
+        return Prompt(
+            prompt.num_tokens,
+            tuple((space, index.match(match.keys, match.num_ends)) for space, match in prompt.matches),
+        )
 
     def choose(
         self,
@@ -162,7 +165,7 @@ class Placement:
         for space, match in prompt.matches:
             if space == replica.cache.space and len(match.keys):
                 num_known = num_cached // space.block_size + 1
-                self.knowledge.expect(replica.cache, match.keys, min(num_known, len(match.keys)))
+                self.knowledge.expect(replica.cache, match, min(num_known, len(match.keys)))
 
     def _look_up(self, prompt: Prompt | None) -> None:
         """What of the prompt is cached where, into the fleet's column."""

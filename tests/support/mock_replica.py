@@ -20,6 +20,7 @@ import uvloop
 from penstock.engine.config import EngineConfig, engine_config
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.front.client import AsyncEngine, EngineDead
+from penstock.engine.http.telemetry import Telemetry
 from penstock.engine.messages import Abort, Heartbeat, Outputs, Ready, Shutdown, Submit, ToCore, WatchCache
 from penstock.engine.server.lifetime import serve
 from penstock.engine.server.server_config import Keeping, ServerConfig, resolve
@@ -152,11 +153,18 @@ def main() -> int:
     parser.add_argument("--model", nargs="+", default=[MODEL])
     parser.add_argument("--api-key", action="append", default=[])
     parser.add_argument("--response-store", default=None)
+    parser.add_argument("--otlp-traces-endpoint", default=None)
     add_engine_arguments(parser)
     options = parser.parse_args()
     keys = tuple(options.api_key)
     keeping = Keeping(response_store=options.response_store)
-    server = ServerConfig(port=options.port, served_model_names=tuple(options.model), api_keys=keys, keeping=keeping)
+    server = ServerConfig(
+        port=options.port,
+        served_model_names=tuple(options.model),
+        api_keys=keys,
+        keeping=keeping,
+        telemetry=Telemetry(otlp_traces_endpoint=options.otlp_traces_endpoint),
+    )
     return uvloop.run(replica(options, resolve(server, {}), report))
 
 
