@@ -34,14 +34,9 @@ from pairs import HERE, Asked, parse, record, rounds, summary
 from penstock.engine.commands.bench import startup
 
 MAX_MODEL_LEN = 2048
-PEER_MODES: dict[str, dict[str, Any]] = {  # a name that begins with all- has every core; vLLM keeps one for itself
-    "compiled": {},
-    "eager": {"enforce_eager": True},
-    "all-compiled": {},
-    "all-eager": {"enforce_eager": True},
-    "all-float32": {"dtype": "float32"},  # without AVX-512 its products of bfloat16 are slow
-    "all-float32-eager": {"dtype": "float32", "enforce_eager": True},
-}
+# By its words: all for a thread on every core (vLLM keeps one core for itself), float32 for the numbers (without AVX-512
+# its products of bfloat16 are slow), eager for no compiler.
+PEER_MODES = ("compiled", "eager", "float32", "float32-eager", "all", "all-eager", "all-float32", "all-float32-eager")
 DEFAULT_VOCAB = 49_152  # of the default model
 SHAPES = {  # of the models with random weights
     "small": MODELS["qwen3-0.6b"]
@@ -150,7 +145,8 @@ def compare_batches(names: Sequence[str], setup: Setup) -> None:
             return stack.enter_context(Asked(python, str(HERE / "offline_job.py"), json.dumps(job | given), env=env))
 
         def peer(mode: str) -> Asked:
-            return started(setup.peer_python, setup.peer_env(mode), engine="vllm", options=options | PEER_MODES[mode])
+            more = {"enforce_eager": "eager" in mode} | ({"dtype": "float32"} if "float32" in mode else {})
+            return started(setup.peer_python, setup.peer_env(mode), engine="vllm", options=options | more)
 
         peers = {mode: peer(mode) for mode in setup.modes}
         ours = started(sys.executable, engine="penstock", **own)
@@ -225,7 +221,7 @@ def compare(
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(work_dir or temporary)
         work.mkdir(exist_ok=True)
-        modes = tuple(PEER_MODES) if peer_mode == "best" else tuple(peer_mode.split(","))
+        modes = PEER_MODES if peer_mode == "best" else tuple(peer_mode.split(","))
         setup = Setup(peer_python, work, pairs, modes)
         for name in names:
             if name in STARTS:
