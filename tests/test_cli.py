@@ -120,7 +120,7 @@ def test_options_of_vllm_that_change_nothing_here_are_taken_with_a_word(capsys: 
         (["--num-gpu-blocks-override", "9"], "--num-gpu-blocks-override: use --kv-cache-bytes"),
         (["-dp", "2"], "-dp: '2' given; run several servers behind `penstock route`"),
         (["-O3"], "-O: nothing is compiled at the start; --enforce-eager turns CUDA graphs off"),
-        (["--enable-lora"], "--enable-lora: adapters are not served yet"),
+        (["--fully-sharded-loras"], "--fully-sharded-loras: leave it out: ranks always share adapters out"),
         (["--compilation-config={}"], "--compilation-config: nothing is compiled"),
     ],
 )

@@ -63,7 +63,7 @@ COMPANY = {
     "chat_template": ["--tokenizer", "model"],
     "trace_share": ["--otlp-traces-endpoint", "http://127.0.0.1:4318"],
 }
-OFF = {"enforce_eager", "enable_expert_parallel", "enable_eplb"}  # unless they are asked for
+OFF = {"enforce_eager", "enable_expert_parallel", "enable_eplb", "enable_lora"}  # unless they are asked for
 # Of `penstock serve`: what finds the model's files and what of them is used, before there is a configuration.
 OF_FILES = {"model", "model_option", "revision", "chat_template", "generation_config"}
 
