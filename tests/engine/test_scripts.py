@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[[LLM], Any], type[Exception], str]] = {
     "a misspelt method": (lambda llm: llm.genrate(PROMPTS), AttributeError, "did you mean generate"),
     "scores of a chat model": (lambda llm: llm.score("a", ["b"]), InvalidRequest, "classification head"),
     "labels of a chat model": (lambda llm: llm.classify("a"), InvalidRequest, "embeddings"),
-    "adapters": (lambda llm: llm.generate("a", lora_request=object()), TypeError, "adapters"),
+    "adapters": (lambda llm: llm.embed("a", lora_request=object()), TypeError, "take adapters"),
     "ids beside prompts": (lambda llm: llm.generate("a", prompt_token_ids=[[1]]), TypeError, "as prompts"),
     "pooling parameters": (lambda llm: llm.embed("a", pooling_params=object()), TypeError, "normalize"),
     "a misspelt keyword": (lambda llm: llm.chat(CHAT, smapling_params=None), TypeError, "smapling_params"),

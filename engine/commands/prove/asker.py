@@ -35,6 +35,10 @@ class Spoken(msgspec.Struct):
         self.tokens += logprobs.get("tokens") or []
         self.values += logprobs.get("token_logprobs") or []
         self.tops += [top or {} for top in logprobs.get("top_logprobs") or []]
+        for token in logprobs.get("content") or []:  # as in chats; llama.cpp writes completions' like this too
+            self.tokens.append(token["token"])
+            self.values.append(token["logprob"])
+            self.tops.append({top["token"]: top["logprob"] for top in token.get("top_logprobs") or []})
         self.finish = choice.get("finish_reason") or self.finish
         if choice.get("prompt_logprobs") is not None:
             self.num_prompt = len(choice["prompt_logprobs"])
@@ -75,11 +79,10 @@ class Asker:
         self.headers, self.timeout_s = headers, timeout_s
         self.num_bytes = 0
 
-    async def ask(
-        self, body: Mapping[str, Any], leaves_s: float | None = None, reads: str = "at once", path: str = PATH
-    ) -> Answered:
+    async def ask(self, body: Mapping[str, Any], leaves_s: float | None = None, reads: str = "at once") -> Answered:
         answered, events, parts = Answered(), Events(), bytearray()
-        request = self.client.target.request("POST", path, msgspec.json.encode(body), self.headers)
+        leaving, patience = asyncio.timeout(None), asyncio.timeout(None)
+        request = self.client.target.request("POST", PATH, msgspec.json.encode(body), self.headers)
         self.num_bytes += len(request)
         loop, is_stream, has_mark = asyncio.get_running_loop(), bool(body.get("stream")), False
 
@@ -101,7 +104,9 @@ class Asker:
         try:
             if leaves_s is not None or reads != "at once":
                 own = await self._connection(reads)  # not within the time: what a cancelled connect has made is lost
-            async with asyncio.timeout(leaves_s) as leaving, asyncio.timeout(self.timeout_s) as patience:
+            async with leaving, patience:
+                patience.reschedule(loop.time() + self.timeout_s)
+                leaving.reschedule(None if leaves_s is None else loop.time() + leaves_s)
                 answered.status = await (own or self.client).exchange(request, take)
         except TimeoutError:
             answered.has_left = leaving.expired()

@@ -43,7 +43,7 @@ class ProveOptions:
     concurrency: Count = flag("requests at a time, at most (default: 16)", "N", default=16)
     duration: Seconds = flag("of the load, at most; what is left is left out (default: 120)", "S", default=120.0)
     max_bytes: Count = flag("sent and received, at most (default: 64MiB)", "SIZE", read=size_bytes, default=64 * 2**20)
-    timeout: Seconds = flag("without a byte is a hang (default: 60)", "S", default=60.0)
+    timeout: Seconds = flag("without a byte is a hang (default: 120)", "S", default=120.0)
     exact: bool = flag("the same bits: no tie and no difference in a log-probability is allowed", default=False)
     scripts: str | None = flag("a folder for scripts of curl that repeat the failures (default: none)", "DIR")
     header: tuple[str, ...] = flag(
