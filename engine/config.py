@@ -142,6 +142,12 @@ class EngineOptions:
         "F",
         ("--gpu-memory-utilization", "--device-memory-utilization"),
     )
+    enable_lora: bool | None = flag("take adapters (LoRA) of the model (default: off)", has_off=True, opens="adapters")
+    max_loras: Annotated[int, Meta(ge=1, le=256)] | None = flag(
+        "adapters that the requests of one step may have between them: they lie on the device (default: 8)", "N"
+    )
+    max_lora_rank: Annotated[int, Meta(ge=1, le=256)] | None = flag("the largest rank taken (default: 16)", "N")
+    max_cpu_loras: Count | None = flag("adapters held in the host's memory (default: 64)", "N")
     enable_expert_parallel: bool | None = flag(
         "share out whole experts between the ranks, not slices of each (default: off)",
         names=("--enable-expert-parallel", "-ep"),
@@ -240,6 +246,14 @@ def _check_together(said: EngineOptions, config: EngineConfig) -> None:
         )
     if said.eplb_config is not None and not executor.enable_eplb:
         raise ValueError("eplb_config: given; it needs enable_eplb, without which no expert moves")
+    for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+        if getattr(said, name) is not None and not executor.enable_lora:
+            raise ValueError(f"{name}: given; it needs enable_lora, without which no adapter is taken")
+    if executor.max_cpu_loras < executor.max_loras and executor.enable_lora:
+        raise ValueError(
+            f"max_cpu_loras: {executor.max_cpu_loras} given; the {executor.max_loras} on the device (max_loras) are "
+            "held there as well"
+        )
     if executor.ray_allow_open_dashboard and executor.kind != "ray":
         raise ValueError("ray_allow_open_dashboard: given; only executor 'ray' has a dashboard")
     if executor.kv_peer_secret_file and not (executor.kv_peers or executor.kv_peer_listen):

@@ -33,7 +33,7 @@ class Fate(NamedTuple):
 
 
 _SWITCH = "true false"
-_LORA = "adapters are not served yet"
+_LORA = "adapters change projections of attention and dense MLPs alone; see docs/adapters.md"
 _MEDIA = "images, audio and video are not served"
 _PROXY = "put a proxy in front that does it"
 _SPAN = "run several servers behind `penstock route`"
@@ -69,7 +69,7 @@ _TABLE = (
     ("auto", "there is one kind here; leave it out", "tokenizer_mode config_format model_impl "
      "chat_template_content_format worker_cls offload_backend performance_mode tool_strict_level"),
     ("assistant", "the role is always assistant", "response_role"),
-    ("*", "each call does here what its name says", "runner task convert"),
+    ("ANY", "each call does here what its name says", "runner task convert"),
     ("raw_logprobs", "log-probabilities are those of the model, before any option of sampling", "logprobs_mode"),
     ("sha256", "blocks are named by SHA-256; see docs/block-keys.md", "prefix_caching_hash_algo"),
     ("1", "tokens are sent as they come, and together only while a client is slow", "stream_interval"),
@@ -134,9 +134,10 @@ _TABLE = (
     ("", "experts move by their load: enable_eplb", "expert_placement_strategy"),
     ("", "use nsys or py-spy on the process", "profiler_config enable_layerwise_nvtx_tracing ray_workers_use_nsight"),
     # What there is not.
-    ("", _LORA, "enable_lora lora_modules max_loras max_lora_rank lora_dtype enable_tower_connector_lora max_cpu_loras "
-     "fully_sharded_loras lora_target_modules default_mm_loras specialize_active_lora enable_mixed_moe_lora_format "
-     "enable_moe_shared_loras max_lora_cls_labels"),
+    ("", "leave it out: ranks always share adapters out like the weights that they change", "fully_sharded_loras"),
+    ("", "adapters are computed as they are stored, on a GPU in the model's dtype", "lora_dtype"),
+    ("", _LORA, "enable_tower_connector_lora lora_target_modules default_mm_loras specialize_active_lora "
+     "enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels"),
     ("", _MEDIA, "limit_mm_per_prompt enable_mm_embeds media_io_kwargs mm_processor_kwargs mm_processor_cache_gb "
      "mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode "
      "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path "
@@ -175,6 +176,7 @@ FATES["disable_uvicorn_access_log"] = Fate(
 )
 # Of `penstock serve`, under the same name; in Python there is no server that could have them.
 OF_A_SERVER = {
+    "lora_modules": "give lora_request to generate()",
     "served_model_name": "only a server names its model; leave it out",
     "generation_config": "give sampling_params; without them the model's authors are followed",
     "override_generation_config": "give sampling_params",
@@ -205,7 +207,7 @@ METHODS = {
     "start_profile": "there is none; get_metrics() and a result's metrics have times",
 }
 KEYWORDS = {
-    "lora_request": "adapters are not served yet",
+    "lora_request": "generate() and chat() take adapters",
     "prompt_token_ids": "give token ids as prompts",
     "priority": "the prompts of a call run in their order; over HTTP there is a priority",
     "pooling_params": "embed() takes pooling and normalize",

@@ -193,7 +193,8 @@ class RouterApp:
             raise HttpError(400, message, param="kv_transfer_params")
         exchange = Exchange(self, request, connection)
         if not self.texts.is_long(request.path, request.body):
-            prepared = self.texts.prepare(request.path, request.body, asked, group.placement)
+            adapter = group.adapters.get(asked.model or "")
+            prepared = self.texts.prepare(request.path, request.body, asked, group.placement, adapter)
             exchange.open()
             self._begin(exchange, group, asked, prepared)
         else:
@@ -203,7 +204,8 @@ class RouterApp:
         request = exchange.request
         exchange.open()
         try:
-            prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.placement)
+            adapter = group.adapters.get(asked.model or "")
+            prepared = await self.texts.prepare_aside(request.path, request.body, asked, group.placement, adapter)
         except Exception as error:  # as in `handle`
             exchange.fail(error)
             return

@@ -141,6 +141,7 @@ def test_names_of_vllms_that_mean_options_of_ours_set_them() -> None:
     flags += ["--shutdown-timeout", "5", "--uvicorn-log-level", "warning", "-ep", "--no-enable-eplb", "-dp", "1"]
     args = parser.parse_args([*flags, "--no-enforce-eager", "--device-memory-utilization", "0.5", "--no-enable-lora"])
     given = {"executor": "multiproc", "max_queued_requests": 7, "enable_expert_parallel": True, "enable_eplb": False}
+    given |= {"enable_lora": False}
     assert given_options(args, EngineOptions) == given | {"enforce_eager": False, "gpu_memory_utilization": 0.5}
     assert (args.access_log, args.drain_timeout_s, args.log_level) == ("off", 5.0, "warning")
     assert engine_config("model", {"distributed_executor_backend": "mp"}).executor.kind == "multiproc"

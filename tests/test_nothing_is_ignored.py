@@ -46,9 +46,13 @@ SAID = {
     "otlp_traces_endpoint": "http://127.0.0.1:4318",
     "log_level": "debug",
     "max_num_batched_tokens": "777",
+    "lora_modules": "sql=/somewhere",
 }
 COMPANY = {
     "eplb_config": ["--enable-eplb"],
+    "max_loras": ["--enable-lora", "--max-cpu-loras", "99"],
+    "max_lora_rank": ["--enable-lora"],
+    "max_cpu_loras": ["--enable-lora"],
     "kv_disk_path": ["--kv-disk-bytes", "1GiB"],
     "kv_disk_bytes": ["--kv-disk-path", "/somewhere"],
     "kv_peer_secret_file": ["--kv-peer", "127.0.0.1:9100"],

@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     engine = engine_config(str(files.path), options)
     recommended = recommended_sampling(files) if args.generation_config == "auto" else {}
     server = server_config(args, files.name, recommended)
+    _check_adapters(engine, server)
     import uvloop
 
     return uvloop.run(_serve(files, engine, server, args))
@@ -71,8 +72,13 @@ def log_as_said(levels: str | None) -> None:
 def check(args: argparse.Namespace) -> None:
     """Refuse what can be refused without the model's files."""
     name = args.model or args.model_option or DEFAULT_NAME
-    engine_config(name, given_options(args, EngineOptions))
-    server_config(args, name, {})
+    _check_adapters(engine_config(name, given_options(args, EngineOptions)), server_config(args, name, {}))
+
+
+def _check_adapters(engine: EngineConfig, server: ServerConfig) -> None:
+    for name in ("lora_modules", "allow_lora_updates"):
+        if getattr(server, name) and not engine.executor.enable_lora:
+            raise ConfigError(f"{name}: given; it needs enable_lora")
 
 
 def server_config(args: argparse.Namespace, name: str, recommended: dict[str, Any]) -> ServerConfig:

@@ -26,6 +26,7 @@ from penstock.engine.http.auth import Authentication, Keys
 from penstock.engine.http.errors import ErrorReply, HttpError, clip
 from penstock.engine.server import requests as schema
 from penstock.engine.server import responses as reply
+from penstock.engine.server.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from penstock.engine.server.agents import agent_routes
 from penstock.engine.server.call import Call, client_id
 from penstock.engine.server.chat import chat
@@ -35,7 +36,7 @@ from penstock.engine.server.endpoint import Endpoint, PostRoute
 from penstock.engine.server.kv_events import KvEvents
 from penstock.engine.server.server_config import ServerConfig
 from penstock.engine.server.service import REFUSALS, Service, as_http_error
-from penstock.engine.server.tokens import detokenize, reset_prefix_cache, tokenize
+from penstock.engine.server.tokens import detokenize, load_adapter, reset_prefix_cache, tokenize, unload_adapter
 from penstock.engine.text.template import ChatTemplate
 from penstock.engine.text.tokenizer import Tokenizer
 
@@ -57,6 +58,12 @@ SCORING = {
     **dict.fromkeys(("/score", "/v1/score"), "scoring.score"),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "scoring.rerank"),
 }
+
+
+ADAPTER_POSTS = (
+    PostRoute("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, reply.Status),
+    PostRoute("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest, reply.Status),
+)
 
 
 class ServerApp:
@@ -122,13 +129,15 @@ def build_app(
 
 def _routes(service: Service) -> list[Route]:
     started = int(time.time())
+    posts = (*POSTS, *(ADAPTER_POSTS if service.config.allow_lora_updates else ()))
 
     async def models(request: Request) -> Response:
         await service.know_text_digest()
         one = request.path_params.get("model")
         if one is not None:
             return _json(_model(service, service.check_model(one), started))
-        return _json(reply.Models([_model(service, name, started) for name in service.config.served_model_names]))
+        names = (*service.config.served_model_names, *service.adapters.served)
+        return _json(reply.Models([_model(service, name, started) for name in names]))
 
     async def health(_request: Request) -> Response:
         state = service.engine.health()
@@ -159,7 +168,7 @@ def _routes(service: Service) -> list[Route]:
         from penstock.engine.server import pages, scoring
 
         others = [("GET", path) for path in gets] + [(method, path) for method, path, _ in agent_routes.ROUTES]
-        described = pages.openapi([*POSTS, *scoring.ROUTES, *agent_routes.described()], others, ErrorReply)
+        described = pages.openapi([*posts, *scoring.ROUTES, *agent_routes.described()], others, ErrorReply)
         if path == "/docs":
             return HTMLResponse(pages.docs(described), headers=pages.HEADERS)
         return Response(msgspec.json.encode(described), media_type="application/json")
@@ -185,7 +194,7 @@ def _routes(service: Service) -> list[Route]:
         [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
         + [
             Route(post.path, Endpoint(service, post.handler, post.streams is not None), methods=["POST"])
-            for post in POSTS
+            for post in posts
         ]
         + [
             Route(path, Endpoint(service, agent_routes.later(name, SERVER), takes_ids=False), methods=["POST"])
@@ -205,6 +214,8 @@ def _model(service: Service, name: str, started: int) -> reply.Model:
         created=started,
         max_model_len=info.max_model_len,
         root=service.model_name,
+        parent=service.model_name if (adapter := service.adapter_of(name)) else None,
+        adapter=adapter,
         block_size=info.block_size,
         fingerprint=info.fingerprint.hex(),
         num_blocks=info.num_blocks - 1,  # block 0 holds nothing

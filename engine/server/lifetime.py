@@ -40,6 +40,7 @@ async def serve(
     `config` is a resolved one. `sock`: from `bind_socket`, where the port was taken before the model loaded.
     """
     app = build_app(engine, tokenizer, template, config)
+    await app.service.adapters.load_all(config.lora_modules)
     sock = sock or bind_socket(config.host, config.port)
     stopping = Stopping()
     with stop_signals(stopping.take), contextlib.ExitStack() as at_the_end:

@@ -184,6 +184,8 @@ class Model(msgspec.Struct):
     num_blocks: int
     max_num_batched_tokens: int
     text_digest: str  # of tokenizer and template: a router with the same one may send token ids in place of text
+    parent: str | None = None  # of an adapter: the model …
+    adapter: str | None = None  # … and the digest that is in the keys of its blocks
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 

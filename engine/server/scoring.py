@@ -122,7 +122,8 @@ async def score(service: Service, call: Call, body: bytes) -> Labelled[Score]:
     given = [_texts(each) for pair in (ones, others) for each in pair if each is not None]
     if None not in ones or None not in others or len(given) != 2:
         raise InvalidRequest("text_1", "one of text_1 and queries, and one of text_2 and documents, are expected")
-    found = await _of_pairs(service, call, request, *given, ("text_1", "text_2"))
+    first, second = given
+    found = await _of_pairs(service, call, request, first, second, ("text_1", "text_2"))
     data = [Score(index, value) for index, value in enumerate(found)]
     return Labelled(f"score-{call.id}", call.created, call.model, data, usage(call.answers, 0))
 

@@ -28,6 +28,7 @@ class ReplicaGroup:
         self.root = root
         self.placement = placement
         self.replicas: dict[str, Replica] = {}
+        self.adapters: dict[str, str] = {}  # names and keys; where replicas differ, those of one of them
         self.is_mixed = False  # whether some replica does not know a name that another answers to
         self.full: set[str] = set()  # replicas that have as many requests as they may
         self.prefills: ReplicaGroup | None = None  # who computes long prompts of this model, if others do
@@ -78,6 +79,11 @@ class Fleet:
         group.placement.add_replica(replica.url, info)
         self._name_groups()
         self.settle(replica)
+
+    def rename(self, replica: Replica, models: tuple[str, ...], adapters: dict[str, str]) -> None:
+        """It serves other adapters than before; what is known of its cache stays."""
+        replica.models, replica.adapters = models, adapters
+        self._name_groups()
 
     def detach(self, replica: Replica) -> None:
         """Another may take its address. What it has begun goes on, until it is forgotten."""
@@ -223,6 +229,7 @@ class Fleet:
         self._by_name = {name: group for group in self.groups.values() for name in group.names}
         for _, group in self.all_groups():
             group.is_mixed = len({replica.models for replica in group.replicas.values()}) > 1
+            group.adapters = {name: key for each in group.replicas.values() for name, key in each.adapters.items()}
         for root, group in self.groups.items():
             group.prefills = self.prefills.get(root)
 

@@ -18,6 +18,8 @@ from penstock.router.fleet.replica import Replica
 from penstock.router.http.upstream import ConnectFailed, fetch
 from penstock.router.placement.placement import ReplicaInfo
 
+PROBES_PER_LIST = 10  # adapters come and go while a replica is up: its list is asked for this seldom
+
 log = logging.getLogger("penstock.router")
 
 
@@ -31,6 +33,7 @@ class ServedModel(msgspec.Struct):
     fingerprint: str | None = None
     num_blocks: int | None = None
     text_digest: str | None = None
+    adapter: str | None = None  # what is in the keys of its blocks
 
 
 class ServedModels(msgspec.Struct):
@@ -78,7 +81,9 @@ class Prober:
     async def _probe(self, replica: Replica, watched: "ProbeTask") -> None:
         try:
             status = await self._ask_ready(replica, watched)
-            if status == 200 and (replica.root is None or not replica.is_up):
+            watched.num_probes += 1
+            is_due = watched.num_probes % PROBES_PER_LIST == 0
+            if status == 200 and (replica.root is None or not replica.is_up or is_due):
                 await self._introduce(replica, watched)
         except (ConnectFailed, TimeoutError, msgspec.MsgspecError, ValueError) as error:
             with self._fleet.observing(replica):
@@ -113,13 +118,14 @@ class Prober:
             raise ValueError("/v1/models lists no model")
         first = served[0]
         names = tuple(model.id for model in served)
-        said = (*names, str(first))
-        if replica.root is not None and watched.said == said:
-            return
-        watched.said = said
-        replica.text_digest = first.text_digest
-        self._fleet.introduce(replica, first.root or first.id, names, replica_info(first))
-        self._on_info(replica, first)
+        adapters = {model.id: model.adapter for model in served if model.adapter}
+        if replica.root is None or watched.said != str(first):
+            watched.said = str(first)
+            replica.text_digest = first.text_digest
+            self._fleet.introduce(replica, first.root or first.id, names, replica_info(first))
+            self._on_info(replica, first)
+        if (replica.models, replica.adapters) != (names, adapters):
+            self._fleet.rename(replica, names, adapters)
 
 
 class ProbeTask:
@@ -130,7 +136,8 @@ class ProbeTask:
     def __init__(self) -> None:
         self.wake = asyncio.Event()
         self.path = "/ready"  # or /health of an engine that has no /ready
-        self.said: tuple[str, ...] = ()  # of its models
+        self.said = ""  # of the first of its models
+        self.num_probes = 0
 
 
 def replica_info(model: ServedModel) -> ReplicaInfo:

@@ -32,6 +32,7 @@ class Replica:
         self.state: State = "starting"
         self.reason = "not probed yet"
         self.models: tuple[str, ...] = ()  # the names it serves; the first one's root is its group
+        self.adapters: dict[str, str] = {}  # of these names, those of adapters, and what is in the keys of their blocks
         self.root: str | None = None
         self.text_digest: str | None = None  # of its tokenizer and template; see router/placement/prompts.py
         self.num_in_flight = 0
