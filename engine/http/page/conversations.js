@@ -39,16 +39,13 @@ function keepTalk(talk) {
   const next = { version: talk.version + 1, at: Date.now() };
   const text = JSON.stringify({ ...talk, ...next });
   let room = MOST_CHARACTERS - text.length;
-  if (room < 0) {
-    noteKeeping("This conversation is too long to be kept.");
-    return;
-  }
+  if (room < 0) return noteKeeping("This conversation is too long to be kept.");
   const others = readTalks().filter((other) => other.id !== talk.id);
   others.forEach((other, i) => {
     room -= JSON.stringify(other).length;
     if (room < 0 || i >= MOST_KEPT - 1) dropTalk(other.id);
   });
-  if (store(KEPT + talk.id, text)) Object.assign(talk, next);
+  return store(KEPT + talk.id, text) && Object.assign(talk, next);
 }
 
 const dropTalk = (id) => local.removeItem(KEPT + id);
